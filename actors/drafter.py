@@ -14,21 +14,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from actors.transport.credentials import Credentials, NoCredentials
-from actors.transport.streams import Link, Outbox
-from cluster.autoscaling.reports import DraftReport
+from actors.net.credentials import Credentials, NoCredentials
+from actors.net.streams import Link, Outbox
+from cluster.autoscaling import DraftReport
 from cluster.costs import DraftCost, ForwardCost
+from cluster.drafting.lookahead import DraftTiming
 from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
-from cluster.drafting.reporter import DraftReporter
 from cluster.drafting.requests import AheadRequest, Proposal
-from cluster.drafting.scheduler import DraftScheduler
+from cluster.drafting.scheduler import DraftReporter, DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
-from cluster.drafting.timing.pass_time import DraftTiming
 from cluster.envelope import Send, states_stream, stream_name
 from cluster.telemetry import Timeline
-from cluster.tracing.session_tracer import NoTracing, SessionTracer
-from cluster.trust.refusals import Refusals
-from cluster.trust.roles import PeerRole
+from cluster.tracing import NoTracing, SessionTracer
+from cluster.trust import PeerRole, Refusals
 from cluster.watchdog import Patience, ProgressWatch
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded

@@ -8,14 +8,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from actors.drafter import Drafter
+from actors.net.auth_interceptor import Context, Gate
+from actors.net.credentials import SERVER_OPTIONS, credentials_of
+from actors.net.streams import converse, read_hello
 from actors.target import TargetReplica
-from actors.transport.auth_interceptor import Context, Gate
-from actors.transport.channel_options import SERVER_OPTIONS
-from actors.transport.credentials import credentials_of
-from actors.transport.streams import converse, read_hello
-from cluster.trust.options import TrustConfig
-from cluster.trust.refusals import Refusals
-from cluster.trust.roles import PeerRole
+from cluster.config_sections import TrustConfig
+from cluster.trust import PeerRole, Refusals
 from protos import speculation_pb2 as pb
 from protos.speculation_pb2_grpc import (
     DraftServiceServicer,

@@ -20,14 +20,14 @@ from rich.progress import track
 from rich.table import Table
 
 from actors.drafters.loading import load_draft_model
-from actors.drafters.model.calibration import SAMPLED, Calibration, Candidates, DraftKind, Floats
+from actors.drafters.model.sampling import SAMPLED, Calibration, Candidates, DraftKind, Floats
 from actors.models.checkpoint import local_folder
 from cluster.config import SlipstreamConfig
 from protos.messages import Acceptance
-from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
 from tools.bench.experiment import read_prompts
-from tools.drafts.eval.measured_target import MeasuredTarget
+from tools.drafts.evaluation import MeasuredTarget
 
 CPU = torch.device("cpu")
 CONTEXT = 1024

@@ -55,7 +55,7 @@ class EngineArm:
         from actors.engine.executor import StepExecutor
         from actors.engine.runner import ModelRunner
         from actors.models.checkpoint import load_model
-        from cluster.verification.limits import VerificationLimits
+        from cluster.verification.scheduler import VerificationLimits
 
         torch.set_num_threads(setup.threads)
         model = load_model(setup.folder, setup.dtype, torch.device("cpu"))

@@ -21,12 +21,12 @@ from rich.console import Console
 from servers import PINNED, side_by_side
 
 from serve_app.app import APPLICATION
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Tally
 from serve_app.operations.ray_cluster import broadcast, deployed
 from tools.bench.experiment import WARM_UP_TOKENS, Prompt, read_prompts
-from tools.bench.measures import Batch, speedup
+from tools.bench.latencies import Batch, speedup
 from tools.bench.tables import speedups_table
 
 AUDITED = "audited"

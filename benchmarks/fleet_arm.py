@@ -16,27 +16,24 @@ from arms import Prompts, Run, Setup
 
 from actors.drafter import Drafter
 from actors.drafters.pass_profile import profile_drafting
-from actors.drafters.registry import create_method
-from actors.drafters.setup import DraftSetup
-from actors.engine.base import ThreadEngine
-from actors.engine.executor import StepExecutor
+from actors.drafters.registry import DraftSetup, create_method
+from actors.engine.executor import StepExecutor, ThreadEngine
 from actors.engine.process import compute_in_background, use_cpu
-from actors.engine.profile import profile_steps
-from actors.engine.runner import ModelRunner
+from actors.engine.runner import ModelRunner, profile_steps
 from actors.models.checkpoint import load_model, vocabulary
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
-from cluster.audit.audits import Audits
+from cluster.audit import Audits
 from cluster.config import AuditConfig, SlipstreamConfig, validated
 from cluster.costs import ForwardCost
 from cluster.drafting.session_table import DrafterLimits
 from cluster.routing.ledger import Emit, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.policy import Adaptive
-from cluster.verification.limits import VerificationLimits
+from cluster.speculation.controller import Adaptive
+from cluster.verification.scheduler import VerificationLimits
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits
-from serve_app.target_engines import start_engine
+from serve_app.startup import start_engine
 
 IDENTITY = Identity("vocabulary", "target")
 PAGE_SIZE = 16

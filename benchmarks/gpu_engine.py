@@ -23,12 +23,10 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from actors.attention.batch import RaggedBatch
-from actors.attention.select_backend import AttentionReport, choose_attention
-from actors.attention.shape import AttentionShape, attention_shape
+from actors.attention.select_backend import AttentionReport, AttentionShape, attention_shape, choose_attention
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.models.decoder import Decoder
-from actors.models.forward_output import ForwardOutput
+from actors.models.decoder import Decoder, ForwardOutput
 from cluster.verification.step import Row, StepPlan
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Open, Sampling

@@ -20,7 +20,7 @@ from load_reports import AIPERF_REPORT, Requests, fault, of_aiperf, of_guidellm,
 from rich.console import Console
 
 from actors.models.checkpoint import local_folder
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from serve_app.operations.local import serving
 
 PROMPT_TOKENS = 64

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from serve_app.operations.local import serving
 
 PLAIN = {"max_draft_tokens": 0}

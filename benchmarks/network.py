@@ -27,7 +27,7 @@ from servers import OTHERS_CORE, PINNED
 
 from actors.engine.process import run_on
 from cluster.errors import SlipstreamError
-from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.endpoint_client import ChatEndpoint
 from serve_app.operations.local import checked_port, serving

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from serve_app.demo_data import BENCH_PROMPTS
 from tools.bench.experiment import read_prompts
-from tools.bench.measures import mean_ratio
+from tools.bench.latencies import mean_ratio
 
 WARM_UP_TOKENS = 8
 

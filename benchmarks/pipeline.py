@@ -37,13 +37,13 @@ from turns import Cell, Turn, cells_of, idle_share, speedups_of
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import SlipstreamError
-from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Tally, TimedAnswer
 from serve_app.tables import sheet, shown
 from tools.bench.baseline import Reference
 from tools.bench.experiment import WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
-from tools.bench.measures import Batch
+from tools.bench.latencies import Batch
 from tools.bench.tables import speedups_table
 
 # ---------------------------------------------------------------- what is compared

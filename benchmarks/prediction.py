@@ -38,15 +38,14 @@ from rich.table import Table
 from servers import PINNED, Server, side_by_side
 
 from cluster.costs import CostModel
-from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Piece, Tally
 from serve_app.tables import shown
 from tools.bench.experiment import Prompt, read_prompts
 from tools.planning.trial import roomy_fleet
-from tools.simulation.oracle import DraftQuality
+from tools.simulation.oracle import ClosedLoop, DraftQuality, Workload
 from tools.simulation.setting import Mode, Setting, SpeculationSetting
-from tools.simulation.workload import ClosedLoop, Workload
 from tools.simulation.world import World
 
 SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}

@@ -79,9 +79,9 @@ def _large(limits: Callable[..., Any], *fields: Any, **named: Any) -> Any:
 @asynccontextmanager
 async def served() -> AsyncIterator[str]:
     """The API in front of the toy cluster; its address."""
-    create_api = found("create_api", "serve_app.http.api", "serve_app.api")
-    metrics = found("Metrics", "serve_app.http.metrics", "serve_app.metrics")()
-    codec_of = found("TextCodec", "serve_app.http.text", "serve_app.text")
+    create_api = found("create_api", "serve_app.api.app", "serve_app.api")
+    metrics = found("Metrics", "serve_app.api.metrics", "serve_app.metrics")()
+    codec_of = found("TextCodec", "serve_app.api.text", "serve_app.text")
     check_origin()
     tokenizer = byte_tokenizer()
     config = validated(

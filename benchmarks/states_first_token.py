@@ -29,11 +29,11 @@ from states_wire import ARMS, chosen
 
 from cluster.errors import SlipstreamError
 from serve_app.app import APPLICATION
-from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.endpoint_client import TIMEOUT
 from serve_app.operations.ray_cluster import broadcast, deployed
 from serve_app.tables import shown, table
-from tools.bench.measures import mean_ratio
+from tools.bench.latencies import mean_ratio
 
 ANSWER = 8  # tokens, of which the first is timed
 TOKENS = range(100, 20_000)  # that prompts are drawn from

@@ -25,30 +25,28 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from actors.compute.hidden_states import CaptureSpec, StateCapture
 from actors.drafter import Drafter
-from actors.drafters.registry import capture_spec, create_method, state_bounds
-from actors.drafters.setup import DraftSetup
-from actors.engine.base import ThreadEngine
-from actors.engine.capture import CaptureSpec, StateCapture
-from actors.engine.executor import StepExecutor
+from actors.drafters.registry import DraftSetup, capture_spec, create_method, state_bounds
+from actors.engine.executor import StepExecutor, ThreadEngine
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import load_model, vocabulary
+from actors.net import streams
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
-from actors.transport import streams
-from cluster.audit.audits import Audits
+from cluster.audit import Audits
 from cluster.config import AuditConfig, SlipstreamConfig
 from cluster.drafting.session_table import DrafterLimits
 from cluster.errors import SlipstreamError
 from cluster.routing.ledger import Emit, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.policy import LockStep
-from cluster.verification.limits import VerificationLimits
+from cluster.speculation.controller import LockStep
+from cluster.verification.scheduler import VerificationLimits
 from protos import speculation_pb2 as pb
 from protos.messages import Acceptance, Frame, Sampling, States
-from serve_app.cli.demo_models import demo_config, prepare_target
+from serve_app.api.text import TextCodec
+from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
-from serve_app.http.text import TextCodec
 from serve_app.router import Identity, Router, RouterLimits
 from serve_app.tables import shown, table
 from tools.bench.experiment import read_prompts

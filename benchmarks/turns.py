@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serve_app.endpoint_client import Tally
-from tools.bench.measures import Batch, Speedup, speedup
+from tools.bench.latencies import Batch, Speedup, speedup
 
 
 @dataclass(frozen=True, slots=True)

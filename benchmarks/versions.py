@@ -31,7 +31,7 @@ from servers import OTHERS_CORE, PINNED
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Tally, TimedAnswer
 from tools.bench.experiment import WARM_UP_TOKENS, Prompt, prompt_batches, read_prompts
-from tools.bench.measures import Batch, Speedup, speedup
+from tools.bench.latencies import Batch, Speedup, speedup
 from tools.bench.tables import speedups_table
 
 ARMS = ("after", "before")

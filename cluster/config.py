@@ -1,39 +1,75 @@
 """The configuration: one frozen pydantic model, read from YAML and overridden by environment and command line.
 
 Each part of the system receives only the sub-model that it needs.
+
+Error messages for a file that holds a frozen model, one line per key: what was found, and what was expected.
 """
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-from cluster.config_errors import error_lines
-from cluster.draft_options import (
+from cluster.config_sections import (
     PROJECTING_HEADS,
     SECTIONS_TAKEN,
     STATE_READERS,
     TAKING_MODELS,
+    ApiKey,
     DraftModelOptions,
     EagleOptions,
     HeadOptions,
+    KubernetesOptions,
     LayerSkipOptions,
     LookupFirstOptions,
     Positive,
     PromptLookupOptions,
     StatesOptions,
     SuffixOptions,
+    TracingConfig,
+    TrustConfig,
+    faults_of,
 )
-from cluster.engines.vllm_options import faults_of
 from cluster.errors import ConfigError
-from cluster.kubernetes_options import KubernetesOptions
-from cluster.tracing.options import TracingConfig
-from cluster.trust.api_keys import ApiKey
-from cluster.trust.options import TrustConfig
 from protos.draft_tree import MAX_BLOCK_TOKENS
+
+
+def error_lines(error: ValidationError, model: type[BaseModel], whole: str) -> list[str]:
+    """Returns one line per error; `whole` stands for the file if no key is at fault."""
+    return [f"{'.'.join(map(str, found['loc'])) or whole}: {_fault(found, model)}" for found in error.errors()]
+
+
+def _fault(found: ErrorDetails, model: type[BaseModel]) -> str:
+    if found["type"] != "extra_forbidden":
+        return found["msg"]
+    *sections, key = map(str, found["loc"])
+    keys = _keys(sections, model)
+    close = get_close_matches(key, keys, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return f"there is no such key; {guess}expected one of {', '.join(keys)}"
+
+
+def _keys(sections: list[str], model: type[BaseModel]) -> list[str]:
+    """Returns the keys of a section, given the path of section names to it."""
+    names = iter(sections)
+    for name in names:
+        annotation = model.model_fields[name].annotation
+        model = _section(annotation)
+        if get_origin(annotation) is dict:
+            next(names)  # a key that the user chose
+    return list(model.model_fields)
+
+
+def _section(annotation: Any) -> type[BaseModel]:
+    """Returns the section type of a field annotated with a section, an optional section, or a dict of sections."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return next(kind for kind in kinds if issubclass(kind, BaseModel))
+
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM__"
 Seconds = Annotated[float, Field(gt=0)]

@@ -10,7 +10,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cluster.config_errors import error_lines
+from cluster.config import error_lines
 from cluster.errors import ConfigError
 
 

@@ -3,8 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from cluster.autoscaling.demand import ROOM, DraftScaling, TargetScaling
-from cluster.autoscaling.serve_policy import DRAFT, TARGET
+from cluster.autoscaling import DRAFT, ROOM, TARGET, DraftScaling, TargetScaling
 from cluster.config import DraftPool, Replicas, Resources, TargetPool
 
 AUTOSCALING_POLICY = {"policy_function": "cluster.autoscaling:PoolsPolicy"}  # of the application: sees both pools

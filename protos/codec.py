@@ -29,10 +29,10 @@ from protos.messages import (
     States,
     StatesAck,
     TokenRules,
+    TokenScore,
     Verdict,
     Welcome,
 )
-from protos.scores import TokenScore
 from protos.to_pb import TO_PB
 
 FrameT = TypeVar("FrameT", bound=ProtoMessage)

@@ -15,7 +15,10 @@ from protos import speculation_pb2 as pb
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.messages import (
     MAX_GRAMMAR_BYTES,
+    MAX_STATES_WIDTH,
+    MAX_TOP,
     NO_RULES,
+    NO_SCORING,
     PROOF_BYTES,
     Acceptance,
     Attach,
@@ -36,16 +39,18 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Sampling,
+    Scoring,
     Shape,
+    StateDtype,
     States,
     StatesAck,
+    StatesFormat,
     Ticket,
     TokenRules,
+    TokenScore,
     Verdict,
     Welcome,
 )
-from protos.scores import MAX_TOP, NO_SCORING, Scoring, TokenScore
-from protos.states import MAX_STATES_WIDTH, StateDtype, StatesFormat
 
 MAX_PENALTY = 2  # as in OpenAI's API; larger values could overflow logits
 REPETITION_PENALTIES = (0.01, 100.0)  # least and most; values outside could overflow logits

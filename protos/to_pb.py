@@ -26,10 +26,10 @@ from protos.messages import (
     StatesAck,
     Ticket,
     TokenRules,
+    TokenScore,
     Verdict,
     Welcome,
 )
-from protos.scores import TokenScore
 
 
 def _int32_bytes(values: Iterable[int]) -> bytes:

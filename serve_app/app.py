@@ -11,10 +11,10 @@ from ray import serve
 
 from cluster.config import Replicas, ServerConfig, SlipstreamConfig, validated
 from cluster.placement import ALONE_POLICY, actor_options, bounds, scaling_settings, target_group_options
-from serve_app.config_split import ROUTER_OPTIONS, router_sizes
+from serve_app.api.replies import RETRY_AFTER_S
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
-from serve_app.http.wire.replies import RETRY_AFTER_S
 from serve_app.serve_manifest import APPLICATION as APPLICATION
+from serve_app.serve_manifest import ROUTER_OPTIONS, router_sizes
 
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
 POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}

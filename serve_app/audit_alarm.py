@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.audit.replay import Difference
+from cluster.audit import Difference
 from cluster.errors import ConfigError
 
 log = logging.getLogger(__name__)

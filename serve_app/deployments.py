@@ -20,27 +20,24 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.drafter import Drafter
-from actors.drafters.published_acceptance import published_acceptance
+from actors.drafters.loading import published_acceptance
 from actors.engine.process import compute_in_background, use_cpu
 from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
+from actors.net.credentials import credentials_of
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
-from actors.tracing.service import ServiceTracing
-from actors.transport.credentials import credentials_of
-from cluster.audit.audits import Audits
-from cluster.autoscaling.reports import DraftReport, TargetReport
-from cluster.autoscaling.settings import Settings, as_numbers
+from actors.tracing import ServiceTracing
+from cluster.audit import Audits
+from cluster.autoscaling import DraftReport, Settings, TargetReport, as_numbers
 from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.errors import EngineError
-from cluster.routing.prefix_affinity import PrefixOptions
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership, addresses, running_replicas
-from cluster.speculation.policy import Adaptive, LockStep, Pacing
+from cluster.routing.session_router import PrefixOptions
+from cluster.speculation.controller import Adaptive, LockStep, Pacing
 from cluster.telemetry import Actor, pack
-from cluster.trust.roles import PeerRole
-from serve_app.bind_address import listening_host, place
-from serve_app.config_split import as_told
-from serve_app.http.wire.replies import HealthReport
-from serve_app.page.samples import DraftSample, TargetSample, draft_sample, target_sample
+from cluster.trust import PeerRole
+from serve_app.api.replies import HealthReport
+from serve_app.page.routes import DraftSample, TargetSample, draft_sample, target_sample
 from serve_app.publishing.aggregate_metrics import WholeExposition
 from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels
 from serve_app.publishing.ray_mirror import RayMirror
@@ -55,10 +52,16 @@ from serve_app.replica_counters import (
     routed_counts,
     target_counts,
 )
-from serve_app.serve_logging import log_under_serve
-from serve_app.startup import start_drafter, start_target
-from serve_app.startup_timeout import started_within
-from serve_app.target_engines import engine_of
+from serve_app.serve_manifest import as_told
+from serve_app.startup import (
+    engine_of,
+    listening_host,
+    log_under_serve,
+    place,
+    start_drafter,
+    start_target,
+    started_within,
+)
 
 log = logging.getLogger("ray.serve")
 
@@ -334,19 +337,16 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         self._ending = AsyncExitStack()  # as a target's
+        from serve_app.api.access import NamedByServe, OperatorsAddress
+        from serve_app.api.app import create_api
+        from serve_app.api.failures import RefuseWhenStopped
+        from serve_app.api.metrics import Metrics
+        from serve_app.api.observability import request_spans
+        from serve_app.api.template_process import TemplateProcess
+        from serve_app.api.text import TextCodec
+        from serve_app.api.validation import NO_DEFAULTS, load_defaults
         from serve_app.audit_alarm import AuditAlarm
-        from serve_app.http.access.admin_port import OperatorsAddress
-        from serve_app.http.access.request_id import NamedByServe
-        from serve_app.http.api import create_api
-        from serve_app.http.conversation.template_process import TemplateProcess
-        from serve_app.http.generation_defaults import NO_DEFAULTS, load_defaults
-        from serve_app.http.metrics import Metrics
-        from serve_app.http.observability.request_spans import request_spans
-        from serve_app.http.stopped import RefuseWhenStopped
-        from serve_app.http.text import TextCodec
-        from serve_app.page.pool_samples import PoolSamples
-        from serve_app.page.routes import page_routes
-        from serve_app.page.watch import PageWatch
+        from serve_app.page.routes import PageWatch, PoolSamples, page_routes
         from serve_app.router import Identity, Router, RouterLimits
 
         log_under_serve()

@@ -35,8 +35,8 @@ from ray.serve import metrics
 from actors.attention.select_backend import AttentionReport
 from actors.drafter import Drafter
 from actors.target import TargetReplica
-from cluster.audit.audits import Audits
-from cluster.draft_quality.acceptance_stats import AcceptanceTally
+from cluster.audit import Audits
+from cluster.draft_quality import AcceptanceTally
 
 Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
 """Values that only grow, by name of the family and cause, or by all labels of a family that has others."""

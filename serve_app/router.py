@@ -12,19 +12,17 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from actors.transport.credentials import Credentials, NoCredentials
-from actors.transport.streams import Link
-from cluster.audit.audits import Audits
+from actors.net.credentials import Credentials, NoCredentials
+from actors.net.streams import Link
+from cluster.audit import Audits
 from cluster.envelope import Send
 from cluster.errors import CapacityError, DrainingError
-from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.ledger import Emit, Ended, Event, Failed, Generation, Phase, Session
 from cluster.routing.membership import Endpoint, Membership
-from cluster.routing.prefix_affinity import PrefixOptions
+from cluster.routing.session_router import Assignment, Assignments, PrefixOptions
 from cluster.telemetry import Timeline
-from cluster.tracing.session_tracer import NoTracing, SessionTracer
-from cluster.trust.assignment_tokens import KEY_BYTES
-from cluster.trust.roles import PeerRole
+from cluster.tracing import NoTracing, SessionTracer
+from cluster.trust import KEY_BYTES, PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Hello, LiveSession, Open, Refusal, Verdict

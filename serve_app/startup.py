@@ -1,25 +1,195 @@
 """What takes long before a replica takes part: downloads, and models that are loaded and measured.
 
 All of it is waited for in a thread or a rank: who starts a replica goes on, and gives up a start that hangs.
+
+Which engine a target replica computes with: the project's own ranks, or vLLM.
+
+How long the start of a replica may take: Serve, which starts another for one that fails, waits for ever for it.
+
+Where replicas are, and where their gRPC servers listen.
+
+Our loggers under Ray Serve's: its handlers, level and format, and its context of a replica and a request.
+
+With `server.log_format: json`, each of a record's extras is a field of its own.
 """
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import ray
+from ray.util import get_current_placement_group
 
 from actors.drafters.pass_profile import profile_drafting
-from actors.drafters.registry import create_method, state_bounds, states_format
-from actors.drafters.setup import DraftSetup
-from actors.grammars.compiler import grammars_of
-from actors.grammars.vocabulary import load_grammar_vocabulary
-from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
-from cluster.config import SlipstreamConfig
-from cluster.costs import DraftCost
+from actors.drafters.registry import DraftSetup, capture_spec, create_method, state_bounds, states_format
+from actors.engine.executor import Engine
+from actors.engine.process import run_on, use_cpu
+from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
+from actors.grammars import grammars_of, load_grammar_vocabulary
+from actors.models.checkpoint import (
+    check_tensor_parallel,
+    checkpoint_fingerprint,
+    local_folder,
+    vocabulary,
+    vocabulary_fingerprint,
+)
+from actors.vllm_engine.engine import VllmEngine
+from cluster.config import SlipstreamConfig, TargetPool
+from cluster.config_sections import TrustConfig
+from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.session_table import DrafterLimits
-from serve_app.target_engines import StartedEngine, start_engine
+from cluster.errors import EngineError
+from cluster.page_allocator import SessionMemory
+from cluster.routing.ray_membership import NODE, ZONE
+from cluster.verification.scheduler import VerificationLimits
+
+
+class WatchedEngine(Engine, Protocol):
+    """An engine of a replica: it says what steps cost, and when it has failed."""
+
+    step_cost: ForwardCost
+    reports: tuple[RankReport, ...]  # of ranks that are the project's own
+    pids: tuple[int, ...]
+
+    async def watch(self) -> NoReturn:
+        """Raises EngineError once the engine is no longer usable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    engine: WatchedEngine
+    limits: VerificationLimits
+    memory: SessionMemory | None = None  # None: the scheduler's own
+
+
+def engine_of(pool: TargetPool, replica: int) -> str:
+    """Of a pool's replica with this rank, as it is at the replica's start.
+
+    Serve counts ranks from 0 and frees one once its replica has ended. Who starts before that, as in an update, has
+    another: a mixed pool is mixed when it is deployed, and may drift to one engine afterwards.
+    """
+    if pool.engine == "mixed":
+        return ("slipstream", "vllm")[replica % 2]
+    return pool.engine
+
+
+async def start_engine(config: SlipstreamConfig, folder: Path, tokens: Mapping[int, str], engine: str) -> StartedEngine:
+    """Loads the target; raises ModelError for what cannot be served, EngineError for what fails."""
+    start = _start_vllm if engine == "vllm" else _start_ranks
+    return await start(config, folder, max(tokens) + 1)
+
+
+async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) -> StartedEngine:
+    pool = config.target
+    check_tensor_parallel(folder, pool.tensor_parallel)
+    capture = capture_spec(config.draft, folder, config.model.dtype)
+    spec = RankSpec(
+        folder=str(folder),
+        vocabulary=vocabulary,
+        dtype=config.model.dtype,
+        sessions=pool.max_sessions,
+        context=config.model.max_context,
+        cache=pool.cache_per_rank,
+        resources=pool.resources_per_rank,
+        ranks=pool.tensor_parallel,
+        capture=capture,
+    )
+    run_on(pool.resources_per_rank.cpu_affinity)  # verdicts and plans are between two forwards, beside the ranks
+    ranks = await RankGroup.start(spec, get_current_placement_group())
+    limits = _limits(
+        config,
+        vocabulary,
+        pages=ranks.pages,
+        page_size=spec.cache.page_size,
+        trees=ranks.takes_trees,
+        states=capture.format if capture is not None else None,
+        keeps_states=config.draft.states.keep,
+    )
+    return StartedEngine(ranks, limits)
+
+
+async def _start_vllm(config: SlipstreamConfig, folder: Path, vocabulary: int) -> StartedEngine:
+    use_cpu(config.target.resources_per_rank)
+    capture = capture_spec(config.draft, folder, config.model.dtype)
+    engine = await VllmEngine.start(config, str(folder), vocabulary, capture)
+    memory = engine.memory
+    limits = _limits(
+        config,
+        vocabulary,
+        pages=memory.pages,
+        page_size=memory.page_size,
+        trees=False,
+        own_draws_only=True,
+        states=capture.format if capture is not None else None,
+    )
+    return StartedEngine(engine, limits, memory)
+
+
+def _limits(config: SlipstreamConfig, vocabulary: int, **of_engine: Any) -> VerificationLimits:
+    pool = config.target
+    return VerificationLimits(
+        vocabulary=vocabulary,
+        max_context=config.model.max_context,
+        max_sessions=pool.max_sessions,
+        max_step_tokens=pool.max_step_tokens,
+        **of_engine,
+    )
+
+
+Started = TypeVar("Started")
+
+
+async def started_within(limit_s: float, key: str, starting: Awaitable[Started]) -> Started:
+    """What was started; raises EngineError, which names the configuration's `key`, for a start that hangs.
+
+    What runs in a thread goes on: the process has to end.
+    """
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await starting
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise EngineError(
+            f"the model was not loaded and measured within {limit_s:g} s, so this replica ends and Serve starts"
+            f" another; where loading takes that long, raise {key}, else look for a process or a disk that hangs"
+        ) from error
+
+
+LOOPBACK = "127.0.0.1"
+ZONE_LABEL = "ray.io/availability-zone"  # which Ray takes from RAY_NODE_ZONE
+
+
+def place() -> dict[str, str]:
+    """What a replica publishes of where it runs, so that drafters are chosen near their targets."""
+    context = ray.get_runtime_context()
+    return {NODE: context.get_node_id(), ZONE: str(context.get_node_labels().get(ZONE_LABEL, ""))}
+
+
+def listening_host(trust: TrustConfig) -> str:
+    """The node's address; loopback where nobody need prove anything and the whole cluster is this machine.
+
+    What is left, several machines and nobody trusted, is refused by whoever is told to listen there.
+    """
+    here = ray.util.get_node_ip_address()
+    machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return LOOPBACK if trust.is_off and machines == {here} else str(here)
+
+
+PACKAGES = ("cluster", "actors", "serve_app")
+SERVE = "ray.serve"
+
+
+def log_under_serve(packages: Iterable[str] = PACKAGES, parent: str = SERVE) -> None:
+    """To be called in a replica, where Serve has set its logger up."""
+    for package in packages:
+        logging.getLogger(package).parent = logging.getLogger(parent)
 
 
 @dataclass(frozen=True, slots=True)

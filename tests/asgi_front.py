@@ -12,11 +12,11 @@ from starlette.routing import Route
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.routing.ledger import Emit
-from serve_app.http.api import create_api
-from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
+from serve_app.api.validation import NO_DEFAULTS, GenerationDefaults
 from tests.integration.scripted_generator import Script, ScriptedGenerator
 
 MODEL = "toy"

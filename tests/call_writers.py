@@ -6,10 +6,9 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.vocabulary import grammar_vocabulary
-from serve_app.http.conversation.response_templates import find_template
-from serve_app.http.text import TextCodec
+from actors.grammars import GrammarCompiler, grammar_vocabulary
+from serve_app.api.text import TextCodec
+from serve_app.api.tool_calls import find_template
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 _JSON_CALL = "<tool_call>{{ call.function | tojson }}</tool_call>"

@@ -10,9 +10,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from actors.transport.certificate_files import AUTHORITY, CERTIFICATE, KEY
-from cluster.trust.options import TrustConfig
-from cluster.trust.roles import PeerRole
+from actors.net.credentials import AUTHORITY, CERTIFICATE, KEY
+from cluster.config_sections import TrustConfig
+from cluster.trust import PeerRole
 
 
 def _new_key() -> ec.EllipticCurvePrivateKey:

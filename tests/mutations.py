@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 from actors.drafter import Drafter
 from actors.drafters.lookup.ngram import PromptLookup
+from actors.net.streams import UnfitFrame, decode_greeted
 from actors.target import TargetReplica
-from actors.transport.streams import UnfitFrame, decode_greeted
-from cluster.audit.audits import Audits
+from cluster.audit import Audits
 from cluster.config import AuditConfig
 from cluster.drafting.method import make_pass
 from cluster.drafting.session_table import DrafterLimits
-from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.ledger import Emit, Event, Generation, Session
-from cluster.trust.assignment_tokens import issue
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.orphan_buffer import BufferLimits
+from cluster.routing.session_router import Assignment, Assignments
+from cluster.trust import issue
+from cluster.verification.block_buffer import BufferLimits
+from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StepPlan
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode, encode
@@ -52,16 +52,17 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Sampling,
+    Scoring,
+    StateDtype,
     States,
     StatesAck,
     Ticket,
     TokenRules,
+    TokenScore,
     Verdict,
     Welcome,
 )
 from protos.prefix import Prefix
-from protos.scores import Scoring, TokenScore
-from protos.states import StateDtype
 
 KEY = 99
 SECRET = b"secret of the honest router"

@@ -24,7 +24,7 @@ from serve_app.cli.main import (
 )
 from serve_app.cli.running import RayAddress
 from tools.drafts.command import drafts_app
-from tools.kubernetes.command import k8s_app
+from tools.kubernetes.rendering import k8s_app
 from tools.planning.command import plan
 
 __all__ = ["app", "main"]
@@ -74,8 +74,7 @@ def bench(
 ) -> None:
     """Measures the same prompts and answer lengths with and without speculation, interleaved."""
     from serve_app.demo_data import BENCH_PROMPTS
-    from tools.bench.datasets import read_dataset
-    from tools.bench.experiment import Plan, read_prompts
+    from tools.bench.experiment import Plan, read_dataset, read_prompts
     from tools.bench.reports import measure_rates, report_on_batches
 
     console = Console()
@@ -87,7 +86,7 @@ def bench(
         return
     config = load_demo(overrides, port, console) if config_path is None else load(config_path, overrides, port)
     check_models_of(config, console, with_weights=address is None)
-    from serve_app.operations.exposure_check import for_this_machine
+    from serve_app.operations.checks import for_this_machine
     from serve_app.operations.local import serving
 
     config = for_this_machine(config)
@@ -113,7 +112,7 @@ def trace(
     """Writes what the actors of a running Slipstream did last, span by span, and shows the duration of each stage."""
     from cluster.telemetry import spans
     from serve_app.app import APPLICATION
-    from serve_app.operations.recordings import live_actors
+    from serve_app.operations.ray_cluster import live_actors
     from tools.trace import stages_table, write_trace
 
     console = Console()
@@ -133,9 +132,8 @@ def doctor(config_path: ConfigPath, overrides: Overrides = None, address: RayAdd
     """
     config = load(config_path, overrides)
     with Console(stderr=True).status("Examining the nodes"):
-        from tools.doctor.checks import judge
-        from tools.doctor.probe_runner import examine
-        from tools.doctor.report import report
+        from tools.doctor.checks import judge, report
+        from tools.doctor.probe import examine
 
         checks = judge(config, examine(config, address))
     Console(soft_wrap=True).print(report(checks))

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from actors.attention import AttentionBackend
-from actors.compute.h2d_copy import to_device
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import FeedRow, PagedCache, to_device
 
 
 class Interrupted(Exception):

@@ -4,11 +4,11 @@ After LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) and Draft & Verify (Zha
 is no second checkpoint to find or train. How often such drafts are accepted depends on how the target was trained.
 """
 
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.loading import draft_with, products_of
-from actors.drafters.setup import DraftSetup
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
-from actors.models.hub_files import folder_with, of_layers
+from actors.models.checkpoint import folder_with, of_layers
 from actors.models.layer_subset import load_layers
 from cluster.config import DraftPool
 

@@ -1,5 +1,9 @@
-"""Creates a drafting method from a checkpoint: the model, and optional files in the same folder."""
+"""Creates a drafting method from a checkpoint: the model, and optional files in the same folder.
 
+Acceptance rate that a draft's author publishes in its folder; drafters check themselves against it.
+"""
+
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -7,20 +11,24 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.compute.linear import EightBitProjection, Product, can_round, projection
-from actors.drafters.draft_model import DraftModel
-from actors.drafters.model.calibration import Calibration
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
-from actors.drafters.model.pard import ONE_AT_A_TIME, read_mask_tokens, tokens_per_forward
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.forwards import (
+    ONE_AT_A_TIME,
+    read_frequent_tokens,
+    read_mask_tokens,
+    reduce_head,
+    tokens_per_forward,
+)
 from actors.drafters.model.recurrent_head import load_recurrent_head
-from actors.drafters.model.vocab_pruning import read_frequent_tokens, reduce_head
-from actors.drafters.setup import DraftSetup
+from actors.drafters.model.sampling import Calibration, DraftingLimits
+from actors.drafters.registry import DraftSetup
 from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import check_draft, load_model, local_folder
 from actors.models.decoder import decoder_for
-from actors.models.positions import context_length
+from actors.models.layer_subset import context_length
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 
@@ -96,3 +104,24 @@ def draft_with(
     return DraftModel(
         runner, token_ids, draft_cache, limits, masks=masks, head=head, calibration=calibration, makers=setup.makers
     )
+
+
+FIGURE = "first_token_acceptance"
+
+
+def published_acceptance(draft: DraftPool) -> float | None:
+    """Returns the share of blocks whose first token the target accepts, from the draft's config.json.
+
+    None if config.json does not state it. Raises ModelError if the value is not a share in (0, 1].
+    """
+    if draft.model is None:
+        return None
+    path = local_folder(draft.model, with_weights=False) / "config.json"
+    figure = json.loads(path.read_text(encoding="utf-8")).get(FIGURE)
+    if figure is None:
+        return None
+    if not isinstance(figure, int | float) or not 0 < figure <= 1:
+        raise ModelError(
+            f"{path}: {FIGURE} is {figure!r}, expected a share above 0 and up to 1; correct it or remove it"
+        )
+    return float(figure)

@@ -3,7 +3,7 @@
 from functools import partial
 from statistics import median
 
-from actors.engine.profile import least_seconds
+from actors.engine.runner import least_seconds
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod, ReadsStates
 from cluster.drafting.session_table import DrafterLimits

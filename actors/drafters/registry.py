@@ -8,6 +8,8 @@ reads the target's hidden states (listed in `STATE_READERS` of the configuration
 
 where `target` is the target's folder. `load_projection` may be omitted if `states_needed` never sets a
 `projected_width`. It runs in the target's process and loads only the projection.
+
+Facts about the deployment that every drafting method receives.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,15 +19,30 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from actors.drafters.setup import DraftSetup
 from cluster.config import DraftPool
-from cluster.draft_options import STATE_READERS
+from cluster.config_sections import STATE_READERS
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds
 from cluster.drafting.method import DraftingMethod
-from protos.states import StateDtype, StatesFormat, StatesNeeded
+from protos.frozen import value
+from protos.messages import StateDtype, StatesFormat, StatesNeeded
 
 if TYPE_CHECKING:
-    from actors.engine.capture import CaptureSpec, StateProjection
+    from actors.compute.hidden_states import CaptureSpec, StateProjection
+    from actors.sampling.processors import Maker
+
+
+@value
+class DraftSetup:
+    """Deployment facts, in addition to the method's own section of the configuration."""
+
+    dtype: str  # of both models
+    max_context: int  # tokens of the longest session
+    max_draft_tokens: int  # of the longest block
+    target_tokens: Mapping[int, str]  # by id; no other token is ever proposed
+    target: str  # Hugging Face id or folder of the target; some methods use its weights
+    states: StatesFormat | None = None  # of the target's hidden states, if the method reads them
+    makers: "tuple[Maker, ...]" = ()  # of logits processors, in addition to those built from an Open alone
+
 
 MODULES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,11 +51,11 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "lookup_first": "actors.drafters.lookup.hybrid",
         "layer_skip": "actors.drafters.layer_skip",
         "suffix": "actors.drafters.lookup.suffix",
-        "medusa": "actors.drafters.heads.last_state.medusa",
-        "mlp_speculator": "actors.drafters.heads.last_state.mlp_speculator",
-        "dflash": "actors.drafters.heads.dflash.loading",
-        "eagle": "actors.drafters.eagle",
-        "mtp": "actors.drafters.mtp",
+        "medusa": "actors.drafters.heads.medusa",
+        "mlp_speculator": "actors.drafters.heads.mlp_speculator",
+        "dflash": "actors.drafters.heads.dflash.drafting",
+        "eagle": "actors.drafters.heads.eagle.method",
+        "mtp": "actors.drafters.heads.eagle.mtp",
     }
 )
 
@@ -83,7 +100,7 @@ def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
 
 def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | None":
     """Returns what the target must capture for the method; None if the method reads no hidden states."""
-    from actors.engine.capture import CaptureSpec
+    from actors.compute.hidden_states import CaptureSpec
 
     needed = states_needed(draft, target)
     if needed is None:

@@ -1,27 +1,33 @@
 """The target's step on one rank: rows in, decisions out; sampling and acceptance sit beside the logits.
 
 Knows what each session was fed; does not know why a row is in a step, nor who owns the cache's pages.
+
+The interface of an engine: a step behind one awaitable message, off the event loop that serves gRPC.
+
+`tensor_parallel.py` holds the tensor-parallel engine.
+
+Waiting with a limit that counts no time in which this process itself stood still.
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import Runner
-from actors.grammars.compiler import GrammarCompiler
-from actors.sampling.logits.processor import Maker, ProcessorChain
-from actors.sampling.logits.processor_registry import MAKERS, chain_of
-from actors.sampling.near_tie import margin
+from actors.grammars import GrammarCompiler
+from actors.sampling.processors import MAKERS, Maker, ProcessorChain, chain_of
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
-from actors.sampling.scoring import decided_scores, score
+from actors.sampling.scoring import decided_scores, margin, score
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan, riding
-from protos.messages import Open
-from protos.scores import TokenScore
+from protos.messages import Open, TokenScore
 
 
 @dataclass(slots=True)
@@ -164,3 +170,60 @@ class StepExecutor:
             chain=session.chain,
             at=DrawAddress(request.seed, request.choice, base_len),
         )
+
+
+LOOK_S = 1.0  # of waiting between two looks: as much as a stop of whatever length counts
+
+
+async def done_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
+    """Whether it is done before it has been waited for so long.
+
+    A process that was stopped, or whose machine was, finds its time over and the answer not yet read: it would give up
+    what goes on as well as before.
+    """
+    left_s = limit_s
+    while not work.done() and left_s >= 0:
+        await asyncio.wait((work,), timeout=min(left_s, LOOK_S))
+        left_s -= LOOK_S
+    return work.done()
+
+
+class Engine(Protocol):
+    """Computes step plans, one at a time."""
+
+    async def step(self, plan: StepPlan) -> list[Outcome]:
+        """Raises EngineError when the engine is no longer usable."""
+        ...
+
+    async def read(self, asked: StateRead) -> bytes:
+        """Hidden states that the cache holds, between two steps; raises as `step` does."""
+        ...
+
+    async def prepare(self, grammar: str) -> str | None:
+        """Compiles a grammar before a session that has it comes to a step; returns why not, where that cannot be.
+
+        Steps go on meanwhile. Raises as `step` does.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ThreadEngine:
+    """An engine in this process, on one thread of its own."""
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    async def step(self, plan: StepPlan) -> list[Outcome]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.step, plan)
+
+    async def read(self, asked: StateRead) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.read, asked)
+
+    async def prepare(self, grammar: str) -> str | None:
+        return await asyncio.to_thread(self._executor.prepare, grammar)
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=True)

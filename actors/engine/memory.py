@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from actors.attention.shape import attention_shape
-from actors.engine.capture import CaptureSpec
+from actors.attention.select_backend import attention_shape
+from actors.compute.hidden_states import CaptureSpec
 from cluster.config import CacheConfig
 from cluster.errors import ModelError
 

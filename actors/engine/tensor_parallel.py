@@ -2,53 +2,182 @@
 
 The leader gets the step plan, broadcasts its rows as one tensor, and alone samples. When any rank dies the engine is
 done for: its replica is replaced as a whole.
+
+Work that goes on as long as every rank does, and the failure of one: whoever waits for it would wait for ever.
+
+A step's way from the coordinator to the leading rank and back: one message each over a Unix socket.
+
+A Ray call costs milliseconds where cores are few, and every step would pay them. Ray still starts the ranks and tells
+of their death. Only processes of the same user can reach the socket, which is gone once the coordinator has dialled.
+
+A step's rows as one tensor of integers, so that one broadcast tells every rank what to compute.
 """
 
 import asyncio
 import os
+import pickle
 import socket
-from collections.abc import Sequence
+import struct
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import ray
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention import AttentionBackend
-from actors.attention.select_backend import AttentionReport, choose_attention
-from actors.attention.shape import attention_shape
+from actors.attention.select_backend import AttentionReport, attention_shape, choose_attention
 from actors.compute.collectives import Alone, Group, join
+from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
 from actors.compute.kv_cache import FeedRow
-from actors.engine.capture import CaptureSpec, StateCapture, StateProjection
-from actors.engine.executor import StepExecutor
+from actors.engine.executor import StepExecutor, done_within
 from actors.engine.memory import page_count, state_bytes
-from actors.engine.plan_codec import from_tensor, to_tensor
 from actors.engine.process import device_of, use_cpu
-from actors.engine.profile import profile_steps
-from actors.engine.rank_watch import first_to_end, while_running
-from actors.engine.runner import ModelRunner, Runner
-from actors.engine.uds_rpc import StepCaller, StepListener
-from actors.grammars.compiler import grammars_of
-from actors.grammars.vocabulary import load_grammar_vocabulary
+from actors.engine.runner import ModelRunner, Runner, profile_steps
+from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.models.checkpoint import load
-from actors.models.forward_output import ForwardOutput
+from actors.models.decoder import ForwardOutput
 from actors.models.reference_check import check_model
 from actors.models.weights import LoadReport
-from actors.timeouts import done_within
 from cluster.config import CacheConfig, Resources
 from cluster.costs import ForwardCost
 from cluster.errors import EngineError
 from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.placement import actor_options
 from cluster.verification.step import Outcome, StateRead, StepPlan
+
+Done = TypeVar("Done")
+
+
+async def first_to_end(running: Sequence[Awaitable[Any]]) -> NoReturn:
+    """Waits until one of these ends, which is always a failure; raises EngineError."""
+    tasks = [asyncio.ensure_future(reference) for reference in running]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    except RayError as error:
+        raise EngineError(f"a tensor-parallel rank failed: {error}") from error
+    finally:
+        for task in tasks:
+            task.cancel()
+    raise EngineError("a tensor-parallel rank has ended")
+
+
+async def while_running(work: Awaitable[Done], running: Sequence[Awaitable[Any]]) -> Done:
+    """What comes of `work`, in which one rank may wait for others for ever; raises EngineError once one has ended."""
+    if not running:
+        return await work
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(first_to_end(running))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else watching.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+FRAME_HEADER = struct.Struct("!I")  # bytes that follow
+
+
+class StepListener:
+    """The rank's end: answers one caller."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="slipstream-")
+        self.path = str(Path(self._folder.name) / "steps")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(self.path)
+        self._socket.listen(1)
+
+    def serve(self, answer: Callable[[Any], Any]) -> None:
+        """Answers messages until the caller hangs up. What `answer` raises ends the conversation and is raised here."""
+        caller, _ = self._socket.accept()
+        self._socket.close()
+        self._folder.cleanup()
+        with caller, caller.makefile("rb") as messages:
+            while header := messages.read(FRAME_HEADER.size):
+                (size,) = FRAME_HEADER.unpack(header)
+                caller.sendall(_framed(answer(pickle.loads(messages.read(size)))))
+
+
+class StepCaller:
+    """The coordinator's end: one call at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def dial(cls, path: str) -> "StepCaller":
+        return cls(*await asyncio.open_unix_connection(path))
+
+    async def call(self, message: Any) -> Any:
+        """Raises ConnectionError or EOFError when the rank is gone or has failed."""
+        self._writer.write(_framed(message))
+        (size,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
+        return pickle.loads(await self._reader.readexactly(size))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _framed(message: Any) -> bytes:
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return FRAME_HEADER.pack(len(body)) + body
+
+
+PLAN_HEADER = 4  # length, rows, copies, moves
+ROW_FIELDS = 5  # tokens, start, logits, pages, parents
+
+
+def to_tensor(rows: Sequence[FeedRow], copies: Sequence[PageCopy], moves: Sequence[PlaceMove] = ()) -> Tensor:
+    """Rows, copies, moves; shape (length,), the first number is the length itself."""
+    numbers = [0, len(rows), len(copies), len(moves)]
+    for row in rows:
+        numbers += (len(row.tokens), row.start, row.logits, len(row.pages), len(row.parents))
+    for row in rows:
+        numbers += row.tokens
+        numbers += row.pages
+        numbers += row.parents
+    for copy in copies:
+        numbers += (copy.source, copy.to)
+    for move in moves:
+        numbers += (move.source, move.to)
+    numbers[0] = len(numbers)
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def from_tensor(tensor: Tensor) -> tuple[list[FeedRow], list[PageCopy], list[PlaceMove]]:
+    """What `to_tensor` was given; numbers beyond the length are ignored."""
+    numbers = tensor.tolist()
+    _, row_count, copy_count, move_count = numbers[:PLAN_HEADER]
+    at = PLAN_HEADER + ROW_FIELDS * row_count
+    rows: list[FeedRow] = []
+    for index in range(row_count):
+        first = PLAN_HEADER + ROW_FIELDS * index
+        tokens, start, logits, pages, parents = numbers[first : first + ROW_FIELDS]
+        pages_at = at + tokens
+        parents_at = pages_at + pages
+        end = parents_at + parents
+        fed = tuple(numbers[at:pages_at])
+        rows.append(FeedRow(fed, start, logits, tuple(numbers[pages_at:parents_at]), tuple(numbers[parents_at:end])))
+        at = end
+    pairs = [numbers[first : first + 2] for first in range(at, at + 2 * (copy_count + move_count), 2)]
+    copies = [PageCopy(*pair) for pair in pairs[:copy_count]]
+    return rows, copies, [PlaceMove(*pair) for pair in pairs[copy_count:]]
+
 
 STEP_NUMBERS = 4096  # of a step's first message: 16 KiB, enough for all but long prompts
 PREPARE_S = 60.0  # for one grammar, which a router compiled before it asked

@@ -1,10 +1,13 @@
-"""Checkpoints: where they are, which vocabulary they speak, what identifies them, and loading them."""
+"""Checkpoints: where they are, which vocabulary they speak, what identifies them, and loading them.
+
+Some tensors of a checkpoint on the Hugging Face hub: only the files that hold them are fetched.
+"""
 
 import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +19,18 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from actors.compute.collectives import Alone, Group
-from actors.models.config_reader import CONFIG, embedding_rows, one_line, read_json
+from actors.models.config_reader import (
+    CONFIG,
+    check_quantization,
+    embedding_rows,
+    one_line,
+    quantization_method,
+    read_json,
+)
 from actors.models.config_reader import read_config as read_config
-from actors.models.end_of_text import GENERATION_CONFIG, end_of_text
-from actors.models.end_of_text import end_ids as end_ids
-from actors.models.quantization import check_quantization, quantization_method
 from actors.models.sharding import check_plan, shard
-from actors.models.tokenizer_reader import has_tokenizer, id_limit
+from actors.models.tokenizer_reader import GENERATION_CONFIG, end_of_text, has_tokenizer, id_limit
+from actors.models.tokenizer_reader import end_ids as end_ids
 from actors.models.tokenizer_reader import load_tokenizer as load_tokenizer
 from actors.models.weights import (
     INDEX,
@@ -311,3 +319,43 @@ def _mlp_widths(config: Any) -> set[int]:
     """Sizes of the MLPs' inner layers: of all or layer by layer."""
     found = getattr(config, "intermediate_size", None) or []
     return set(found if isinstance(found, list | tuple) else [found])
+
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+Wanted = Callable[[Collection[str]], Collection[str]]
+"""Chooses among the names of a checkpoint's tensors."""
+
+
+def folder_with(name: str, wanted: Wanted) -> Path:
+    """The folder of a checkpoint that has the wanted tensors, and need not have others; a local one is as it is.
+
+    A checkpoint in one file is fetched whole. Raises ModelError as `local_folder` does.
+    """
+    folder = local_folder(name, with_weights=False)
+    if Path(name).expanduser().is_dir():
+        return folder
+    if not (folder / INDEX).is_file():
+        return local_folder(name)
+    files = indexed_files(folder)
+    return fetched(name, sorted({files[tensor] for tensor in wanted(files.keys())}))
+
+
+def of_layers(layers: Collection[int]) -> Wanted:
+    """All tensors but those of other layers."""
+
+    def wanted(names: Collection[str]) -> list[str]:
+        numbers = {name: LAYER.search(name) for name in names}
+        return [name for name, number in numbers.items() if number is None or int(number[1]) in layers]
+
+    return wanted
+
+
+def first_of_each(groups: Sequence[Sequence[str]]) -> Wanted:
+    """Of each group the first that there is."""
+
+    def wanted(names: Collection[str]) -> list[str]:
+        found = [next((name for name in group if name in names), None) for group in groups]
+        return [name for name in found if name is not None]
+
+    return wanted

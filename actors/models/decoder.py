@@ -3,23 +3,118 @@
 A small step of a model spends half its time between the matrix products: modules, casts, copies. Decoders of the Llama
 kind (pre-norm, rotary positions, gated MLP) share one shape, so theirs is written out here with few and large
 operations over packed weights.
+
+What one forward of a model returns.
+
+Rotary frequencies that depend on how long a text is, fixed once for all rows.
+
+transformers chooses them by the longest sequence of a forward. Here texts of all lengths share a forward, and cached
+keys keep the frequencies that they were rotated with: one choice must hold for a model's whole life.
+
+A language model small enough that its exact distribution is known: a Markov chain.
+
+Stands where a real model stands, so that tests and simulations run the real loops against exact probabilities.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
-from actors.attention.batch import RaggedBatch
+from actors.attention.batch import RaggedBatch, never
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
+from actors.compute.kv_cache import FeedRow
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
-from actors.models.forward_output import ForwardOutput
-from actors.models.rotary import fix_frequencies
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
+from cluster.errors import ModelError
+from cluster.page_allocator import PageCopy, PlaceMove
+
+
+class ForwardOutput(NamedTuple):
+    """Of the places that were asked for, in order."""
+
+    logits: Tensor  # (places, columns)
+    hidden: Tensor | None  # (places, hidden) what the logits were made of; None where the model's code keeps it
+    streams: Tensor | None = None  # (tokens, layers x hidden) of all that was fed, where layers were asked for
+
+
+LONGROPE = "longrope"
+DYNAMIC = "dynamic"
+STATIC = "default"  # a type that transformers' modules leave as it is
+
+
+def check_positions(config: PretrainedConfig, context: int | None) -> None:
+    """Raises ModelError where frequencies would have to grow with a text of up to `context` tokens."""
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    by_layer = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
+    if context is None or not any(DYNAMIC in str(part.get("rope_type")) for part in by_layer):
+        return
+    if context > text.max_position_embeddings:
+        raise ModelError(
+            f"RoPE scaling 'dynamic' changes with the length of a text beyond {text.max_position_embeddings} tokens,"
+            f" but sessions may have {context}; set model.max_context to {text.max_position_embeddings} or less"
+        )
+
+
+def fix_frequencies(model: nn.Module, context: int | None = None) -> None:
+    """Makes every rotary module of a model static, for texts of up to `context` tokens.
+
+    With `longrope`, a context beyond the original length takes the long factors, for short texts too; without a
+    context the short ones hold. `dynamic` frequencies stay as they are within the model's own positions
+    (`check_positions`). A model that is static already stays as it is.
+    """
+    module: Any
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str):
+            module.rope_type = _fixed(module, kinds, None, context)
+        elif isinstance(kinds, dict):
+            module.rope_type = {layer: _fixed(module, kind, layer, context) for layer, kind in kinds.items()}
+
+
+def _fixed(module: Any, kind: str, layer_type: str | None, context: int | None) -> str:
+    """Sets the frequencies of one kind of layer; returns the type that the module has from now on."""
+    if DYNAMIC in kind:
+        return STATIC
+    if kind != LONGROPE:
+        return kind
+    config = module.config
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    original = int(parameters["original_max_position_embeddings"])
+    if context is not None and context > original:
+        frequencies = getattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+        long, _ = ROPE_INIT_FUNCTIONS[kind](config, frequencies.device, seq_len=original + 1, layer_type=layer_type)
+        frequencies.copy_(long)
+    return STATIC
+
+
+class ToyRunner:
+    """A runner over a table of logits, shape (vocabulary, vocabulary): row = last token, column = next."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.vocabulary = int(table.shape[0])
+        self._table = table
+
+    def forward(
+        self,
+        rows: Sequence[FeedRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+        moves: Sequence[PlaceMove] = (),
+    ) -> ForwardOutput:
+        wanted = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
+        return ForwardOutput(self._table[torch.tensor(wanted, dtype=torch.int64)], None)
+
+    def read_states(self, places: Sequence[int]) -> bytes:
+        raise NotImplementedError("a table has no hidden states")
+
 
 KNOWN_LINEARS = frozenset({nn.Linear, RowParallelLinear, VocabularyParallelHead})  # not: quantised ones, adapters
 LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})

@@ -22,12 +22,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from actors.attention.batch import RaggedBatch
 from actors.attention.sdpa_gather import Gathered
-from actors.attention.shape import attention_shape
+from actors.attention.select_backend import attention_shape
 from actors.compute.collectives import Alone, Group, ThreadGroup
 from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.models.config_reader import read_config
-from actors.models.decoder import decoder_for
-from actors.models.rotary import check_positions
+from actors.models.decoder import check_positions, decoder_for
 from actors.models.sharding import shard
 from actors.models.small_config import SMALL_VOCABULARY, TEXT_TOKENS, small_config
 from cluster.errors import ModelError

@@ -1,13 +1,17 @@
-"""Loads a checkpoint's tokenizer, and refuses one that cannot be served in one line with a remedy."""
+"""Loads a checkpoint's tokenizer, and refuses one that cannot be served in one line with a remedy.
 
-from collections.abc import Mapping
+Finds the tokens that end a text: the same for sampling, for grammars and for drafting.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from actors.models.config_reader import one_line
+from actors.models.config_reader import CONFIG, embedding_rows, one_line, read_json
 from cluster.errors import ModelError
 
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -58,3 +62,67 @@ def _reason(error: Exception) -> str:
         return "it needs Python code of its own (auto_map in tokenizer_config.json), which is never run here"
     text = one_line(error)
     return text if isinstance(error, OSError | ImportError | ValueError) else f"{type(error).__name__}: {text}"
+
+
+GENERATION_CONFIG = "generation_config.json"
+KEY = "eos_token_id"
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfText:
+    """The ids that end a text, and the file that names them."""
+
+    ids: tuple[int, ...]
+    source: str  # empty: no file names any
+
+    def __str__(self) -> str:
+        if not self.ids:
+            return f"no token ends a text: no {KEY} in {GENERATION_CONFIG} or {CONFIG}, and the tokenizer has none"
+        ids = ", ".join(map(str, self.ids))
+        return f"text ends with token {ids} ({self.source})"
+
+
+def end_of_text(folder: Path) -> EndOfText:
+    """Takes the ids from generation_config.json, else from config.json, else from the tokenizer.
+
+    A file that says null or [], or only ids that the model cannot produce, names none, and the next one is read. Raises
+    ModelError for a file that is broken.
+    """
+    folder = Path(folder)
+    rows = embedding_rows(folder) if (folder / CONFIG).is_file() else None
+    for source, said in _sources(folder):
+        if ids := tuple(token for token in _ids(said, source, folder) if rows is None or token < rows):
+            return EndOfText(ids, source)
+    return EndOfText((), "")
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """Returns the ids that end a text; several are usual, none possible."""
+    return end_of_text(folder).ids
+
+
+def _sources(folder: Path) -> Iterator[tuple[str, Any]]:
+    for name in (GENERATION_CONFIG, CONFIG):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            yield name, content.get(KEY)
+            text = content.get("text_config")
+            if isinstance(text, dict):
+                yield name, text.get(KEY)
+    if has_tokenizer(folder):
+        yield "tokenizer", load_tokenizer(folder).eos_token_id
+
+
+def _ids(said: Any, source: str, folder: Path) -> tuple[int, ...]:
+    """Returns token ids from a number, a number in quotes, or a list of these."""
+    values = said if isinstance(said, list) else [] if said is None else [said]
+    ids = [_id(value) for value in values]
+    if None in ids:
+        raise ModelError(f"{KEY} in {folder / source} is {said!r}; expected one token id or a list of them")
+    return tuple(dict.fromkeys(number for number in ids if number is not None))
+
+
+def _id(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.sampling.logits.penalties import Penalties
-from actors.sampling.logits.processor import paths_of
+from actors.sampling.processors import Penalties, paths_of
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Sampling
 

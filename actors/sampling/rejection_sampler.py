@@ -12,10 +12,10 @@ from itertools import accumulate, chain, islice, pairwise
 import torch
 from torch import Tensor
 
-from actors.compute.h2d_copy import to_device
+from actors.compute.kv_cache import to_device
 from actors.sampling.filters import Restricted, restrict
 from actors.sampling.gumbel import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, uniform_scalar
-from actors.sampling.logits.processor import ProcessorChain, paths_of
+from actors.sampling.processors import ProcessorChain, paths_of
 from actors.sampling.reference import NOT_DECIDED, BlockDecision, DrawAddress, distribution, match, offsets
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling

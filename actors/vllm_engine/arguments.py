@@ -1,6 +1,6 @@
 """vLLM's arguments for a target: from the configuration, from our guarantees, and added by the user.
 
-This module knows only vLLM's names. `cluster/engines/vllm_options.py` has already refused options that would break a
+This module knows only vLLM's names. `cluster/config_sections.py` has already refused options that would break a
 guarantee.
 """
 

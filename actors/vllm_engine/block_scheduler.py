@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from actors.vllm_engine.scheduled_rows import fed_row, outcome_of
+from actors.vllm_engine.coupled_sampler import fed_row, outcome_of
 from cluster.verification.step import Outcome, Row, places_of
 
 

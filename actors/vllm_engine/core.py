@@ -1,11 +1,13 @@
 """vLLM's EngineCore in this process, run step by step as the verification scheduler plans.
 
 Waiting and event loops are in `engine.py`. Written for the vLLM version in `arguments.VERSION`.
+
+Variants of vLLM's executors whose leading worker reserves room for hidden states before memory is measured.
 """
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -17,16 +19,51 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from actors.engine.capture import CaptureSpec
+from actors.compute.hidden_states import CaptureSpec
 from actors.vllm_engine.arguments import VERSION, engine_arguments
 from actors.vllm_engine.coupled_sampler import Told, extra_args
-from actors.vllm_engine.states_executor import with_states
 from cluster.config import SlipstreamConfig
-from cluster.engines.session_memory import EnginePages
 from cluster.errors import EngineError, ModelError
+from cluster.page_allocator import EnginePages
 from cluster.verification.step import Outcome, StateRead, StepPlan, riding
 from protos.messages import Open
+
+
+def with_states(executor: type[Executor], spec: CaptureSpec) -> type[Executor]:
+    """Returns a subclass of `executor` that captures hidden states."""
+
+    class StatesExecutor(executor):  # type: ignore[misc]
+        """Executor whose leading worker has less room for keys and values."""
+
+        def _init_executor(self) -> None:
+            super()._init_executor()
+            self.collective_rpc("begin_states", args=(spec,))
+
+        def determine_available_memory(self) -> list[int]:
+            leading, *others = super().determine_available_memory()
+            share = keys_share(self.get_kv_cache_specs()[0].values(), spec.format.row_bytes)
+            return [int(leading * share), *others]
+
+    return StatesExecutor
+
+
+def keys_share(layers: Iterable[Any], row_bytes: int) -> float:
+    """Returns the share of memory for keys and values, if a row of states is stored with those of each token.
+
+    Raises ModelError for layers with a limited window: vLLM frees the pages they no longer need, and with them the
+    states.
+    """
+    token_bytes = 0.0
+    for layer in layers:
+        if not isinstance(layer, FullAttentionSpec):
+            raise ModelError(
+                f"a layer of the target is a {type(layer).__name__} to vLLM, hidden states are kept beside layers that"
+                " attend to the whole text; use a drafting method that reads none, or target.engine slipstream"
+            )
+        token_bytes += layer.page_size_bytes / layer.block_size
+    return token_bytes / (token_bytes + row_bytes)
 
 
 class VllmCore:

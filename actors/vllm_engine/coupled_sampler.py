@@ -2,6 +2,10 @@
 
 A request carries its Open in its extra arguments, so a worker knows as much of a session as a rank of our engine. This
 module knows nothing of vLLM.
+
+Conversion of what vLLM scheduled and sampled into rows and outcomes of the verification scheduler.
+
+Pure: no vLLM types appear here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,16 +13,14 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from actors.sampling.logits.processor import Maker, ProcessorChain
-from actors.sampling.logits.processor_registry import chain_of
-from actors.sampling.near_tie import margin
+from actors.sampling.processors import Maker, ProcessorChain, chain_of
 from actors.sampling.reference import BlockDecision, DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
-from actors.sampling.scoring import decided_scores
-from protos.draft_tree import DraftTree
+from actors.sampling.scoring import decided_scores, margin
+from cluster.verification.step import Outcome, Row
+from protos.draft_tree import NO_TREE, DraftTree
 from protos.frozen import value
-from protos.messages import Acceptance, Open
-from protos.scores import TokenScore
+from protos.messages import Acceptance, Open, TokenScore
 
 EXTRA_ARG = "slipstream"
 Text = Callable[[int, int], Sequence[int]]
@@ -93,3 +95,31 @@ def _margin(request: Open, block: PendingBlock, logits: Tensor) -> float | None:
     if request.rival is None:
         return None
     return margin(logits, block.sampling, block.chain, block.at, request.rival)
+
+
+def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, drafted: int) -> Row:
+    """Returns the fed part of a planned row: `scheduled` tokens from `start`, the last `drafted` of them drafts.
+
+    `tokens` are all decided tokens of the session. vLLM chunks prompts itself and recomputes what preemption has lost.
+    Hidden states are requested at the places of the planned row, as far as it was fed.
+    """
+    known = scheduled - drafted
+    end = start + known
+    assert end <= len(tokens), f"{planned.session} was fed {end} tokens, {len(tokens)} are decided"
+    assert not drafted or end == len(tokens), f"{planned.session} was fed a draft in the middle of its text"
+    draft = planned.draft.first(drafted) if drafted else NO_TREE
+    decides = end == len(tokens)
+    wanted = planned.state_places[: len(planned.state_places) - planned.drafted + drafted] if decides else ()
+    fed = (*tokens[start:end], *draft.tokens)
+    return Row(planned.session, fed, start, decides, planned.pages, draft, wanted)
+
+
+def outcome_of(row: Row, sampled: Sequence[int]) -> Outcome | None:
+    """Returns the outcome of a row: accepted draft tokens, then one more; None if the row only fed a prompt."""
+    if not row.decide:
+        return None
+    accepted = len(sampled) - 1
+    draft = row.draft.tokens
+    assert 0 <= accepted <= len(draft), f"{row.session}: {len(sampled)} tokens came of a draft of {len(draft)}"
+    assert tuple(sampled[:-1]) == draft[:accepted], f"{row.session}: tokens stand that were not drafted"
+    return Outcome(row.session, tuple(range(accepted)), sampled[-1])

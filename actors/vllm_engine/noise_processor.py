@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from actors.sampling.logits.processor_registry import MAKERS
+from actors.sampling.processors import MAKERS
 from actors.sampling.rejection_sampler import PendingBlock
 from actors.vllm_engine.coupled_sampler import SessionDraws, Told, decide_all, request_in
 

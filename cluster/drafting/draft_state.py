@@ -5,10 +5,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from cluster.drafting.candidates.outcomes import Choices
-from cluster.drafting.candidates.tree_growth import Limb, least_of, likeliest_paths, tree_of
-from cluster.drafting.requests import AheadRequest, Proposal
-from cluster.drafting.session_updates import SessionText
+from cluster.drafting.requests import AheadRequest, Proposal, SessionText
+from cluster.drafting.trees import Choices, Limb, least_of, likeliest_paths, tree_of
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.frozen import value
 from protos.messages import Acceptance, DraftRequest, Shape

@@ -4,11 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 from cluster.drafting.draft_sequence import DraftedSession
-from cluster.drafting.session_updates import NewsCollector
+from cluster.drafting.requests import NewsCollector
 from cluster.envelope import Send, states_stream
 from protos.frozen import value
-from protos.messages import States, StatesAck
-from protos.states import StatesFormat
+from protos.messages import States, StatesAck, StatesFormat
 
 MOST_EARLY = 64  # messages per session that may wait for the verdict with their tokens
 

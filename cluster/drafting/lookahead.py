@@ -3,16 +3,118 @@
 The likeliest outcomes come first (a speculation cache: Kumar et al. 2026, arXiv 2603.03251). The search is pure: a
 method extends branches, and the caller passes the time in, so drafters of any method and the simulator run the same
 search.
+
+A drafter's predictions for places that the target has not decided yet, kept until it decides.
+
+Duration of a model's forward passes, as a line over the rows that they feed, fitted to measured passes.
+
+Pure arithmetic.
+
+Duration of a drafter's passes: the shape from a startup profile, the scale from the passes themselves.
+
+The profile is measured while no target verifies. A target on the same machine and the processes that serve answers slow
+drafting down. Pure arithmetic.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from cluster.drafting.candidates.outcomes import Outcome, accepted_chance, continuations, rejections
+from cluster.costs import DraftCost
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.method import Early
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
-from cluster.drafting.timing.forward_time import ForwardTime
+from cluster.drafting.trees import Outcome, accepted_chance, continuations, rejections
+from cluster.speculation.estimators import Mean, Pairs, pace_after
+
+MEMORY = 0.02  # weight of the latest forward pass
+
+
+class ForwardTime:
+    """A line over rows, fitted to recent forward passes."""
+
+    def __init__(self) -> None:
+        self._line = Pairs()
+
+    def learn(self, rows: int, seconds: float) -> None:
+        self._line = self._line.after(rows, seconds, MEMORY)
+
+    def most_rows(self, limit: int, seconds: float) -> int:
+        """Returns the most rows, up to `limit`, that a forward pass feeds in `seconds`; `limit` if nothing is known."""
+        slope = self._line.slope
+        if not slope:  # no measurable cost per row
+            return limit if self._line.base <= seconds else 0
+        return max(0, int(min(limit, (seconds - self._line.base) / slope)))
+
+
+Place = tuple[int, tuple[int, ...]]
+"""Number of decided tokens, and the tokens assumed to follow them."""
+
+T = TypeVar("T")
+
+
+class OpenPlaces(Generic[T]):
+    """Predictions by session and place."""
+
+    def __init__(self) -> None:
+        self._open: defaultdict[str, dict[Place, T]] = defaultdict(dict)
+
+    def note(self, session: str, place: Place, thought: T) -> None:
+        """Stores a prediction; replaces an earlier one for the same place."""
+        self._open[session][place] = thought
+
+    def decided(self, session: str, tokens: Sequence[int]) -> list[tuple[T, int]]:
+        """Returns the predictions for places that are now decided, each with the token decided there.
+
+        `tokens` is the session's whole decided text. Predictions whose path the text contradicts are forgotten.
+        """
+        found = []
+        still_open = {}
+        for (base_len, path), thought in self._open.pop(session, {}).items():
+            end = base_len + len(path)
+            known = tuple(tokens[base_len:end])
+            if path[: len(known)] != known:
+                continue
+            if end < len(tokens):
+                found.append((thought, tokens[end]))
+            else:
+                still_open[base_len, path] = thought
+        if still_open:
+            self._open[session] = still_open
+        return found
+
+    def close(self, session: str) -> None:
+        self._open.pop(session, None)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTiming:
+    """Measured timing of one drafter's passes."""
+
+    profile: DraftCost
+    pace: Mean = Mean()  # recent pass times, as a multiple of the profile
+    read: frozenset[str] = frozenset()  # sessions whose prompts were fed in an earlier pass
+
+    def after(self, sessions: Sequence[str], tokens: int, seconds: float) -> "DraftTiming":
+        """Returns the timing updated by a pass for these sessions, whose longest block had `tokens` tokens.
+
+        A pass that fed a prompt is not counted, because it does not measure drafting.
+        """
+        expected_s = self.profile.seconds(len(sessions), tokens)
+        known = self.read.issuperset(sessions)
+        pace = pace_after(self.pace, seconds / expected_s) if known and tokens and expected_s else self.pace
+        return replace(self, pace=pace, read=self.read | frozenset(sessions))
+
+    def without(self, sessions: Sequence[str]) -> "DraftTiming":
+        """Returns the timing without these sessions, which have ended."""
+        return replace(self, read=self.read - frozenset(sessions))
+
+    @property
+    def cost(self) -> DraftCost:
+        """Current cost of passes."""
+        return self.profile.times(self.pace.value) if self.pace.count else self.profile
+
 
 AHEAD_ROWS = 8  # most rows of a forward pass: this many, or ROWS_EACH for each session
 ROWS_EACH = 2

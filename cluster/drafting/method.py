@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from cluster.drafting.requests import AheadRequest, Proposal
-from cluster.drafting.session_updates import News
+from cluster.drafting.requests import AheadRequest, News, Proposal
 from protos.frozen import value
-from protos.messages import DraftRequest, Open, Shape
-from protos.states import StatesFormat
+from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 Early = Callable[[list[Proposal]], None]
 """Callback that receives proposals while further ones, or better ones for the same outcomes, are being made."""

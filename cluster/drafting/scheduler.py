@@ -1,17 +1,21 @@
-"""The draft scheduler: selects the sessions to draft for, now or ahead of verdicts, and the drafted blocks to send."""
+"""The draft scheduler: selects the sessions to draft for, now or ahead of verdicts, and the drafted blocks to send.
+
+Reports of a drafter that decide the size of the draft pool.
+"""
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from cluster.draft_quality.load_check import LoadCheck
+from cluster.autoscaling import DraftReport, Growth, share
+from cluster.costs import DraftCost
+from cluster.draft_quality import LoadCheck
 from cluster.drafting.draft_sequence import DraftedSession
 from cluster.drafting.method import DraftingPass
-from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
+from cluster.drafting.requests import AheadRequest, News, Proposal, max_block_len
 from cluster.drafting.session_table import DrafterLimits, FollowedSessions
-from cluster.drafting.session_updates import News
 from cluster.envelope import Send
-from cluster.trust.refusals import Refusals, not_permitted
+from cluster.trust import Refusals, not_permitted
 from protos.draft_tree import DraftTree
 from protos.messages import Block, DraftRequest, Message, NoDraft, Open, Refusal, RefusalReason, Shape
 
@@ -242,3 +246,30 @@ def _no_draft(session: DraftedSession, proposal: Proposal) -> list[Send]:
     if proposal.outcome:
         return []
     return [(session.target, NoDraft(proposal.session, proposal.base_len, proposal.prefix_hash))]
+
+
+class DraftReporter:
+    """Accumulates a drafter's pass times and block counts between reports."""
+
+    def __init__(self, profile: DraftCost) -> None:
+        self._profile = profile
+        self._growth = Growth()
+        self._shared_s = 0.0
+
+    def pass_made(self, sessions: int, tokens: int, seconds: float) -> None:
+        """Records a requested pass for `sessions` sessions whose longest block had `tokens` tokens.
+
+        Another drafter could save only the time beyond what a single session would take alone, so only that time
+        counts. Without a profile, all sessions are assumed to take the same time.
+        """
+        whole_s = self._profile.seconds(sessions, tokens)
+        alone = self._profile.seconds(1, tokens) / whole_s if whole_s else 1 / sessions
+        self._shared_s += seconds * max(0.0, 1 - alone)
+
+    def report(self, blocks: int, late: int, now: float) -> DraftReport:
+        """Returns the report on the time since the previous one.
+
+        `blocks` and `late` are totals so far; `now` is in seconds.
+        """
+        grown = self._growth.of(now=now, shared=self._shared_s, blocks=blocks, late=late)
+        return DraftReport(share(grown["shared"], grown["now"]), share(grown["late"], grown["blocks"]))

@@ -1,6 +1,14 @@
 """A drafter's sessions, which follow their targets: from an Open, through verdicts and draft requests, to the end.
 
 A session that cannot follow asks the target for what it missed. If that fails, it asks the router for the ledger.
+
+The number of sessions that a drafter can serve in time: lowered when most blocks are late, raised when few are.
+
+Uses additive increase and multiplicative decrease over windows of blocks. Pure.
+
+The time at which a verdict is due, estimated from earlier steps; a block drafted ahead is worth little after it.
+
+Pure arithmetic; the caller passes times in.
 """
 
 import logging
@@ -8,14 +16,13 @@ import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-from cluster.draft_quality.load_check import LoadCheck
-from cluster.drafting.backpressure import Capacity
+from cluster.draft_quality import LoadCheck
 from cluster.drafting.draft_sequence import DraftedSession
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds, StateIntake
-from cluster.drafting.requests import Proposal
-from cluster.drafting.session_updates import NewsCollector
-from cluster.drafting.timing.step_interval import StepIntervalEstimate
+from cluster.drafting.requests import NewsCollector, Proposal
 from cluster.envelope import Send, peer_of
+from cluster.speculation.estimators import blend
+from protos.frozen import value
 from protos.messages import (
     Close,
     Detach,
@@ -31,10 +38,64 @@ from protos.messages import (
     RefusalReason,
     Resync,
     States,
+    StatesFormat,
     Verdict,
 )
 from protos.prefix import Prefix
-from protos.states import StatesFormat
+
+WINDOW_BLOCKS = 8  # per session: enough to distinguish LATE from IN_TIME
+LEAST_WINDOW = 64  # blocks, over all sessions
+LATE = 0.5  # share of late blocks above which there are too many sessions: most blocks are wasted
+IN_TIME = 0.125  # share of late blocks below which more sessions fit
+SHED = 0.25  # share of sessions to give up at once
+GROW = 0.125  # share of sessions to add: smaller than SHED, or the number would oscillate
+
+
+class Capacity:
+    """The number of sessions that a drafter takes, at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        self.sessions = most
+        self._most = most
+        self._blocks = self._late = 0  # in the current window
+
+    def note(self, late: bool, sessions: int) -> int:
+        """Records a drafted block, late or in time; returns how many of the current `sessions` to give up now."""
+        self._blocks += 1
+        self._late += late
+        if self._blocks < max(LEAST_WINDOW, WINDOW_BLOCKS * sessions):
+            return 0
+        share = self._late / self._blocks
+        self._blocks = self._late = 0
+        if share > LATE and sessions > 1:
+            self.sessions = sessions - max(1, int(SHED * sessions))
+            return sessions - self.sessions
+        if share < IN_TIME:
+            self.sessions = min(self._most, self.sessions + max(1, int(GROW * self.sessions)))
+        return 0
+
+
+MEMORY = 0.125  # weight of the latest step, as in the round-trip times of TCP (RFC 6298)
+
+
+@value
+class StepIntervalEstimate:
+    """Interval of one target's steps as a drafter sees them: from the event that begins a step to its verdict."""
+
+    mean_s: float = 0.0  # 0: no step seen yet
+    deviation_s: float = 0.0  # mean absolute deviation; rises slowly, since a wasted draft costs little
+
+    def after(self, seconds: float) -> "StepIntervalEstimate":
+        if not self.mean_s:
+            return StepIntervalEstimate(seconds)
+        distance = abs(seconds - self.mean_s)
+        return StepIntervalEstimate(blend(self.mean_s, seconds, MEMORY), blend(self.deviation_s, distance, MEMORY))
+
+    @property
+    def least_s(self) -> float | None:
+        """Shortest time that a step is likely to take, in seconds; None before any measurement."""
+        return max(0.0, self.mean_s - self.deviation_s) if self.mean_s else None
+
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from cluster.errors import NonFiniteLogitsError, RequestError, SlipstreamError, TargetLostError
-from cluster.trust.assignment_tokens import issue
+from cluster.trust import issue
 from protos.frozen import value
 from protos.messages import (
     NO_RULES,
+    NO_SCORING,
     Acceptance,
     Close,
     DraftAnswer,
@@ -29,11 +30,12 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Sampling,
+    Scoring,
     TokenRules,
+    TokenScore,
     Verdict,
 )
 from protos.prefix import Prefix
-from protos.scores import NO_SCORING, Scoring, TokenScore
 
 MAX_REOPENS = 2  # a request that crashes targets must not crash them all
 # Tokens between two losses that show that the request did not cause the earlier one. A request that causes failures, by

@@ -7,9 +7,8 @@ no session, and refuses those that routers have not moved in time.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from cluster.engines.session_memory import SessionMemory
 from cluster.envelope import Send
-from cluster.page_allocator import PageCopy
+from cluster.page_allocator import PageCopy, SessionMemory
 from cluster.verification.sequence import TargetSession
 from protos.messages import Leaving, Open, Refusal, RefusalReason
 

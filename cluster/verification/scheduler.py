@@ -2,6 +2,20 @@
 
 `plan` and `apply` alternate; between them an engine computes. A block is verified only at exactly the length and hash
 that it was drafted for. The scheduler knows nothing of torch, gRPC or a clock; callers pass times in.
+
+A target's handling of messages: sessions open and close, drafters attach and leave, blocks arrive.
+
+All of it takes effect between two steps; `scheduler.py` makes the steps.
+
+Reports of a target replica: for the size of its pool and of the draft pool, and for monitoring.
+
+Start of the next step, and when each session is due: sessions that skip steps, and the hold for blocks.
+
+Pure; pacing decides the durations.
+
+Limits of a target replica, and the checks of requests and blocks against them.
+
+A target's monitoring of its drafters: counts the acceptance of their blocks and detects blocks that became bad.
 """
 
 import logging
@@ -9,29 +23,505 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from cluster.autoscaling.reports import TargetReport
+from cluster.autoscaling import Growth, TargetReport, share
 from cluster.costs import ForwardCost
+from cluster.draft_quality import AcceptanceTally, Suspects, kind_of
 from cluster.drafting.requests import max_block_len
-from cluster.engines.session_memory import OwnPages, SessionMemory
-from cluster.envelope import Send
-from cluster.page_allocator import PageCopy, PlaceMove
-from cluster.speculation.acceptance import AcceptanceCounts
+from cluster.envelope import Send, peer_of
+from cluster.page_allocator import OwnPages, PageCopy, PlaceMove, SessionMemory
 from cluster.speculation.circuit_breaker import SilentDrafters
-from cluster.speculation.cost_model import StepCost
-from cluster.speculation.pacer import Pacer, StepShape
-from cluster.speculation.policy import Adaptive, Pacing
-from cluster.trust.refusals import Refusals
-from cluster.verification.admission import Admission
-from cluster.verification.block_buffer import BlockCounts
-from cluster.verification.draft_quality import AcceptanceSentinel
-from cluster.verification.intake import Intake
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.reporter import TargetReporter
+from cluster.speculation.controller import Adaptive, Awaited, Pacer, Pacing, StepShape
+from cluster.speculation.estimators import AcceptanceCounts, Load, StepCost
+from cluster.trust import Refusals, not_permitted
+from cluster.verification.admission import Admission, Departure
+from cluster.verification.block_buffer import BlockBuffer, BlockCounts, BufferLimits, EarlyMessages
+from cluster.verification.hidden_state_sender import StateFeeds
 from cluster.verification.sequence import Decision, TargetSession
 from cluster.verification.step import Outcome, Row, StepPlan
-from cluster.verification.step_deadline import StepTiming
-from protos.messages import Collapse, Finish, Message, Open, Refusal, RefusalReason, Resync, Verdict
+from protos.messages import (
+    Acceptance,
+    Attach,
+    Block,
+    Close,
+    Collapse,
+    Detach,
+    Finish,
+    Hello,
+    Message,
+    NoDraft,
+    Open,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Shape,
+    StatesAck,
+    StatesFormat,
+    Verdict,
+)
+from protos.prefix import Prefix
+
+
+class StepTiming:
+    """Computes due times. Blocks of silent drafters are not waited for, except as a probe."""
+
+    def __init__(self, pacing: Pacing, silent: SilentDrafters) -> None:
+        self._pacing = pacing
+        self._silent = silent
+
+    def dues(self, sessions: Mapping[str, TargetSession], load: Load) -> tuple[dict[str, float], float]:
+        """Returns when each session goes into a step, and when the next step begins if no further block arrives.
+
+        A session is due at once, unless it should skip steps until its block arrives. The step is held for awaited
+        blocks. Without sessions it never begins (infinity).
+        """
+        dues: dict[str, float] = {}
+        awaited: list[TargetSession] = []
+        for name, session in sessions.items():
+            drafter = session.awaited_drafter
+            if drafter is None:
+                dues[name] = session.waiting_since
+            elif session.ready_block() is not None:
+                dues[name] = max(session.waiting_since, session.buffer.ready_since)
+            else:
+                is_silent = self._silent.is_silent(drafter)
+                patience_s = self._probe_s(session, drafter, load) if is_silent else session.drafting.skip_for_s
+                dues[name] = session.waiting_since + patience_s
+                if session.drafting.hold_step and not is_silent:
+                    awaited.append(session)
+        first = min(dues.values(), default=math.inf)
+        if not awaited:
+            return dues, first
+        blocks = [
+            Awaited(session.drafting.worth, session.waiting_since + session.stats.delay_s - first)
+            for session in awaited
+        ]
+        return dues, first + self._pacing.hold_for_s(blocks, load)
+
+    def _probe_s(self, session: TargetSession, drafter: str, load: Load) -> float:
+        """Returns how long the session skips steps for the block of a silent drafter."""
+        is_probed = session.drafting.hold_step and self._silent.is_probed(drafter)
+        return load.step.plain_s(load.sessions) if is_probed else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationLimits:
+    """Limits of one target replica."""
+
+    vocabulary: int  # token ids are below this
+    max_context: int
+    max_sessions: int  # concurrent sessions in the cache; further ones queue
+    max_step_tokens: int
+    pages: int = 4096  # in the cache
+    page_size: int = 16  # positions per page
+    trees: bool = True  # whether the engine can verify draft trees
+    own_draws_only: bool = False  # whether the engine reports only its own draws, no probabilities
+    states: StatesFormat | None = None  # format of captured hidden states; None: not captured
+    keeps_states: bool = True  # whether the engine keeps hidden states beside the cache
+    max_queued: int = 1024
+    buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
+
+    def fault_of(self, request: Open, pages: int) -> str:
+        """Returns why a request could never be served, or "" if it can; `pages` is its need at full length."""
+        if (highest := max(max(request.tokens), request.rival or 0, request.rules.highest_id)) >= self.vocabulary:
+            return f"token id {highest} is outside the vocabulary of {self.vocabulary}"
+        if request.max_len > self.max_context:
+            return f"max_len is {request.max_len}, the context holds {self.max_context} tokens"
+        if self.own_draws_only and request.acceptance is Acceptance.RATIO and not request.sampling.greedy:
+            return "acceptance is ratio, this target decides by its own draws; ask for coupled, as with a seed"
+        if self.own_draws_only and request.scoring.prompt_top is not None:
+            return "prompt_logprobs, or echo with logprobs: this target tells scores of generated tokens alone"
+        if pages > self.pages:
+            return f"max_len is {request.max_len}, the cache holds {self.pages * self.page_size} tokens"
+        return ""
+
+    def unfit(self, block: Block) -> str | None:
+        """Returns the cause for which a block is dropped in any session, or None."""
+        probs = block.tree.probs
+        named = [block.tree.tokens, *(probs.token_ids if probs is not None else ())]
+        if max(map(max, named)) >= self.vocabulary:
+            return "out_of_vocabulary"
+        if block.base_len + block.size > self.max_context:
+            return "beyond_context"
+        return None
+
+
+class AcceptanceSentinel:
+    """Monitors the drafters of one target replica."""
+
+    def __init__(self) -> None:
+        self.tally = AcceptanceTally()
+        self.desyncs = 0  # Resyncs sent to drafters because their blocks became bad
+        self._suspects = Suspects()
+
+    def attached(self, session: TargetSession, drafter: str) -> None:
+        """Records that a drafter begins to draft for the session, for the first time or again."""
+        session.watch = session.watch.attached(self._suspects.usual(peer_of(drafter)))
+
+    def block_verified(self, session: TargetSession, length: int, asked: int, accepted: int) -> Collapse | None:
+        """Records a block of up to `asked` tokens after `length` tokens; returns the collapse to report, or None."""
+        if session.drafter is None:
+            return None  # the drafter has left
+        drafter = peer_of(session.drafter)
+        self.tally.block_verified(drafter, kind_of(length, session.prefix_cached > 0), asked, accepted)
+        self._suspects.block(drafter, accepted)
+        session.watch = session.watch.after(accepted)
+        collapse = session.watch.collapse
+        if collapse is None:
+            return None
+        self._suspects.collapsed(drafter, session.watch.drift.history)
+        session.watch = session.watch.reported()
+        self.desyncs += not collapse.is_resynced
+        return collapse
+
+
+@dataclass(frozen=True, slots=True)
+class TargetActivity:
+    """Current state, and counts since startup."""
+
+    running: int
+    queued: int
+    cache: float  # share of the pages that sessions hold
+    plain_rate: float  # measured tokens per second of non-speculative decoding
+    gain: float  # throughput of speculation over that
+    speculates: bool
+    chosen: Mapping[int, int]  # number of requests by draft length
+    blocks_timed: int  # blocks that arrived after they were requested
+    block_delay_s: float  # sum of their delays, each from the verdict before
+    prefix_tokens: int  # tokens of sessions when they were admitted to the cache
+    prefix_hits: int  # those among them that were cached already
+
+
+class TargetReporter:
+    """Reports on one replica's sessions. Audits are left out of autoscaling reports, as no reason for more replicas."""
+
+    def __init__(self, limits: VerificationLimits, admission: Admission, pacer: Pacer) -> None:
+        self._limits = limits
+        self._admission = admission
+        self._pacer = pacer
+        self._growth = Growth()
+        self._first_tokens = 0  # sessions that have had their first token
+        self._first_token_s = 0.0  # sum of the times that they waited for it
+
+    def deciding(self, session: TargetSession, now: float) -> None:
+        """Records that tokens are decided for a session, to measure the time to its first token since it was opened
+        here."""
+        if not session.decided_at and not session.open.audit:
+            self._first_tokens += 1
+            self._first_token_s += now - session.opened_s
+
+    def report(self, step_s: float, idle_s: float, now: float) -> TargetReport:
+        """Returns the report on the time since the previous one.
+
+        `step_s` and `idle_s` are the total seconds so far, in steps and idle; `now` is in seconds.
+        """
+        grown = self._growth.of(step=step_s, idle=idle_s, first=self._first_tokens, first_s=self._first_token_s)
+        running = [session for session in self._admission.running.values() if not session.open.audit]
+        queued = [session for session in self._admission.waiting.values() if not session.open.audit]
+        wanted = [session for session in running if session.asked]
+        drafted = sum(session.drafter is not None for session in wanted)
+        unread = [session for session in (*running, *queued) if not session.decided_at]
+        so_far_s = sum(now - session.opened_s for session in unread)
+        load = self._pacer.load
+        return TargetReport(
+            running=len(running),
+            queued=len(queued),
+            drafted=drafted,
+            undrafted=len(wanted) - drafted,
+            waiting=share(grown["idle"], grown["idle"] + grown["step"]),
+            cache=1 - share(self._admission.pages.available, self._limits.pages),
+            unread=len(unread),
+            first_token_s=share(grown["first_s"] + so_far_s, grown["first"] + len(unread)),
+            backlog_s=self._backlog_s(unread),
+            gain=load.gain if load.speculates else 1.0,
+        )
+
+    def activity(self) -> TargetActivity:
+        """Returns the replica's activity for monitoring, audits included."""
+        load = self._pacer.load
+        return TargetActivity(
+            running=len(self._admission.running),
+            queued=len(self._admission.waiting),
+            cache=1 - share(self._admission.pages.available, self._limits.pages),
+            plain_rate=load.plain_rate,
+            gain=load.gain,
+            speculates=load.speculates,
+            chosen=dict(self._pacer.chosen),
+            blocks_timed=self._pacer.blocks_timed,
+            block_delay_s=self._pacer.block_delay_s,
+            prefix_tokens=self._admission.prefix_tokens,
+            prefix_hits=self._admission.prefix_hits,
+        )
+
+    def _backlog_s(self, unread: list[TargetSession]) -> float:
+        """Returns the seconds that full steps would take to feed the prompts of these sessions."""
+        tokens = sum(session.prefix.length - session.cached_len for session in unread)
+        step_tokens = self._limits.max_step_tokens
+        return tokens / step_tokens * self._pacer.load.step.drafts_s(1, step_tokens)
+
+
+class Intake:
+    """Applies peers' messages to the sessions of one target replica."""
+
+    def __init__(
+        self,
+        limits: VerificationLimits,
+        admission: Admission,
+        pacer: Pacer,
+        silent: SilentDrafters,
+        counts: BlockCounts,
+        sentinel: AcceptanceSentinel,
+        refusals: Refusals,
+    ) -> None:
+        self._limits = limits
+        self._admission = admission
+        self._pacer = pacer
+        self._silent = silent
+        self._counts = counts
+        self._sentinel = sentinel
+        self._refusals = refusals
+        self.feeds = StateFeeds(limits.states, admission, limits.keeps_states)
+        self.departure = Departure(admission, self.forget)
+        self._early = EarlyMessages(limits.buffer, counts)
+        self.unasked = 0  # blocks for sessions that are not open, or assigned to another drafter
+
+    # ------------------------------------------------------------ messages from peers
+
+    def receive(self, peer: str, message: Message, now: float) -> list[Send]:
+        """Handles a message from a router's or a drafter's stream; returns the messages to send in response."""
+        match message:
+            case Block():
+                self._block(peer, message, now)
+            case Attach():
+                return self._attach(peer, message, now)
+            case StatesAck():
+                self.feeds.acked(peer, message)
+            case NoDraft():
+                self._no_draft(peer, message, now)
+            case Open():
+                return self._open(peer, message, now)
+            case Close():
+                self._close(peer, message, now)
+            case Detach():
+                self._detach(peer, message)
+            case Hello():
+                self._hello(peer, message, now)
+            case _:
+                raise AssertionError(f"nobody sends a target a {type(message).__name__}")
+        return []
+
+    def gone(self, peer: str, now: float) -> None:
+        """Handles a broken stream.
+
+        A router's sessions are forgotten. A drafter's sessions continue without speculation, after the blocks that
+        arrived.
+        """
+        self._silent.heard(peer)
+        for session in self._admission:
+            if session.router == peer:
+                self.forget(session.open.session)
+            elif session.drafter == peer:
+                session.drafter = None
+        self._early.drafter_gone(peer)
+        self.admit(now)
+
+    # ------------------------------------------------------------ routers
+
+    def _hello(self, router: str, hello: Hello, now: float) -> None:
+        """Handles a router's new stream: drops the sessions of its earlier streams that the Hello does not list."""
+        wanted = {(item.session, item.attempt) for item in hello.live}
+        peer = peer_of(router)
+        for session in self._admission:
+            if peer_of(session.router) != peer:
+                continue
+            session.router = router
+            if (session.open.session, session.open.attempt) not in wanted:
+                self.forget(session.open.session)
+        self.admit(now)
+
+    def _open(self, router: str, request: Open, now: float) -> list[Send]:
+        """Serves a session from its ledger; replaces an open one unless the request is older or from another router."""
+        name = request.session
+        known = self._admission.find(name)
+        if known is not None and known.router != router:
+            self._refusals.note(router, "an Open of another router's session", name)
+            return [(router, not_permitted(request))]
+        if refused := self.departure.refuse(router, request):
+            return refused
+        if refusal := self._refuse(request):
+            return [(router, refusal)]
+        if known is not None and known.open.attempt >= request.attempt:
+            return []
+        self.forget(name)
+        sends = [] if request.audit else self._end_audits()
+        buffer = BlockBuffer(self._limits.buffer.blocks, self._counts)
+        prefix = Prefix(request.hash_key, request.tokens)
+        shape = self._block_shape(request)
+        session = TargetSession(request, router, prefix, buffer, shape, opened_s=now, waiting_since=now)
+        if known is not None:
+            session.replaced = known.drafters_so_far
+        self._admission.waiting[name] = session
+        self.admit(now)
+        if name in self._admission.waiting:
+            self.ask(session)  # so that its drafter has read the prompt when it is admitted
+        for waiting in self._early.take(name):
+            if waiting.attach is not None:
+                session.admit(waiting.drafter, waiting.attach.ticket)
+            for block in waiting.blocks:
+                self._block(waiting.drafter, block, now)
+            sends += self._attach(waiting.drafter, waiting.attach, now) if waiting.attach is not None else []
+        return sends
+
+    def _end_audits(self) -> list[Send]:
+        """Ends all audits, of any router, because a request has arrived."""
+        audits = [session for session in self._admission if session.open.audit]
+        for session in audits:
+            self.forget(session.open.session)
+        return [(session.router, _no_time_for(session.open)) for session in audits]
+
+    def _close(self, router: str, close: Close, now: float) -> None:
+        """Forgets a session, unless it is unknown, another router's, or a newer attempt."""
+        known = self._admission.find(close.session)
+        if known is not None and known.router == router and known.open.attempt <= close.attempt:
+            self.forget(close.session)
+            self.admit(now)
+
+    # ------------------------------------------------------------ drafters
+
+    def _attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
+        """Sends the session's verdicts to this drafter from now on, beginning with what it missed and the current
+        request."""
+        session = self._admission.find(attach.session)
+        if session is None:
+            self._early.attach(drafter, attach, now)
+            return []
+        if not session.admit(drafter, attach.ticket):
+            self._refusals.note(drafter, "an Attach to a session that it was not assigned", attach.session)
+            return []
+        if not session.prefix.matches(attach.have_len, attach.have_hash):
+            return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
+        session.attached(drafter)
+        self._sentinel.attached(session, drafter)
+        self.feeds.attached(session, drafter, attach)
+        request = (drafter, session.draft_request())
+        missed = tuple(session.prefix.tokens[attach.have_len :])
+        if not missed:
+            return [request]
+        verdict = Verdict(attach.session, session.open.attempt, attach.have_len, attach.have_hash, missed, 0, 0)
+        return [(drafter, verdict), request]
+
+    def _block(self, drafter: str, block: Block, now: float) -> None:
+        """Stores a block until its prefix is decided; drops and counts one that can never be verified."""
+        if cause := self._limits.unfit(block):
+            self._counts.drop(cause, block)
+            return
+        session = self._admission.find(block.session)
+        if session is None:
+            self.unasked += 1
+            self._early.block(drafter, block, now)
+            return
+        if not session.admits(drafter):
+            self.unasked += 1
+            if drafter not in session.replaced:  # otherwise it was sent before another drafter was assigned
+                self._refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
+            self._counts.drop("not_assigned", block)
+            return
+        if session.shape is Shape.CHAIN and not block.tree.is_chain:
+            self._counts.drop("tree", block)
+            return
+        self._silent.heard(drafter)
+        self._note_answer(session, block, block.size, now)
+        session.buffer.place(block, session.open, session.prefix, now)
+
+    def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
+        """Records that the drafter has no block for this prefix, so that no step waits for it."""
+        session = self._admission.find(no_draft.session)
+        if session is None or not session.admits(drafter):
+            return
+        self._silent.heard(drafter)
+        if session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
+            session.no_draft_len = no_draft.base_len
+            session.has_answered = True
+            if not session.in_step:  # during a step, the answer had time and its delay means nothing
+                self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
+
+    def _detach(self, drafter: str, detach: Detach) -> None:
+        """Records that the drafter left the session, which goes on without speculation.
+
+        Blocks that arrived stay valid.
+        """
+        self._early.detach(drafter, detach.session)
+        session = self._admission.find(detach.session)
+        if session is not None and session.drafter == drafter:
+            session.drafter = None
+
+    # ------------------------------------------------------------ sessions
+
+    def forget(self, name: str) -> None:
+        self._early.ended(name)
+        if (session := self._admission.find(name)) is not None:
+            session.buffer.leave()
+        self._admission.forget(name)
+
+    def admit(self, now: float) -> None:
+        for session in self._admission.admit():
+            session.waiting_since = now
+            self.ask(session)
+
+    def ask(self, session: TargetSession) -> None:
+        """Decides the draft length of the drafter's next request."""
+        limit = session.open.max_draft_tokens
+        if limit > 0:
+            sessions = max(1, len(self._admission.running))
+            session.drafting = self._pacer.decide(session.stats, limit, sessions)
+
+    # ------------------------------------------------------------ early messages
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no message waits for a session that is not open."""
+        return not self._early
+
+    def expire(self, now: float) -> None:
+        """Drops messages that have waited too long."""
+        self._early.expire(now)
+
+    def next_expiry(self) -> float | None:
+        """Returns the time at which `expire` will have something to do; None if nothing waits."""
+        return self._early.next_expiry()
+
+    # ------------------------------------------------------------ helpers
+
+    def _block_shape(self, request: Open) -> Shape:
+        """Returns the shape of blocks that a session accepts."""
+        return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
+
+    def _refuse(self, request: Open) -> Refusal | None:
+        if request.audit and not all(session.open.audit for session in self._admission):
+            return _no_time_for(request)
+        reason = RefusalReason.INVALID
+        why = self._limits.fault_of(request, self._admission.pages.pages_for(request.max_len))
+        if not why and len(self._admission.waiting) >= self._limits.max_queued:
+            reason = RefusalReason.OVERLOADED
+            why = f"{len(self._admission.waiting)} sessions are queued already"
+        return Refusal(request.session, request.attempt, reason, why) if why else None
+
+    def _note_answer(self, session: TargetSession, answer: Block | NoDraft, tokens: int, now: float) -> None:
+        """Records an answer's delay, unless the block was drafted ahead or is the first, which includes reading the
+        prompt."""
+        session.has_answered = True
+        is_read = session.is_read
+        session.is_read = True
+        delay_s = session.delay_of(answer, now)
+        if delay_s is not None and is_read:
+            session.stats.block_arrived(delay_s)
+            self._pacer.block_arrived(tokens, delay_s)
+
+
+def _no_time_for(audit: Open) -> Refusal:
+    return Refusal(audit.session, audit.attempt, RefusalReason.OVERLOADED, "requests are being served; audit later")
+
 
 log = logging.getLogger(__name__)
 

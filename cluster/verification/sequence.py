@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.draft_quality.collapse import CollapseWatch
+from cluster.draft_quality import CollapseWatch
 from cluster.page_allocator import PlaceMove
-from cluster.speculation.acceptance import SessionStats
-from cluster.speculation.policy import DraftingDecision
-from cluster.trust.assignment_tokens import is_valid
+from cluster.speculation.controller import DraftingDecision
+from cluster.speculation.estimators import SessionStats
+from cluster.trust import is_valid
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE

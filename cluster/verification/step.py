@@ -10,8 +10,7 @@ from typing import Protocol
 from cluster.page_allocator import PageCopy, PlaceMove
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.frozen import value
-from protos.messages import Open
-from protos.scores import TokenScore
+from protos.messages import Open, TokenScore
 
 
 class StepEngine(Protocol):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from actors.models.checkpoint import load_model, local_folder
-from actors.models.end_of_text import end_ids
+from actors.models.tokenizer_reader import end_ids
 from cluster.errors import ModelError
 from examples.train_head.token_files import read_tokens, write_tokens
 

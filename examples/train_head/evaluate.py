@@ -19,13 +19,12 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedModel
 
-from actors.drafters.registry import capture_spec, create_method, states_format
-from actors.drafters.setup import DraftSetup
-from actors.engine.capture import StateCapture
+from actors.compute.hidden_states import StateCapture
+from actors.drafters.registry import DraftSetup, capture_spec, create_method, states_format
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import load_model, local_folder, vocabulary
-from actors.models.end_of_text import end_ids
+from actors.models.tokenizer_reader import end_ids
 from cluster.config import DraftPool, load_config
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.requests import Proposal
@@ -33,9 +32,8 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import Emit, Generation, Session
-from cluster.speculation.policy import LockStep
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.speculation.controller import LockStep
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from examples.train_head.answers import prompt_ids
 from protos.messages import Acceptance, DraftRequest, Sampling
 

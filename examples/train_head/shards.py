@@ -20,7 +20,7 @@ SHARDS = "shard-*.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StatesDescription:
-    """What is in a folder of shards. Layers are numbered as `protos.states` numbers them."""
+    """What is in a folder of shards. Layers are numbered as `protos.messages` numbers them."""
 
     target: str  # its folder's name, or its Hugging Face id
     layers: tuple[int, ...]  # that a head may read; the final state is stored after them

@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actors.drafters.heads.eagle.layer_ids import default_states
+from actors.drafters.heads.eagle.config import default_states
 from actors.models.checkpoint import load_model, local_folder
 from examples.train_head.shards import StatesDescription, write_shard
 from examples.train_head.token_files import TokenIds, common_opening, read_tokens

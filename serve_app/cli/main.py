@@ -90,7 +90,7 @@ def demo(port: Port = None, verbose: Verbose = False) -> None:
 @app.command()
 def prepare_demo() -> None:
     """Prepares the demo's target model, once."""
-    from serve_app.cli.demo_models import demo_config, prepare_target
+    from serve_app.cli.demo import demo_config, prepare_target
 
     folder = Path(demo_config().model.target)
     prepare_target(folder, Console())
@@ -133,14 +133,14 @@ def status(
 ) -> None:
     """Shows health, counters and deployments of a running Slipstream."""
     if watching:
-        from serve_app.status.watch import watch
+        from serve_app.status import watch
 
         with suppress(KeyboardInterrupt):
             asyncio.run(watch(url, key, Console()))
         return
     from serve_app.app import APPLICATION
-    from serve_app.operations.published import live_costs
-    from serve_app.status.report import endpoint_status, ray_status
+    from serve_app.operations.ray_cluster import live_costs
+    from serve_app.status import endpoint_status, ray_status
 
     console = Console()
     with console.status("Asking the endpoint"):
@@ -160,7 +160,7 @@ def status(
 @app.command()
 def key(name: Annotated[str, typer.Argument(help="Whose key it is, as the configuration is to call it.")]) -> None:
     """Makes an API key, which is shown once, and prints what the configuration is to hold of it."""
-    from serve_app.cli.key import key_lines, new_key
+    from serve_app.cli.running import key_lines, new_key
 
     made = new_key()
     typer.echo(f"{made}\n\n{key_lines(name, made)}")
@@ -192,7 +192,7 @@ def load(path: Path, overrides: Sequence[str] | None, port: int | None = None) -
 
 def load_demo(overrides: Sequence[str] | None, port: int | None, console: Console) -> SlipstreamConfig:
     """The demo's config, once its target model is there."""
-    from serve_app.cli.demo_models import demo_config, prepare_target
+    from serve_app.cli.demo import demo_config, prepare_target
 
     config = demo_config([*(overrides or []), *_port_override(port)], os.environ)
     prepare_target(Path(config.model.target), console)

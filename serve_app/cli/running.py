@@ -1,6 +1,11 @@
-"""`slipstream up` and `down`, and the file for `serve deploy`: deploying to a running Ray cluster."""
+"""`slipstream up` and `down`, and the file for `serve deploy`: deploying to a running Ray cluster.
 
+A new API key, and what the configuration is to hold of it.
+"""
+
+import hashlib
 import os
+import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +62,7 @@ def down(
 
 def serve_yaml(config_path: ConfigFile, overrides: Override = None) -> None:
     """Prints CONFIG as a file for `serve deploy`."""
-    from serve_app.operations.exposure_check import check_keys
+    from serve_app.operations.checks import check_keys
     from serve_app.serve_manifest import whole_file
 
     config = load(config_path, overrides)
@@ -67,3 +72,17 @@ def serve_yaml(config_path: ConfigFile, overrides: Override = None) -> None:
 
 def load(path: Path, overrides: list[str] | None) -> SlipstreamConfig:
     return load_config(path, overrides or (), os.environ)
+
+
+KEY_BYTES = 32
+
+
+def new_key() -> str:
+    """256 random bits, so that its digest needs no salt."""
+    return f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
+
+
+def key_lines(name: str, key: str) -> str:
+    """The section of the configuration for a key."""
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f"server:\n  keys:\n    {name}: {{sha256: {digest}}}"

@@ -2,8 +2,11 @@
 
 Serve has no public call for it but over its dashboard, which a local cluster has none of. Hence the private ones here
 and nowhere else.
+
+How long Ray must let replicas finish on a node that is asked to end. Pure.
 """
 
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -121,3 +124,14 @@ def _others(name: str) -> list[ServeApplicationSchema]:
     """Applications of others on the same cluster that were deployed from data."""
     deployed = {other: one.get("deployed_app_config") for other, one in serve_details()["applications"].items()}
     return [ServeApplicationSchema.model_validate(data) for other, data in deployed.items() if data and other != name]
+
+
+RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # seconds; `ray start --block` reads it, and heeds it on SIGTERM
+RAY_DRAINS_S = 30.0  # unless it is told
+SERVE_NOTICES_S = 15  # until Serve has learnt that a node drains and has stopped what ran there
+REPLICA_ENDS_S = 10  # from the end of a replica's own drain to its end, before Serve kills it
+
+
+def drain_s(config: SlipstreamConfig) -> int:
+    """How long Ray lets replicas finish on a node that ends, if they are to have all that the configuration says."""
+    return math.ceil(max(config.server.drain_s, config.target.drain_s)) + REPLICA_ENDS_S + SERVE_NOTICES_S

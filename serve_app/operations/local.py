@@ -18,14 +18,18 @@ from rich.status import Status
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError
-from serve_app.config_split import ROUTER_ENDS_S
-from serve_app.http.access.proxy_errors import PROXY_ENVIRONMENT
-from serve_app.operations.capacity import check_resources, demand
-from serve_app.operations.capacity_check import check_fit
+from serve_app.api.proxy_errors import PROXY_ENVIRONMENT
+from serve_app.operations.checks import check_fit, check_keys, check_resources, demand
 from serve_app.operations.deploying import StartError, deploy, withdraw
-from serve_app.operations.exposure_check import check_keys
-from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, check_reachable, deployed, disconnect
-from serve_app.serve_manifest import APPLICATION
+from serve_app.operations.ray_cluster import (
+    ClusterError,
+    alive_nodes,
+    broadcast,
+    check_reachable,
+    deployed,
+    disconnect,
+)
+from serve_app.serve_manifest import APPLICATION, ROUTER_ENDS_S
 
 log = logging.getLogger(__name__)
 

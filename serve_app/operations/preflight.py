@@ -23,15 +23,13 @@ from actors.models.checkpoint import (
 )
 from actors.models.config_reader import CONFIG, read_config, read_json
 from actors.models.decoder import is_llama_kind
-from actors.models.end_of_text import end_of_text
-from actors.models.layer_subset import check_layers
-from actors.models.positions import context_length, uses_rope
+from actors.models.layer_subset import check_layers, context_length, uses_rope
 from actors.models.reference_check import check_model
-from actors.models.tokenizer_reader import load_tokenizer
+from actors.models.tokenizer_reader import end_of_text, load_tokenizer
 from cluster.config import SlipstreamConfig
-from cluster.draft_options import HEADS
+from cluster.config_sections import HEADS
 from cluster.errors import ModelError
-from serve_app.http.conversation.chat_template import templates_of
+from serve_app.api.chat_template import templates_of
 
 
 def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bool = True) -> list[str]:

@@ -17,14 +17,12 @@ from rich.status import Status
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ModelError
-from serve_app.config_split import told_drain_s
-from serve_app.operations.capacity_check import Node, check_fit, needs
+from serve_app.operations.checks import Node, check_fit, check_keys, needs
 from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, withdraw
-from serve_app.operations.exposure_check import check_keys
 from serve_app.operations.local import READY_TIMEOUT_S, let_requests_finish
 from serve_app.operations.preflight import check_models
 from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, connected, deployed
-from serve_app.serve_manifest import APPLICATION, http_options, whole_file
+from serve_app.serve_manifest import APPLICATION, http_options, told_drain_s, whole_file
 
 POLL_S = 0.5
 ANY_ADDRESS = "0.0.0.0"

@@ -1,13 +1,339 @@
-"""HTTP routes of the live page: its files, and its state as JSON."""
+"""HTTP routes of the live page: its files, and its state as JSON.
 
+Sampling while the page is open: at most one round per second, for any number of viewers.
+
+Collection of samples from all replicas that answer, through Ray Serve.
+
+State of the live page, computed from two rounds of samples. Pure.
+
+Sessions appear only as counts, so nothing here identifies a request. Lists are cut for large fleets.
+
+Samples of target replicas and drafters for the live page: counters, and the activity of the last seconds.
+
+A sample is small however long its replica has run, and contains no text.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serve_app.http.streaming import as_json
-from serve_app.page.watch import PageWatch
+from actors.drafter import Drafter
+from actors.target import TargetReplica
+from cluster.speculation.estimators import AcceptanceCounts
+from cluster.telemetry import STAGES, Actor, Event, Span, Stage, Timeline, pack, spans, unpack
+from serve_app.api.streaming import as_json
+
+WINDOW_S = 3.0
+SHOWN_STAGES = ("draft", "draft ahead", "verify")
+MOST_BYTES = 20_000  # size limit of a recording, which keeps the latest events
+
+
+def shown_stages() -> list[Stage]:
+    """Returns the stages that are drawn: those that begin and end at one actor."""
+    return [stage for stage in STAGES if stage.name in SHOWN_STAGES]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSample:
+    """Sample of one target replica; counts are since it began."""
+
+    name: str
+    at_s: float  # on its own clock
+    sessions: int
+    queued: int
+    step_s: float
+    decided_tokens: int
+    accepted_tokens: int
+    wasted_tokens: int
+    acceptance: AcceptanceCounts
+    is_drafted_for: bool  # whether blocks were requested for the latest step
+    gain: float  # of speculation over non-speculative decoding
+    cache: float  # share of its pages that sessions hold
+    recording: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSample:
+    """Sample of one drafter; counts are since it began."""
+
+    name: str
+    at_s: float  # on its own clock
+    method: str
+    sessions: int
+    draft_tokens: int  # sent to targets
+    passes: int
+    passes_ahead: int  # passes ahead of a verdict
+    recording: bytes
+
+
+Sample = TargetSample | DraftSample
+
+
+def target_sample(replica: TargetReplica, name: str) -> TargetSample:
+    """Samples a target on its event loop, in well under a millisecond."""
+    scheduler = replica.scheduler
+    load = scheduler.load()
+    pages = scheduler.pages
+    return TargetSample(
+        name=name,
+        at_s=replica.timeline.now(),
+        sessions=int(load["sessions"]),
+        queued=int(load["queued"]),
+        step_s=scheduler.step_s,
+        decided_tokens=replica.decided_tokens,
+        accepted_tokens=scheduler.accepted_tokens,
+        wasted_tokens=scheduler.wasted_tokens,
+        acceptance=scheduler.acceptance,
+        is_drafted_for=scheduler.is_drafted_for,
+        gain=scheduler.speculation["gain"],
+        cache=pages["held"] / pages["total"],
+        recording=_recording("target", name, replica.timeline),
+    )
+
+
+def draft_sample(drafter: Drafter, name: str, method: str) -> DraftSample:
+    """Samples a drafter in the same way."""
+    counts = drafter.scheduler.counts
+    return DraftSample(
+        name=name,
+        at_s=drafter.timeline.now(),
+        method=method,
+        sessions=int(drafter.scheduler.load()["sessions"]),
+        draft_tokens=counts["draft_tokens"],
+        passes=counts["passes"],
+        passes_ahead=counts["passes_ahead"],
+        recording=_recording("drafter", name, drafter.timeline),
+    )
+
+
+def _recording(role: str, name: str, timeline: Timeline) -> bytes:
+    events = {event for stage in shown_stages() for _, event in (stage.begins, stage.ends)}
+    return pack(Actor(role, name, timeline.latest(WINDOW_S, events)), MOST_BYTES)
+
+
+ANSWER_S = 2.0
+
+log = logging.getLogger("ray.serve")
+
+
+class PoolSamples:
+    """Samples every replica of the pools at once; a pool that does not answer in time counts as empty."""
+
+    def __init__(self, *pools: DeploymentHandle[Any]) -> None:
+        self._pools = pools
+
+    async def __call__(self) -> Sequence[Sample]:
+        answers = await asyncio.gather(*map(_ask, self._pools))
+        return [sample for samples in answers for sample in samples]
+
+
+async def _ask(pool: DeploymentHandle[Any]) -> Sequence[Sample]:
+    """Samples one pool; replicas that fail are left out."""
+    try:
+        answers = await pool.broadcast("sample").results_async(timeout_s=ANSWER_S, return_exceptions=True)
+    except (RayError, RayServeException, TimeoutError) as error:
+        log.info("the live page shows nothing of %s: %s", pool.deployment_name, error)
+        return []
+    return [answer for answer in answers if isinstance(answer, Sample)]
+
+
+MOST_REPLICAS = 64  # most replicas listed per pool
+MOST_TRACKS = 16  # most tracks drawn
+MOST_BARS = 250  # most bars per track; the latest
+
+Bar = tuple[str, float, float, int]
+"""Stage, start and duration in ms of the window, and number of sessions."""
+
+
+class _Shown(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetState(_Shown):
+    name: str
+    sessions: int
+    queued: int
+    busy: float | None  # share of the time in steps
+    tokens_per_s: float | None
+    is_drafted_for: bool
+    gain: float
+    cache: float
+
+
+class DrafterState(_Shown):
+    name: str
+    method: str
+    sessions: int
+    draft_tokens_per_s: float | None
+    ahead: float | None  # share of passes ahead of a verdict
+
+
+class Track(_Shown):
+    """Timeline of one actor."""
+
+    actor: str
+    role: str
+    bars: tuple[Bar, ...]
+
+
+class PageState(_Shown):
+    """Response of GET /page/state. Rates cover the time since the previous sample, and are null without one."""
+
+    model: str
+    window_ms: float
+    targets: tuple[TargetState, ...]
+    drafters: tuple[DrafterState, ...]
+    unlisted: int  # replicas beyond those listed
+    tokens_per_s: float | None
+    busy: float | None  # mean of the targets
+    accepted: float | None  # share of recent draft tokens that were accepted
+    acceptance: tuple[float, ...]  # by position in a block, given those before it; since the replicas began
+    tracks: tuple[Track, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of one target replica between two samples."""
+
+    busy: float
+    tokens_per_s: float
+
+
+def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> PageState:
+    """Computes the state; `before` are the samples of a moment ago, or empty."""
+    earlier = {sample.name: sample for sample in before}
+    targets = [sample for sample in now if isinstance(sample, TargetSample)]
+    drafters = [sample for sample in now if isinstance(sample, DraftSample)]
+    rates = {sample.name: found for sample in targets if (found := _rates(earlier.get(sample.name), sample))}
+    return PageState(
+        model=model,
+        window_ms=WINDOW_S * 1e3,
+        targets=tuple(_target(sample, rates.get(sample.name)) for sample in targets[:MOST_REPLICAS]),
+        drafters=tuple(_drafter(sample, earlier.get(sample.name)) for sample in drafters[:MOST_REPLICAS]),
+        unlisted=max(0, len(targets) - MOST_REPLICAS) + max(0, len(drafters) - MOST_REPLICAS),
+        tokens_per_s=sum(one.tokens_per_s for one in rates.values()) if rates else None,
+        busy=sum(one.busy for one in rates.values()) / len(rates) if rates else None,
+        accepted=_accepted_share(earlier, targets),
+        acceptance=sum((sample.acceptance for sample in targets), AcceptanceCounts()).by_position(),
+        tracks=_tracks([*drafters, *targets]),
+    )
+
+
+def _rates(before: Sample | None, now: TargetSample) -> Rates | None:
+    """Returns None if the replica was not sampled before, or has restarted since."""
+    if not isinstance(before, TargetSample) or (passed := now.at_s - before.at_s) <= 0:
+        return None
+    tokens = now.decided_tokens - before.decided_tokens
+    if tokens < 0:
+        return None
+    return Rates(min(1.0, (now.step_s - before.step_s) / passed), tokens / passed)
+
+
+def _target(sample: TargetSample, rates: Rates | None) -> TargetState:
+    return TargetState(
+        name=sample.name,
+        sessions=sample.sessions,
+        queued=sample.queued,
+        busy=rates.busy if rates else None,
+        tokens_per_s=rates.tokens_per_s if rates else None,
+        is_drafted_for=sample.is_drafted_for,
+        gain=sample.gain,
+        cache=sample.cache,
+    )
+
+
+def _drafter(sample: DraftSample, before: Sample | None) -> DrafterState:
+    rate = ahead = None
+    if isinstance(before, DraftSample) and (passed := sample.at_s - before.at_s) > 0:
+        rate = max(0.0, (sample.draft_tokens - before.draft_tokens) / passed)
+    if passes := sample.passes + sample.passes_ahead:
+        ahead = sample.passes_ahead / passes
+    return DrafterState(
+        name=sample.name, method=sample.method, sessions=sample.sessions, draft_tokens_per_s=rate, ahead=ahead
+    )
+
+
+def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample]) -> float | None:
+    accepted = wasted = 0
+    for sample in targets:
+        before = earlier.get(sample.name)
+        if isinstance(before, TargetSample):
+            accepted += sample.accepted_tokens - before.accepted_tokens
+            wasted += sample.wasted_tokens - before.wasted_tokens
+    return accepted / (accepted + wasted) if accepted > 0 and wasted >= 0 else None
+
+
+def _tracks(samples: Sequence[Sample]) -> tuple[Track, ...]:
+    """Returns the last seconds up to the latest sample, drafters above targets."""
+    actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MOST_TRACKS]]
+    found = spans(actors, shown_stages())
+    looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
+    begins = max(looked, default=0.0) - WINDOW_S
+    return tuple(Track(actor=actor.name, role=actor.role, bars=_bars(actor.name, found, begins)) for actor in actors)
+
+
+def _up_to_now(actor: Actor, now: float) -> Actor:
+    """Extends the current pass or step to `now`: an actor runs one at a time."""
+    events = actor.recording.events
+    ends = {stage.begins[1]: stage.ends[1] for stage in shown_stages()}
+    if not events or (end := ends.get(events[-1].name)) is None:
+        return actor
+    latest = Event(events[-1].order + 1, now, end, events[-1].sessions)
+    return replace(actor, recording=replace(actor.recording, events=(*events, latest)))
+
+
+def _bars(actor: str, found: Sequence[Span], begins: float) -> tuple[Bar, ...]:
+    inside = [span for span in found if span.actor == actor and span.ended_s > begins]
+    return tuple(_bar(span, begins) for span in inside[-MOST_BARS:])
+
+
+def _bar(span: Span, begins: float) -> Bar:
+    start = max(span.began_s, begins)
+    return span.name, round((start - begins) * 1e3, 1), round((span.ended_s - start) * 1e3, 1), len(span.sessions)
+
+
+PERIOD_S = 1.0
+STALE_S = 5.0  # older samples are not used: rates since then would say little about the present
+
+Collect = Callable[[], Awaitable[Sequence[Sample]]]
+
+
+class PageWatch:
+    """Keeps the latest state and, for rates, the samples before it."""
+
+    def __init__(self, model: str, collect: Collect, clock: Callable[[], float] = time.monotonic) -> None:
+        self._model = model
+        self._collect = collect
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._taken_s = float("-inf")
+        self._samples: Sequence[Sample] = ()
+        self._state: PageState | None = None
+
+    async def state(self) -> PageState:
+        """Returns a state at most a second old; concurrent callers share one round of samples."""
+        async with self._turn:
+            age = self._clock() - self._taken_s
+            if self._state is None or age >= PERIOD_S:
+                samples = await self._collect()
+                before = self._samples if age < STALE_S else ()
+                self._state = page_state(self._model, before, samples)
+                self._samples = samples
+                self._taken_s = self._clock()
+            return self._state
+
 
 HEADERS = {
     "Cache-Control": "no-cache",

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cluster.verification.reporter import TargetActivity
-from serve_app.publishing.vllm_names import MODEL, PREFIX
+from cluster.verification.scheduler import TargetActivity
+from serve_app.publishing.aggregate_metrics import MODEL, PREFIX
 from serve_app.router import RouterActivity
 
 

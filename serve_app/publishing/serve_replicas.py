@@ -7,9 +7,7 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.publishing.aggregate_metrics import Gather
-from serve_app.publishing.packed_families import pack_families, unpack_families
-from serve_app.publishing.vllm_names import with_labels
+from serve_app.publishing.aggregate_metrics import Gather, pack_families, unpack_families, with_labels
 
 
 def packed(families: Iterable[Metric]) -> bytes:

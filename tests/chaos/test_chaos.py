@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 from rich.console import Console
 
 from serve_app.app import APPLICATION
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from serve_app.operations.local import checked_port, serving
 from tests.chaos.blows import KINDS, Scene, grpc_ports
 from tests.chaos.deck import Deck

@@ -15,11 +15,11 @@ import uvicorn
 
 from cluster.routing.ledger import Emit, Ended, Generation
 from protos.messages import Finish
-from serve_app.http.api import create_api
-from serve_app.http.conversation.response_templates import find_template
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
+from serve_app.api.tool_calls import find_template
 from tests.asgi_front import config_of
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 

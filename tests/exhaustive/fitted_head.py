@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from actors.drafters.heads.eagle.layer_ids import default_states
+from actors.drafters.heads.eagle.config import default_states
 from actors.models.checkpoint import load_model
 from examples.train_head.answers import chat_ids, written
 from examples.train_head.heads.target_parts import target_parts

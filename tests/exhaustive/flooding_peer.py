@@ -7,7 +7,7 @@ from itertools import count
 
 import grpc
 
-from actors.transport.channel_options import CHANNEL_OPTIONS
+from actors.net.credentials import CHANNEL_OPTIONS
 from protos import speculation_pb2 as pb
 from protos.codec import encode
 from protos.draft_tree import DraftTree

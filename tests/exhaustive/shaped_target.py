@@ -10,7 +10,7 @@ from typing import Any
 from ray import serve
 
 import serve_app.app
-from actors.engine.base import Engine
+from actors.engine.executor import Engine
 from cluster.config import SlipstreamConfig
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import Open, Shape

@@ -18,13 +18,12 @@ from ray.cluster_utils import Cluster
 from cluster.config import load_config
 from cluster.routing.membership import Members
 from cluster.routing.ray_membership import ServeMembership
-from serve_app.operations.deploying import is_running, serve_details
-from serve_app.operations.draining import RAY_DRAIN
+from serve_app.operations.deploying import RAY_DRAIN, is_running, serve_details
 from serve_app.operations.local import checked_port
 from serve_app.operations.ray_cluster import broadcast, connected, deployed
 from tests.unit.tools.drafts.eval.tiny_target import a_target
 from tools.doctor.checks import judge
-from tools.doctor.probe_runner import examine
+from tools.doctor.probe import examine
 
 STORE_BYTES = 80 << 20
 COMMAND_S = 400

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from serve_app.app import APPLICATION
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from serve_app.operations.deploying import deploy, serve_details
-from serve_app.status.scaling import told_bounds
+from serve_app.status import told_bounds
 from tests.exhaustive.small_target import make_small_target
 from tests.exhaustive.test_moves import MODEL, POOLS, Load, check, under_load
 from tests.integration.serving import EXACT, Served, demo_served

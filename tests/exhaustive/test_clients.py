@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletion
 from transformers import AutoTokenizer
 from transformers.cli.serving.utils import get_response_template
 
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from tests.exhaustive.schemas import ASKED
 from tests.exhaustive.test_tool_calls import SCHEMAS, TEMPLATE, TOOLS
 from tests.integration.serving import Served, demo_served

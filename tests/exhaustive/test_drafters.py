@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.drafters.registry import MODULES
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from tests.exhaustive.heads_by_heart import HeadsByHeart
 from tests.exhaustive.test_exactness import homogeneity
 from tests.integration.serving import Reference, Served, demo_served

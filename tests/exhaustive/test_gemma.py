@@ -31,7 +31,7 @@ from openai.types import Completion
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from serve_app.http.text import TextCodec
+from serve_app.api.text import TextCodec
 from tests.exhaustive.gemma3 import Unavailable, prepare_gemma3
 from tests.exhaustive.shaped_target import CHAIN, TREE, verified
 from tests.integration.serving import Served, built_by, demo_served

@@ -27,9 +27,8 @@ from rich.console import Console
 
 from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION
-from serve_app.cli.demo_models import demo_config
-from serve_app.operations.deploying import deploy
-from serve_app.operations.draining import RAY_DRAIN, drain_s
+from serve_app.cli.demo import demo_config
+from serve_app.operations.deploying import RAY_DRAIN, deploy, drain_s
 from serve_app.operations.local import checked_port, serving
 from tests.exhaustive.small_target import make_small_target
 from tests.integration.serving import EXACT, Reference, Served

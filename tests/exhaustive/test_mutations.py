@@ -11,7 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.mutations import TO_DRAFTER, TO_ROUTER, TO_TARGET, Sent, at_drafter, at_router, at_target, mutated, unlogged
+from tests.mutations import (
+    TO_DRAFTER,
+    TO_ROUTER,
+    TO_TARGET,
+    Sent,
+    at_drafter,
+    at_router,
+    at_target,
+    mutated,
+    unlogged,
+)
 
 FRAMES = 20  # of an example
 EXAMPLES = 200  # of a run: hypothesis remembers all of a run's, which would look like a leak

@@ -16,7 +16,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from serve_app.status.versions import versions_table
+from serve_app.status import versions_table
 from tests.integration.serving import Served, demo_served
 from tests.otlp_collector import Collector, collecting
 

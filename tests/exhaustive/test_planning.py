@@ -9,17 +9,31 @@ import pytest
 
 from cluster.costs import DraftCost, ForwardCost
 from tests.unit.tools.planning.test_plan import COSTS, LOCK_STEP, SMALL, TOO_MUCH, Noted, shown
-from tools.planning.break_even import limits
-from tools.planning.expectation import RoundCosts, break_even_draft_s, expected_tokens, lock_step
-from tools.planning.plan import Advice, advise
-from tools.planning.plan_report import advice_data, advice_picture, advice_report, theory_tables, verdict
-from tools.planning.processes import AtOnce, processes
-from tools.planning.question import PLAIN, CandidateFleet, candidates
-from tools.planning.theory import ACCEPTANCES, BLOCK_LENS, TOLERANCE, lessons
+from tools.planning.estimates import (
+    PLAIN,
+    CandidateFleet,
+    RoundCosts,
+    break_even_draft_s,
+    candidates,
+    expected_tokens,
+    lock_step,
+)
+from tools.planning.plan import Advice, AtOnce, advise, processes
+from tools.planning.plan_report import (
+    ACCEPTANCES,
+    BLOCK_LENS,
+    TOLERANCE,
+    advice_data,
+    advice_picture,
+    advice_report,
+    lessons,
+    theory_tables,
+    verdict,
+)
 from tools.planning.trial import answer as fleet_answer
-from tools.simulation.oracle import DraftQuality
+from tools.planning.trial import limits
+from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 from tools.simulation.setting import Mode
-from tools.simulation.workload import ClosedLoop, Poisson
 
 
 def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve_app.status.report import audits_table
+from serve_app.status import audits_table
 from tests.integration.serving import Served, demo_served
 
 REQUESTS = 6

@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.config import SlipstreamConfig
 from serve_app.deployments import DraftDeployment
-from serve_app.status.acceptance import remedies_table
+from serve_app.status import remedies_table
 from tests.exhaustive.noisy_drafter import AfterTokens, TurnsToNoise
 from tests.integration.serving import Reference, Served, demo_served
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from tests.integration.serving import Reference, demo_served
 
 HIDDEN = 576

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.cli.demo_models import demo_config
-from serve_app.operations.recordings import recordings
+from serve_app.cli.demo import demo_config
+from serve_app.operations.ray_cluster import recordings
 from tests.exhaustive.fitted_head import fitted_head
 from tests.integration.serving import Served, demo_served
 from tests.integration.test_serving import assert_nothing_left, eventually

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from openai import APIStatusError, OpenAI
 
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from tests.exhaustive.small_target import make_small_target
 from tests.integration.test_serving import eventually
 

@@ -13,26 +13,23 @@ import torch
 from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
 
-from actors.drafters.registry import create_method
-from actors.drafters.setup import DraftSetup
+from actors.drafters.registry import DraftSetup, create_method
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.vocabulary import load_grammar_vocabulary
+from actors.grammars import GrammarCompiler, load_grammar_vocabulary
 from actors.models.checkpoint import load_model, local_folder, vocabulary
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import Generation, Session
-from cluster.speculation.policy import LockStep
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.speculation.controller import LockStep
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import Acceptance, Sampling
-from serve_app.cli.demo_models import demo_config
-from serve_app.http.structured.response_format import asked_grammar
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.grammar_fields import ResponseFormat
+from serve_app.api.fields import ResponseFormat
+from serve_app.api.grammars import asked_grammar
+from serve_app.api.text import TextCodec
+from serve_app.cli.demo import demo_config
 from tests.exhaustive.schemas import ASKED, Asked
 
 ANSWERS = int(os.environ.get("SLIPSTREAM_JSON_ANSWERS", "60"))

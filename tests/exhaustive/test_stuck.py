@@ -14,7 +14,7 @@ import pytest
 from ray import serve
 
 from serve_app.app import APPLICATION
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from tests.exhaustive.small_target import make_small_target
 from tests.exhaustive.test_moves import GREEDY, MODEL, POOLS, TOKENS, Load, Request, draft, handovers, under_load
 from tests.integration.serving import Reference, Served, built_by, demo_served

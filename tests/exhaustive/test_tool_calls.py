@@ -14,12 +14,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
 
-from serve_app.http.conversation.chat_template import TemplateOptions
-from serve_app.http.conversation.output_parser import Call, read_whole
-from serve_app.http.conversation.response_templates import find_template
-from serve_app.http.structured.tool_grammar import held_calls
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.schemas import ChatRequest
+from serve_app.api.chat_template import TemplateOptions
+from serve_app.api.grammars import held_calls
+from serve_app.api.schemas import ChatRequest
+from serve_app.api.text import TextCodec
+from serve_app.api.tool_calls import Call, find_template, read_whole
 from tests.exhaustive.schemas import ASKED, PERSON, Asked, closed, listed, text, whole
 from tests.exhaustive.test_structured import CONTEXT, DRAFTED, Pair
 

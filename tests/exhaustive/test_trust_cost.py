@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from cluster.trust.options import TrustConfig
+from cluster.config_sections import TrustConfig
 from tests.certificates import Authority
 from tests.integration.harness import Cluster, cluster, plain_greedy
 

@@ -11,13 +11,12 @@ from actors.attention import AttentionBackend
 from actors.attention.flashinfer import flashinfer_for
 from actors.attention.flex import flex_for
 from actors.attention.sdpa_gather import Gathered
-from actors.attention.select_backend import MAY_FAIL, TOLERANCE, Trial, choose_attention
-from actors.attention.shape import AttentionShape
+from actors.attention.select_backend import MAY_FAIL, TOLERANCE, AttentionShape, Trial, choose_attention
 from actors.attention.varlen import varlen_for
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.sampling.logits.processor_registry import chain_of
+from actors.sampling.processors import chain_of
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from cluster.verification.step import Row, StepPlan

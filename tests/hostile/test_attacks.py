@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from tests.hostile.attack import ASKS, FAULT, FAULTS, hostile_bodies
 from tests.integration.serving import Served, demo_served
 from tests.integration.test_serving import assert_nothing_left

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GraniteConfig, GraniteForCausalLM
 
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from tests.exhaustive.small_target import SIZES, SPREAD, copy_tokenizer
 from tests.hostile.test_attacks import STREAMS, WORST, describe
 from tests.integration.serving import Served, demo_served

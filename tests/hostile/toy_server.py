@@ -14,15 +14,14 @@ from unittest.mock import patch
 import torch
 import uvicorn
 
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.vocabulary import grammar_vocabulary
-from actors.models.toy import ToyRunner
+from actors.grammars import GrammarCompiler, grammar_vocabulary
+from actors.models.decoder import ToyRunner
 from cluster.config import validated
-from serve_app.http.api import create_api
-from serve_app.http.conversation.response_templates import find_template
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
+from serve_app.api.tool_calls import find_template
 from tests.integration import harness
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 

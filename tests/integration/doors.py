@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.trust.roles import PeerRole
+from cluster.trust import PeerRole
 from protos import speculation_pb2 as pb
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 from tests.integration.harness import Cluster

@@ -10,30 +10,28 @@ import torch
 from torch import Tensor
 
 from actors.drafter import Drafter
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
-from actors.engine.base import Engine, ThreadEngine
-from actors.engine.executor import StepExecutor
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.sampling import DraftingLimits
+from actors.engine.executor import Engine, StepExecutor, ThreadEngine
 from actors.engine.runner import Runner
-from actors.grammars.compiler import GrammarCompiler
-from actors.models.toy import ToyRunner
+from actors.grammars import GrammarCompiler
+from actors.models.decoder import ToyRunner
+from actors.net.credentials import credentials_of
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
-from actors.transport.credentials import credentials_of
-from cluster.audit.audits import Audits
-from cluster.audit.replay import Difference
+from cluster.audit import Audits, Difference
 from cluster.config import AuditConfig
+from cluster.config_sections import TrustConfig
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.session_table import DrafterLimits
 from cluster.routing.ledger import Emit, Ended, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.policy import Adaptive, LockStep
-from cluster.tracing.session_tracer import NoTracing, SessionTracer
-from cluster.trust.options import TrustConfig
-from cluster.trust.roles import PeerRole
-from cluster.verification.limits import VerificationLimits
+from cluster.speculation.controller import Adaptive, LockStep
+from cluster.tracing import NoTracing, SessionTracer
+from cluster.trust import PeerRole
+from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits

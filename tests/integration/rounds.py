@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from actors.engine.base import Engine
+from actors.engine.executor import Engine
 from actors.target import TargetReplica
 from cluster.verification.step import Outcome, StateRead, StepPlan
 from tests.integration.harness import eventually

@@ -13,15 +13,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import validated
 from cluster.routing.ledger import Emit
-from cluster.speculation.acceptance import AcceptanceCounts
+from cluster.speculation.estimators import AcceptanceCounts
 from cluster.telemetry import Actor, Timeline, pack
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
-from serve_app.page.routes import page_routes
-from serve_app.page.samples import DraftSample, Sample, TargetSample
-from serve_app.page.watch import PageWatch
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
+from serve_app.page.routes import DraftSample, PageWatch, Sample, TargetSample, page_routes
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import Script, ScriptedGenerator
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from serve_app.operations import deploying
 from serve_app.operations.deploying import deploy, withdraw
 from serve_app.operations.local import serving, wait_until_ready

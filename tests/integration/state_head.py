@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from actors.attention.batch import never
+from actors.compute.hidden_states import decode_rows
 from actors.compute.kv_cache import FeedRow
-from actors.compute.state_codec import decode_rows
-from actors.models.forward_output import ForwardOutput
+from actors.models.decoder import ForwardOutput
 from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
-from cluster.drafting.session_updates import SessionTexts
+from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, nothing_ahead
 from cluster.page_allocator import PageCopy, PlaceMove
 from protos.draft_tree import NO_TREE, DraftTree
-from protos.messages import DraftRequest, Open, Shape
-from protos.states import StatesFormat
+from protos.messages import DraftRequest, Open, Shape, StatesFormat
 from tests.integration.harness import PAGE_SIZE, VOCABULARY, StateReading
 from tests.lossless.states import LAYOUT, MODULUS, RememberingRunner, state_after
 

@@ -18,13 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.config import validated
 from cluster.errors import CapacityError, DrainingError, NonFiniteLogitsError, RequestError, TargetLostError
 from cluster.routing.ledger import Emit, Ended
-from protos.messages import Acceptance, Finish, TokenRules
-from protos.scores import Scoring, TokenScore
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.replies import HealthReport
+from protos.messages import Acceptance, Finish, Scoring, TokenRules, TokenScore
+from serve_app.api.app import create_api
+from serve_app.api.fields import parse
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import STALL, Script, ScriptedGenerator
 
@@ -559,7 +558,7 @@ async def test_requests_are_parsed_and_tokenised_beside_the_event_loop(front: Fr
         return (1, 2)
 
     front.plays([Ended(Finish.STOP)])
-    with patch.object(front.codec, "encode", encode), patch("serve_app.http.endpoints.parse", wraps=parse) as parsing:
+    with patch.object(front.codec, "encode", encode), patch("serve_app.api.endpoints.parse", wraps=parse) as parsing:
         parsing.side_effect = lambda *_: threads.add(threading.get_ident()) or DEFAULT
         await front.openai.completions.create(model="toy", prompt="hi")
     assert threads

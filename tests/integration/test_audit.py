@@ -8,7 +8,7 @@ import torch
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import ModelRunner
-from actors.models.forward_output import ForwardOutput
+from actors.models.decoder import ForwardOutput
 from cluster.config import AuditConfig
 from cluster.page_allocator import PageCopy, PlaceMove
 from protos.messages import Acceptance, Sampling

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.status.watch import watch
+from serve_app.status import watch
 from tests.integration.scripted_front import Front, scripted_front
 from tests.integration.scripted_generator import STALL
 from tools.cli import app

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
+from actors.net import streams
 from actors.target import TargetReplica
-from actors.transport import streams
 from cluster.envelope import Send
 from cluster.routing.ledger import Emit
-from cluster.trust.assignment_tokens import issue
+from cluster.trust import issue
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.draft_tree import DraftTree, SparseProbs
@@ -31,13 +31,13 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Sampling,
+    StateDtype,
     States,
     StatesAck,
     Ticket,
     Verdict,
     Welcome,
 )
-from protos.states import StateDtype
 from tests.integration.doors import (
     DOORS,
     DRIVE_DRAFTER,

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from cluster.config import validated
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
-from serve_app.page.routes import page_routes
-from serve_app.page.samples import Sample, draft_sample, target_sample
-from serve_app.page.watch import PageWatch
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
+from serve_app.page.routes import PageWatch, Sample, draft_sample, page_routes, target_sample
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.harness import CONTEXT, LOGITS, Cluster, cluster, plain_greedy
 

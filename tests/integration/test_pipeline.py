@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from actors.engine.base import Engine
+from actors.engine.executor import Engine
 from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.errors import DrainingError, TargetLostError

@@ -15,10 +15,8 @@ from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.app import APPLICATION
-from serve_app.operations.published import cost_model
-from serve_app.operations.ray_cluster import broadcast, deployed
-from serve_app.operations.recordings import recordings
-from serve_app.status.report import replicas_table
+from serve_app.operations.ray_cluster import broadcast, cost_model, deployed, recordings
+from serve_app.status import replicas_table
 from tests.integration.serving import Reference, Served, demo_served
 
 PROMPTS = (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.transport.streams import StatesOutbox
+from actors.net.streams import StatesOutbox
 from cluster.verification import hidden_state_sender
 from protos.messages import Message, States
 from tests.integration.harness import PAGE_SIZE, Cluster, StateReading, cluster, eventually

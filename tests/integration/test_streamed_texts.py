@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from cluster.config import validated
 from cluster.routing.ledger import Emit, Ended
 from protos.messages import Finish
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import CompletionChunk, HealthReport
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import CompletionChunk, HealthReport
+from serve_app.api.text import TextCodec
 from tests.byte_tokenizer import TEMPLATE, byte_tokenizer
 from tests.integration.scripted_generator import Script, ScriptedGenerator
 

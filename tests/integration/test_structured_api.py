@@ -14,14 +14,13 @@ import pytest
 import torch
 from jsonschema import validate
 
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.vocabulary import grammar_vocabulary
-from actors.models.toy import ToyRunner
+from actors.grammars import GrammarCompiler, grammar_vocabulary
+from actors.models.decoder import ToyRunner
 from cluster.config import validated
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration import harness
 

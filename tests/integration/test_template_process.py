@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from serve_app.http.conversation.rendering import Rendering, TemplateFailure, render_here
-from serve_app.http.conversation.template_process import TemplateProcess
+from serve_app.api.chat_template import Rendering, TemplateFailure, render_here
+from serve_app.api.template_process import TemplateProcess
 
 PLAIN = "{% for one in messages %}{{ one.role }}: {{ one.content }};{% endfor %}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -16,13 +16,12 @@ from jsonschema import validate
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from pydantic import BaseModel, Field
 
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.vocabulary import grammar_vocabulary
-from actors.models.toy import ToyRunner
+from actors.grammars import GrammarCompiler, grammar_vocabulary
+from actors.models.decoder import ToyRunner
 from cluster.config import validated
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.wire.replies import HealthReport
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
 from tests.call_writers import special_writer
 from tests.integration import harness
 

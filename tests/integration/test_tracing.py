@@ -6,15 +6,15 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.tracing.exporting import TracedService
+from actors.tracing import TracedService
 from cluster.config import validated
-from cluster.tracing.options import TracingConfig
-from cluster.tracing.session_tracer import SessionTracer
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.observability.genai_spans import GenAiSpans
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
+from cluster.config_sections import TracingConfig
+from cluster.tracing import SessionTracer
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.observability import GenAiSpans
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.harness import CONTEXT, Cluster, cluster
 from tests.otlp_collector import collecting

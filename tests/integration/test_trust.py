@@ -12,10 +12,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from actors.transport import handshakes, streams
-from actors.transport.credentials import AUTHORIZATION, credentials_of
-from cluster.trust.options import TrustConfig
-from cluster.trust.roles import PeerRole
+from actors.net import auth_interceptor, streams
+from actors.net.credentials import AUTHORIZATION, credentials_of
+from cluster.config_sections import TrustConfig
+from cluster.trust import PeerRole
 from protos.codec import decode, encode
 from protos.messages import Hello, Welcome
 from protos.speculation_pb2_grpc import TargetServiceStub
@@ -90,13 +90,13 @@ async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once
         (target,) = c.targets.values()
         await eventually(lambda: target._streams == 1, "the router is in")
         c.servers[VERIFY.address(c)].gate.handshakes._look()  # at the router's
-        monkeypatch.setattr(handshakes, "PASSED_S", 0)  # from here on nobody comes who belongs
+        monkeypatch.setattr(auth_interceptor, "PASSED_S", 0)  # from here on nobody comes who belongs
         for _ in range(3):
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
                     await is_welcome(VERIFY.stub(channel), VERIFY)
-        await eventually(lambda: target.refusals.counts[handshakes.CAUSE] >= connections, "all are counted")
-        assert len([record for record in caplog.records if handshakes.CAUSE in record.getMessage()]) == 1
+        await eventually(lambda: target.refusals.counts[auth_interceptor.CAUSE] >= connections, "all are counted")
+        assert len([record for record in caplog.records if auth_interceptor.CAUSE in record.getMessage()]) == 1
 
 
 async def test_who_gets_through_the_handshake_is_not_counted_however_often_it_comes(tmp_path):
@@ -228,7 +228,7 @@ async def test_certificates_are_replaced_while_streams_run(tmp_path):
 
 async def test_certificates_rotate_under_load_without_a_failed_request(tmp_path, monkeypatch):
     """Of one authority, as cert-manager does, again and again, each time with a stream that has to be dialled anew."""
-    monkeypatch.setattr(handshakes, "PASSED_S", 300)  # drafters hang up on targets that they need no more, at any time
+    monkeypatch.setattr(auth_interceptor, "PASSED_S", 300)  # drafters may hang up on targets at any time
     authority = Authority()
     async with cluster(targets=2, drafters=2, trust=authority.issue_all(tmp_path)) as c:
         c.pace.step_s = 0.005

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.engine.uds_rpc import StepCaller, StepListener
+from actors.engine.tensor_parallel import StepCaller, StepListener
 
 
 class Answering:

@@ -11,21 +11,16 @@ import torch
 from torch import Tensor
 
 from actors.attention.batch import Interrupted, never
+from actors.compute.hidden_states import decode_rows
 from actors.compute.kv_cache import FeedRow
-from actors.compute.state_codec import decode_rows
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.heads.head_drafter import PredictedDrafting
-from actors.drafters.heads.last_state.drafting import LastStatePredictor
-from actors.drafters.heads.last_state.last_rows import LastRows
-from actors.drafters.model.calibration import Calibration
-from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
-from actors.drafters.model.sampling import DraftSampler
-from actors.drafters.model.state_feed import FedStates
-from actors.models.forward_output import ForwardOutput
-from actors.models.toy import ToyRunner
+from actors.drafters.heads.last_state import LastRows, LastStatePredictor
+from actors.drafters.model.draft_cache import DraftCache, FedStates
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
+from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.page_allocator import PageCopy
-from protos.states import StatesNeeded
+from protos.messages import StatesNeeded
 from tests.lossless.parts import PAGE_SIZE
 from tests.lossless.states import LAYOUT, MODULUS, ReadingMethod, state_after
 from tests.lossless.world import ToyDrafter, World

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
-from actors.models.forward_output import ForwardOutput
+from actors.models.decoder import ForwardOutput
 from cluster.page_allocator import PageCopy, PlaceMove
 from tests.lossless.parts import EOS, PAGE_SIZE
 from tests.unit.cluster.token_memory import TokenMemory

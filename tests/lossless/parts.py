@@ -9,14 +9,13 @@ from torch import Tensor
 
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
-from actors.drafters.model.pard import MaskTokens
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.forwards import MaskTokens
+from actors.drafters.model.sampling import DraftingLimits
 from actors.engine.executor import StepExecutor
-from actors.grammars.compiler import GrammarCompiler
-from actors.models.forward_output import ForwardOutput
-from actors.models.toy import ToyRunner
+from actors.grammars import GrammarCompiler
+from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.costs import ForwardCost
 from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.scheduler import DraftScheduler
@@ -24,9 +23,8 @@ from cluster.drafting.session_table import DrafterLimits
 from cluster.page_allocator import PageCopy
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import Emit, Generation, Session
-from cluster.speculation.policy import Adaptive, LockStep
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.speculation.controller import Adaptive, LockStep
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
 from tests.lossless.states import LAYOUT, RememberingRunner
 

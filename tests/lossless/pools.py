@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.lookup.hybrid import LookupFirst
 from actors.drafters.lookup.ngram import PromptLookup
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.sampling import DraftingLimits
 from actors.engine.executor import StepExecutor
 from cluster.drafting.method import DraftingMethod
 from cluster.envelope import Send

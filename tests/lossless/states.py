@@ -5,18 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from actors.attention.batch import never
+from actors.compute.hidden_states import LatestStates, StateCache, decode_rows, encode_rows
 from actors.compute.kv_cache import FeedRow
-from actors.compute.state_cache import LatestStates, StateCache
-from actors.compute.state_codec import decode_rows, encode_rows
-from actors.drafters.draft_model import DraftModel
-from actors.models.forward_output import ForwardOutput
-from actors.models.toy import ToyRunner
+from actors.drafters.model.draft_model import DraftModel
+from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
-from cluster.drafting.session_updates import SessionTexts
+from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
 from cluster.page_allocator import PageCopy, PlaceMove
-from protos.messages import DraftRequest, Open, Shape
-from protos.states import StateDtype, StatesFormat
+from protos.messages import DraftRequest, Open, Shape, StateDtype, StatesFormat
 
 LAYOUT = StatesFormat(width=4, dtype=StateDtype.BFLOAT16)
 CPU = torch.device("cpu")

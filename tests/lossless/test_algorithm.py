@@ -13,11 +13,11 @@ from actors.drafters.registry import create_method
 from actors.speculative_decoding import Decoding, Model, speculative_decode
 from cluster.config import DraftPool, ModelConfig, Resources
 from protos.messages import Acceptance
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from tests.lossless.parts import EOS, Setting
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, TARGET, p_value
 from tests.lossless.world import calm
-from tools.drafts.eval.measured_target import MeasuredTarget
+from tools.drafts.evaluation import MeasuredTarget
 
 SEQUENCES = 1000
 NEW_TOKENS = 3

@@ -12,7 +12,7 @@ import torch
 from llguidance import LLMatcher, TokenizerWrapper
 from llguidance import LLTokenizer as Vocabulary
 
-from actors.grammars.compiler import GrammarCompiler
+from actors.grammars import GrammarCompiler
 from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import EOS, Setting
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.lookup.suffix import SuffixLookup
-from cluster.draft_options import SuffixOptions
+from cluster.config_sections import SuffixOptions
 from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import Schedule, Setting, a_draft_scheduler
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, FEW, FEW_WORLDS, p_value

@@ -11,7 +11,7 @@ from itertools import count
 
 import torch
 
-from actors.drafters.draft_model import DraftModel
+from actors.drafters.model.draft_model import DraftModel
 from actors.engine.executor import StepExecutor
 from cluster.costs import ForwardCost
 from cluster.drafting.method import DraftingMethod, make_pass, tell

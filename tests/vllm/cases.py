@@ -12,13 +12,10 @@ from llguidance import LLMatcher
 
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.vocabulary import load_grammar_vocabulary
+from actors.grammars import GrammarCompiler, load_grammar_vocabulary
 from cluster.config import SlipstreamConfig, validated
-from cluster.verification.limits import VerificationLimits
-from protos.messages import Open, Sampling, TokenRules
-from protos.scores import Scoring
-from protos.states import StatesFormat
+from cluster.verification.scheduler import VerificationLimits
+from protos.messages import Open, Sampling, Scoring, StatesFormat, TokenRules
 from tests.vllm.scripted import CONTEXT, LONGEST, STEP_TOKENS, VOCABULARY, Life, ScriptedTarget, request
 
 SAMPLINGS = {

@@ -5,15 +5,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.engines.session_memory import SessionMemory
-from cluster.speculation.policy import LockStep
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.page_allocator import SessionMemory
+from cluster.speculation.controller import LockStep
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Block, Close, Open, Sampling, Verdict
+from protos.messages import Acceptance, Block, Close, Open, Sampling, TokenScore, Verdict
 from protos.prefix import Prefix
-from protos.scores import TokenScore
 
 LONGEST = 6  # tokens of a block
 VOCABULARY = 259

@@ -14,26 +14,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.drafter import Drafter
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
-from actors.drafters.model.vocab_pruning import reduce_head
-from actors.engine.base import Engine, ThreadEngine
-from actors.engine.executor import StepExecutor
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.forwards import reduce_head
+from actors.drafters.model.sampling import DraftingLimits
+from actors.engine.executor import Engine, StepExecutor, ThreadEngine
 from actors.engine.runner import ModelRunner
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.vocabulary import load_grammar_vocabulary
+from actors.grammars import GrammarCompiler, load_grammar_vocabulary
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
 from actors.vllm_engine.engine import VllmEngine
-from cluster.audit.audits import Audits
+from cluster.audit import Audits
 from cluster.config import AuditConfig
 from cluster.drafting.session_table import DrafterLimits
-from cluster.engines.session_memory import SessionMemory
+from cluster.page_allocator import SessionMemory
 from cluster.routing.ledger import Emit, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.policy import LockStep
-from cluster.verification.limits import VerificationLimits
+from cluster.speculation.controller import LockStep
+from cluster.verification.scheduler import VerificationLimits
 from protos.messages import Acceptance
 from serve_app.router import Identity, Router, RouterLimits
 from tests.vllm.cases import asked, config

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from actors.drafter import Drafter
-from actors.drafters.registry import capture_spec, create_method, state_bounds, states_format
-from actors.drafters.setup import DraftSetup
-from actors.engine.base import ThreadEngine
+from actors.drafters.registry import DraftSetup, capture_spec, create_method, state_bounds, states_format
+from actors.engine.executor import ThreadEngine
 from actors.models.checkpoint import vocabulary
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
-from cluster.audit.audits import Audits
+from cluster.audit import Audits
 from cluster.config import AuditConfig, SlipstreamConfig
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.scheduler import DraftScheduler
@@ -27,7 +26,7 @@ from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import Emit, Generation, Session
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.policy import LockStep
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.messages import Acceptance, Sampling

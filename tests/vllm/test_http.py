@@ -11,24 +11,23 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from actors.drafter import Drafter
-from actors.drafters.registry import create_method
-from actors.drafters.setup import DraftSetup
+from actors.drafters.registry import DraftSetup, create_method
 from actors.models.checkpoint import local_folder, vocabulary
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
-from cluster.audit.audits import Audits
+from cluster.audit import Audits
 from cluster.config import AuditConfig, SlipstreamConfig
 from cluster.drafting.session_table import DrafterLimits
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.policy import LockStep
-from serve_app.cli.demo_models import demo_config
+from cluster.speculation.controller import LockStep
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
+from serve_app.cli.demo import demo_config
 from serve_app.demo_data import BENCH_PROMPTS
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
 from serve_app.router import Identity, Router, RouterLimits
-from serve_app.target_engines import start_engine
+from serve_app.startup import start_engine
 from tests.integration.serving import EXACT, Reference
 
 PROMPTS = 20

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from tests.integration.serving import Reference, Served, demo_served
 from tests.vllm.test_ray import VLLM, ask, bench_prompts, eventually, stream_and_disturb
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from serve_app.demo_data import BENCH_PROMPTS
 from tests.integration.serving import Reference, Served, demo_served
 

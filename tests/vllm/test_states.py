@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.compute.state_codec import decode_rows
-from actors.engine.capture import CaptureSpec
+from actors.compute.hidden_states import CaptureSpec, decode_rows
 from cluster.errors import ModelError
 from cluster.verification.step import StateRead
-from protos.messages import Sampling
-from protos.states import StateDtype, StatesFormat
+from protos.messages import Sampling, StateDtype, StatesFormat
 from tests.vllm.cases import config, on_own_engine, on_vllm
 from tests.vllm.scripted import LONGEST, VOCABULARY, ScriptedTarget, Scripts, request
 from tests.vllm.second_runner import IS_ASKED_FOR

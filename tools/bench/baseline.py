@@ -69,7 +69,7 @@ def main() -> None:
     """Runs in the reference process: loads the model and answers questions."""
     from actors.engine.process import device_of, use_cpu
     from actors.models.checkpoint import load_model, local_folder
-    from serve_app.http.text import TextCodec
+    from serve_app.api.text import TextCodec
 
     replies = sys.stdout  # output printed by libraries must not mix with the replies
     sys.stdout = sys.stderr

@@ -2,14 +2,17 @@
 
 TTFT: from the request to the first text. TPOT: seconds per token after that, averaged within each answer. ITL: between
 two events of a stream that brought text, over all answers; with speculation an event may bring several tokens.
+
+Measures over requests: acceptance, throughput, paired speed-up. Pure.
 """
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from serve_app.endpoint_client import TimedAnswer
+from serve_app.endpoint_client import Tally, TimedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,103 @@ class LoadPoint:
         """Returns one quantile in seconds, such as "ttft" at "p99"."""
         found: Quantiles | None = getattr(self.latencies, measure)
         return None if found is None else float(getattr(found, quantile))
+
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that were in flight together, under one arm of the experiment."""
+
+    arm: str
+    concurrency: int
+    index: int  # identifies the prompts
+    repeat: int
+    seconds: float
+    tally: Tally
+    kinds: tuple[str, ...]
+    answers: tuple[TimedAnswer, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(answer.tokens for answer in self.answers) / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """One arm at one concurrency."""
+
+    arm: str
+    concurrency: int
+    tokens_per_s: float
+    first_token_s: float  # median
+    latency_s: float  # median
+    tally: Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """Throughput of an arm relative to `base`: geometric mean of paired ratios, with its interval."""
+
+    arm: str
+    base: str
+    concurrency: int
+    mean: float
+    low: float
+    high: float
+    equal: int  # answers with the same text under both arms
+    answers: int
+
+
+def arm_summary(batches: Sequence[Batch]) -> ArmSummary:
+    """Summarizes batches of one arm at one concurrency."""
+    answers = [answer for batch in batches for answer in batch.answers]
+    return ArmSummary(
+        arm=batches[0].arm,
+        concurrency=batches[0].concurrency,
+        tokens_per_s=sum(answer.tokens for answer in answers) / sum(batch.seconds for batch in batches),
+        first_token_s=statistics.median(answer.first_token_s for answer in answers),
+        latency_s=statistics.median(answer.latency_s for answer in answers),
+        tally=sum((batch.tally for batch in batches), Tally()),
+    )
+
+
+def speedup(batches: Sequence[Batch], base_batches: Sequence[Batch]) -> Speedup:
+    """Compares two arms that ran the same prompts equally often."""
+    base_of = {(batch.index, batch.repeat): batch for batch in base_batches}
+    pairs = [(batch, base_of[batch.index, batch.repeat]) for batch in batches]
+    ratios: dict[int, list[float]] = {}
+    for batch, base in pairs:
+        ratios.setdefault(batch.index, []).append(batch.tokens_per_s / base.tokens_per_s)
+    # Repeats of the same prompts are not independent, so they count as one.
+    mean, low, high = mean_ratio([statistics.geometric_mean(repeats) for repeats in ratios.values()])
+    same = [
+        answer.text == base_answer.text
+        for batch, base in pairs
+        for answer, base_answer in zip(batch.answers, base.answers, strict=True)
+    ]
+    first = batches[0]
+    base_first = base_batches[0]
+    return Speedup(first.arm, base_first.arm, first.concurrency, mean, low, high, sum(same), len(same))
+
+
+def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean of at least two ratios with its 95 % interval (percentile bootstrap of the mean log-ratio)."""
+    assert len(ratios) >= 2, "one ratio says nothing of its own spread"
+    logs = np.log(np.asarray(ratios))
+    means = np.random.default_rng(0).choice(logs, (RESAMPLES, len(logs))).mean(axis=1)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high))
+
+
+def acceptance_by_kind(batches: Iterable[Batch]) -> dict[str, Tally]:
+    """Sums tokens, drafted and accepted, for each kind of prompt; blocks are not known per request."""
+    tallies: dict[str, Tally] = {}
+    for batch in batches:
+        for kind, answer in zip(batch.kinds, batch.answers, strict=True):
+            tally = Tally(answer.tokens, answer.accepted + answer.rejected, answer.accepted)
+            tallies[kind] = tallies.get(kind, Tally()) + tally
+    return tallies

@@ -6,8 +6,7 @@ from rich.table import Table
 
 from serve_app.endpoint_client import Tally
 from serve_app.tables import TALLY_ROWS, sheet, shown, table, tally_column
-from tools.bench.latencies import MEASURES, QUANTILES, LoadPoint
-from tools.bench.measures import ArmSummary, Speedup
+from tools.bench.latencies import MEASURES, QUANTILES, ArmSummary, LoadPoint, Speedup
 
 
 def arms_sheet(concurrency: int, summaries: Sequence[ArmSummary]) -> Table:

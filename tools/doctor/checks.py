@@ -1,14 +1,80 @@
-"""Judgement of what a cluster lacks for a configuration; each fault states how to fix it. Pure."""
+"""Judgement of what a cluster lacks for a configuration; each fault states how to fix it. Pure.
+
+Facts found on the nodes of a cluster, before they are judged. Data only.
+
+Terminal output of the doctor.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from cluster.config import SlipstreamConfig
-from cluster.draft_options import STATE_READERS
-from serve_app.operations.capacity_check import Node, misfits, needs
-from serve_app.operations.draining import RAY_DRAIN, drain_s
-from tools.doctor.facts import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall
+from cluster.config_sections import STATE_READERS
+from cluster.trust import PeerRole
+from serve_app.operations.checks import Node, misfits, needs
+from serve_app.operations.deploying import RAY_DRAIN, drain_s
+
+
+class ModelsNeeded(Enum):
+    """Models whose files a node must be able to read for the replicas that it may hold."""
+
+    NONE = "none"
+    TARGET = "target"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """Findings of one node about itself."""
+
+    node: Node
+    versions: Mapping[str, str]  # by component, including `protocol`
+    shared_memory: int  # bytes of /dev/shm
+    port_fault: str | None  # why the HTTP port cannot be bound; None also if nothing would bind it
+    model_fault: str | None  # why the models cannot be served there; None also if no replica would run
+    server: str | None  # address of the node's trial gRPC server
+    server_role: PeerRole  # role that its credentials prove
+    server_fault: str | None  # why no server could be started
+    ray_drain_s: float  # time that Ray gives the node to finish after a stop request
+    ray_auth: str  # authentication of Ray's own ports, its RAY_AUTH_MODE
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeCall:
+    """A gRPC call from one node to another, on its own connection."""
+
+    caller: str  # node ids
+    called: str
+    seconds: float | None  # round trip, once connected
+    fault: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """A node's wall clock relative to the examiner's."""
+
+    node_id: str
+    ahead_s: float
+    error_s: float  # upper bound: half of the round trip
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """All findings."""
+
+    nodes: tuple[Node, ...]
+    found: tuple[NodeFacts, ...]
+    silent: Mapping[str, str]  # why nodes did not answer, by node id
+    calls: tuple[ProbeCall, ...]
+    clocks: tuple[ClockReading, ...]
+
 
 MIB = 1 << 20
 RANK_SHARED_MEMORY = 64 * MIB  # containers have this in total by default, too little for NCCL buffers of several ranks
@@ -238,3 +304,12 @@ def _offered(nodes: Iterable[Node]) -> str:
 def _count(nodes: Iterable[object]) -> str:
     count = len(list(nodes))
     return "1 node" if count == 1 else f"{count} nodes"
+
+
+def report(checks: Sequence[Check]) -> RenderableType:
+    """Renders one line per check, and below them the faults with their fixes."""
+    table = Table.grid(padding=(0, 2))
+    for check in checks:
+        table.add_row(check.name, "[red]wrong[/]" if check.faults else "[green]ok[/]", escape(check.seen))
+    faults = [Text(f"{check.name}: {fault}") for check in checks for fault in check.faults]
+    return Group(table, *faults)

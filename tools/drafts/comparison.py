@@ -15,9 +15,7 @@ from actors.engine.process import use_cpu
 from cluster.config import DraftPool, SlipstreamConfig
 from cluster.errors import ConfigError
 from serve_app.tables import sheet, shown
-from tools.drafts.eval.measured_target import DecodedText, MeasuredTarget
-from tools.drafts.eval.measures import BEST, DraftMeasures, measures
-from tools.drafts.eval.replay import replay
+from tools.drafts.evaluation import BEST, DecodedText, DraftMeasures, MeasuredTarget, measures, replay
 from tools.svg import curves
 
 

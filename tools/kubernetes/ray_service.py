@@ -1,36 +1,203 @@
-"""The RayService: the Serve application, the head, and worker groups for targets, drafters and routers. Pure."""
+"""The RayService: the Serve application, the head, and worker groups for targets, drafters and routers. Pure.
 
-from collections.abc import Iterable
+Templates of unprivileged pods: no root user, a read-only root file system, and read-only weights. Pure.
+
+Worker groups for the pools of a configuration: GPUs, CPUs, bounds and timeouts of each. Pure.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
-from cluster.config import SlipstreamConfig, validated
-from cluster.trust.options import TrustConfig
-from cluster.trust.roles import PeerRole
-from serve_app.http.access.proxy_errors import PROXY_ENVIRONMENT
-from serve_app.operations.draining import RAY_DRAIN, drain_s
+from cluster.config import DraftPool, Replicas, SlipstreamConfig, TargetPool, validated
+from cluster.config_sections import PodOptions, TrustConfig
+from cluster.placement import rank_bundle, target_group_options
+from cluster.trust import PeerRole
+from serve_app.api.proxy_errors import PROXY_ENVIRONMENT
+from serve_app.operations.deploying import RAY_DRAIN, drain_s
 from serve_app.serve_manifest import application, serve_file
-from tools.kubernetes.pod_templates import (
-    CLAIM,
-    MODELS,
-    NAME,
-    UNPRIVILEGED,
-    WRITABLE,
-    Json,
-    container,
-    template,
+
+ROUTER_CPUS = 1
+POOL_LABEL = "pool"  # label of Ray nodes: a pool's replicas run on the group with the pool's name
+RAY_ENDS_S = 30  # time that Ray's processes take to exit after the drain
+SPARE = 2  # upper bound of a scaling group, as a multiple of the pods that its pool may need
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """Pods of one kind, as many as a pool's replicas need."""
+
+    name: str
+    role: PeerRole
+    pods: PodOptions
+    cpus: int  # CPUs that a pod offers to Ray
+    gpus: int
+    least: int  # pods
+    most: int
+    labels: dict[str, str]  # labels of the Ray nodes
+    idle_s: int | None = None
+    is_spread: bool = False  # spread over nodes if there are several
+
+
+def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
+    """Returns the groups of targets, drafters and routers."""
+    kubernetes = config.kubernetes
+    routers = WorkerGroup(
+        "router",
+        PeerRole.ROUTER,
+        kubernetes.router,
+        cpus=ROUTER_CPUS,
+        gpus=0,
+        least=config.server.routers,
+        most=config.server.routers,
+        labels={POOL_LABEL: "router"},
+        is_spread=True,
+    )
+    return (_pool_group("target", config), _pool_group("draft", config), routers)
+
+
+def pool_labels(name: str, config: SlipstreamConfig) -> dict[str, str]:
+    """Returns the labels that a pool's replicas require of their node, and that the pool's group therefore has."""
+    given = config.target.resources_per_rank.labels if name == "target" else config.draft.resources.labels
+    return {**given, POOL_LABEL: name}
+
+
+def scales(config: SlipstreamConfig) -> bool:
+    """Returns whether Ray's autoscaler is needed."""
+    return any(pool.replicas.min < pool.replicas.max for pool in (config.target, config.draft))
+
+
+def grace_s(config: SlipstreamConfig) -> int:
+    """Returns how long Kubernetes lets a pod terminate, in seconds."""
+    return drain_s(config) + RAY_ENDS_S
+
+
+def _pool_group(name: str, config: SlipstreamConfig) -> WorkerGroup:
+    pool: TargetPool | DraftPool = config.target if name == "target" else config.draft
+    pods = config.kubernetes.target if name == "target" else config.kubernetes.draft
+    reserved = _reserved(pool)
+    least = _pods_for(pool.replicas.min, pods.replicas)
+    return WorkerGroup(
+        name,
+        PeerRole.TARGET if name == "target" else PeerRole.DRAFTER,
+        pods,
+        cpus=math.ceil(pods.replicas * reserved["CPU"]),
+        gpus=math.ceil(pods.replicas * reserved["GPU"]),
+        least=least,
+        most=_most_pods(pool.replicas, pods.replicas),
+        labels=pool_labels(name, config),
+        idle_s=pods.idle_s,
+    )
+
+
+def _reserved(pool: TargetPool | DraftPool) -> Counter[str]:
+    """Returns what one replica reserves on its node."""
+    if isinstance(pool, DraftPool):
+        return Counter(rank_bundle(pool.resources))
+    total: Counter[str] = Counter()
+    for bundle in target_group_options(pool)["placement_group_bundles"]:
+        total.update(bundle)
+    return total
+
+
+def _pods_for(replicas: int, a_pod: int) -> int:
+    return -(-replicas // a_pod)
+
+
+def _most_pods(replicas: Replicas, a_pod: int) -> int:
+    """Returns the upper bound of pods.
+
+    A scaling pool gets more than it needs: its own bound decides, and may be raised in a running cluster, whereas
+    KubeRay does not apply a change of this one to a running cluster.
+    """
+    most = _pods_for(replicas.max, a_pod)
+    return most if replicas.min == replicas.max else SPARE * most
+
+
+Json = dict[str, Any]
+
+NAME = "slipstream"
+LABELS = {"app.kubernetes.io/name": NAME}
+USER = 1000  # as in k8s/images/Dockerfile
+HOME = "/home/slipstream"
+MODELS = "/models"
+CLAIM = "slipstream-models"
+GPU = "nvidia.com/gpu"
+
+UNPRIVILEGED: Mapping[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+# Writable places: Ray's logs and sockets, and caches of kernel compilers.
+WRITABLE = ({"name": "scratch", "mountPath": "/tmp"}, {"name": "home", "mountPath": HOME})
+WRITABLE_VOLUMES = (
+    {"name": "scratch", "emptyDir": {"sizeLimit": "10Gi"}},
+    {"name": "home", "emptyDir": {"sizeLimit": "5Gi"}},
 )
-from tools.kubernetes.pool_groups import (
-    POOL_LABEL,
-    ROUTER_CPUS,
-    WorkerGroup,
-    grace_s,
-    pool_labels,
-    scales,
-    worker_groups,
-)
+SHARED_MEMORY = {"name": "shared-memory", "mountPath": "/dev/shm"}
+
+
+def security_context() -> Json:
+    """Returns the security context of a pod."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,
+        # Changing the owner of every weight file at each start would take minutes.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container(
+    name: str, image: str, pods: PodOptions, ports: Mapping[str, int], env: Mapping[str, str], gpus: int = 0
+) -> Json:
+    """Returns Ray's container of a pod. It gets the memory and GPUs that it requests, and any CPU that is free."""
+    gpu = {GPU: str(gpus)} if gpus else {}
+    made: Json = {
+        "name": name,
+        "image": image,
+        "securityContext": dict(UNPRIVILEGED),
+        "resources": {
+            "requests": {"cpu": pods.cpu, "memory": pods.memory, **gpu},
+            "limits": {"memory": pods.memory, **gpu},
+        },
+        "volumeMounts": [*WRITABLE, SHARED_MEMORY],
+    }
+    if ports:
+        made["ports"] = [{"name": port, "containerPort": number} for port, number in ports.items()]
+    if env:
+        made["env"] = [{"name": variable, "value": value} for variable, value in env.items()]
+    return made
+
+
+def template(main: Json, pods: PodOptions, volumes: Sequence[Json], **more: Any) -> Json:
+    """Returns a pod that runs `main` on the nodes selected by `pods`; `more` goes into its specification."""
+    shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}}
+    placing: Json = {}
+    if pods.node_selector:
+        placing["nodeSelector"] = dict(pods.node_selector)
+    taints = [*([GPU] if GPU in main["resources"]["limits"] else []), *pods.tolerations]
+    if taints:
+        placing["tolerations"] = [{"key": key, "operator": "Exists"} for key in taints]
+    return {
+        "metadata": {"labels": dict(LABELS)},
+        "spec": {
+            **more,
+            "securityContext": security_context(),
+            **placing,
+            "containers": [main],
+            "volumes": [*WRITABLE_VOLUMES, shared_memory, *volumes],
+        },
+    }
+
 
 RAY_VERSION = "2.60.0"  # version in the image
 HTTP_PORT = 8000  # KubeRay's probes use Serve's proxy at this port

@@ -1,20 +1,103 @@
-"""Rendering of all manifests of one deployment from its configuration."""
+"""Rendering of all manifests of one deployment from its configuration.
 
+Weights: one volume that all pods read, and the job that fills it. Pure.
+
+`slipstream k8s`: manifests of a deployment on Kubernetes.
+"""
+
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from importlib.resources import as_file, files
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
+import typer
 import yaml
 
 from cluster.config import SlipstreamConfig
+from cluster.config_sections import PodOptions
 from cluster.errors import ConfigError
-from serve_app.operations.exposure_check import is_guarded, missing_keys
-from tools.kubernetes.pod_templates import Json
-from tools.kubernetes.ray_service import HTTP_PORT, TOKEN_SECRET, ray_service
-from tools.kubernetes.weights_volume import weights_volume
+from serve_app.operations.checks import is_guarded, missing_keys
+from tools.kubernetes.ray_service import (
+    CLAIM,
+    HTTP_PORT,
+    MODELS,
+    NAME,
+    TOKEN_SECRET,
+    Json,
+    container,
+    ray_service,
+    template,
+)
+
+DOWNLOADER = PodOptions(cpu="2", memory="8Gi")
+
+
+def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
+    """Returns the volume claim, and the download job if there is something to download."""
+    options = config.kubernetes.volume
+    spec: Json = {"accessModes": [options.access], "resources": {"requests": {"storage": options.size}}}
+    if options.storage_class is not None:
+        spec["storageClassName"] = options.storage_class
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM}, "spec": spec}
+    names = downloads(config)
+    return [claim, _job(names, image)] if names else [claim]
+
+
+def downloads(config: SlipstreamConfig) -> list[str]:
+    """Returns the models with a Hugging Face id; those with a path are on the volume already."""
+    names = [config.model.target, *([config.draft.model] if config.draft.model else [])]
+    return [name for name in dict.fromkeys(names) if not PurePosixPath(name).is_absolute()]
+
+
+def _job(names: list[str], image: str) -> Json:
+    main = container("download", image, DOWNLOADER, {}, {"HF_HOME": MODELS})
+    # original/ holds a second copy of the weights in another format.
+    script = "".join(f"hf download {name} --exclude 'original/*'\n" for name in names)
+    main |= {"command": ["/bin/sh", "-ec"], "args": [script]}
+    # Only gated models need a token.
+    token = {"name": "hugging-face", "key": "token", "optional": True}
+    main["env"].append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token}})
+    main["volumeMounts"].append({"name": "models", "mountPath": MODELS})
+    weights = {"name": "models", "persistentVolumeClaim": {"claimName": CLAIM}}
+    pod = template(main, DOWNLOADER, [weights], restartPolicy="OnFailure", automountServiceAccountToken=False)
+    pod["metadata"]["labels"] = {"app.kubernetes.io/name": f"{NAME}-models"}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": CLAIM},
+        "spec": {"backoffLimit": 3, "template": pod},
+    }
+
+
+k8s_app = typer.Typer(help="Deploy on Kubernetes.", no_args_is_help=True)
+
+
+@k8s_app.callback()
+def _group() -> None:
+    """Keeps `render` a subcommand: Typer would merge a group with its only command."""
+
+
+@k8s_app.command()
+def render(
+    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; goes into the manifests.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write to; default: the one of CONFIG.")
+    ] = None,
+) -> None:
+    """Writes the manifests of CONFIG beside it, for `kubectl apply -k`."""
+    from cluster.config import load_config
+
+    config = load_config(config_path, overrides or (), os.environ)
+    folder = out or config_path.parent
+    names = render_into(config, config_path.name, folder)
+    typer.echo(f"{', '.join(names)} are in {folder}")
+
 
 OVERLAYS = Path("../..")  # path from an overlay of the repository to the shared manifests
 SELF_CONTAINED = Path()  # for a folder with its own copy of them

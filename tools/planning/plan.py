@@ -3,19 +3,79 @@
 Every candidate, non-speculative decoding included, runs through the simulator with the real schedulers and pacing.
 Drafting inside the target's own process is not part of Slipstream; a formula without overhead gives the strongest form
 of that alternative.
+
+Executors for simulated runs, which are pure and independent, so that processes can share them.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import ParamSpec, TypeVar
 
-from tools.planning.break_even import LIMITS_SOUGHT, Limits, in_lock_step, limits
-from tools.planning.formulas import InProcess, best_in_process
-from tools.planning.processes import AtOnce
-from tools.planning.question import PLAIN, CandidateFleet, PlanQuestion, candidates
-from tools.planning.trial import PROMISING, PlanAnswer, answer, choose, is_promising, merit_among, sketch
-from tools.simulation.workload import ClosedLoop
+from tools.planning.estimates import PLAIN, CandidateFleet, InProcess, PlanQuestion, best_in_process, candidates
+from tools.planning.trial import (
+    LIMITS_SOUGHT,
+    PROMISING,
+    Limits,
+    PlanAnswer,
+    answer,
+    choose,
+    in_lock_step,
+    is_promising,
+    limits,
+    merit_among,
+    sketch,
+)
+from tools.simulation.oracle import ClosedLoop
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class AtOnce(Executor):
+    """Runs in this process, before `submit` returns."""
+
+    def submit(
+        self, run: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
+        done: Future[Result] = Future()
+        done.set_result(run(*args, **kwargs))
+        return done
+
+
+class Watched(Executor):
+    """Wraps another executor; `advance` is called after each run."""
+
+    def __init__(self, pool: Executor, advance: Callable[[], None]) -> None:
+        self._pool = pool
+        self._advance = advance
+
+    def submit(
+        self, run: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
+        future = self._pool.submit(run, *args, **kwargs)
+        future.add_done_callback(lambda _: self._advance())
+        return future
+
+
+@contextmanager
+def processes() -> Iterator[Executor]:
+    """Opens a pool with one process per CPU; pending runs are cancelled when the caller leaves."""
+    pool = ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)),
+        mp_context=multiprocessing.get_context("spawn"),  # forking a process with threads may hang
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),  # the caller stops them
+    )
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,8 @@ import gc
 import time
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from tools.simulation.oracle import DraftQuality
-from tools.simulation.random_scenario import random_scenario
-from tools.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
-from tools.simulation.workload import ClosedLoop, Workload
+from tools.simulation.oracle import ClosedLoop, DraftQuality, Workload
+from tools.simulation.setting import Fleet, Mode, Setting, SpeculationSetting, random_scenario
 from tools.simulation.world import World
 
 

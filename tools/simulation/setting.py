@@ -1,13 +1,79 @@
-"""Parameters of one simulated run: fleet, speculation, workload, costs and faults, as data."""
+"""Parameters of one simulated run: fleet, speculation, workload, costs and faults, as data.
 
+Small random systems under random faults; the same seed gives the same run.
+
+Sizes, costs, load, speculation and faults are all drawn, so that thousands of runs reach unforeseen states: full
+queues, caches that are too small, drafters faster than the network.
+
+Faults of a simulated run with their times: data, drawn from a seed or written down.
+"""
+
+import random
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.costs import CostModel
-from cluster.speculation.policy import Adaptive, LockStep, Pacing
-from tools.simulation.faults import FaultPlan
-from tools.simulation.oracle import DraftQuality
-from tools.simulation.workload import Workload
+from cluster.costs import CostModel, DraftCost, ForwardCost
+from cluster.speculation.controller import Adaptive, LockStep, Pacing
+from tools.simulation.network import CALM, KEEPALIVE_S, Weather
+from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
+
+MAX_TARGET_FAULTS = 2  # a session survives this many lost targets
+
+
+class Kind(Enum):
+    DIES = "dies"  # and is replaced after `seconds`
+    HANGS = "hangs"  # for `seconds`, then continues as if nothing had happened
+    STALLS = "stalls"  # computes nothing for `seconds`, but still receives messages
+    SLOWS_DOWN = "slows down"  # for `seconds`
+    IS_CUT_OFF = "is cut off"  # all its streams break; the process keeps running
+    LEAVES = "leaves"  # planned, within `seconds`; it is replaced
+    DRAFTS_NOISE = "drafts noise"  # drafters only, for `seconds`, as if its weights were damaged
+
+
+LASTING = (Kind.HANGS, Kind.STALLS, Kind.SLOWS_DOWN, Kind.DRAFTS_NOISE)
+
+
+class Role(Enum):
+    ROUTER = "router"
+    DRAFTER = "drafter"
+    TARGET = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault of the `index`-th living process of a role, modulo their number, when it occurs."""
+
+    at_s: float
+    role: Role
+    index: int
+    kind: Kind
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """All faults of one run."""
+
+    weather: Weather = CALM
+    faults: tuple[Fault, ...] = ()
+
+
+def random_fault_plan(seed: int, span_s: float) -> FaultPlan:
+    """Draws weather and faults within `span_s`; targets fail at most as often as a session survives."""
+    rng = random.Random(f"fault_plan {seed}")
+    late_s = rng.choice((0.0, 0.005, 0.1))
+    weather = Weather(rng.uniform(0, 0.3), rng.uniform(0, 0.3), late_s, ghosts=rng.random() < 0.5)
+    roles = rng.choices((Role.TARGET, Role.DRAFTER, Role.ROUTER), (4, 5, 1), k=rng.randrange(7))
+    targets = [role for role in roles if role is Role.TARGET][:MAX_TARGET_FAULTS]
+    others = [role for role in roles if role is not Role.TARGET]
+    faults = (_fault(rng, role, span_s) for role in targets + others)
+    return FaultPlan(weather, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _fault(rng: random.Random, role: Role, span_s: float) -> Fault:
+    kind = Kind.DIES if role is Role.ROUTER else rng.choice(list(Kind))
+    long = 1.5 * KEEPALIVE_S if kind in LASTING else span_s  # both shorter and longer than peers tolerate
+    return Fault(rng.uniform(0, span_s), role, rng.randrange(1000), kind, rng.uniform(0, long))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +122,56 @@ class Setting:
     fleet: Fleet = field(default_factory=Fleet)
     fault_plan: FaultPlan = field(default_factory=FaultPlan)
     seed: int = 0
+
+
+LONG = 0.15  # share of scenarios with answers of some seconds
+
+
+def random_scenario(seed: int) -> Setting:
+    """Draws a setting; running it takes some milliseconds."""
+    rng = random.Random(f"random_scenario {seed}")
+    load = _load(rng)
+    return Setting(
+        _costs(rng),
+        SpeculationSetting(rng.randrange(7), _draft(rng), rng.choice(list(Mode))),
+        load,
+        _fleet(rng, load),
+        random_fault_plan(seed, span_s=1.0),
+        seed,
+    )
+
+
+def _draft(rng: random.Random) -> DraftQuality:
+    return DraftQuality((rng.uniform(0.3, 1.0),), branches=rng.random() < 0.5)
+
+
+def _costs(rng: random.Random) -> CostModel:
+    return CostModel(
+        target=ForwardCost.linear(rng.choice((0.002, 0.02)), per_token_s=rng.choice((0.0, 0.0005))),
+        draft=DraftCost(forward=ForwardCost.linear(rng.choice((0.0005, 0.004)))),
+        hop_s=rng.choice((0.0, 0.0003, 0.01)),
+    )
+
+
+def _load(rng: random.Random) -> Workload:
+    arrivals = ClosedLoop(rng.randrange(1, 9)) if rng.random() < 0.7 else Poisson(rng.uniform(5, 50))
+    prompt_tokens = rng.randrange(1, 40)
+    is_long = rng.random() < LONG
+    if is_long:  # long enough that drafters are given up, tried again and trusted again
+        return Workload(arrivals, 6, prompt_tokens, rng.randrange(150, 400))
+    return Workload(arrivals, 12, prompt_tokens, rng.randrange(1, 33), stopping=0.3)
+
+
+def _fleet(rng: random.Random, load: Workload) -> Fleet:
+    page_size = rng.choice((4, 16))
+    longest = -(-(load.prompt_tokens + load.new_tokens) // page_size)
+    return Fleet(
+        targets=rng.randrange(1, 4),
+        drafters=rng.randrange(4),
+        routers=rng.randrange(1, 3),
+        sessions_per_target=rng.randrange(1, 6),
+        sessions_per_drafter=rng.randrange(1, 9),
+        step_tokens=rng.choice((8, 64)),
+        pages_per_target=longest + rng.randrange(3 * longest),
+        page_size=page_size,
+    )

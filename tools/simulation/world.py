@@ -1,33 +1,180 @@
 """One simulated run: builds the system, runs the workload with its faults, and checks the final state.
 
 Ledgers, schedulers, pacing and routing are the real ones; the other modules of this package replace the rest.
+
+Invariants that must hold when a simulated run is over, whatever went wrong in it.
+
+Every session ended with the text of non-speculative decoding, no process holds anything, and the outcome of each draft
+token is counted. A violation raises AssertionError: it is a bug in the schedulers or in the simulation.
+
+Results of a simulated run: speed, waiting times, and counters by cause.
 """
 
 import gc
 import logging
 import random
+import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
+from cluster.reference_loop import lock_step
 from cluster.routing.ledger import Generation, Session
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.speculation.controller import LockStep
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from protos.frozen import value
 from protos.messages import Acceptance, Sampling
-from tools.simulation.checks import check_drafter, check_specification, check_target, check_texts
-from tools.simulation.clock import Clock
-from tools.simulation.faults import Fault, Kind, Role
-from tools.simulation.network import Network, Process, SimulatedLink
-from tools.simulation.oracle import STOP, VOCABULARY, OracleMethod, Script, script
-from tools.simulation.report import Arrival, Commit, SimulationReport, median, share_met, steady_rate, sums
-from tools.simulation.setting import Mode, Setting
-from tools.simulation.simulated_drafter import SimulatedDrafter
-from tools.simulation.simulated_router import SimulatedAssignment, SimulatedRouter
-from tools.simulation.simulated_target import OracleEngine, SimulatedTarget
-from tools.simulation.workload import ClosedLoop
+from tools.simulation.actors import (
+    OracleEngine,
+    SimulatedAssignment,
+    SimulatedDrafter,
+    SimulatedRouter,
+    SimulatedTarget,
+)
+from tools.simulation.network import Clock, Network, Process, SimulatedLink
+from tools.simulation.oracle import STOP, VOCABULARY, ClosedLoop, DraftQuality, OracleMethod, Script, script
+from tools.simulation.setting import Fault, Kind, Mode, Role, Setting
+
+
+@value
+class Commit:
+    at_s: float
+    tokens: int
+
+
+@value
+class Arrival:
+    at_s: float
+    tokens: int  # committed in the end
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationReport:
+    """Results of one run. Seconds are virtual."""
+
+    sessions: int  # sessions that ended normally
+    failed: int  # sessions that ended with an error, for lack of a target
+    abandoned: int  # sessions whose router died
+    tokens: int  # committed
+    tokens_per_s: float  # between the first and the last quarter of the tokens, under full load
+    met: float  # share of the tokens requested while sessions arrived that was committed meanwhile
+    latency_s: float  # median, of whole sessions
+    first_token_s: float  # median
+    longest_gap_s: float  # longest time between two commits of one session
+    verifies: int  # verdicts committed
+    blocks: int  # verdicts over a block
+    drafted: int
+    accepted: int
+    steps: int  # over all targets
+    target_busy: float  # mean share of time that targets (below: drafters) computed
+    drafter_busy: float
+    causes: Counter[str]  # why blocks were dropped, and other counters
+    happened: int  # simulated events
+
+    @property
+    def tokens_per_block(self) -> float | None:
+        """Mean tokens that a verified block commits."""
+        return 1 + self.accepted / self.blocks if self.blocks else None
+
+    @property
+    def guess_hit_rate(self) -> float | None:
+        guesses = self.causes["guess_hit"] + self.causes["guess_miss"]
+        return self.causes["guess_hit"] / guesses if guesses else None
+
+
+def steady_rate(commits: Sequence[Commit]) -> float:
+    """Returns tokens per second between the commits at one and at three quarters of all tokens."""
+    total = sum(commit.tokens for commit in commits)
+    passed = 0
+    first = last = None
+    for commit in commits:
+        passed += commit.tokens
+        if first is None and passed >= total / 4:
+            first = (commit.at_s, passed)
+        if last is None and passed >= 3 * total / 4:
+            last = (commit.at_s, passed)
+    if first is None or last is None or last[0] == first[0]:
+        return 0.0
+    return (last[1] - first[1]) / (last[0] - first[0])
+
+
+def share_met(arrivals: Sequence[Arrival], commits: Sequence[Commit]) -> float:
+    """Returns the share of the demand of the last three quarters of arrivals that was committed by the last arrival.
+
+    About 1 in a steady state, where as much begins as ends. Less if the queue keeps growing.
+    """
+    times = sorted(arrival.at_s for arrival in arrivals)
+    if not times:
+        return 1.0
+    begins = times[len(times) // 4]
+    ends = times[-1]
+    asked = sum(arrival.tokens for arrival in arrivals if begins < arrival.at_s <= ends)
+    done = sum(commit.tokens for commit in commits if begins < commit.at_s <= ends)
+    return done / asked if asked else 1.0
+
+
+def median(values: Iterable[float | None]) -> float:
+    """Returns the median of the known values; 0 if there are none."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else 0.0
+
+
+def sums(assignments: Sequence[SimulatedAssignment]) -> dict[str, int]:
+    """Sums the verification counters."""
+    counts = [assignment.session.counts for assignment in assignments]
+    return {name: sum(getattr(c, name) for c in counts) for name in ("verifies", "blocks", "drafted", "accepted")}
+
+
+LONG_AFTER_S = 3600.0  # all waits have expired by this time
+
+
+def check_texts(assignments: Sequence[SimulatedAssignment], scripts: Mapping[str, Script]) -> None:
+    """Checks that failed sessions committed a prefix of their reference text, and all others the whole."""
+    for assignment in assignments:
+        name = assignment.session.generation.session
+        committed = assignment.session.committed
+        plain = scripts[name].plain
+        expected = plain if assignment.error is None else plain[: len(committed)]
+        assert committed == expected, f"the text of {name} differs from plain decoding"
+
+
+def check_specification(generation: Generation, script: Script, draft: DraftQuality) -> None:
+    """Checks the reference text itself: lock step must commit the same for such a session."""
+    scripts = {generation.session: script}
+    limits = VerificationLimits(VOCABULARY, script.max_len, max_sessions=1, max_step_tokens=script.max_len)
+    rounds = lock_step(
+        Session(generation),
+        DraftScheduler(DrafterLimits(VOCABULARY, script.max_len, max_sessions=1), draft_ahead=False),
+        OracleMethod(scripts, draft),
+        VerificationScheduler(limits, LockStep()),
+        OracleEngine(scripts, limits.page_size),
+    )
+    committed = tuple([token for emit in rounds for token in emit.tokens])
+    assert committed == script.plain, f"lock step commits another text of {generation.session} than plain decoding"
+
+
+def check_target(target: SimulatedTarget) -> None:
+    """Checks that no work is left, and neither scheduler nor cache holds anything."""
+    name = target.process.address
+    now = target.process.clock.now
+    last = target.scheduler.plan(now + LONG_AFTER_S)
+    if last is not None:
+        assert not last.rows, f"{name} has work left"
+        target.scheduler.apply(target.engine.step(last), 0.0, now)
+    assert target.scheduler.is_idle, f"the scheduler of {name} still holds something"
+    assert target.engine.is_empty, f"the cache of {name} still holds something"
+    settled = target.scheduler.accepted_tokens + target.scheduler.wasted_tokens
+    assert settled == target.received_tokens, f"{name} has not said of each draft token what became of it"
+
+
+def check_drafter(drafter: SimulatedDrafter) -> None:
+    drafter.scheduler.next_pass(0, 0)
+    assert drafter.scheduler.is_idle, f"the scheduler of {drafter.process.address} still holds a session"
+
 
 TICKET_KEY = b"no secret here"
 Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget

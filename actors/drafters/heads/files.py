@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.models.checkpoint import local_folder
-from actors.models.hub_files import first_of_each, folder_with
+from actors.models.checkpoint import first_of_each, folder_with, local_folder
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.errors import ModelError
 

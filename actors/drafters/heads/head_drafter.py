@@ -3,6 +3,11 @@
 While tokens are being verified, the target's states for them do not exist yet. Blocks ahead of a verdict therefore
 continue from what the head itself computed for the text before; `StatePredictor.reach` states how far that goes. The
 verdict brings the true states: from then on blocks begin with those, and the block under verification is read again.
+
+Blocks of heads that predict places independently of the tokens before them: one prediction serves many blocks.
+
+A prediction for the places after a text also serves blocks after each outcome: after k further tokens, place k comes
+next.
 """
 
 import time
@@ -15,16 +20,13 @@ from torch import Tensor
 
 from actors.attention.batch import never
 from actors.drafters.model.sampling import DraftSampler
-from cluster.drafting.candidates.outcomes import NOTHING
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
-from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, draft_ahead, proposals
+from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, nothing_ahead
-from cluster.drafting.session_updates import SessionTexts
-from cluster.drafting.timing.forward_time import ForwardTime
-from protos.messages import DraftRequest, Open, Shape
+from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, nothing_ahead
+from cluster.drafting.trees import NOTHING, limbs_by_depth
+from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
-from protos.states import StatesNeeded
 
 UNKNOWN = DraftedToken(0, NOTHING, 0.0)  # a place that the head cannot predict
 
@@ -235,3 +237,36 @@ class PredictedDrafting:
     def extend(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> list[PredictedDraft]:
         self._predictor.fill(drafts, interrupted)
         return [draft for draft in drafts if draft.is_cut]
+
+
+Foresee = Callable[[Sequence[PredictedDraft], Sequence[int]], Sequence[Tensor]]
+"""Returns logits of the places after each draft's text, (places, columns): at least as many as requested."""
+
+
+def fill_places(
+    drafts: Sequence[PredictedDraft],
+    width: int,
+    foresee: Foresee,
+    sampler: DraftSampler,
+    interrupted: Callable[[], bool],
+) -> None:
+    """Implements `StatePredictor.fill` for a head that predicts `width` places."""
+    if interrupted():
+        return
+    unread = [draft for draft in drafts if draft.logits is None and draft.main is None]
+    if unread:
+        places = [min(width, draft.longest + (draft.request.max_tokens if draft.is_root else 0)) for draft in unread]
+        for draft, logits in zip(unread, foresee(unread, places), strict=True):
+            draft.logits = logits
+    sampler.extend([(draft, _own_places(draft), None) for draft in drafts])
+    for draft in drafts:
+        if draft.takes_trees:
+            draft.grown = limbs_by_depth(draft.choices, draft.max_tokens, draft.least_chance)
+        draft.end()
+
+
+def _own_places(draft: PredictedDraft) -> Tensor:
+    if isinstance(draft.main, PredictedDraft):
+        draft.logits = draft.main.logits  # it reads other tokens at the same places
+    assert draft.logits is not None, "a block is read before what comes after it"
+    return draft.logits[len(draft.outcome) :][: draft.longest]

@@ -1,7 +1,11 @@
-"""Rotary position embedding of a draft head, read from one of three places in its configuration."""
+"""Rotary position embedding of a draft head, read from one of three places in its configuration.
+
+Sizes of the target that a draft head has to fit.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -9,7 +13,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from actors.models.rotary import fix_frequencies
+from actors.models.config_reader import read_config
+from actors.models.decoder import fix_frequencies
 from cluster.errors import ModelError
 
 DEFAULT_BASE = 10000.0  # default if the configuration names none; independent of the target's
@@ -68,3 +73,18 @@ def rotary_of(rope: Rope, head_dim: int, max_positions: int) -> nn.Module:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """Sizes read from a target's checkpoint."""
+
+    hidden: int
+    vocabulary: int  # rows of the embedding
+    layers: int
+
+
+def target_shape(folder: Path) -> TargetShape:
+    """Reads the sizes from the configuration of the checkpoint in a folder."""
+    config = read_config(folder).get_text_config()
+    return TargetShape(int(config.hidden_size), int(config.vocab_size), int(config.num_hidden_layers))

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from actors.drafters.lookup import ngram
-from actors.drafters.registry import create_model_method
-from actors.drafters.setup import DraftSetup
+from actors.drafters.registry import DraftSetup, create_model_method
 from cluster.config import DraftPool
-from cluster.drafting.merge import merged
 from cluster.drafting.method import DraftingMethod, Early, ReadsStates, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
-from protos.messages import DraftRequest, Open, Shape
-from protos.states import StatesFormat
+from cluster.drafting.trees import merged
+from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
 

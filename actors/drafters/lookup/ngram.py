@@ -3,28 +3,250 @@
 Needs no model and no GPU (Saxena 2023). If trees are allowed, all continuations found in the text are candidates, the
 likeliest paths first. A chain is the continuation of the latest occurrence of the longest suffix. Its tokens are point
 masses: under rejection sampling each is accepted with its target probability.
+
+Lookup in a text's own history: earlier occurrences of its suffixes, and the tokens that followed them.
+
+One search finds the occurrences of all suffixes. Longer paths are read off these, and the text is searched again only
+where none of them continues (after REST: He et al. 2023, arXiv 2311.08252). Pure.
+
+Probability that a token found by lookup comes next, fitted to what the target decided.
+
+A candidate's share among earlier continuations predicts better the longer the match and the more often the token came.
+So the share is multiplied by a learned ratio for each kind of evidence, and by one more ratio for the session, since
+some texts copy and others do not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
-from actors.drafters.lookup.calibration import LookupCalibration
-from actors.drafters.lookup.occurrences import Continuations, GrowingText
-from actors.drafters.setup import DraftSetup
+from actors.drafters.registry import DraftSetup
 from cluster.config import DraftPool
-from cluster.drafting.candidates.outcomes import Choices
-from cluster.drafting.candidates.tree_growth import Path, grown_paths, tree_of
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
-from cluster.drafting.lookahead import draft_ahead, proposals
+from cluster.drafting.lookahead import ForwardTime, OpenPlaces, Place, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
-from cluster.drafting.session_updates import SessionTexts
-from cluster.drafting.timing.forward_time import ForwardTime
+from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
+from cluster.drafting.trees import NOTHING, SIBLINGS, Choices, TokenPath, grown_paths, tree_of
+from cluster.speculation.estimators import Pairs
 from protos.draft_tree import NO_TREE, DraftTree
+from protos.frozen import value
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
+
+Ids = NDArray[np.int32]
+Places = NDArray[np.int64]
+
+MOST = 32  # occurrences considered: those of the longest suffixes, the latest of these first
+OF_LENGTH = 4.0  # weight factor for each further matching token
+OF_AGE = 0.9  # weight factor for each later occurrence considered
+
+
+class GrowingText:
+    """A text's tokens as a growing array, since converting 100,000 tokens every round would be slow."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._room = np.array(tokens, dtype=np.int32)
+        self._length = len(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        end = self._length + len(tokens)
+        if end > len(self._room):
+            room = np.empty(2 * end, dtype=np.int32)
+            room[: self._length] = self.tokens
+            self._room = room
+        self._room[self._length : end] = tokens
+        self._length = end
+
+    @property
+    def tokens(self) -> Ids:
+        """Tokens so far, (length,): a view, which later `extend` calls do not change."""
+        return self._room[: self._length]
+
+    def followed_by(self, tokens: Sequence[int]) -> Ids:
+        """Returns the text followed by `tokens`, (length + tokens,)."""
+        return np.concatenate((self.tokens, np.array(tokens, dtype=np.int32))) if tokens else self.tokens
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Occurrences:
+    """Earlier places where the text read as it does at its end."""
+
+    tokens: Ids  # of the text
+    ends: Places  # (count,): indices of the tokens that followed, in ascending order
+    sizes: Places  # (count,): match length in tokens, as far as it was compared
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def size(self) -> int:
+        """Length of the longest match, in tokens."""
+        return int(self.sizes.max())
+
+    def shares(self) -> Mapping[int, float]:
+        """Returns each following token's share, largest first, weighted by frequency, recency and match length."""
+        ages = np.arange(len(self))[::-1]
+        weights = OF_LENGTH ** (self.sizes - self.size) * OF_AGE**ages
+        found: dict[int, float] = {}
+        for token, weight in zip(self.tokens[self.ends].tolist(), (weights / weights.sum()).tolist(), strict=True):
+            found[token] = found.get(token, 0.0) + weight
+        return dict(sorted(found.items(), key=lambda share: -share[1]))
+
+    def after(self, token: int) -> "Occurrences":
+        """Returns the occurrences that this token followed and that have text after it."""
+        kept = (self.tokens[self.ends] == token) & (self.ends + 1 < len(self.tokens))
+        return Occurrences(self.tokens, self.ends[kept] + 1, self.sizes[kept] + 1)
+
+
+def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
+    """Finds earlier occurrences of the text's suffixes of `shortest` to `longest` tokens.
+
+    Each place is returned once, with its longest match.
+    """
+    end = len(tokens)
+    if end <= shortest:
+        nowhere = np.empty(0, dtype=np.int64)
+        return Occurrences(tokens, nowhere, nowhere)
+    is_same = np.ones(end - shortest, dtype=np.bool_)  # by index of the token after the match, from `shortest` on
+    for back in range(1, shortest + 1):
+        is_same &= tokens[shortest - back : end - back] == tokens[end - back]
+    ends = np.flatnonzero(is_same) + shortest
+    sizes = np.full(len(ends), shortest)
+    for size in range(shortest + 1, longest + 1):
+        reaches = (sizes == size - 1) & (ends >= size)
+        sizes[reaches] += tokens[ends[reaches] - size] == tokens[end - size] if end >= size else 0
+    best = np.sort(np.lexsort((ends, sizes))[-MOST:])
+    return Occurrences(tokens, ends[best], sizes[best])
+
+
+class Continuations:
+    """Candidates after each path of further tokens; cached while a block is being made."""
+
+    def __init__(self, text: GrowingText, outcome: Sequence[int], longest: int, shortest: int) -> None:
+        self._text = text
+        self._outcome = tuple(outcome)
+        self._longest = longest
+        self._shortest = shortest
+        self._known: dict[tuple[int, ...], Occurrences] = {}
+
+    def at(self, path: tuple[int, ...]) -> Occurrences:
+        """Returns the occurrences after this path; empty if the text has none."""
+        if path not in self._known:
+            gone_on = self.at(path[:-1]).after(path[-1]) if path else None
+            self._known[path] = gone_on or self._search(path)
+        return self._known[path]
+
+    def _search(self, path: tuple[int, ...]) -> Occurrences:
+        return occurrences(self._text.followed_by((*self._outcome, *path)), self._longest, self._shortest)
+
+
+MOST_SURE = 0.98  # upper bound of the candidates' total probability: any text may diverge
+ALL = 0.999  # a share above this means that no other token followed
+SOME = 4  # from this many occurrences on, `is_often` holds
+SIZES = (2, 3, 4, 8)  # upper bounds of match lengths by kind; longer matches form the last kind
+KIND_MEMORY = 1 / 512
+SESSION_MEMORY = 1 / 64
+PRIOR_WEIGHT = 8.0  # weight of a kind's prior, in shares
+SESSION_PRIOR = 4.0  # weight of a session's prior, in expected tokens
+
+# Ratios fitted on 160 answers of SmolLM2-135M-Instruct, greedy and sampled, by the match length in tokens:
+# two or fewer, three, more.
+LONE = (0.45, 0.48, 0.71)
+PRIORS: Mapping[tuple[bool, bool | None], tuple[float, float, float]] = MappingProxyType(
+    {  # by (is_often, is_most)
+        (False, None): (0.69, 0.78, 0.91),
+        (False, True): (0.53, 0.4, 0.7),
+        (False, False): (0.32, 0.75, 0.69),
+        (True, None): (0.91, 0.95, 0.98),
+        (True, True): (0.84, 0.89, 0.93),
+        (True, False): (0.53, 0.54, 0.66),
+    }
+)
+
+
+@value
+class Evidence:
+    """Kind of evidence; shares of one kind have one learned ratio."""
+
+    size: int  # index in SIZES
+    is_lone: bool  # exactly one occurrence
+    is_often: bool  # at least SOME occurrences
+    is_most: bool | None  # whether the token followed at least half of the occurrences; None: all of them
+
+    @classmethod
+    def of(cls, found: Occurrences, share: float) -> "Evidence":
+        size = next((place for place, most in enumerate(SIZES) if found.size <= most), len(SIZES))
+        return cls(size, len(found) == 1, len(found) >= SOME, None if share > ALL else share >= 0.5)
+
+    @property
+    def prior(self) -> Pairs:
+        worth = (LONE if self.is_lone else PRIORS[self.is_often, self.is_most])[min(self.size, 2)]
+        return Pairs(weight=PRIOR_WEIGHT, x=PRIOR_WEIGHT, y=PRIOR_WEIGHT * worth)
+
+
+@value
+class Known:
+    """Candidate tokens at one place, with their shares and the drafter's estimate."""
+
+    tokens: tuple[int, ...]
+    shares: tuple[float, ...]
+    evidence: tuple[Evidence, ...]
+    expected: float  # probability that one of them comes, before the session's ratio
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class LookupCalibration:
+    """All ratios of a drafter, and the candidates at places that the target has yet to decide."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Evidence, Pairs] = {}  # (share, whether the token came)
+        self._sessions: dict[str, Pairs] = {}  # (probability that a candidate comes, whether one did)
+        self._open: OpenPlaces[Known] = OpenPlaces()
+
+    def consider(self, session: str, place: Place, found: Occurrences) -> Choices:
+        """Returns the candidates at a place with their probabilities, likeliest first.
+
+        Notes them, to learn once the target decides the place.
+        """
+        if not found:
+            return NOTHING
+        shares = dict(list(found.shares().items())[:SIBLINGS])
+        evidence = tuple([Evidence.of(found, share) for share in shares.values()])
+        worth = [share * self._kind(kind).ratio for share, kind in zip(shares.values(), evidence, strict=True)]
+        expected = min(MOST_SURE, sum(worth))
+        self._open.note(session, place, Known(tuple(shares), tuple(shares.values()), evidence, expected))
+        scale = min(MOST_SURE, expected * self._session(session).ratio) / sum(worth)
+        ranked = sorted(zip(shares, worth, strict=True), key=lambda choice: -choice[1])
+        return Choices(tuple([token for token, _ in ranked]), tuple([scale * chance for _, chance in ranked]))
+
+    def decided(self, session: str, tokens: Sequence[int]) -> None:
+        """Learns from the places that the session's decided text has reached."""
+        for known, token in self._open.decided(session, tokens):
+            self._learn(session, known, token)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        """Forgets sessions; unknown ones are ignored."""
+        for session in sessions:
+            self._open.close(session)
+            self._sessions.pop(session, None)
+
+    def _learn(self, session: str, known: Known, came: int) -> None:
+        for token, share, kind in zip(known.tokens, known.shares, known.evidence, strict=True):
+            self._kinds[kind] = self._kind(kind).after(share, float(token == came), KIND_MEMORY)
+        hit = float(came in known.tokens)
+        self._sessions[session] = self._session(session).after(known.expected, hit, SESSION_MEMORY)
+
+    def _kind(self, kind: Evidence) -> Pairs:
+        return self._kinds.get(kind) or kind.prior
+
+    def _session(self, session: str) -> Pairs:
+        return self._sessions.get(session) or Pairs(weight=SESSION_PRIOR, x=SESSION_PRIOR, y=SESSION_PRIOR)
+
 
 TOKEN_BYTES = 4
 OUTCOMES = 4  # most outcomes drafted for after each root is read
@@ -61,10 +283,10 @@ class LookupDraft(BlockDraft):
     """A block made of the text's own continuations. For a tree, `drafted` is its main path."""
 
     known: Continuations  # after the outcome
-    nodes: list[tuple[Path, float]] = field(default_factory=list)  # of a tree, with acceptance probabilities, falling
+    nodes: list[tuple[TokenPath, float]] = field(default_factory=list)  # by falling acceptance probability
 
     @property
-    def paths(self) -> list[tuple[Path, float]]:
+    def paths(self) -> list[tuple[TokenPath, float]]:
         return self.nodes
 
     @property
@@ -145,7 +367,7 @@ class PromptLookup:
         beside = [path for path in paths if path != trunk[: len(path)]]
         return [self._root(request, path) for path in (trunk, *beside[:ROOTS])]
 
-    def _root(self, request: AheadRequest, path: Path) -> LookupDraft:
+    def _root(self, request: AheadRequest, path: TokenPath) -> LookupDraft:
         """Makes a root that reads these tokens; each may be replaced where the text has an alternative."""
         root = self._begin(request, (), 1.0, len(path) + 1)
         root.unverified = path
@@ -203,7 +425,7 @@ class PromptLookup:
         for depth, token in enumerate(trunk, 1):
             draft.drafted.append(DraftedToken(token, _sure(token), chances[trunk[:depth]]))
 
-    def _choices(self, draft: LookupDraft, path: Path) -> Choices:
+    def _choices(self, draft: LookupDraft, path: TokenPath) -> Choices:
         """Returns candidates after these tokens of the block."""
         place = (draft.request.base_len, (*draft.outcome, *path))
         return self._calibration.consider(draft.request.session, place, draft.known.at(path))
@@ -221,7 +443,7 @@ def _first(token: int, there: Choices) -> Choices:
     return Choices(tokens, (there.chance_of(token), *[chance for _, chance in others]))
 
 
-def _children(tree: DraftTree, path: Path) -> tuple[int, ...]:
+def _children(tree: DraftTree, path: TokenPath) -> tuple[int, ...]:
     """Returns the tokens drafted after this path of the tree."""
     nodes = tree.along(path)
     return tree.children(nodes[-1] if nodes else -1)

@@ -1,4 +1,4 @@
-"""Parts of methods that draft with a model; `actors/drafters/draft_model.py` puts them together.
+"""Parts of methods that draft with a model; `actors/drafters/model/draft_model.py` puts them together.
 
 `draft_cache.py` holds each session's cached branches, `forwards.py` feeds them to the model, and `sampling.py` turns
 logits into draft tokens. `calibration.py` fits acceptance probabilities to what the target decided. `state_feed.py` and

@@ -3,18 +3,31 @@
 A session has one branch for its decided text. While a verdict is pending, it has further branches for possible
 outcomes; the one that matches the verdict best then continues. Everything here can be recomputed, so when the pool runs
 out of pages, the least recently used session is dropped.
+
+One session's rows of the target's hidden states, by position. Rows may arrive in any order, twice, or never.
+
+A block that is being drafted by a model with a KV cache.
+
+Hidden states fed to a draft head with each token: the target's state before it, or the head's own prediction.
+
+Token j of a text is fed with the state of position j - 1. If the target's true state is missing, the state from which
+the head itself predicted the token is recycled. Cache entries made from recycled states are recomputed once the true
+ones arrive (EAGLE's second pass over accepted tokens); skipping that loses about a tenth of the accepted tokens.
 """
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
+from cluster.drafting.draft_state import BlockDraft
 from cluster.page_allocator import PageAllocator, PageCopy
+from protos.messages import StatesNeeded
 
 
 @dataclass(eq=False)
@@ -143,3 +156,164 @@ def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
     if tuple(cached[:limit]) == tuple(tokens[:limit]):
         return limit
     return next(i for i in range(limit) if cached[i] != tokens[i])
+
+
+class SessionStates:
+    """Rows of shape (hidden,) for positions from `begin` on, in one tensor that grows."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self.begin = begin
+        self._rows: Tensor | None = None  # (capacity, hidden)
+        self._known = bytearray()  # by position from `begin` on: 1 if the row is present
+
+    def __contains__(self, position: int) -> bool:
+        at = position - self.begin
+        return 0 <= at < len(self._known) and bool(self._known[at])
+
+    def put(self, first: int, rows: Tensor) -> None:
+        """Stores rows (n, hidden) for the positions from `first` on."""
+        assert first >= self.begin, "none come of positions before the first"
+        first -= self.begin
+        end = first + len(rows)
+        self._grow(end, rows)
+        assert self._rows is not None, "it has grown"
+        self._rows[first:end] = rows
+        self._known[first:end] = b"\1" * len(rows)
+
+    def missing_from(self, position: int) -> int:
+        """Returns the first position from this one on whose row is missing."""
+        found = self._known.find(0, position - self.begin)
+        return max(position, self.begin + len(self._known)) if found < 0 else self.begin + found
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Returns the rows of positions `first` to `end`, (end - first, hidden). All must be present."""
+        assert self._rows is not None, "a row is there"
+        return self._rows[first - self.begin : end - self.begin]
+
+    def _grow(self, end: int, like: Tensor) -> None:
+        self._known.extend(bytes(max(0, end - len(self._known))))
+        held = 0 if self._rows is None else len(self._rows)
+        if end <= held:
+            return
+        grown = torch.empty((max(end, 2 * held), like.shape[-1]), dtype=like.dtype, device=like.device)
+        if self._rows is not None:
+            grown[:held] = self._rows
+        self._rows = grown
+
+
+@dataclass(kw_only=True, eq=False)
+class CachedDraft(BlockDraft):
+    """A block with its cached branch. States that a draft head continues from are tensors, (hidden,)."""
+
+    branch: Branch
+    pending: list[int]  # tokens to feed next
+    logits: int = 1  # number of last pending tokens that need logits
+
+    def settle(self) -> None:
+        super().settle()
+        self.pending = list(self.tokens[len(self.branch.tokens) - self.base_len :])
+
+
+class FedStates:
+    """True states of all open sessions, for a head with `max_positions` positions.
+
+    A session whose states begin mid-text begins there for the head: the tokens up to that state count as the first
+    token of a text, which is not fed, and positions are counted from there.
+
+    `project` maps rows as they are sent, (n, width), to those that the head is fed, (n, hidden). Mask tokens are fed
+    with `mask_state`, (1, hidden).
+    """
+
+    def __init__(
+        self,
+        needs: StatesNeeded,
+        project: Callable[[Tensor], Tensor],
+        max_positions: int,
+        mask_state: Tensor | None = None,
+    ) -> None:
+        self.needs = needs
+        self._project = project
+        self._max_positions = max_positions
+        self._mask_state = mask_state
+        self._sessions: dict[str, SessionStates] = {}
+
+    def open(self, session: str) -> None:
+        """Registers a session; the states of one that is open already are kept."""
+        self._sessions.setdefault(session, SessionStates())
+
+    def begin(self, session: str, first: int) -> None:
+        """Sets the first position that states of a session will come for; drops its known states."""
+        self._sessions[session] = SessionStates(first)
+
+    def first_of(self, session: str) -> int:
+        """Returns the position at which the session's states begin."""
+        return self._sessions[session].begin
+
+    def close(self, sessions: Sequence[str]) -> None:
+        """Drops sessions; unknown ones are ignored."""
+        for session in sessions:
+            self._sessions.pop(session, None)
+
+    def put(self, session: str, first: int, rows: Tensor) -> None:
+        """Stores true states of the positions from `first` on, (n, width). Unknown sessions are ignored."""
+        known = self._sessions.get(session)
+        if known is None or known.missing_from(first) >= first + len(rows):
+            return
+        assert rows.shape[-1] == self.needs.width, f"rows have {rows.shape[-1]} elements, not {self.needs.width}"
+        known.put(first, self._project(rows))
+
+    def rewind(self, cache: DraftCache, branch: Branch) -> None:
+        """Cuts a branch before the first token fed with a recycled state, if the true state is known now.
+
+        Predicted states are kept: tokens may be fed with them again where true states are still missing.
+        """
+        if 0 < branch.exact < len(branch.tokens) and branch.exact - 1 in self._sessions[branch.session]:
+            cache.cut(branch, branch.exact)
+
+    def feedable(self, draft: CachedDraft, tokens: int) -> int:
+        """Returns how many of the draft's first `tokens` pending tokens can be fed now.
+
+        0 if the pending tokens exceed the head's positions, or the text is only its first token, before which there is
+        no state.
+        """
+        branch = draft.branch
+        start = len(branch.tokens)
+        places = start + len(draft.pending) - 1 - branch.first
+        if places > self._max_positions or draft.request.base_len <= branch.first + 1:
+            return 0
+        end = min(start + tokens, self._exact_to(branch, start))
+        while end < start + tokens and (end in branch.predicted or end - 1 in self._sessions[branch.session]):
+            end += 1
+        return end - start if end > branch.first + 1 else 0
+
+    def states(self, branch: Branch, start: int, masks: int) -> Tensor:
+        """Returns the states to feed with a branch's tokens from `start` on, then with masks: (tokens, hidden).
+
+        The tokens must be feedable. The first token of a text is not fed and has no state.
+        """
+        found = self._of_tokens(branch, start, len(branch.tokens))
+        if not masks:
+            return found
+        assert self._mask_state is not None, "this head has no masks"
+        return torch.cat([found, self._mask_state.expand(masks, -1)])
+
+    def _of_tokens(self, branch: Branch, start: int, end: int) -> Tensor:
+        known = self._sessions[branch.session]
+        first = max(start, branch.first + 1)
+        exact_to = min(end, self._exact_to(branch, start))
+        if branch.exact == start:
+            branch.exact = exact_to
+        if exact_to == end:
+            return known.rows(first - 1, end - 1)
+        indices = range(first, end)
+        return torch.stack([known.rows(i - 1, i)[0] if i - 1 in known else branch.predicted[i] for i in indices])
+
+    def remember(self, branch: Branch, predicted: Tensor) -> None:
+        """Stores the states that the head predicted at the last places of a branch just read, (places, hidden)."""
+        after = len(branch.tokens) + 1
+        branch.predicted |= zip(range(after - len(predicted), after), predicted, strict=True)
+        branch.predicted = {index: state for index, state in branch.predicted.items() if index >= branch.exact}
+
+    def _exact_to(self, branch: Branch, start: int) -> int:
+        """Returns the index of the first token from `start` on whose preceding true state is missing."""
+        return self._sessions[branch.session].missing_from(max(start, branch.first + 1) - 1) + 1

@@ -1,21 +1,104 @@
-"""Forwards of a draft model: batches the pending tokens of several blocks, within budget and cache."""
+"""Forwards of a draft model: batches the pending tokens of several blocks, within budget and cache.
 
+Several tokens in one forward, predicted at mask tokens after the last known one (PARD).
+
+PARD: An et al. 2025, arXiv 2504.18583. A mask token attends to the tokens before it and the masks between, not to the
+tokens that will replace the masks. So one forward predicts several tokens, the later ones somewhat worse than one
+forward each would. Keys and values of masks are discarded afterwards.
+
+Smaller LM head for a draft model, over its most frequent tokens only.
+
+For a small model, the LM head over a large vocabulary is most of the cost. The target still verifies over the full
+vocabulary, so this costs a little acceptance and no exactness (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The draft
+folder lists the tokens in `frequent_tokens.json`: token ids, most frequent first.
+"""
+
+import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.batch import Interrupted
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.model.cached_draft import CachedDraft
-from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.pard import MaskTokens
-from actors.drafters.model.state_feed import FedStates
+from actors.drafters.model.draft_cache import CachedDraft, DraftCache, FedStates
 from actors.engine.runner import InterruptibleRunner
+from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy
+
+MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")  # keys in a checkpoint's configuration; authors differ
+WIDTH_KEY = "tokens_per_forward"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTokens:
+    """Number of tokens predicted in one forward: `width`, the last `width` - 1 of them at mask `token`."""
+
+    token: int
+    width: int
+
+    def after(self, tokens: int) -> tuple[int, ...]:
+        """Returns the masks to feed to predict this many tokens; the first one follows the last known token."""
+        return (self.token,) * (min(self.width, tokens) - 1)
+
+
+ONE_AT_A_TIME = MaskTokens(token=0, width=1)
+
+
+def read_mask_tokens(config: PretrainedConfig, longest: int) -> MaskTokens:
+    """Reads the mask token that the checkpoint was trained with. Raises ModelError if its id is out of range."""
+    token = next((found for key in MASK_KEYS if (found := getattr(config, key, None)) is not None), None)
+    if token is None:
+        return ONE_AT_A_TIME
+    rows = int(config.get_text_config().vocab_size)
+    if not isinstance(token, int) or not 0 <= token < rows:
+        raise ModelError(f"the draft model's mask token is {token!r}, expected an id from 0 to {rows - 1}")
+    return MaskTokens(token, tokens_per_forward(config, longest))
+
+
+def tokens_per_forward(config: PretrainedConfig, longest: int) -> int:
+    """Returns how many tokens the checkpoint was trained to predict in one forward, `longest` by default.
+
+    Raises ModelError if the configured number is invalid.
+    """
+    width = getattr(config, WIDTH_KEY, longest)
+    if not isinstance(width, int) or width < 1:
+        raise ModelError(f"the draft model's {WIDTH_KEY} is {width!r}, expected 1 or more")
+    return width
+
+
+FILE = "frequent_tokens.json"
+
+
+def read_frequent_tokens(folder: Path, vocabulary: int) -> list[int] | None:
+    """Reads the ids from the folder's file; None if there is none. Raises ModelError if they do not fit."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    ids = json.loads(path.read_text())
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
+        raise ModelError(f"{path} must be a list of token ids from 0 to {vocabulary - 1}")
+    return ids
+
+
+def reduce_head(model: PreTrainedModel, token_ids: Tensor) -> None:
+    """Keeps only these rows of the model's LM head: column i of its logits is then `token_ids[i]`.
+
+    The input embedding stays complete, since every token can be fed.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"a draft needs a linear head to be reduced, not {type(head).__name__}")
+    reduced = nn.Linear(head.in_features, len(token_ids), bias=head.bias is not None, device="meta")
+    reduced.weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
+    if head.bias is not None:
+        reduced.bias = nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
+    model.set_output_embeddings(reduced)
 
 
 class ReadDraft(NamedTuple):

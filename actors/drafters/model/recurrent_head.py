@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.compute.linear import Product, Projection, projection
-from actors.models.decoder import Decoder, LlamaDecoder, norm_of
-from actors.models.forward_output import ForwardOutput
+from actors.models.decoder import Decoder, ForwardOutput, LlamaDecoder, norm_of
 from cluster.errors import ModelError
 
 FILE = "recurrent_head.safetensors"

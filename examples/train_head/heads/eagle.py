@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.drafters.heads.eagle.layer_ids import KEY
+from actors.drafters.heads.eagle.config import KEY
 from actors.drafters.heads.rope import rope_of, rotary_of
 from examples.train_head.heads.draft_module import DraftModule, PublishedHead, tokens_after
 from examples.train_head.heads.eagle_layer import EagleLayer, SeenSteps

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.drafters.heads.last_state.mlp_speculator import EPS
+from actors.drafters.heads.mlp_speculator import EPS
 from examples.train_head.heads.draft_module import DraftModule, PublishedHead, tokens_after
 from examples.train_head.heads.target_parts import TargetParts, normal
 from examples.train_head.shards import StatesBatch

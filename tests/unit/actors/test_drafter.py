@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from actors.drafter import Drafter
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
-from actors.models.toy import ToyRunner
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.sampling import DraftingLimits
+from actors.models.decoder import ToyRunner
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal

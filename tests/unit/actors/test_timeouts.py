@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from actors.timeouts import LOOK_S, done_within
+from actors.engine.executor import LOOK_S, done_within
 
 
 @pytest.fixture

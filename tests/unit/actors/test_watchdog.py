@@ -11,7 +11,7 @@ import pytest
 from actors.target import TargetReplica
 from cluster.costs import DraftCost, ForwardCost
 from cluster.errors import EngineError
-from cluster.verification.limits import VerificationLimits
+from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StepPlan
 from cluster.watchdog import LEAST_S, MOST_S, TIMES
 from protos.codec import Decoded

@@ -69,11 +69,11 @@ def test_a_circle_may_lead_over_several_rooms_and_is_named_once():
 def test_a_room_is_a_folder_or_a_module_at_the_top():
     modules = [
         a_module(
-            "from cluster.speculation.kill_switch import Gate\nfrom cluster.errors import E\n",
+            "from cluster.speculation.controller import Gate\nfrom cluster.errors import E\n",
             "cluster/routing/ledger.py",
         ),
         a_module(
-            "from cluster import errors\nimport torch\nfrom torch import Tensor\n", "cluster/speculation/kill_switch.py"
+            "from cluster import errors\nimport torch\nfrom torch import Tensor\n", "cluster/speculation/controller.py"
         ),
         a_module("from cluster.routing.ledger import S\n", "cluster/routing/__init__.py"),
         a_module("", "cluster/errors.py"),
@@ -87,7 +87,7 @@ def test_a_room_is_a_folder_or_a_module_at_the_top():
 
 def test_pacing_is_its_folder_and_the_modules_that_belong_to_it():
     paths = [
-        "cluster/speculation/policy.py",
+        "cluster/speculation/controller.py",
         "cluster/costs.py",
         "cluster/breaker.py",
         "cluster/config.py",

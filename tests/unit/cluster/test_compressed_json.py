@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from cluster import compressed_json
-from cluster.compressed_json import packed, unpacked
+from cluster import telemetry
+from cluster.telemetry import packed, unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,6 @@ def test_a_pickle_is_refused_and_not_run(pack: Callable[[object], bytes], tmp_pa
 
 def test_what_is_huge_once_it_is_decompressed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = Answer("a" * 1000, [])
-    monkeypatch.setattr(compressed_json, "MOST_BYTES", 100)
+    monkeypatch.setattr(telemetry, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match="holds more than 100 bytes"):
         unpacked(packed(answer), SHAPE)

@@ -6,7 +6,7 @@ import sys
 import pytest
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from cluster.autoscaling.settings import as_numbers
+from cluster.autoscaling import as_numbers
 from cluster.config import DraftPool, DraftReplicas, Resources, TargetPool, TargetReplicas
 from cluster.placement import (
     ALONE_POLICY,

@@ -6,8 +6,20 @@ from dataclasses import asdict
 
 import pytest
 
-from cluster.compressed_json import packed, unpacked
-from cluster.telemetry import COLUMNS, MESSAGE_BYTES, Actor, Event, Recording, Span, Timeline, pack, spans, unpack
+from cluster.telemetry import (
+    COLUMNS,
+    MESSAGE_BYTES,
+    Actor,
+    Event,
+    Recording,
+    Span,
+    Timeline,
+    pack,
+    packed,
+    spans,
+    unpack,
+    unpacked,
+)
 
 
 def test_the_latest_events_stay_in_logical_order():

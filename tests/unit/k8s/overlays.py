@@ -12,8 +12,8 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from cluster.config import SlipstreamConfig, load_config, validated
-from cluster.trust.options import TrustConfig
-from serve_app.config_split import as_told
+from cluster.config_sections import TrustConfig
+from serve_app.serve_manifest import as_told
 from tools.kubernetes.rendering import rendered
 
 Json = dict[str, Any]

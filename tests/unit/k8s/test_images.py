@@ -12,8 +12,7 @@ from packaging.version import Version
 
 from actors.vllm_engine.arguments import VERSION
 from tests.unit.k8s.overlays import K8S, PROJECT, ROOT
-from tools.kubernetes.pod_templates import USER
-from tools.kubernetes.ray_service import RAY_VERSION
+from tools.kubernetes.ray_service import RAY_VERSION, USER
 
 IMAGES = K8S / "images"
 DOCKERFILE = (IMAGES / "Dockerfile").read_text()

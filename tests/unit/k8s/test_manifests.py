@@ -22,7 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config import DraftPool, Resources, SlipstreamConfig, TargetPool
 from cluster.placement import rank_bundle, target_group_options
 from serve_app.app import ENDS_S, POOL_SHUTDOWN
-from serve_app.config_split import ROUTER_ENDS_S
+from serve_app.serve_manifest import ROUTER_ENDS_S
 from tests.unit.k8s.overlays import (
     K8S,
     OVERLAYS,

@@ -12,12 +12,11 @@ import pytest
 import ray
 
 from cluster.routing.ledger import Emit
-from cluster.verification.reporter import TargetActivity
-from serve_app.http.metrics import Metrics
-from serve_app.http.wire.bounds import RequestBounds
-from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.replies import FinishReason
-from serve_app.http.wire.schemas import ChatRequest
+from cluster.verification.scheduler import TargetActivity
+from serve_app.api.fields import RequestBounds, parse
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import FinishReason
+from serve_app.api.schemas import ChatRequest
 from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels
 from serve_app.publishing.ray_mirror import exported
 from serve_app.replica_counters import CAUSE, HELP, LABELS

@@ -14,6 +14,8 @@ from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.from_pb import MAX_SPARSE_WIDTH
 from protos.messages import (
     MAX_GRAMMAR_BYTES,
+    MAX_STATES_WIDTH,
+    MAX_TOP,
     PROOF_BYTES,
     Acceptance,
     Attach,
@@ -33,16 +35,18 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Sampling,
+    Scoring,
     Shape,
+    StateDtype,
     States,
     StatesAck,
+    StatesFormat,
     Ticket,
     TokenRules,
+    TokenScore,
     Verdict,
     Welcome,
 )
-from protos.scores import MAX_TOP, Scoring, TokenScore
-from protos.states import MAX_STATES_WIDTH, StateDtype, StatesFormat
 from tests.unit.cluster.samples import an_open
 from tests.unit.trees import trees
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.http.text import TextCodec
+from serve_app.api.text import TextCodec
 from tests.byte_tokenizer import byte_tokenizer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.audit.replay import Difference
+from cluster.audit import Difference
 from cluster.errors import ConfigError
 from protos.messages import Acceptance, Sampling
 from serve_app.audit_alarm import AuditAlarm

@@ -3,8 +3,8 @@
 import pytest
 import ray
 
-from cluster.trust.options import TrustConfig
-from serve_app.bind_address import listening_host
+from cluster.config_sections import TrustConfig
+from serve_app.startup import listening_host
 
 HERE = "10.0.0.1"
 

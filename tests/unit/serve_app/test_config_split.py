@@ -10,9 +10,9 @@ from ray.serve._private.application_state import _get_shared_build_app_label_sel
 from ray.serve._private.deploy_utils import get_app_code_version
 
 from cluster.config import ENVIRONMENT_PREFIX, DraftPool, SlipstreamConfig, TargetPool, validated
-from cluster.draft_options import TAKING_MODELS
-from serve_app.config_split import as_told, shared, told_drain_s
+from cluster.config_sections import TAKING_MODELS
 from serve_app.operations.deploying import application_schema
+from serve_app.serve_manifest import as_told, shared, told_drain_s
 
 PLACED = ("ray_actor_options", "placement_group_bundles", "placement_group_strategy", "max_replicas_per_node")
 NOBODY: set[str] = set()

@@ -10,11 +10,11 @@ import pytest
 
 from cluster.config import CacheConfig, SpeculationConfig, TargetPool, TargetReplicas, validated
 from cluster.errors import EngineError, ModelError
-from cluster.speculation.policy import Adaptive, LockStep, Pacing
+from cluster.speculation.controller import Adaptive, LockStep, Pacing
 from serve_app import deployments, startup
 from serve_app.app import application
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, pacing_of
-from serve_app.target_engines import engine_of
+from serve_app.startup import engine_of
 
 
 @pytest.mark.parametrize(

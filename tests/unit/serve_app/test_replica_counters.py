@@ -8,13 +8,13 @@ import pytest
 from actors.attention.select_backend import AttentionReport, Tried
 from actors.drafter import Drafter
 from actors.drafters.lookup.ngram import PromptLookup
-from actors.engine.base import ThreadEngine
+from actors.engine.executor import ThreadEngine
 from actors.target import TargetReplica
-from cluster.audit.audits import Audits
+from cluster.audit import Audits
 from cluster.config import AuditConfig
-from cluster.draft_quality.acceptance_stats import kind_of
+from cluster.draft_quality import kind_of
 from cluster.drafting.session_table import DrafterLimits
-from cluster.verification.limits import VerificationLimits
+from cluster.verification.scheduler import VerificationLimits
 from serve_app.replica_counters import (
     CAUSE,
     HELP,

@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 import pytest
 
-from cluster.audit.audits import Audits
+from cluster.audit import Audits
 from cluster.config import AuditConfig
 from cluster.errors import CapacityError, DrainingError
-from cluster.routing.assignment import Assignments
 from cluster.routing.ledger import Generation
 from cluster.routing.membership import Members, StaticMembership
+from cluster.routing.session_router import Assignments
 from protos.codec import Decoded, Malformed
 from protos.messages import Acceptance, Refusal, RefusalReason, Sampling
 from serve_app.router import Identity, Router, RouterLimits

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.errors import EngineError
-from serve_app.startup_timeout import started_within
+from serve_app.startup import started_within
 
 
 def a_start() -> asyncio.Future[str]:

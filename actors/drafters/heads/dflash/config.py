@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.drafters.heads.files import HeadFiles
-from actors.drafters.heads.rope import Rope, rope_of
-from actors.drafters.heads.target_shape import TargetShape
+from actors.drafters.heads.rope import Rope, TargetShape, rope_of
 from cluster.errors import ModelError
-from protos.states import StatesNeeded
+from protos.messages import StatesNeeded
 
 BLOCK_SIZE = 16  # default if the configuration does not state it
 OUTPUTS_KEY = "target_layer_ids"  # ids of layers whose outputs are read

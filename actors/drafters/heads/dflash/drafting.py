@@ -1,16 +1,217 @@
-"""Drafting with a DFlash head: a whole block in one forward, given the target's states at all earlier positions."""
+"""Drafting with a DFlash head: a whole block in one forward, given the target's states at all earlier positions.
 
-from collections.abc import Callable, Sequence
+Context of a DFlash head for one session: the target's states received, and the keys and values made of them.
+
+Forward of a DFlash head: one block for each of several sessions, computed together.
+
+A block is the last decided token followed by masks, each at its own position. Its queries attend to keys and values of
+the context, which every layer computes from the same projected states of the target, and to those of the block itself.
+Place j of the block, counted from 1, predicts the token at that place.
+
+Loads a published DFlash head with its target, and creates the drafting method.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from actors.drafters.heads.dflash.context import DFlashContext
-from actors.drafters.heads.dflash.decoder import DFlashDecoder
-from actors.drafters.heads.head_drafter import PredictedDraft
-from actors.drafters.heads.parallel_heads import fill_places
-from actors.drafters.model.sampling import DraftSampler
-from protos.states import StatesNeeded
+from actors.compute.linear import Product, projection
+from actors.drafters.heads.dflash.config import DFlashConfig, DFlashLayerKind, resolve_dflash
+from actors.drafters.heads.dflash.weights import ALIASES, DFlashLayer, DFlashReader, DFlashWeights, borrowed_tensors_of
+from actors.drafters.heads.files import PICKLES, HeadFiles, folder_to_borrow_from, read_head
+from actors.drafters.heads.head_drafter import PredictedDraft, PredictedDrafting, fill_places
+from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded, head_products
+from actors.drafters.heads.rope import rotary_of, target_shape
+from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
+from actors.drafters.registry import DraftSetup
+from actors.engine.process import device_of
+from actors.models.checkpoint import local_folder
+from actors.models.decoder import Rotation, rotation_of
+from actors.sampling.processors import MAKERS
+from cluster.config import DraftPool
+from protos.messages import StatesNeeded
+
+MOST_EARLY = 64  # pieces of states that may wait for earlier ones
+
+
+class DFlashContext:
+    """States may arrive in any order, twice or never, from position `begin` on; they are read in order."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self.begin = begin
+        self.read = begin  # end of the positions whose keys and values are cached
+        self._arrived = begin  # end of the gapless positions whose states have arrived
+        self._unread: list[Tensor] = []  # states of the positions between `read` and `_arrived`, in pieces
+        self._early: dict[int, Tensor] = {}  # pieces after a gap, by first position
+        self._cached: list[Tensor] = []  # by layer: (2, capacity, kv heads, dim), keys and values
+
+    def put(self, first: int, rows: Tensor) -> None:
+        """Adds states of the positions from `first` on, (positions, width)."""
+        self._early[first] = rows
+        while (piece := next((at for at in self._early if at <= self._arrived), None)) is not None:
+            found = self._early.pop(piece)[self._arrived - piece :]
+            if len(found):
+                self._unread.append(found)
+                self._arrived += len(found)
+        while len(self._early) > MOST_EARLY:
+            del self._early[max(self._early)]
+
+    def has(self, positions: int) -> bool:
+        """Returns whether the states of the first `positions` positions have all arrived."""
+        return self._arrived >= positions
+
+    def take(self, positions: int) -> Tensor:
+        """Returns the unread states among the first `positions` positions, (unread, width), and marks them read."""
+        count = positions - self.read
+        if not count:
+            return torch.empty(0)
+        whole = torch.cat(self._unread)
+        self._unread = [whole[count:]] if len(whole) > count else []
+        self.read = positions
+        return whole[:count]
+
+    def write(self, layer: int, first: int, key_value: Tensor) -> Tensor:
+        """Writes a layer's keys and values, (rows, 2, kv heads, dim), at positions from `first` on.
+
+        Returns the layer's whole context up to there, (2, positions, kv heads, dim).
+        """
+        first -= self.begin
+        end = first + len(key_value)
+        if layer == len(self._cached):
+            self._cached.append(key_value.new_empty((2, 0, *key_value.shape[2:])))
+        held = self._cached[layer]
+        if held.shape[1] < end:
+            grown = held.new_empty((2, max(end, 2 * held.shape[1]), *held.shape[2:]))
+            grown[:, : held.shape[1]] = held
+            held = self._cached[layer] = grown
+        held[:, first:end] = key_value.transpose(0, 1)
+        return held[:, :end]
+
+
+class _Step(NamedTuple):
+    """Inputs of a forward other than the blocks."""
+
+    contexts: Sequence[DFlashContext]
+    starts: Sequence[int]  # position of each block's first place
+    states: Tensor  # (rows, hidden): the unread states of all contexts
+    counts: list[int]  # rows of `states` by context
+    rotation: Rotation  # for the positions of the states, then of the blocks
+
+
+class DFlashDecoder:
+    """Decoder whose layers are described by `config`."""
+
+    def __init__(self, config: DFlashConfig, weights: DFlashWeights, rotary: nn.Module) -> None:
+        self.config = config
+        self.token_ids = weights.token_ids  # (columns,) of the target, by column of the logits
+        self.like = weights.mask_embedding  # rows have its type and device
+        self._weights = weights
+        self._rotary = rotary
+
+    def project(self, rows: Tensor) -> Tensor:
+        """Projects the target's states, (rows, width), to context rows, (rows, hidden)."""
+        return self._weights.row_projection(rows)
+
+    def hidden(self, contexts: Sequence[DFlashContext], anchors: Sequence[int], starts: Sequence[int]) -> Tensor:
+        """Returns the hidden states behind the logits, (sessions, block, hidden).
+
+        Each session's block begins with its anchor at position `start`; all states before that must have arrived.
+        """
+        hidden = self._embedded(anchors)
+        step = self._step(contexts, starts)
+        for index, layer in enumerate(self._weights.layers):
+            hidden = layer.attention_out.plus(self._attended(index, layer.attention_norm(hidden), step), hidden)
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+            hidden = layer.down.plus(F.silu(gate) * up, hidden)
+        return self._weights.norm(hidden).view(len(contexts), self.config.block_size, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns logits (..., columns) for hidden states (..., hidden)."""
+        logits = self._weights.lm_head(hidden) * self.config.logit_scale
+        cap = self.config.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _embedded(self, anchors: Sequence[int]) -> Tensor:
+        """Returns the embeddings of all blocks, one after the other, (rows, hidden)."""
+        weights = self._weights
+        blocks = weights.mask_embedding.repeat(len(anchors), self.config.block_size, 1)
+        blocks[:, 0] = F.embedding(torch.tensor(anchors, device=blocks.device), weights.embedding)
+        return blocks.flatten(0, 1) * self.config.embedding_scale
+
+    def _step(self, contexts: Sequence[DFlashContext], starts: Sequence[int]) -> _Step:
+        """Builds the step, taking the unread states of the contexts."""
+        size = self.config.block_size
+        before = [torch.arange(context.read, start) for context, start in zip(contexts, starts, strict=True)]
+        within = [torch.arange(start, start + size) for start in starts]
+        positions = torch.cat([*before, *within]).to(self.like.device)
+        unread = [context.take(start) for context, start in zip(contexts, starts, strict=True)]
+        states = torch.cat([self.like.new_empty((0, self.config.hidden)), *[rows for rows in unread if len(rows)]])
+        rotation = rotation_of(self._rotary, self.like, positions)
+        return _Step(contexts, starts, states, [len(each) for each in before], rotation)
+
+    def _attended(self, index: int, inputs: Tensor, step: _Step) -> Tensor:
+        """Returns the layer's attention output for all blocks, (rows, heads x dim)."""
+        layer = self._weights.layers[index]
+        size = self.config.block_size
+        query = torch.split(self._query(layer, inputs, step.rotation), size)
+        key_value = self._key_value(layer, torch.cat([step.states, inputs]), step.rotation)
+        of_states = torch.split(key_value[: len(step.states)], step.counts)
+        of_block = torch.split(key_value[len(step.states) :], size)
+        pieces = zip(step.contexts, step.starts, of_states, query, of_block, strict=True)
+        kind = self.config.layers[index]
+        return torch.cat([_attend(context, start, index, kind, *piece) for context, start, *piece in pieces])
+
+    def _query(self, layer: DFlashLayer, inputs: Tensor, rotation: Rotation) -> Tensor:
+        """Returns queries, (rows, heads, dim); the rows are the last ones of the rotation."""
+        query = layer.query_norm(layer.query(inputs).view(len(inputs), self.config.heads, self.config.head_dim))
+        return _turned(query, Rotation(rotation.cos[-len(query) :], rotation.sin[-len(query) :]))
+
+    def _key_value(self, layer: DFlashLayer, inputs: Tensor, rotation: Rotation) -> Tensor:
+        """Returns keys and values, (rows, 2, kv heads, dim)."""
+        shape = (len(inputs), 2, self.config.kv_heads, self.config.head_dim)
+        key, value = layer.key_value(inputs).view(shape).unbind(1)
+        return torch.stack((_turned(layer.key_norm(key), rotation), value), dim=1)
+
+
+def _turned(x: Tensor, rotation: Rotation) -> Tensor:
+    return x * rotation.cos + x.roll(x.shape[-1] // 2, -1) * rotation.sin
+
+
+def _attend(
+    context: DFlashContext,
+    start: int,
+    index: int,
+    kind: DFlashLayerKind,
+    of_states: Tensor,
+    query: Tensor,
+    of_block: Tensor,
+) -> Tensor:
+    """Attention of one session's block, (block, heads x dim).
+
+    The block's own keys and values, written to the context, are overwritten by the next states.
+    """
+    key_value = context.write(index, start - len(of_states), torch.cat([of_states, of_block]))
+    first = context.begin  # first visible position: where the anchor's window begins
+    if kind.window is not None:
+        first = max(first, start - kind.window + 1)
+    key, value = key_value[:, first - context.begin :].transpose(1, 2)
+    mask = _mask(kind, start, len(query), first).to(query.device) if kind.is_causal or kind.window else None
+    attended = F.scaled_dot_product_attention(
+        query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), mask, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1).flatten(1)
+
+
+def _mask(kind: DFlashLayerKind, start: int, size: int, first: int) -> Tensor:
+    """Returns which positions from `first` on each place of the block sees, (block, positions)."""
+    ahead = torch.arange(first, start + size) - torch.arange(start, start + size).unsqueeze(1)
+    seen = ahead <= 0 if kind.is_causal else torch.ones_like(ahead, dtype=torch.bool)
+    return seen if kind.window is None else seen & (ahead.abs() < kind.window)
 
 
 class DFlashPredictor:
@@ -98,3 +299,61 @@ class DFlashPredictor:
         """Returns the latest block, (places, hidden), if it follows the same text; else None."""
         base_hash, hidden = self._blocks.get(draft.request.session, (None, None))
         return hidden if base_hash == draft.base_hash else None
+
+
+log = logging.getLogger(__name__)
+MAX_POSITIONS = 2048  # default if the configuration does not state it; only some RoPE scalings use it
+
+
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
+    """Returns which hidden states the head named by `draft.model` reads."""
+    files = _files(draft)
+    return resolve_dflash(files, target_shape(target)).needs
+
+
+def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
+    """Loads the projection that the head applies to the target's states first, and no other tensor.
+
+    It is computed in the target's dtype, even if the drafter quantizes the head.
+    """
+    files = _files(draft)
+    config = resolve_dflash(files, target_shape(target))
+    return DFlashReader(files, target, config, getattr(torch, dtype), device, projection).row_projection()
+
+
+def _files(draft: DraftPool) -> HeadFiles:
+    assert draft.model is not None, "a configuration whose method loads a head names it"
+    return read_head(local_folder(draft.model, more=PICKLES)).renamed(ALIASES)
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
+    """Creates the method. Raises ModelError if the head named by `draft.model` does not fit the target."""
+    assert draft.model is not None, "a configuration whose method loads a head names it"
+    device = device_of(draft.resources)
+    products = head_products(draft.dflash, setup.dtype, device)
+    head = local_folder(draft.model, more=PICKLES)
+    target = folder_to_borrow_from(setup.target, borrowed_tensors_of(_files(draft)))
+    decoder = load_dflash(head, target, products.dtype, device, setup.target_tokens.keys(), products.product)
+    log.info("\n".join(decoder.config.describe()))
+    limits = DraftingLimits(draft.dflash.draft_probs_top_k)
+    makers = (*MAKERS, *setup.makers)
+    sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration(), makers)
+    is_projected = draft.states.projects_at_target(decoder.config.needs)
+    return decoded(PredictedDrafting(DFlashPredictor(decoder, sampler, is_projected), sampler), setup.states)
+
+
+def load_dflash(
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int],
+    product: Product = projection,
+) -> DFlashDecoder:
+    """Loads a published head, with the target's embedding and LM head where it has none of its own."""
+    files = read_head(folder).renamed(ALIASES)
+    config = resolve_dflash(files, target_shape(target_folder))
+    weights = DFlashReader(files, target_folder, config, dtype, device, product).weights(proposable)
+    positions = files.config.get("max_position_embeddings") or MAX_POSITIONS
+    rotary = rotary_of(config.rope, config.head_dim, positions).to(device)
+    return DFlashDecoder(config, weights, rotary)

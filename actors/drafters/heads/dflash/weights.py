@@ -9,9 +9,8 @@ from torch import Tensor
 
 from actors.compute.linear import Product, Projection
 from actors.drafters.heads.dflash.config import DFlashConfig
-from actors.drafters.heads.draft_columns import DraftColumns, draft_columns
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles, target_tensor
-from actors.drafters.heads.row_projection import RowProjection
+from actors.drafters.heads.projection import DraftColumns, RowProjection, draft_columns
 from actors.models.decoder import Norm, norm_of
 from cluster.errors import ModelError
 

@@ -1,22 +1,93 @@
-"""Loads an EAGLE head: its files, the tensors borrowed from the target, and the resolved configuration."""
+"""Loads an EAGLE head: its files, the tensors borrowed from the target, and the resolved configuration.
 
-from collections.abc import Collection
+Runner of one EAGLE head with one cache: forwards over ragged rows that carry states with their tokens.
+
+Forward of an EAGLE head over a ragged batch: from tokens and preceding states to logits and states.
+
+Place i of a head's cache holds token i + 1 of the text and state i, at position i. So a step reads the state that the
+target, or the head itself, computed from all tokens up to i, and the token sampled after them. It predicts the token
+after that.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from actors.attention import AttentionBackend
+from actors.attention.batch import RaggedBatch, never
+from actors.attention.select_backend import AttentionShape, choose_attention
+from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.compute.linear import Product, projection
-from actors.drafters.heads.eagle.config import EagleConfig, EagleOverrides
-from actors.drafters.heads.eagle.decoder import EagleDecoder
-from actors.drafters.heads.eagle.names import canonical
-from actors.drafters.heads.eagle.resolution import resolve
-from actors.drafters.heads.eagle.weights import WeightReader
+from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, EagleOverrides, OutputNorm, canonical, resolve
+from actors.drafters.heads.eagle.weights import EagleWeights, WeightReader
 from actors.drafters.heads.files import HeadFiles, read_head
-from actors.drafters.heads.rope import rotary_of
-from actors.drafters.heads.row_projection import RowProjection
-from actors.drafters.heads.target_shape import target_shape
+from actors.drafters.heads.projection import RowProjection
+from actors.drafters.heads.rope import rotary_of, target_shape
+from actors.models.decoder import AttentionHeads, ForwardOutput, gated_mlp, rotation_of
+from cluster.page_allocator import PageCopy
+
+
+class EagleDecoder:
+    """Decoder for all generations; `config` states how they differ."""
+
+    def __init__(self, config: EagleConfig, weights: EagleWeights, rotary: nn.Module) -> None:
+        self._config = config
+        self._weights = weights
+        self._rotary = rotary
+        self._heads = AttentionHeads(config.heads, config.kv_heads, config.head_dim)
+
+    def project(self, raw: Tensor) -> Tensor:
+        """Maps the target's states as in `config.needs`, (rows, width), to inputs of a step, (rows, hidden)."""
+        projection = self._weights.row_projection
+        return raw if projection is None else projection(raw)
+
+    @property
+    def mask_state(self) -> Tensor | None:
+        """State fed with a mask token, (1, hidden); None if the head has none."""
+        mask = self._weights.mask
+        return None if mask is None else self.project(mask)
+
+    def __call__(self, batch: RaggedBatch, states: Tensor) -> ForwardOutput:
+        """Returns logits, and the states to feed next, at the batch's wanted places.
+
+        `states`, (total, hidden), are projected states of the target or earlier states of the head.
+        """
+        weights = self._weights
+        embedded = weights.embedding_norm(F.embedding(batch.tokens, weights.embedding))
+        if self._config.hides_first:
+            embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(-1), 0.0)
+        rotation = rotation_of(self._rotary, embedded, batch.positions)
+        first, *others = weights.layers
+        inputs, residual = self._entry(embedded, states)
+        hidden = gated_mlp(first, self._heads.attend(first, 0, first.attention_norm(inputs), residual, rotation, batch))
+        for index, layer in enumerate(others, start=1):
+            inputs = layer.attention_norm(hidden)
+            hidden = gated_mlp(layer, self._heads.attend(layer, index, inputs, hidden, rotation, batch))
+        return self._output(hidden.index_select(0, batch.logit_at))
+
+    def _entry(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the first layer's attention input, before its norm, and the residual."""
+        weights = self._weights
+        if self._config.kind is not EagleKind.EAGLE3:
+            assert weights.fc is not None, "a head of the first kind has a projection"
+            fused = weights.fc(torch.cat((embedded, weights.state_norm(states)), dim=-1))
+            return fused, fused
+        normed = weights.state_norm(states)
+        residual = normed if self._config.norm_before_residual else states
+        return torch.cat((embedded, normed), dim=-1), residual
+
+    def _output(self, hidden: Tensor) -> ForwardOutput:
+        weights = self._weights
+        if weights.norm is None:
+            return ForwardOutput(weights.lm_head(hidden), hidden)
+        normed = weights.norm(hidden)
+        recycled = normed if self._config.output_norm is OutputNorm.BOTH else hidden
+        return ForwardOutput(weights.lm_head(normed), recycled)
+
 
 AS_CONFIGURED = EagleOverrides()
 
@@ -91,3 +162,49 @@ def head_of(
     weights = reader.weights(proposable)
     rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)
     return EagleHead(config, EagleDecoder(config, weights, rotary), weights.token_ids, dtype, device)
+
+
+class EagleRunner:
+    """An `InterruptibleRunner` whose rows have `states`, (tokens, hidden).
+
+    The `hidden` of a forward's output are the states to feed with the tokens sampled after these places.
+    """
+
+    def __init__(self, head: EagleHead, pages: int, page_size: int, attention: AttentionBackend | None = None) -> None:
+        self.vocabulary = head.config.vocabulary
+        self._head = head
+        self._attention = attention or choose_attention(attention_shape_of(head, page_size), head.device)[0]
+        self._cache = PagedCache(pages, page_size, head.dtype, head.device)
+
+    @torch.inference_mode()
+    def project(self, raw: Tensor) -> Tensor:
+        """Maps the target's states, (rows, width), to the states that rows carry, (rows, hidden)."""
+        return self._head.decoder.project(self.placed(raw))
+
+    def placed(self, projected: Tensor) -> Tensor:
+        """Moves states that the target has already projected, (rows, hidden), to the head's device and dtype."""
+        return projected.to(self._head.device, self._head.dtype)
+
+    @property
+    @torch.inference_mode()
+    def mask_state(self) -> Tensor | None:
+        """State that rows carry with a mask token, (1, hidden); None if the head has none."""
+        return self._head.decoder.mask_state
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+    ) -> ForwardOutput:
+        self._cache.copy(copies)
+        states = torch.cat([row.states for row in rows if row.states is not None])
+        batch = RaggedBatch(rows, self._cache, self._attention, interrupted)
+        assert len(states) == len(batch.tokens), "a token is fed to a head with the state before it"
+        return self._head.decoder(batch, states)
+
+
+def attention_shape_of(head: EagleHead, page_size: int) -> AttentionShape:
+    """Returns the head's requirements on attention and its cache."""
+    config = head.config
+    return AttentionShape(
+        config.layers, config.heads, config.kv_heads, config.head_dim, page_size, head.dtype, slides=False
+    )

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from actors.compute.linear import Product, Projection
-from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, FeatureNorm, OutputNorm, WeightSource
-from actors.drafters.heads.eagle.names import check_all_used
+from actors.drafters.heads.eagle.config import (
+    EagleConfig,
+    EagleKind,
+    FeatureNorm,
+    OutputNorm,
+    WeightSource,
+    check_all_used,
+)
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles, target_tensor
-from actors.drafters.heads.row_projection import RowProjection, unchanged
+from actors.drafters.heads.projection import RowProjection, unchanged
 from actors.models.decoder import Layer, Norm, norm_of
 from cluster.errors import ModelError
 

@@ -18,13 +18,13 @@ from actors.attention.sdpa_gather import Gathered, GatheredPlan
 from actors.attention.select_backend import (
     REPEATS,
     AttentionReport,
+    AttentionShape,
     Trial,
     Tried,
     choose_attention,
     fallback_warning,
     fastest,
 )
-from actors.attention.shape import AttentionShape
 from actors.attention.varlen import Varlen
 from actors.compute.kv_cache import FeedRow, PagedCache
 from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen

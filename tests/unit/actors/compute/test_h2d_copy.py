@@ -2,7 +2,7 @@
 
 import torch
 
-from actors.compute.h2d_copy import to_device
+from actors.compute.kv_cache import to_device
 
 CPU = torch.device("cpu")
 

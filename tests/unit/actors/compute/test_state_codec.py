@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.compute.state_codec import LARGEST, decode_rows, encode_rows
-from protos.states import MAX_STATES_BYTES, StateDtype, StatesFormat
+from actors.compute.hidden_states import LARGEST, decode_rows, encode_rows
+from protos.messages import MAX_STATES_BYTES, StateDtype, StatesFormat
 
 WIDTH = 48
 

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
-from actors.models.forward_output import ForwardOutput
-from actors.models.toy import ToyRunner
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.sampling import DraftingLimits
+from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.page_allocator import PageCopy
 from protos.messages import Sampling
 from protos.prefix import Prefix

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.engine.capture import StateProjection
+from actors.compute.hidden_states import StateProjection
 from cluster.config import DraftPool
-from protos.states import StatesNeeded
+from protos.messages import StatesNeeded
 
 HIDDEN = 8
 

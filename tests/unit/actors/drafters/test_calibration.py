@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from actors.drafters.model.calibration import GREEDY, SAMPLED, Calibration, Candidates, DraftKind
+from actors.drafters.model.sampling import GREEDY, SAMPLED, Calibration, Candidates, DraftKind
 from protos.messages import Sampling
 
 COUNT = 8

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from actors.attention.batch import Interrupted
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.draft_model import DraftModel
-from cluster.drafting.candidates.outcomes import Choices, accepted_chance, continuations, rejections
+from actors.drafters.model.draft_model import DraftModel
 from cluster.drafting.lookahead import AHEAD_ROWS, OUTCOMES, ROWS_EACH
 from cluster.drafting.requests import Proposal
+from cluster.drafting.trees import Choices, accepted_chance, continuations, rejections
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Shape
 from protos.prefix import Prefix

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from actors.drafters.model import calibration
+from actors.drafters.model import sampling
 from actors.sampling.filters import process
 from actors.sampling.reference import DrawAddress, draw
 from protos.draft_tree import NO_TREE, DraftTree
@@ -168,7 +168,7 @@ def test_a_prompt_that_another_session_has_decided_is_not_fed_again():
 
 def test_coupled_drafts_are_the_targets_draws_when_the_models_agree(monkeypatch):
     """Same noise at the same address: any slip in seed, choice or position costs acceptance, not correctness."""
-    monkeypatch.setattr(calibration, "SAMPLED", (1.0, 1.0, -9.0, 0.0))  # what a draft is worth that is never wrong
+    monkeypatch.setattr(sampling, "SAMPLED", (1.0, 1.0, -9.0, 0.0))  # what a draft is worth that is never wrong
     for seed in range(20):
         want = a_want((1, 2, 3), 4, sampling=DRAWN, seed=seed, choice=seed % 3)
         (proposal,) = propose(a_method(SpyRunner()), [want], never)

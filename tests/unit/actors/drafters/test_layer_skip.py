@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.drafters.registry import create_method
-from actors.drafters.setup import DraftSetup
+from actors.drafters.registry import DraftSetup, create_method
 from cluster.config import CacheConfig, DraftPool
-from cluster.draft_options import LayerSkipOptions
+from cluster.config_sections import LayerSkipOptions
 from cluster.drafting.method import DraftingMethod
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.drafting import a_want

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from actors.drafters import loading
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.loading import load_draft_model
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.forwards import FILE as FREQUENT_TOKENS
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
-from actors.drafters.model.vocab_pruning import FILE as FREQUENT_TOKENS
-from actors.drafters.setup import DraftSetup
+from actors.drafters.registry import DraftSetup
 from cluster.config import CacheConfig, DraftPool
-from cluster.draft_options import DraftModelOptions
+from cluster.config_sections import DraftModelOptions
 from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
 from protos.messages import Acceptance, Shape

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
-from actors.drafters.model.pard import ONE_AT_A_TIME, MaskTokens, read_mask_tokens
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens, read_mask_tokens
+from actors.drafters.model.sampling import DraftingLimits
 from cluster.errors import ModelError
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
-from actors.drafters.draft_model import DraftModel
 from actors.drafters.lookup.ngram import PromptLookup
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.limits import DraftingLimits
-from actors.drafters.model.pard import MaskTokens
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.forwards import MaskTokens
+from actors.drafters.model.sampling import DraftingLimits
 from actors.drafters.pass_profile import LONG, ROWS, profile_drafting
-from actors.models.toy import ToyRunner
+from actors.models.decoder import ToyRunner
 from cluster.drafting.requests import Proposal
 from cluster.drafting.session_table import DrafterLimits
-from protos.messages import DraftRequest
-from protos.states import StateDtype, StatesFormat
+from protos.messages import DraftRequest, StateDtype, StatesFormat
 
 VOCABULARY = 8
 

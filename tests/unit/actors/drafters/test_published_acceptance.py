@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.drafters.published_acceptance import FIGURE, published_acceptance
+from actors.drafters.loading import FIGURE, published_acceptance
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 

@@ -13,15 +13,13 @@ from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.draft_model import DraftModel
-from actors.drafters.model import calibration
+from actors.drafters.model import sampling
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.head_drafting import GUESS_TOKENS, GUESSED
-from actors.drafters.model.limits import DraftingLimits
+from actors.drafters.model.draft_model import GUESS_TOKENS, GUESSED, DraftModel
 from actors.drafters.model.recurrent_head import FILE, RecurrentHead, load_recurrent_head
+from actors.drafters.model.sampling import DraftingLimits
 from actors.engine.runner import ModelRunner
-from actors.models.decoder import decoder_for
-from actors.models.forward_output import ForwardOutput
+from actors.models.decoder import ForwardOutput, decoder_for
 from actors.sampling.gumbel import Purpose, gumbel_argmax, key
 from cluster.drafting.lookahead import AHEAD_ROWS
 from cluster.drafting.requests import Proposal
@@ -164,7 +162,7 @@ def test_blocks_are_those_of_a_forward_each_in_fewer_forwards(length, forwards, 
 
 
 def test_coupled_further_tokens_are_drawn_with_the_noise_of_their_positions(monkeypatch):
-    monkeypatch.setattr(calibration, "SAMPLED", (1.0, 1.0, -9.0, 0.0))  # what a draft is worth that is never wrong
+    monkeypatch.setattr(sampling, "SAMPLED", (1.0, 1.0, -9.0, 0.0))  # what a draft is worth that is never wrong
     want = a_want((1, 2), 3, sampling=DRAWN, seed=5)
     (proposal,) = propose(a_method(SpyRunner(), Following), [want], never)
     before = (2, *proposal.tokens)

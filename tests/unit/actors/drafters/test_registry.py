@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from actors.drafters import registry
-from actors.drafters.registry import MODULES, capture_spec, create_method, states_format, states_needed
-from actors.drafters.setup import DraftSetup
+from actors.drafters.registry import MODULES, DraftSetup, capture_spec, create_method, states_format, states_needed
 from cluster import config
 from cluster.config import DraftPool
-from cluster.draft_options import STATE_READERS, PromptLookupOptions, StatesOptions
-from protos.states import StateDtype, StatesFormat, StatesNeeded
+from cluster.config_sections import STATE_READERS, PromptLookupOptions, StatesOptions
+from protos.messages import StateDtype, StatesFormat, StatesNeeded
 from tests.unit.actors.drafters.drafting_requests import Want, propose
 from tests.unit.cluster.samples import an_open
 

@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.drafters.model.cached_draft import CachedDraft
-from actors.drafters.model.draft_cache import Branch, DraftCache
-from actors.drafters.model.session_states import SessionStates
-from actors.drafters.model.state_feed import FedStates
-from cluster.drafting.session_updates import SessionText
-from protos.states import StatesNeeded
+from actors.drafters.model.draft_cache import Branch, CachedDraft, DraftCache, FedStates, SessionStates
+from cluster.drafting.requests import SessionText
+from protos.messages import StatesNeeded
 from tests.unit.actors.drafters.drafting_requests import Want
 from tests.unit.cluster.samples import an_open
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.drafters.model.vocab_pruning import FILE, read_frequent_tokens, reduce_head
+from actors.drafters.model.forwards import FILE, read_frequent_tokens, reduce_head
 from cluster.errors import ModelError
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actors.compute.hidden_states import CaptureSpec, StateCapture, decode_rows
 from actors.compute.kv_cache import FeedRow
-from actors.compute.state_codec import decode_rows
-from actors.engine.capture import CaptureSpec, StateCapture
 from actors.engine.executor import StepExecutor
 from actors.engine.memory import state_bytes
 from actors.engine.runner import ModelRunner
@@ -20,7 +19,7 @@ from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.verification.step import Row, StateRead, StepPlan, places_of
 from protos.draft_tree import DraftTree
-from protos.states import StateDtype, StatesFormat
+from protos.messages import StateDtype, StatesFormat
 from tests.unit.actors.groups import at_once, threads
 from tests.unit.actors.models.test_sharding import a_model
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, jittered, tokens_of

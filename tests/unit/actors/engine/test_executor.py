@@ -10,13 +10,11 @@ import torch
 from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
-from actors.models.forward_output import ForwardOutput
-from actors.models.toy import ToyRunner
+from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.page_allocator import PageCopy, PlaceMove
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
-from protos.messages import Sampling, TokenRules
-from protos.scores import Scoring
+from protos.messages import Sampling, Scoring, TokenRules
 from tests.unit.cluster.samples import an_open
 
 VOCABULARY = 8

@@ -6,8 +6,7 @@ from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
 from cluster.verification.step import Row, StepPlan
 from protos.draft_tree import DraftTree
-from protos.messages import TokenRules
-from protos.scores import Scoring, TokenScore
+from protos.messages import Scoring, TokenRules, TokenScore
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, jittered, tokens_of
 from tests.unit.cluster.samples import an_open
 

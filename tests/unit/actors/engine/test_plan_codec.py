@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.compute.kv_cache import FeedRow
-from actors.engine.plan_codec import from_tensor, to_tensor
-from actors.engine.tensor_parallel import STEP_NUMBERS, receive_step, send_step
+from actors.engine.tensor_parallel import STEP_NUMBERS, from_tensor, receive_step, send_step, to_tensor
 from cluster.page_allocator import PageCopy, PlaceMove
 
 ids = st.integers(0, 2**31 - 1)

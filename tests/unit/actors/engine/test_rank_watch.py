@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from ray.exceptions import RayError
 
-from actors.engine.rank_watch import first_to_end, while_running
+from actors.engine.tensor_parallel import first_to_end, while_running
 from cluster.errors import EngineError
 
 

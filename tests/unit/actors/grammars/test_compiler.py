@@ -3,7 +3,7 @@
 import pytest
 from llguidance import LLMatcher
 
-from actors.grammars.compiler import GrammarCompiler
+from actors.grammars import GrammarCompiler
 from cluster.errors import GrammarError
 from tests.unit.actors.grammars.languages import small_vocabulary, tokens_in
 from tests.unit.actors.sampling.processor_opens import opened

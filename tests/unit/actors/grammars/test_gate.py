@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from actors.grammars.gate import GrammarGate
-from actors.target import TargetReplica
-from cluster.trust.refusals import Refusals, not_permitted
-from cluster.verification.limits import VerificationLimits
+from actors.target import GrammarGate, TargetReplica
+from cluster.trust import Refusals, not_permitted
+from cluster.verification.scheduler import VerificationLimits
 from protos.codec import Decoded
 from protos.messages import Close, Hello, LiveSession, Refusal, RefusalReason
 from tests.unit.actors.sampling.processor_opens import opened

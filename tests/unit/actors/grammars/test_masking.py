@@ -3,10 +3,8 @@
 import torch
 from llguidance import LLMatcher
 
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.masking import unpacked
-from actors.sampling.logits.processor import paths_of
-from actors.sampling.logits.processor_registry import MAKERS, chain_of
+from actors.grammars import GrammarCompiler, unpacked
+from actors.sampling.processors import MAKERS, chain_of, paths_of
 from protos.draft_tree import DraftTree
 from protos.messages import TokenRules
 from tests.unit.actors.grammars.languages import END, TOKENS, small_vocabulary

@@ -6,9 +6,8 @@ from itertools import product
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.matcher import TextGrammar
-from actors.sampling.logits.processor import paths_of
+from actors.grammars import GrammarCompiler, TextGrammar
+from actors.sampling.processors import paths_of
 from protos.draft_tree import DraftTree
 from tests.unit.actors.grammars.languages import END, TOKENS, agrees, allowed_by, small_vocabulary, tokens_in
 from tests.unit.trees import grown

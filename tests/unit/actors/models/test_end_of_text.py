@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from actors.grammars.vocabulary import load_grammar_vocabulary
-from actors.models.end_of_text import EndOfText, end_ids, end_of_text
+from actors.grammars import load_grammar_vocabulary
+from actors.models.tokenizer_reader import EndOfText, end_ids, end_of_text
 from cluster.errors import ModelError
 
 ABSENT = object()

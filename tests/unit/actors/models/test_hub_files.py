@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actors.drafters.registry import create_method, states_format
-from actors.drafters.setup import DraftSetup
+from actors.drafters.registry import DraftSetup, create_method, states_format
 from actors.models import checkpoint as checkpoints
-from actors.models.hub_files import INDEX, first_of_each, folder_with, of_layers
+from actors.models.checkpoint import INDEX, first_of_each, folder_with, of_layers
 from actors.models.layer_subset import load_layers
 from cluster.config import DraftPool
 from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET, altered, checkpoint

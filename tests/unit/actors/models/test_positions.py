@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, XLNetConfig
 
-from actors.models.positions import context_length, uses_rope
+from actors.models.layer_subset import context_length, uses_rope
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
 

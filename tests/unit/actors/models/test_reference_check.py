@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from actors.attention.shape import attention_shape
+from actors.attention.select_backend import attention_shape
 from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import ModelRunner
 from actors.models.reference_check import check_class, check_model

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from actors.sampling.filters import process
 from actors.sampling.gumbel import Purpose, gumbel
-from actors.sampling.logits.processor_registry import chain_of
-from actors.sampling.near_tie import margin
+from actors.sampling.processors import chain_of
 from actors.sampling.reference import DrawAddress, draw
+from actors.sampling.scoring import margin
 from protos.draft_tree import NO_TREE
 from protos.messages import Sampling
 from tests.unit.actors.sampling.processor_opens import opened

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.sampling.filters import filtered
-from actors.sampling.logits.processor import ProcessorChain, paths_of
-from actors.sampling.logits.processor_registry import chain_of
+from actors.sampling.processors import ProcessorChain, chain_of, paths_of
 from actors.sampling.reference import NOT_DECIDED, BlockDecision, DrawAddress, accept
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from protos.draft_tree import DraftTree, SparseProbs

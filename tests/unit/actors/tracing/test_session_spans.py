@@ -8,11 +8,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from actors.tracing.service import ServiceTracing
-from actors.tracing.session_spans import MOST_SESSIONS, NANO, SessionSpans
-from cluster.tracing.options import TracingConfig
-from cluster.tracing.round_events import SessionEvents
-from cluster.tracing.session_tracer import NoTracing
+from actors.tracing import MOST_SESSIONS, NANO, ServiceTracing, SessionSpans
+from cluster.config_sections import TracingConfig
+from cluster.tracing import NoTracing, SessionEvents
 from protos.messages import Close, DraftAnswer, Finish, Message, Refusal, RefusalReason, Verdict
 from tests.unit.cluster.samples import a_block, an_open
 

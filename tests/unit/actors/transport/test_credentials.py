@@ -4,18 +4,21 @@ import logging
 
 import pytest
 
-from actors.transport.certificate_files import AUTHORITY, CERTIFICATE, KEY, CertificateFiles
-from actors.transport.credentials import (
+from actors.net.credentials import (
+    AUTHORITY,
+    CERTIFICATE,
     EVERY_ROLE,
+    KEY,
+    CertificateFiles,
     MutualTls,
     NoCredentials,
     TokenFile,
     credentials_of,
     is_loopback,
 )
+from cluster.config_sections import TrustConfig
 from cluster.errors import ConfigError
-from cluster.trust.options import TrustConfig
-from cluster.trust.roles import PeerRole
+from cluster.trust import PeerRole
 from tests.certificates import Authority
 
 

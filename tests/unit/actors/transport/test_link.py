@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from actors.transport.streams import Link
+from actors.net.streams import Link
 from cluster.errors import ProtocolError
-from cluster.trust.roles import PeerRole
+from cluster.trust import PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import encode
 from protos.messages import Hello, Welcome

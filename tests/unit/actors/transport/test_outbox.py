@@ -4,11 +4,10 @@ import asyncio
 
 import pytest
 
-from actors.transport import streams
-from actors.transport.streams import MOST_MESSAGES, Outbox, StatesOutbox
+from actors.net import streams
+from actors.net.streams import MOST_MESSAGES, Outbox, StatesOutbox
 from cluster.errors import ProtocolError
-from protos.messages import Close, Message, States, Verdict
-from protos.states import MAX_STATES_BYTES, StateDtype
+from protos.messages import MAX_STATES_BYTES, Close, Message, StateDtype, States, Verdict
 
 HALF = States("s", 0, 0, StateDtype.BFLOAT16, 8, bytes(MAX_STATES_BYTES // 2))
 

@@ -5,15 +5,13 @@ import pickle
 import pytest
 import torch
 
-from actors.sampling.logits.processor_registry import MAKERS, chain_of
-from actors.sampling.near_tie import margin
+from actors.sampling.processors import MAKERS, chain_of
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
-from actors.sampling.scoring import decided_scores
+from actors.sampling.scoring import decided_scores, margin
 from actors.vllm_engine.coupled_sampler import SessionDraws, Told, decide_all, extra_args, request_in
 from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Open, Sampling, TokenRules
-from protos.scores import Scoring
+from protos.messages import Acceptance, Open, Sampling, Scoring, TokenRules
 
 SAMPLING = Sampling(temperature=0.7, top_k=5, frequency_penalty=0.5)
 PLAIN = Open("a", 2, (1, 2, 3, 4), 3, 20, (), Sampling(), 1 << 60, 4, 9, Acceptance.COUPLED, 5)

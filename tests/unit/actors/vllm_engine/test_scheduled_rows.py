@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.vllm_engine.scheduled_rows import fed_row, outcome_of
+from actors.vllm_engine.coupled_sampler import fed_row, outcome_of
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE, DraftTree
 

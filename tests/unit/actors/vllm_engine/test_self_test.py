@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from actors.engine.executor import StepExecutor
-from actors.models.toy import ToyRunner
+from actors.models.decoder import ToyRunner
+from actors.vllm_engine.engine import StepProfile
 from actors.vllm_engine.self_test import check_engine
-from actors.vllm_engine.step_profile import StepProfile
 from cluster.errors import EngineError
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import NO_TREE

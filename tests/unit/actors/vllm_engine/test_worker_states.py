@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from actors.compute.state_codec import decode_rows
-from actors.engine.capture import CaptureSpec, StateProjection
-from actors.vllm_engine.worker_states import WorkerStates
-from protos.states import StateDtype, StatesFormat
+from actors.compute.hidden_states import CaptureSpec, StateProjection, decode_rows
+from actors.vllm_engine.worker import WorkerStates
+from protos.messages import StateDtype, StatesFormat
 
 HIDDEN = 4
 LAYERS = 3

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from cluster.audit.audits import OUTCOMES, PAUSE_S, Audits, is_chosen
-from cluster.audit.replay import Difference
+from cluster.audit import OUTCOMES, PAUSE_S, Audits, Difference, is_chosen
 from cluster.config import AuditConfig
-from cluster.routing.balancing import Peers
 from cluster.routing.ledger import MAX_REOPENS, Generation, Session
+from cluster.routing.session_router import Peers
 from protos.messages import Acceptance, Close, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY

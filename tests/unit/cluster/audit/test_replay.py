@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.audit.replay import RECORDED_TOKENS, Progress, Replay, is_repeatable
+from cluster.audit import RECORDED_TOKENS, Progress, Replay, is_repeatable
 from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Finish, Open, Sampling, Verdict
 from protos.prefix import Prefix

@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.autoscaling import PoolsPolicy
-from cluster.autoscaling.reports import DraftReport, TargetReport
-from cluster.autoscaling.serve_policy import DRAFT, POOLS, TARGET, Observed
-from cluster.autoscaling.settings import as_numbers
+from cluster.autoscaling import DRAFT, POOLS, TARGET, DraftReport, Observed, PoolsPolicy, TargetReport, as_numbers
 
 LOOK_BACK_S = 10
 TOKENS = 200  # of an answer

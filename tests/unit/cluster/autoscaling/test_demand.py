@@ -2,8 +2,17 @@
 
 import pytest
 
-from cluster.autoscaling.demand import DraftScaling, Need, TargetScaling, coupled_need, draft_need, target_need
-from cluster.autoscaling.reports import DraftReport, TargetReport, reported
+from cluster.autoscaling import (
+    DraftReport,
+    DraftScaling,
+    Need,
+    TargetReport,
+    TargetScaling,
+    coupled_need,
+    draft_need,
+    reported,
+    target_need,
+)
 
 TARGETS = TargetScaling(sessions_per_replica=8, max_sessions=16, first_token_s=2.0, up_delay_s=10.0, down_delay_s=300.0)
 DRAFTERS = DraftScaling(sessions_per_replica=32, per_target=None, up_delay_s=10.0, down_delay_s=300.0)

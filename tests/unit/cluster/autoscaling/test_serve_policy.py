@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 
-from cluster.autoscaling import PoolAlone, PoolsPolicy
-from cluster.autoscaling.demand import DraftScaling, TargetScaling
-from cluster.autoscaling.reports import DraftReport, TargetReport
-from cluster.autoscaling.serve_policy import DRAFT, TARGET, Observed
-from cluster.autoscaling.settings import as_numbers
+from cluster.autoscaling import (
+    DRAFT,
+    TARGET,
+    DraftReport,
+    DraftScaling,
+    Observed,
+    PoolAlone,
+    PoolsPolicy,
+    TargetReport,
+    TargetScaling,
+    as_numbers,
+)
 
 AT_ONCE = {"up_delay_s": 0.0, "down_delay_s": 0.0}
 TARGETS = TargetScaling(sessions_per_replica=8, max_sessions=16, first_token_s=2.0, **AT_ONCE)

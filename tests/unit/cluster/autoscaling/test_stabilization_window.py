@@ -1,6 +1,6 @@
 """Sizes follow wishes that last."""
 
-from cluster.autoscaling.stabilization_window import Wishes
+from cluster.autoscaling import Wishes
 
 UP_S = 10.0
 DOWN_S = 100.0

@@ -1,7 +1,7 @@
 """What blocks brought, told apart by what may break them."""
 
-from cluster.draft_quality.acceptance_stats import MOST_DRAFTERS, AcceptanceTally, BlockKind, kind_of
-from cluster.speculation.acceptance import AcceptanceCounts
+from cluster.draft_quality import MOST_DRAFTERS, AcceptanceTally, BlockKind, kind_of
+from cluster.speculation.estimators import AcceptanceCounts
 
 
 def test_contexts_are_told_apart_by_octave():

@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterable
 from itertools import pairwise
 
-from cluster.draft_quality.collapse import MOST_SUSPECTS, RECENT, CollapseWatch, Suspects
-from cluster.speculation.ewma import Mean
+from cluster.draft_quality import MOST_SUSPECTS, RECENT, CollapseWatch, Suspects
+from cluster.speculation.estimators import Mean
 from protos.messages import Collapse
 
 STEPS = 3  # of the ladder: begun anew, replaced, plain

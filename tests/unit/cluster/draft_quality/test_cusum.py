@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from cluster.draft_quality.cusum import ALARM, PROOF, AcceptanceDrift
+from cluster.draft_quality import ALARM, PROOF, AcceptanceDrift
 
 
 def test_good_blocks_that_turn_bad_raise_the_alarm_and_merely_bad_ones_do_not():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.draft_quality.load_check import TOKENS, LoadCheck
+from cluster.draft_quality import TOKENS, LoadCheck
 
 
 def seen(check: LoadCheck, confidence: float, chance: float, seed: int = 0, tokens: int = TOKENS) -> LoadCheck:

@@ -1,6 +1,6 @@
 """How many sessions a drafter takes, by whether its blocks are in time."""
 
-from cluster.drafting.backpressure import LEAST_WINDOW, WINDOW_BLOCKS, Capacity
+from cluster.drafting.session_table import LEAST_WINDOW, WINDOW_BLOCKS, Capacity
 
 
 def window(capacity: Capacity, late: float, sessions: int) -> int:

@@ -8,13 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.drafting.backpressure import LEAST_WINDOW
 from cluster.drafting.method import DraftingPass
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
 from cluster.drafting.scheduler import DraftScheduler
-from cluster.drafting.session_table import DrafterLimits
-from cluster.drafting.session_updates import SessionTexts
-from cluster.drafting.timing.step_interval import StepIntervalEstimate
+from cluster.drafting.session_table import LEAST_WINDOW, DrafterLimits, StepIntervalEstimate
 from cluster.envelope import Send
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import (

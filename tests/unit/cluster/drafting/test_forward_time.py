@@ -2,7 +2,7 @@
 
 import math
 
-from cluster.drafting.timing.forward_time import ForwardTime
+from cluster.drafting.lookahead import ForwardTime
 
 
 def learnt(*forwards: tuple[int, float]) -> ForwardTime:

@@ -19,12 +19,13 @@ from protos.messages import (
     Refusal,
     RefusalReason,
     Resync,
+    StateDtype,
     States,
     StatesAck,
+    StatesFormat,
     Verdict,
 )
 from protos.prefix import Prefix
-from protos.states import StateDtype, StatesFormat
 from tests.unit.cluster.samples import KEY, an_open
 
 ROUTER = "router#1"

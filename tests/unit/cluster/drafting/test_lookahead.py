@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from cluster.drafting.candidates.outcomes import Choices
 from cluster.drafting.draft_state import BlockDraft
-from cluster.drafting.lookahead import AHEAD_ROWS, LEAST_CHANCE, draft_ahead, proposals
+from cluster.drafting.lookahead import AHEAD_ROWS, LEAST_CHANCE, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
-from cluster.drafting.session_updates import SessionText
-from cluster.drafting.timing.forward_time import ForwardTime
+from cluster.drafting.requests import AheadRequest, Proposal, SessionText
+from cluster.drafting.trees import Choices
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling
 from protos.prefix import Prefix

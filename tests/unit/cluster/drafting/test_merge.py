@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.drafting.candidates.tree_growth import Path, likeliest_of, tree_of
-from cluster.drafting.merge import combined, merged
 from cluster.drafting.requests import Proposal
+from cluster.drafting.trees import TokenPath, combined, likeliest_of, merged, tree_of
 from protos.draft_tree import NO_TREE, DraftTree
 
 
-def a_proposal(chances: dict[Path, float], confidence: float | None = None, **changes: float) -> Proposal:
+def a_proposal(chances: dict[TokenPath, float], confidence: float | None = None, **changes: float) -> Proposal:
     paths = likeliest_of(chances, len(chances), 0.0)
     falling = tuple([chance for _, chance in paths])
     return Proposal("s", 3, 77, tree_of(paths), (9,), confidence=confidence, chances=falling, **changes)
@@ -70,7 +69,7 @@ SHARES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.floats(0.01
 
 
 def drawn(shares: list[tuple[int, int, float]]) -> Proposal:
-    chances: dict[Path, float] = {}
+    chances: dict[TokenPath, float] = {}
     for first, second, share in shares:
         reached = chances.setdefault((first,), share)
         chances[first, second] = reached * share

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.costs import DraftCost, ForwardCost
-from cluster.drafting.timing.pass_time import DraftTiming
+from cluster.drafting.lookahead import DraftTiming
 
 PROFILE = DraftCost(forward=ForwardCost.linear(0.003, per_row_s=0.001), per_pass_s=0.002)
 

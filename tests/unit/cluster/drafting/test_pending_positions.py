@@ -1,6 +1,6 @@
 """What was thought of a place is told once, when it is decided what came there."""
 
-from cluster.drafting.pending_positions import OpenPlaces
+from cluster.drafting.lookahead import OpenPlaces
 
 
 def test_a_place_tells_when_it_is_decided_and_once():

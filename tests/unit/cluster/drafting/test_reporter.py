@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster.autoscaling.reports import DraftReport
+from cluster.autoscaling import DraftReport
 from cluster.costs import DraftCost, ForwardCost
-from cluster.drafting.reporter import DraftReporter
+from cluster.drafting.scheduler import DraftReporter
 
 FOR_EACH = DraftCost(forward=ForwardCost.linear(0.0, per_row_s=0.01))
 AS_LONG_FOR_MANY = DraftCost(forward=ForwardCost.linear(0.01))

@@ -1,6 +1,6 @@
 """What a method is told of sessions before a pass, and the texts that come of it."""
 
-from cluster.drafting.session_updates import News, NewsCollector, SessionTexts
+from cluster.drafting.requests import News, NewsCollector, SessionTexts
 from tests.unit.cluster.samples import an_open
 
 

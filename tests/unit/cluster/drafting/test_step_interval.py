@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.drafting.timing.step_interval import StepIntervalEstimate
+from cluster.drafting.session_table import StepIntervalEstimate
 
 
 def test_nothing_is_known_before_the_first_step():

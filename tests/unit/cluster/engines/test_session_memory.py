@@ -4,16 +4,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from cluster.engines.session_memory import EnginePages
-from cluster.speculation.policy import LockStep
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.page_allocator import EnginePages
+from cluster.speculation.controller import LockStep
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome, Row, StateRead
 from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Attach, Block, Open, RefusalReason, Sampling, Verdict
+from protos.messages import (
+    Acceptance,
+    Attach,
+    Block,
+    Open,
+    RefusalReason,
+    Sampling,
+    Scoring,
+    StateDtype,
+    StatesFormat,
+    Verdict,
+)
 from protos.prefix import Prefix
-from protos.scores import Scoring
-from protos.states import StateDtype, StatesFormat
 
 LIMITS = VerificationLimits(
     vocabulary=100, max_context=64, max_sessions=4, max_step_tokens=64, pages=8, page_size=8, own_draws_only=True

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.config import SlipstreamConfig, validated
-from cluster.engines.vllm_options import BREAKS, ELSEWHERE
+from cluster.config_sections import BREAKS, ELSEWHERE
 from cluster.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from cluster.envelope import Send
 from cluster.page_allocator import PageAllocator
-from cluster.routing.assignment import Assignment, Assignments
 from cluster.routing.ledger import Generation, Session
-from cluster.routing.prefix_affinity import PrefixOptions
+from cluster.routing.session_router import Assignment, Assignments, PrefixOptions
 from protos.messages import Acceptance, Finish, Open, Verdict
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY

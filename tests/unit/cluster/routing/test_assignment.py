@@ -7,11 +7,10 @@ import pytest
 
 from cluster.envelope import Send
 from cluster.errors import CapacityError, TargetLostError
-from cluster.routing.assignment import Assignment, Assignments
-from cluster.routing.drafter_watch import WELL
+from cluster.routing.drafter_health import WELL
 from cluster.routing.ledger import Emit, Event, Failed, Generation, Session
 from cluster.routing.membership import Endpoint
-from cluster.routing.target_choice import FULL_FOR_S
+from cluster.routing.session_router import FULL_FOR_S, Assignment, Assignments
 from cluster.speculation.circuit_breaker import COLLAPSES, FIRST_BLOCK_S, MISSES
 from protos.messages import (
     Acceptance,

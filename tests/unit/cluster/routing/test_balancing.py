@@ -1,6 +1,6 @@
 """The choice of a replica."""
 
-from cluster.routing.balancing import Candidate, Peers, choose, turn
+from cluster.routing.session_router import Candidate, Peers, choose, turn
 
 
 def test_the_least_loaded_is_chosen_and_equals_by_address():

@@ -22,7 +22,7 @@ from cluster.routing.ledger import (
     ToDrafter,
     ToTarget,
 )
-from cluster.trust.assignment_tokens import issue
+from cluster.trust import issue
 from protos.messages import Acceptance, Close, DraftAnswer, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY

@@ -1,7 +1,7 @@
 """How much a drafter's place counts."""
 
-from cluster.routing.locality import SAME_NODE, SAME_ZONE, Nearness
 from cluster.routing.membership import Endpoint
+from cluster.routing.session_router import SAME_NODE, SAME_ZONE, Nearness
 
 TARGET = Endpoint("t", "T", "node1", "zone1")
 

@@ -1,7 +1,7 @@
 """Which target is remembered to have what of a text, and for how long."""
 
 from cluster.page_allocator import PageAllocator
-from cluster.routing.prefix_affinity import MOST_PAGES, TOKENS_A_SESSION, PrefixHomes, PrefixOptions, page_keys
+from cluster.routing.session_router import MOST_PAGES, TOKENS_A_SESSION, PrefixHomes, PrefixOptions, page_keys
 
 KEY = bytes(32)
 PAGE = 4

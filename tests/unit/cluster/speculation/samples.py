@@ -3,10 +3,8 @@
 from collections.abc import Iterable
 
 from cluster.costs import ForwardCost
-from cluster.speculation.acceptance import POSITIONS, Chances, ReplicaStats, SessionStats
-from cluster.speculation.cost_model import Load, StepCost
-from cluster.speculation.ewma import Pairs
-from cluster.speculation.pacer import DELAY_MEMORY
+from cluster.speculation.controller import DELAY_MEMORY
+from cluster.speculation.estimators import POSITIONS, Chances, Load, Pairs, ReplicaStats, SessionStats, StepCost
 
 MUCH = 1e6  # blocks: what is known of others does not count any more
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.speculation.acceptance import ENOUGH, POSITIONS, PRIOR, AcceptanceCounts, Chances, SessionStats
+from cluster.speculation.estimators import ENOUGH, POSITIONS, PRIOR, AcceptanceCounts, Chances, SessionStats
 
 NOBODY = Chances()  # whose blocks say what to expect
 

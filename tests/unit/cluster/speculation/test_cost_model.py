@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.cost_model import COMPARED, StepCost
+from cluster.speculation.estimators import COMPARED, StepCost
 
 SHAPE = ForwardCost(by_tokens=((1, 0.020), (8, 0.026), (16, 0.040)), per_row_s=0.001)
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cluster.speculation.ewma import Mean, Pairs
+from cluster.speculation.estimators import Mean, Pairs
 from tests.unit.cluster.speculation.samples import a_delay
 
 

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from cluster.speculation.kill_switch import LONGEST_PAUSE, LOOK_STEPS, PRICE, PROOF, SpeculationGate
+from cluster.speculation.controller import LONGEST_PAUSE, LOOK_STEPS, PRICE, PROOF, SpeculationGate
 
 
 def run(record: SpeculationGate, sessions: int, gain: float, steps: int, spread: float = 0.5) -> list[bool]:

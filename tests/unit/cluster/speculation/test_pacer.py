@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.acceptance import SessionStats
-from cluster.speculation.kill_switch import PRICE
-from cluster.speculation.pacer import TIMED_AGAIN, Pacer, StepShape
-from cluster.speculation.policy import Adaptive
+from cluster.speculation.controller import PRICE, TIMED_AGAIN, Adaptive, Pacer, StepShape
+from cluster.speculation.estimators import SessionStats
 from tests.unit.cluster.speculation.samples import a_yield
 
 PROFILE = ForwardCost.linear(0.099, per_token_s=0.001)

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.acceptance import ReplicaStats, SessionStats
-from cluster.speculation.cost_model import Load, StepCost
-from cluster.speculation.policy import TRIAL_TOKENS, Adaptive, Awaited, DraftingDecision, LockStep
+from cluster.speculation.controller import TRIAL_TOKENS, Adaptive, Awaited, DraftingDecision, LockStep
+from cluster.speculation.estimators import Load, ReplicaStats, SessionStats, StepCost
 from tests.unit.cluster.speculation.samples import DRAFT, LOAD, NOBODY, a_delay, a_yield
 
 PACING = Adaptive()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.trust.assignment_tokens import is_valid, issue
+from cluster.trust import is_valid, issue
 
 KEYS = st.binary(min_size=1, max_size=64)
 NUMBERS = st.integers(0, 2**32 - 1)

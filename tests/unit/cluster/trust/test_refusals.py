@@ -2,8 +2,8 @@
 
 import logging
 
-from cluster.trust import refusals
-from cluster.trust.refusals import Refusals
+from cluster import trust
+from cluster.trust import Refusals
 
 LOG = logging.getLogger("refused")
 
@@ -18,7 +18,7 @@ def test_all_are_counted_and_the_first_of_a_peer_is_logged(caplog):
 
 
 def test_peers_without_end_fill_no_memory(monkeypatch):
-    monkeypatch.setattr(refusals, "REMEMBERED", 3)
+    monkeypatch.setattr(trust, "REMEMBERED", 3)
     noted = Refusals(LOG)
     for number in range(100):
         noted.note(f"peer {number}", "token")

@@ -1,8 +1,7 @@
 """A target that leaves as planned takes nothing more, tells routers, and in the end gives back what they left it."""
 
 from cluster.verification.admission import LEAVES
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome
 from protos.messages import Close, Leaving, Refusal, RefusalReason, Verdict
 from tests.unit.cluster.samples import an_open

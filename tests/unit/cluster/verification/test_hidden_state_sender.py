@@ -10,9 +10,20 @@ from cluster.verification import hidden_state_sender
 from cluster.verification.hidden_state_sender import StateFeeds
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
-from protos.messages import Attach, Close, Detach, DraftRequest, NoDraft, States, StatesAck, Verdict
+from protos.messages import (
+    MAX_STATES_BYTES,
+    Attach,
+    Close,
+    Detach,
+    DraftRequest,
+    NoDraft,
+    StateDtype,
+    States,
+    StatesAck,
+    StatesFormat,
+    Verdict,
+)
 from protos.prefix import Prefix
-from protos.states import MAX_STATES_BYTES, StateDtype, StatesFormat
 from tests.unit.cluster.samples import KEY
 from tests.unit.cluster.token_memory import TokenMemory
 from tests.unit.cluster.verification.test_verification_scheduler import DRAFTER, ROUTER, VOCABULARY, Desk, text

@@ -3,8 +3,7 @@
 import sys
 from types import FrameType
 
-from cluster.verification.block_buffer import BlockCounts
-from cluster.verification.orphan_buffer import BufferLimits, EarlyMessages
+from cluster.verification.block_buffer import BlockCounts, BufferLimits, EarlyMessages
 from protos.codec import encoded_bytes
 from protos.draft_tree import DraftTree, SparseProbs
 from tests.unit.cluster.samples import a_block

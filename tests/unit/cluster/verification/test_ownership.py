@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.envelope import Send
-from cluster.trust.assignment_tokens import issue
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.trust import issue
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import (
     Attach,
     Close,

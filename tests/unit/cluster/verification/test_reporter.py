@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.autoscaling.reports import TargetReport
+from cluster.autoscaling import TargetReport
 from cluster.costs import ForwardCost
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import Detach, Verdict

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.verification.sequence import AUDIT_STEP_TOKENS
-from protos.messages import Finish, RefusalReason, TokenRules, Verdict
-from protos.scores import Scoring, TokenScore
+from protos.messages import Finish, RefusalReason, Scoring, TokenRules, TokenScore, Verdict
 from tests.unit.cluster.verification.test_verification_scheduler import (
     DRAFTER,
     ROUTER,

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from cluster.verification import hidden_state_sender
-from cluster.verification.state_recompute import MOST_TRIES
+from cluster.verification.hidden_state_sender import MOST_TRIES
 from cluster.verification.step import Outcome, StepPlan, places_of
 from protos.draft_tree import DraftTree
-from protos.messages import States, Verdict
-from protos.states import StatesFormat
+from protos.messages import States, StatesFormat, Verdict
 from tests.unit.cluster.verification.test_hidden_state_sender import (
     SMALL,
     WIDE,

@@ -10,17 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.draft_quality.acceptance_stats import BlockKind
-from cluster.draft_quality.cusum import PROOF
+from cluster.draft_quality import PROOF, BlockKind
 from cluster.envelope import Send
 from cluster.page_allocator import PlaceMove
-from cluster.speculation.acceptance import AcceptanceCounts, ReplicaStats, SessionStats
 from cluster.speculation.circuit_breaker import PROBE_AFTER, SILENT_STEPS
-from cluster.speculation.cost_model import Load, StepCost
-from cluster.speculation.policy import Awaited, DraftingDecision
-from cluster.verification.limits import VerificationLimits
-from cluster.verification.orphan_buffer import BufferLimits
-from cluster.verification.scheduler import VerificationScheduler
+from cluster.speculation.controller import Awaited, DraftingDecision
+from cluster.speculation.estimators import AcceptanceCounts, Load, ReplicaStats, SessionStats, StepCost
+from cluster.verification.block_buffer import BufferLimits
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.sequence import AUDIT_STEP_TOKENS, MISSED_ROUNDS, settle
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree, SparseProbs

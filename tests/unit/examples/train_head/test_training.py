@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.compute.hidden_states import CaptureSpec, StateCapture, decode_rows
 from actors.compute.kv_cache import FeedRow
-from actors.compute.state_codec import decode_rows
-from actors.drafters.heads.dflash.context import DFlashContext
-from actors.drafters.heads.dflash.loading import load_dflash
-from actors.drafters.heads.eagle.loading import load_eagle
-from actors.drafters.heads.eagle.runner import EagleRunner
-from actors.drafters.heads.last_state.medusa import load_medusa
-from actors.drafters.heads.last_state.mlp_speculator import load_mlp_speculator
-from actors.engine.capture import CaptureSpec, StateCapture
+from actors.drafters.heads.dflash.drafting import DFlashContext, load_dflash
+from actors.drafters.heads.eagle.loading import EagleRunner, load_eagle
+from actors.drafters.heads.medusa import load_medusa
+from actors.drafters.heads.mlp_speculator import load_mlp_speculator
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import load_model
 from actors.models.weights import read_tensors
@@ -25,7 +22,7 @@ from examples.train_head.options import HeadKind
 from examples.train_head.shards import Shards, StatesBatch
 from examples.train_head.states import states_of
 from examples.train_head.trainer import BEST, LATEST
-from protos.states import StateDtype, StatesFormat
+from protos.messages import StateDtype, StatesFormat
 from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET
 from tests.unit.actors.tiny_models import MODELS, jittered
 from tests.unit.examples.train_head.tiny_training import (

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from cluster.errors import ModelError
-from serve_app.cli.demo_models import Step, demo_config, find_gguf, make_folder, prepare_target, require_reader
+from serve_app.cli.demo import Step, demo_config, find_gguf, make_folder, prepare_target, require_reader
 from serve_app.demo_data import FOLDER
 
 

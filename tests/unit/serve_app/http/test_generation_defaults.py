@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.errors import ConfigError
-from serve_app.http.generation_defaults import NO_DEFAULTS, GenerationDefaults, load_defaults
-from serve_app.http.wire.schemas import CompletionRequest
+from serve_app.api.schemas import CompletionRequest
+from serve_app.api.validation import NO_DEFAULTS, GenerationDefaults, load_defaults
 
 
 def a_checkpoint(folder: Path, **known: Any) -> str:

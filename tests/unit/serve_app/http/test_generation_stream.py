@@ -10,12 +10,10 @@ import pytest
 
 from cluster.errors import TargetLostError
 from cluster.routing.ledger import Emit, Ended, Generation
-from protos.messages import Acceptance, Finish, Sampling
-from protos.scores import TokenScore
-from serve_app.http.generation_stream import AnswerForm, Choice, Delta, Transcript, follow
-from serve_app.http.metrics import Metrics
-from serve_app.http.text import StopMatcher, TextCodec
-from serve_app.http.usage import metrics_of
+from protos.messages import Acceptance, Finish, Sampling, TokenScore
+from serve_app.api.generation import AnswerForm, Choice, Delta, Transcript, follow, metrics_of
+from serve_app.api.metrics import Metrics
+from serve_app.api.text import StopMatcher, TextCodec
 
 
 def transcript(codec: TextCodec, *stops: str, index: int = 0) -> Transcript:

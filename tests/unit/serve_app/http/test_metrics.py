@@ -6,8 +6,8 @@ from itertools import count
 import pytest
 
 from cluster.routing.ledger import Emit
-from serve_app.http.metrics import CLIENT_LEFT, Metrics
-from serve_app.http.wire.replies import FinishReason
+from serve_app.api.metrics import CLIENT_LEFT, Metrics
+from serve_app.api.replies import FinishReason
 
 
 def test_verdicts_are_counted() -> None:

@@ -15,21 +15,17 @@ from cluster.config import validated
 from cluster.errors import RequestError
 from cluster.routing.ledger import Emit, Ended
 from protos.messages import Finish
-from serve_app.http.api import create_api
-from serve_app.http.endpoints import ChatDialect, CompletionDialect, Dialect, ResponsesDialect
-from serve_app.http.metrics import Metrics
-from serve_app.http.observability.genai_spans import OPERATIONS
-from serve_app.http.observability.prompt_versions import OTHER, PromptVersions
-from serve_app.http.observability.records import RequestRecord
-from serve_app.http.observability.request_log import logged
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.bounds import RequestBounds
-from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.replies import FinishReason, HealthReport
-from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.api.app import create_api
+from serve_app.api.endpoints import ChatDialect, CompletionDialect, Dialect, ResponsesDialect
+from serve_app.api.fields import RequestBounds, parse
+from serve_app.api.metrics import Metrics
+from serve_app.api.observability import OPERATIONS, OTHER, PromptVersions, RequestRecord, logged
+from serve_app.api.replies import FinishReason, HealthReport
+from serve_app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.api.text import TextCodec
 from serve_app.publishing.aggregate_metrics import exposition
-from serve_app.serve_logging import log_under_serve
-from serve_app.status.versions import versions_table
+from serve_app.startup import log_under_serve
+from serve_app.status import versions_table
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.scripted_generator import Script, ScriptedGenerator
 

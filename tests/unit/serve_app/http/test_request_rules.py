@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from cluster.errors import RequestError
-from protos.messages import TokenRules
-from protos.scores import Scoring
-from serve_app.http.request_rules import bad_words_of, check_rules, rules_of, scoring_of, truncated
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
+from protos.messages import Scoring, TokenRules
+from serve_app.api.schemas import ChatRequest, CompletionRequest
+from serve_app.api.text import TextCodec
+from serve_app.api.validation import bad_words_of, check_rules, rules_of, scoring_of, truncated
 
 VOCABULARY = 100
 

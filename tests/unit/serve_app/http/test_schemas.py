@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from cluster.errors import RequestError
-from serve_app.http.wire.bounds import RequestBounds
-from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.api.fields import RequestBounds, parse
+from serve_app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}

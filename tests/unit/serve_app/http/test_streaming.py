@@ -8,11 +8,11 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from cluster.errors import TargetLostError
-from serve_app.http import streaming
-from serve_app.http.failures import Failure
-from serve_app.http.limits.deadline import Deadline
-from serve_app.http.metrics import RequestRecord
-from serve_app.http.streaming import KEEP_ALIVE, EventStream, first_of
+from serve_app.api import streaming
+from serve_app.api.failures import Failure
+from serve_app.api.limits import Deadline
+from serve_app.api.metrics import RequestRecord
+from serve_app.api.streaming import KEEP_ALIVE, EventStream, first_of
 
 SOON_S = 0.001  # how long nothing comes before a comment does
 NEVER_S = 1e6

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from cluster.errors import RequestError
-from serve_app.http.text import Detokenizer, StopMatcher, TextCodec
+from serve_app.api.text import Detokenizer, StopMatcher, TextCodec
 
 TOKENS_OF_THE_TOY = 259  # 256 bytes, <eos>, <pad>, <tool>
 

@@ -27,11 +27,20 @@ from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel
 
 from cluster.errors import RequestError
-from serve_app.http.wire.bounds import RequestBounds
-from serve_app.http.wire.messages import CalledFunction, ChatMessage, Function, NamedTool, TextPart, Tool, ToolCall
-from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.sampling_fields import SamplingFields
-from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from serve_app.api.fields import RequestBounds, SamplingFields, parse
+from serve_app.api.schemas import (
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    Function,
+    GenerationRequest,
+    NamedTool,
+    StreamOptions,
+    TextPart,
+    Tool,
+    ToolCall,
+)
 
 COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}

@@ -11,10 +11,9 @@ from cluster.config import ServerConfig, SlipstreamConfig, validated
 from cluster.errors import RequestError
 from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Sampling
-from serve_app.http.plain.served_model import UnknownModelError
-from serve_app.http.request_rules import rules_of
-from serve_app.http.validation import agree, resolve
-from serve_app.http.wire.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.api.served_model import UnknownModelError
+from serve_app.api.validation import agree, resolve, rules_of
 
 CONTEXT = 32
 VOCABULARY = 100

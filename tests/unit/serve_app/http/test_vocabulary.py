@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.http.text import TextCodec
+from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 
 IDS = {"a": 0, "b": 1, "c": 5, "d": 7}  # 4 tokens, highest id 7

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ConfigError
-from serve_app.operations.capacity import check_resources, demand
+from serve_app.operations.checks import check_resources, demand
 
 
 def config(**target: Any) -> SlipstreamConfig:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.config import SlipstreamConfig, validated
-from serve_app.operations.capacity_check import Node, carries, misfits, needs, room
+from serve_app.operations.checks import Node, carries, misfits, needs, room
 
 GPUS = {"CPU": 8.0, "GPU": 4.0}
 

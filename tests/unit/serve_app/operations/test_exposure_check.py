@@ -3,9 +3,9 @@
 import pytest
 
 from cluster.config import OperatorsConfig, ServerConfig
+from cluster.config_sections import ApiKey
 from cluster.errors import ConfigError
-from cluster.trust.api_keys import ApiKey
-from serve_app.operations.exposure_check import check_keys, for_this_machine
+from serve_app.operations.checks import check_keys, for_this_machine
 from tests.asgi_front import config_of
 
 KEYS = {"ann": ApiKey(sha256="0" * 64)}

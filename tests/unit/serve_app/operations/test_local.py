@@ -9,7 +9,7 @@ from ray import serve
 from rich.console import Console
 
 from cluster.errors import ConfigError
-from serve_app.cli.demo_models import demo_config
+from serve_app.cli.demo import demo_config
 from serve_app.operations.deploying import StartError
 from serve_app.operations.local import serving
 

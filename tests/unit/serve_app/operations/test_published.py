@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.speculation.acceptance import AcceptanceCounts
+from cluster.speculation.estimators import AcceptanceCounts
 from cluster.telemetry import Actor, Event, Recording
-from serve_app.operations.published import cost_model
-from serve_app.operations.ray_cluster import ClusterError, check_reachable
+from serve_app.operations.ray_cluster import ClusterError, check_reachable, cost_model
 
 NO_BLOCKS = AcceptanceCounts()
 

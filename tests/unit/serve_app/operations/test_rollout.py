@@ -7,7 +7,7 @@ from rich.console import Console
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ConfigError
-from serve_app.operations.capacity_check import Node, check_fit
+from serve_app.operations.checks import Node, check_fit
 from serve_app.operations.rollout import endpoints, up
 
 

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from cluster.speculation.acceptance import AcceptanceCounts
+from cluster.speculation.estimators import AcceptanceCounts
 from cluster.telemetry import Actor, Event, Recording, pack
-from serve_app.page.samples import WINDOW_S, DraftSample, TargetSample
-from serve_app.page.state import MOST_BARS, MOST_REPLICAS, MOST_TRACKS, page_state
+from serve_app.page.routes import MOST_BARS, MOST_REPLICAS, MOST_TRACKS, WINDOW_S, DraftSample, TargetSample, page_state
 
 
 def recording(role: str, name: str, *events: tuple[float, str, str], offset_s: float = 0.0) -> bytes:

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from serve_app.page.samples import Sample
-from serve_app.page.watch import PERIOD_S, STALE_S, PageWatch
+from serve_app.page.routes import PERIOD_S, STALE_S, PageWatch, Sample
 from tests.unit.serve_app.page.test_state import TARGET
 
 

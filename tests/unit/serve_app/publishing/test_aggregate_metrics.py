@@ -6,9 +6,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.http.metrics import Metrics
-from serve_app.publishing.aggregate_metrics import WholeExposition, exposition
-from serve_app.publishing.vllm_names import NAMES, with_labels
+from serve_app.api.metrics import Metrics
+from serve_app.publishing.aggregate_metrics import NAMES, WholeExposition, exposition, with_labels
 
 
 def families(replica: str, count: int) -> list[Metric]:

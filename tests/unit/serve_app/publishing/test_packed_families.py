@@ -8,12 +8,10 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import CollectorRegistry
 
-from cluster.compressed_json import packed
-from serve_app.http.metrics import Metrics
-from serve_app.publishing.aggregate_metrics import exposition
+from cluster.telemetry import packed
+from serve_app.api.metrics import Metrics
+from serve_app.publishing.aggregate_metrics import exposition, pack_families, unpack_families, with_labels
 from serve_app.publishing.gauges import drafter_levels
-from serve_app.publishing.packed_families import pack_families, unpack_families
-from serve_app.publishing.vllm_names import with_labels
 
 
 def some_families() -> list[Metric]:

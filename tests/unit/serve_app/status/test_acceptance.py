@@ -4,9 +4,8 @@ from typing import Any
 
 from rich.table import Table
 
-from cluster.draft_quality.acceptance_stats import AcceptanceTally, kind_of
-from cluster.draft_quality.load_check import TOKENS, LoadCheck
-from serve_app.status.acceptance import acceptance_table, drafters_table, handovers_table, remedies_table
+from cluster.draft_quality import TOKENS, AcceptanceTally, LoadCheck, kind_of
+from serve_app.status import acceptance_table, drafters_table, handovers_table, remedies_table
 
 
 def rows(table: Table) -> list[tuple[str, ...]]:

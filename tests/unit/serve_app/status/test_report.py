@@ -7,9 +7,9 @@ from unittest.mock import MagicMock, patch
 import pytest
 from rich.console import Group
 
-from cluster.audit.audits import OUTCOMES
-from serve_app.status import report
-from serve_app.status.report import audits_table, ray_status, replicas_table, targets_table
+from cluster.audit import OUTCOMES
+from serve_app import status
+from serve_app.status import audits_table, ray_status, replicas_table, targets_table
 
 
 def a_target(**changes: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_audits_are_summed_up_and_what_has_not_happened_is_shown_too() -> None:
 def test_an_application_that_ends_while_it_is_asked_does_not_say_what_it_has_counted(left: dict[str, Any]) -> None:
     running = MagicMock(status=MagicMock(return_value=MagicMock(applications={"ours": MagicMock(deployments={})})))
     with patch.multiple(
-        report,
+        status,
         connected=nullcontext,
         serve=running,
         deployed=MagicMock(),

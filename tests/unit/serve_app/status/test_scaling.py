@@ -4,11 +4,11 @@ from dataclasses import asdict
 
 import pytest
 
-from cluster.autoscaling.reports import DraftReport, TargetReport
+from cluster.autoscaling import DraftReport, TargetReport
 from cluster.config import DraftPool, DraftReplicas, TargetPool, TargetReplicas
 from cluster.placement import bounds, scaling_settings
 from serve_app.operations.ray_cluster import ClusterError
-from serve_app.status.scaling import pools_table, told_bounds
+from serve_app.status import pools_table, told_bounds
 
 TARGETS = TargetPool(max_sessions=16, replicas=TargetReplicas(max=4))
 DRAFTERS = DraftPool(method="prompt_lookup", max_sessions=4, replicas=DraftReplicas(min=0, max=2))

@@ -2,8 +2,8 @@
 
 from rich.console import Console
 
-from serve_app.page.state import page_state
-from serve_app.status.watch import watched
+from serve_app.page.routes import page_state
+from serve_app.status import watched
 from tests.unit.serve_app.page.test_state import DRAFTER, LATER, TARGET
 
 

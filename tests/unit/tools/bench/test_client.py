@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from cluster.routing.ledger import Emit
+from serve_app.api.metrics import Metrics
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Counters, EndpointError, Piece, Tally
-from serve_app.http.metrics import Metrics
 
 USAGE = {
     "prompt_tokens": 5,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import ConfigError
-from tools.bench.datasets import read_dataset
+from tools.bench.experiment import read_dataset
 
 MESSAGES = {
     "messages": [

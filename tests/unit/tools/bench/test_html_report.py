@@ -4,8 +4,8 @@ import re
 from html.parser import HTMLParser
 
 from serve_app.endpoint_client import TimedAnswer
-from tools.bench.html_report import html_report
 from tools.bench.latencies import Latencies, LoadPoint
+from tools.bench.reports import html_report
 
 
 def point(arm: str, load: float, first_s: float) -> LoadPoint:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from serve_app.endpoint_client import Tally, TimedAnswer
-from tools.bench.measures import Batch, acceptance_by_kind, arm_summary, mean_ratio, speedup
+from tools.bench.latencies import Batch, acceptance_by_kind, arm_summary, mean_ratio, speedup
 
 
 def batch(arm: str, index: int, seconds: float, *, repeat: int = 0, text: str = "same", kind: str = "chat") -> Batch:

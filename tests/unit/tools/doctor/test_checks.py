@@ -8,13 +8,11 @@ import pytest
 from ray._private import ray_constants
 
 from cluster.config import SlipstreamConfig, validated
-from cluster.trust.roles import PeerRole
-from serve_app.operations.capacity_check import Node
-from serve_app.operations.draining import RAY_DRAIN
-from tools.doctor.checks import judge, models_needed
-from tools.doctor.facts import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall
-from tools.doctor.probe import ray_auth, ray_drain_s
-from tools.doctor.probe_runner import MOST_CALLED, pairs
+from cluster.trust import PeerRole
+from serve_app.operations.checks import Node
+from serve_app.operations.deploying import RAY_DRAIN
+from tools.doctor.checks import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall, judge, models_needed
+from tools.doctor.probe import MOST_CALLED, pairs, ray_auth, ray_drain_s
 
 VERSIONS = {
     "python": "3.11.9",

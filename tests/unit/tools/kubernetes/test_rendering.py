@@ -10,13 +10,11 @@ from typer.testing import CliRunner
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ConfigError
 from cluster.placement import AUTOSCALING_POLICY
-from cluster.trust.roles import PeerRole
+from cluster.trust import PeerRole
 from tests.unit.k8s.overlays import K8S, OVERLAYS, load, overlay_config
 from tools.cli import app
-from tools.kubernetes.pool_groups import worker_groups
-from tools.kubernetes.ray_service import in_pods, serve_config
-from tools.kubernetes.rendering import check, rendered
-from tools.kubernetes.weights_volume import downloads
+from tools.kubernetes.ray_service import in_pods, serve_config, worker_groups
+from tools.kubernetes.rendering import check, downloads, rendered
 
 PLAIN: dict[str, Any] = {
     "model": {"target": "some/model"},

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tools.planning.expectation import (
+from tools.planning.estimates import (
     RoundCosts,
     break_even_draft_s,
     draft_ahead,

@@ -13,18 +13,35 @@ from typer.testing import CliRunner
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
 from tools.cli import app
-from tools.planning.break_even import Point, crossing, limits
-from tools.planning.formulas import InProcess, best_in_process, plain_sessions, steady_sessions
-from tools.planning.plan import advise, run_count
+from tools.planning.command import PlanRequest, StatedCosts
+from tools.planning.estimates import (
+    PLAIN,
+    CandidateFleet,
+    InProcess,
+    PlanQuestion,
+    Prices,
+    best_in_process,
+    candidates,
+    cost_per_million,
+    plain_sessions,
+    steady_sessions,
+)
+from tools.planning.plan import AtOnce, Watched, advise, run_count
 from tools.planning.plan_report import advice_data, advice_picture, advice_report, verdict
-from tools.planning.plan_request import PlanRequest, StatedCosts
-from tools.planning.processes import AtOnce, Watched
-from tools.planning.question import PLAIN, CandidateFleet, PlanQuestion, Prices, candidates, cost_per_million
-from tools.planning.trial import PlanAnswer, choose, is_promising, sessions_of_one, setting, sketch
+from tools.planning.trial import (
+    PlanAnswer,
+    Point,
+    choose,
+    crossing,
+    is_promising,
+    limits,
+    sessions_of_one,
+    setting,
+    sketch,
+)
 from tools.planning.trial import answer as fleet_answer
-from tools.simulation.oracle import DraftQuality
+from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 from tools.simulation.setting import Mode
-from tools.simulation.workload import ClosedLoop, Poisson
 from tools.svg import curves
 
 COSTS = CostModel(target=ForwardCost.linear(0.020), draft=DraftCost(forward=ForwardCost.linear(0.001)), hop_s=0.0003)

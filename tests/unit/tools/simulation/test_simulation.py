@@ -13,19 +13,23 @@ from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.drafting.session_table import FollowedSessions
 from cluster.errors import ConfigError, TargetLostError
 from cluster.routing.ledger import Session
-from cluster.verification.block_buffer import BlockBuffer
-from cluster.verification.orphan_buffer import EarlyMessages
+from cluster.verification.block_buffer import BlockBuffer, EarlyMessages
 from cluster.verification.sequence import TargetSession
-from tools.planning.expectation import RoundCosts, expected_tokens, lock_step, speed_up
-from tools.simulation.clock import Clock
-from tools.simulation.faults import Fault, FaultPlan, Kind, Role
-from tools.simulation.network import Weather
-from tools.simulation.oracle import STOP, DraftQuality, script
-from tools.simulation.random_scenario import random_scenario
-from tools.simulation.report import Arrival, Commit, SimulationReport, share_met, steady_rate
-from tools.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
-from tools.simulation.workload import ClosedLoop, Poisson, Workload
-from tools.simulation.world import World
+from tools.planning.estimates import RoundCosts, expected_tokens, lock_step, speed_up
+from tools.simulation.network import Clock, Weather
+from tools.simulation.oracle import STOP, ClosedLoop, DraftQuality, Poisson, Workload, script
+from tools.simulation.setting import (
+    Fault,
+    FaultPlan,
+    Fleet,
+    Kind,
+    Mode,
+    Role,
+    Setting,
+    SpeculationSetting,
+    random_scenario,
+)
+from tools.simulation.world import Arrival, Commit, SimulationReport, World, share_met, steady_rate
 
 STEP_S = 0.020
 TOKEN_S = 0.002

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.speculation.cost_model import Load
+from cluster.speculation.estimators import Load
 from tests.unit.cluster.speculation.samples import LOAD
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
 from actors.drafters.heads.eagle.config import EagleOverrides
-from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleHead, load_eagle
-from actors.drafters.heads.eagle.runner import EagleRunner
+from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleHead, EagleRunner, load_eagle
 from actors.drafters.heads.files import read_head
-from actors.models.forward_output import ForwardOutput
+from actors.models.decoder import ForwardOutput
 
 DATA = Path(__file__).parents[4] / "data" / "heads"
 TARGET = DATA / "target"

@@ -5,15 +5,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from actors.drafters.heads.decoded_states import DecodedStates
-from actors.drafters.registry import create_method, states_format
-from actors.drafters.setup import DraftSetup
+from actors.drafters.heads.projection import DecodedStates
+from actors.drafters.registry import DraftSetup, create_method, states_format
 from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.requests import Proposal
-from protos.messages import DraftRequest, Shape
+from protos.messages import DraftRequest, Shape, StatesNeeded
 from protos.prefix import Prefix
-from protos.states import StatesNeeded
 from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET, Case
 from tests.unit.cluster.samples import KEY, an_open
 

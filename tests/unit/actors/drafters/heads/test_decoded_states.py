@@ -6,19 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from actors.compute.state_codec import decode_rows, encode_rows
+from actors.compute.hidden_states import decode_rows, encode_rows
 from actors.drafters.registry import MODULES, state_bounds
 from cluster.config import DraftPool
-from cluster.draft_options import HEADS
+from cluster.config_sections import HEADS
 from cluster.drafting.method import ReadsStates
-from protos.states import StateDtype
+from protos.messages import StateDtype
 from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET, altered, case, checkpoint
-from tests.unit.actors.drafters.heads.state_drafting import (
-    a_deployed_method,
-    a_method,
-    a_request,
-    drafted,
-)
+from tests.unit.actors.drafters.heads.state_drafting import a_deployed_method, a_method, a_request, drafted
 from tests.unit.cluster.samples import an_open
 
 FIXTURES = {

@@ -11,9 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.drafters.heads.dflash.config import DFlashLayerKind, default_outputs
-from actors.drafters.heads.dflash.context import DFlashContext
-from actors.drafters.heads.dflash.decoder import DFlashDecoder
-from actors.drafters.heads.dflash.loading import load_dflash
+from actors.drafters.heads.dflash.drafting import DFlashContext, DFlashDecoder, load_dflash
 from actors.drafters.heads.dflash.weights import MASK_FILE
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.drafters.heads.dflash.context import MOST_EARLY, DFlashContext
+from actors.drafters.heads.dflash.drafting import MOST_EARLY, DFlashContext
 from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape

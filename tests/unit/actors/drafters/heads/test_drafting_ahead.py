@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.drafters.heads.last_state.mlp_speculator import MlpSpeculator
+from actors.drafters.heads.mlp_speculator import MlpSpeculator
 from cluster.drafting.requests import AheadRequest, Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.draft_model import DraftModel
-from actors.drafters.eagle import eagle_draft_model
 from actors.drafters.heads.eagle.config import EagleOverrides
-from actors.drafters.heads.eagle.loading import AS_CONFIGURED
-from actors.drafters.heads.eagle.runner import EagleRunner
-from actors.drafters.model.limits import DraftingLimits
-from actors.models.forward_output import ForwardOutput
+from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleRunner
+from actors.drafters.heads.eagle.method import eagle_draft_model
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.sampling import DraftingLimits
+from actors.models.decoder import ForwardOutput
 from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape

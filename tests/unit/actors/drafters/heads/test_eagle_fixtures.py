@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.heads.eagle.config import EagleOverrides, OutputNorm
-from actors.drafters.heads.eagle.layer_ids import LayerIdMeaning
+from actors.drafters.heads.eagle.config import EagleOverrides, LayerIdMeaning, OutputNorm
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import (
     HEADS,

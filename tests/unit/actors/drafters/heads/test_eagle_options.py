@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from actors.drafters.heads.eagle.config import EagleOverrides, OutputNorm, overrides_of
-from actors.drafters.heads.eagle.layer_ids import LayerIdMeaning
-from actors.drafters.registry import capture_spec, create_method, states_format
-from actors.drafters.setup import DraftSetup
+from actors.drafters.heads.eagle.config import EagleOverrides, LayerIdMeaning, OutputNorm, overrides_of
+from actors.drafters.registry import DraftSetup, capture_spec, create_method, states_format
 from cluster.config import DraftPool, validated
-from cluster.draft_options import EagleOptions
+from cluster.config_sections import EagleOptions
 from cluster.errors import ConfigError
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, altered, case, checkpoint, off_by
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.drafters.heads.eagle.config import EagleOverrides
-from actors.drafters.heads.eagle.layer_ids import LayerIdMeaning, states_read
+from actors.drafters.heads.eagle.config import EagleOverrides, LayerIdMeaning, states_read
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import Change, altered, checkpoint, loaded
 

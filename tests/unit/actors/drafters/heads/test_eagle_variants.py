@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.eagle import eagle_draft_model
 from actors.drafters.heads.eagle.config import EagleConfig, FeatureNorm, OutputNorm, WeightSource
-from actors.drafters.heads.eagle.runner import EagleRunner
-from actors.drafters.model.limits import DraftingLimits
-from actors.models.forward_output import ForwardOutput
+from actors.drafters.heads.eagle.loading import EagleRunner
+from actors.drafters.heads.eagle.method import eagle_draft_model
+from actors.drafters.model.sampling import DraftingLimits
+from actors.models.decoder import ForwardOutput
 from protos.prefix import Prefix
 from tests.unit.actors.drafters.drafting_requests import Want, propose
 from tests.unit.actors.drafters.heads.eagle_fixtures import TOLERANCE, Drive, loaded, off_by

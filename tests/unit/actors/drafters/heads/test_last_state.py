@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from actors.drafters.heads.last_state.last_rows import MOST_ROWS, LastRows
+from actors.drafters.heads.last_state import MOST_ROWS, LastRows
 from actors.sampling.gumbel import Purpose, gumbel, gumbel_argmax, key
 from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.drafters.heads.last_state.medusa import MedusaHeads, load_medusa
+from actors.drafters.heads.medusa import MedusaHeads, load_medusa
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import (
     CPU,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.drafters.heads.last_state.mlp_speculator import MlpSpeculator, load_mlp_speculator
+from actors.drafters.heads.mlp_speculator import MlpSpeculator, load_mlp_speculator
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import (
     CPU,

@@ -10,19 +10,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actors.compute.state_codec import encode_rows
-from actors.drafters.heads.mtp.loading import folder_with_mtp, load_mtp
-from actors.drafters.registry import capture_spec, create_method, states_format, states_needed
-from actors.drafters.setup import DraftSetup
+from actors.compute.hidden_states import encode_rows
+from actors.drafters.heads.eagle.mtp import folder_with_mtp, load_mtp
+from actors.drafters.registry import DraftSetup, capture_spec, create_method, states_format, states_needed
 from actors.models import checkpoint, weights
-from actors.models.hub_files import INDEX
+from actors.models.checkpoint import INDEX
 from cluster.config import DraftPool, validated
 from cluster.drafting.method import ReadsStates
 from cluster.drafting.requests import AheadRequest
 from cluster.errors import ConfigError, ModelError
 from protos.draft_tree import DraftTree
+from protos.messages import StateDtype, StatesFormat
 from protos.prefix import Prefix
-from protos.states import StateDtype, StatesFormat
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, Drive, off_by
 from tests.unit.actors.drafters.heads.mtp_fixtures import (
     BASE,
@@ -210,7 +209,7 @@ def test_of_the_target_only_what_it_shares_is_read(tmp_path: Path, monkeypatch: 
         read.extend(names)
         return usual(path, names)
 
-    monkeypatch.setattr("actors.drafters.heads.mtp.loading.read_tensors", spied)
+    monkeypatch.setattr("actors.drafters.heads.eagle.mtp.read_tensors", spied)
     monkeypatch.setattr("actors.drafters.heads.files.read_tensors", spied)
     load_mtp(target_with(tmp_path, mimo()), torch.float32, CPU, range(VOCABULARY))
     assert set(read) == {*mimo(), *SHARED}

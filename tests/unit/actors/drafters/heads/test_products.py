@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from actors.compute.linear import EightBitProjection, can_round
-from actors.drafters.heads import products as module
-from actors.drafters.heads.last_state.medusa import load_medusa
-from actors.drafters.heads.last_state.mlp_speculator import load_mlp_speculator
-from actors.drafters.heads.products import head_products
+from actors.drafters.heads import projection as module
+from actors.drafters.heads.medusa import load_medusa
+from actors.drafters.heads.mlp_speculator import load_mlp_speculator
+from actors.drafters.heads.projection import head_products
 from cluster.config import validated
-from cluster.draft_options import HeadOptions
+from cluster.config_sections import HeadOptions
 from cluster.errors import ConfigError, ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, case, checkpoint
 from tests.unit.actors.drafters.heads.state_drafting import ALL_TOKENS, a_deployed_method, a_request, decided

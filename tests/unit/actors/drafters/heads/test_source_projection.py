@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from actors.compute.hidden_states import StateCapture
 from actors.compute.linear import can_round
 from actors.drafters.registry import capture_spec, states_format, states_needed
-from actors.engine.capture import StateCapture
 from actors.engine.memory import state_bytes
 from cluster.config import DraftPool
 from cluster.errors import ModelError
-from protos.states import StateDtype, StatesFormat
+from protos.messages import StateDtype, StatesFormat
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, case, checkpoint, off_by
 from tests.unit.actors.drafters.heads.eagle_restated import RestatedEagle, Variant
 from tests.unit.actors.drafters.heads.state_drafting import a_draft, a_method, a_request, decided, drafted

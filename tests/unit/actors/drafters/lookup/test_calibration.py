@@ -5,9 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from actors.drafters.lookup.calibration import MOST_SURE, LookupCalibration
-from actors.drafters.lookup.occurrences import Occurrences, occurrences
-from cluster.drafting.candidates.outcomes import Choices
+from actors.drafters.lookup.ngram import MOST_SURE, LookupCalibration, Occurrences, occurrences
+from cluster.drafting.trees import Choices
 
 ONCE = (1, 2, 3, 9, 1, 2)  # 3 followed once
 THRICE = (1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2)

@@ -8,8 +8,7 @@ import pytest
 
 from actors.drafters.lookup.hybrid import LookupFirst, lookup_first
 from actors.drafters.lookup.ngram import PromptLookup
-from actors.drafters.registry import create_method, states_format, states_needed
-from actors.drafters.setup import DraftSetup
+from actors.drafters.registry import DraftSetup, create_method, states_format, states_needed
 from cluster.config import DraftPool, validated
 from cluster.drafting.method import Early, ReadsStates, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal

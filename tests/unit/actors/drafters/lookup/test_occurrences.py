@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.drafters.lookup.occurrences import MOST, Continuations, GrowingText, Occurrences, occurrences
+from actors.drafters.lookup.ngram import MOST, Continuations, GrowingText, Occurrences, occurrences
 
 
 def found_in(*tokens: int, longest: int = 3, shortest: int = 2) -> Occurrences:

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.drafters.lookup.recent_answers import RecentAnswers
-from actors.drafters.lookup.suffix_index import NOTHING, SuffixIndex
+from actors.drafters.lookup.suffix import NO_MATCH, RecentAnswers, SuffixIndex
 
 TEXTS = st.lists(
     st.tuples(st.sampled_from(["", "a", "b"]), st.lists(st.integers(0, 2), max_size=15)), min_size=1, max_size=8
@@ -16,7 +15,7 @@ def test_two_salts_share_nothing_and_one_salt_does():
     answers = RecentAnswers(2, 100)
     answers.add("a", [1, 2, 3])
     assert answers.find("a", [9, 1, 2], 4).following.keys() == {3}
-    assert answers.find("b", [9, 1, 2], 4) == NOTHING
+    assert answers.find("b", [9, 1, 2], 4) == NO_MATCH
     answers.add("b", [1, 2, 4])
     assert answers.find("a", [9, 1, 2], 4).following.keys() == {3}
     assert answers.find("b", [9, 1, 2], 4).following.keys() == {4}

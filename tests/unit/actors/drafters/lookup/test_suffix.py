@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from actors.drafters.lookup.suffix import SuffixLookup
-from cluster.draft_options import SuffixOptions
+from cluster.config_sections import SuffixOptions
 from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape

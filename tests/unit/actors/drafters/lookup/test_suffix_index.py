@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.drafters.lookup.suffix_index import LOOKED_AT, NOTHING, EscapeRates, Match, SuffixIndex, longer
+from actors.drafters.lookup.suffix import LOOKED_AT, NO_MATCH, EscapeRates, Match, SuffixIndex, longer
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=15), min_size=1, max_size=6)
 
@@ -19,7 +19,7 @@ def searched(texts: list[list[int]], end: list[int], shortest: int, longest: int
                 size += 1
             found.setdefault(size, []).append((text, at))
     best = max(found, default=0)
-    return Match(best, tuple(found[best])) if best >= shortest else NOTHING
+    return Match(best, tuple(found[best])) if best >= shortest else NO_MATCH
 
 
 @given(TEXTS, st.lists(st.integers(0, 2), max_size=8), st.integers(1, 3), st.integers(0, 3))

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.drafting.candidates.outcomes import NOTHING, Choices
-from cluster.drafting.candidates.tree_growth import (
+from cluster.drafting.trees import (
+    NOTHING,
     SIBLINGS,
+    Choices,
     Limb,
     grow_limbs,
     grown_paths,

@@ -6,11 +6,9 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from serve_app.http.access.admin_port import OPERATORS
-from serve_app.http.text import TextCodec
-from serve_app.page.routes import page_routes
-from serve_app.page.samples import Sample
-from serve_app.page.watch import PageWatch
+from serve_app.api.access import OPERATORS
+from serve_app.api.text import TextCodec
+from serve_app.page.routes import PageWatch, Sample, page_routes
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 
 KEY = "sk-ann"

@@ -12,10 +12,8 @@ import pytest_asyncio
 
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.http.text import TextCodec
-from serve_app.page.routes import page_routes
-from serve_app.page.samples import Sample
-from serve_app.page.watch import PageWatch
+from serve_app.api.text import TextCodec
+from serve_app.page.routes import PageWatch, Sample, page_routes
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 from tests.integration.scripted_generator import STALL
 

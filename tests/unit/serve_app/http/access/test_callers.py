@@ -6,11 +6,11 @@ from unittest.mock import patch
 
 import pytest
 
+from cluster.config_sections import ApiKey
 from cluster.errors import CapacityError, ConfigError, RequestError
-from cluster.trust.api_keys import ApiKey
-from serve_app.cli.key import key_lines, new_key
-from serve_app.http.access.callers import Caller, Callers
-from serve_app.http.wire.schemas import CompletionRequest
+from serve_app.api.access import Caller, Callers
+from serve_app.api.schemas import CompletionRequest
+from serve_app.cli.running import key_lines, new_key
 from tests.asgi_front import config_of
 
 

@@ -16,8 +16,8 @@ from ray.serve._private.utils import call_function_from_import_path
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.http.access.proxy_errors import PROXY_ENVIRONMENT
-from serve_app.http.wire.replies import RETRY_AFTER_S
+from serve_app.api.proxy_errors import PROXY_ENVIRONMENT
+from serve_app.api.replies import RETRY_AFTER_S
 
 FULL = BackPressureError(7, 7, status_code=429, retry_after_s=RETRY_AFTER_S)
 NONE_THERE = DeploymentUnavailableError(DeploymentID("Router", "slipstream"))

@@ -11,9 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.http.access.admin_port import OPERATORS
-from serve_app.http.access.request_id import REQUEST_ID, NamedByServe
-from serve_app.http.text import TextCodec
+from serve_app.api.access import OPERATORS, REQUEST_ID, NamedByServe
+from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 
 COMPLETION = {"model": MODEL, "prompt": "hi"}

@@ -1,7 +1,7 @@
 """How a model writes its calls, found out from its chat template and its response template."""
 
-from serve_app.http.conversation.call_form import TaggedArguments
-from serve_app.http.text import TextCodec
+from serve_app.api.text import TextCodec
+from serve_app.api.tool_calls import TaggedArguments
 from tests.call_writers import json_writer, lined_writer, quoting_writer, special_writer, tagged_writer
 from tests.talking_tokenizer import talking_tokenizer
 

@@ -11,8 +11,8 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.http.conversation.response_templates import find_template
-from serve_app.http.text import TextCodec
+from serve_app.api.text import TextCodec
+from serve_app.api.tool_calls import find_template
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 from tests.call_writers import Sayings, quoting_writer
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer

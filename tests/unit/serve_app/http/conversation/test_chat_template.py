@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from cluster.errors import EngineError, ModelError, RequestError
-from serve_app.http.conversation.chat_template import ChatTemplate, TemplateOptions
-from serve_app.http.conversation.rendering import Rendering
-from serve_app.http.text import TextCodec
+from serve_app.api.chat_template import ChatTemplate, Rendering, TemplateOptions
+from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, asgi_front
 from tests.talking_tokenizer import talking_tokenizer
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from serve_app.http.conversation.choice_stream import Telling, TellingOptions
-from serve_app.http.conversation.output_parser import Content, Saying
-from serve_app.http.generation_stream import Delta
+from serve_app.api.choice_stream import Telling, TellingOptions
+from serve_app.api.generation import Delta
+from serve_app.api.tool_calls import Content, Saying
 
 
 class HoldingReader:

@@ -2,8 +2,8 @@
 
 import math
 
-from protos.scores import TokenScore
-from serve_app.http.conversation.logprobs import LEAST, ScoredToken, chat_logprobs, completion_logprobs, prompt_logprobs
+from protos.messages import TokenScore
+from serve_app.api.choice_stream import LEAST, ScoredToken, chat_logprobs, completion_logprobs, prompt_logprobs
 
 TEXTS = {1: "a", 2: "bc", 3: "\N{SNOWMAN}", 4: "a"}
 SCORED = [

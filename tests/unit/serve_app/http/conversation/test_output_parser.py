@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.http.conversation import call_text
-from serve_app.http.conversation.output_parser import Call, Content, PlainReader, Reasoning, Saying, read_whole
-from serve_app.http.conversation.response_templates import ResponseReaders, find_template
+from serve_app.api import tool_calls
+from serve_app.api.tool_calls import (
+    Call,
+    Content,
+    PlainReader,
+    Reasoning,
+    ResponseReaders,
+    Saying,
+    find_template,
+    read_whole,
+)
 from tests.call_writers import special_writer
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
@@ -154,9 +162,9 @@ def test_arguments_with_very_many_objects_are_not_looked_for_at_each(readers: Re
     arguments = json.dumps({"a": "7", "b": [{}] * 20_000})
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
     reader = readers.reader((), tools)
-    with patch.object(call_text, "_DECODER", wraps=call_text._DECODER) as decoder:
+    with patch.object(tool_calls, "_DECODER", wraps=tool_calls._DECODER) as decoder:
         read_whole(reader, [f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'])
-    assert decoder.raw_decode.call_count == call_text.MOST_PLACES
+    assert decoder.raw_decode.call_count == tool_calls.MOST_PLACES
 
 
 def test_where_no_tools_are_offered_a_call_is_content(readers: ResponseReaders) -> None:

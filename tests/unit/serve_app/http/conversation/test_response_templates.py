@@ -3,8 +3,7 @@
 import pytest
 
 from cluster.errors import ConfigError
-from serve_app.http.conversation.output_parser import Content, read_whole
-from serve_app.http.conversation.response_templates import ResponseReaders, find_template
+from serve_app.api.tool_calls import Content, ResponseReaders, find_template, read_whole
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 SHOUTED = {"start_anchor": "assistant\n", "fields": {"content": {"open": "[", "close": "]"}}}

@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 
 from cluster.errors import CapacityError
-from serve_app.http.limits.bodies import Bodies, BodyTimeoutError, BodyTooLargeError
+from serve_app.api.limits import Bodies, BodyTimeoutError, BodyTooLargeError
 
 FOREVER_S = 1e6
 

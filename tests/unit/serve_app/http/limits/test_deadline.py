@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from serve_app.http.limits.deadline import Deadline, RequestTimeoutError
-from serve_app.http.text import TextCodec
+from serve_app.api.limits import Deadline, RequestTimeoutError
+from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, asgi_front
 from tests.integration.scripted_generator import STALL
 

@@ -4,11 +4,11 @@ import httpx
 import pytest
 
 from cluster.errors import DrainingError
-from serve_app.http.api import create_api
-from serve_app.http.metrics import Metrics
-from serve_app.http.stopped import RefuseWhenStopped
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.replies import HealthReport
+from serve_app.api.app import create_api
+from serve_app.api.failures import RefuseWhenStopped
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, asgi_front, config_of
 from tests.integration.scripted_generator import ScriptedGenerator
 

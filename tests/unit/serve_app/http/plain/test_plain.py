@@ -14,10 +14,9 @@ from jsonschema import Draft202012Validator
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import TargetLostError
 from cluster.routing.ledger import Emit, Ended
-from protos.messages import Finish
-from protos.scores import TokenScore
-from serve_app.http.plain.served_model import fingerprint
-from serve_app.http.text import TextCodec
+from protos.messages import Finish, TokenScore
+from serve_app.api.served_model import fingerprint
+from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front, config_of
 from tests.talking_tokenizer import talking_tokenizer
 

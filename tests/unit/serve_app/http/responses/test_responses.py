@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from cluster.errors import TargetLostError
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.http.generation_defaults import GenerationDefaults
-from serve_app.http.wire.responses_input import ResponsesRequest
+from serve_app.api.responses_schemas import ResponsesRequest
+from serve_app.api.validation import GenerationDefaults
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 from tests.call_writers import Sayings
 from tests.unit.serve_app.http.conversation.test_chat import CALL, SCHEMA, STOP, rendered, talking_codec

@@ -9,15 +9,11 @@ from jsonschema import Draft202012Validator
 
 from cluster.errors import RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
-from serve_app.http.conversation.output_parser import Call, Content, Reasoning, read_whole
-from serve_app.http.conversation.response_templates import ReasoningInPrompt
-from serve_app.http.structured.grammar_check import GrammarCheck
-from serve_app.http.structured.response_format import AskedGrammar, asked_grammar
-from serve_app.http.structured.tool_grammar import held_calls
-from serve_app.http.text import TextCodec
-from serve_app.http.wire.bounds import RequestBounds
-from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.schemas import ChatRequest
+from serve_app.api.fields import RequestBounds, parse
+from serve_app.api.grammars import AskedGrammar, GrammarCheck, asked_grammar, held_calls
+from serve_app.api.schemas import ChatRequest
+from serve_app.api.text import TextCodec
+from serve_app.api.tool_calls import Call, Content, Reasoning, ReasoningInPrompt, read_whole
 from tests.call_writers import Sayings, json_writer, lined_writer, special_writer, tagged_writer
 
 CITY = {

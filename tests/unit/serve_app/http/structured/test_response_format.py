@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 
-from actors.grammars.compiler import GrammarCompiler
-from actors.grammars.vocabulary import grammar_vocabulary
+from actors.grammars import GrammarCompiler, grammar_vocabulary
 from cluster.errors import RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
-from serve_app.http.structured.grammar_check import GrammarCheck
-from serve_app.http.structured.response_format import AskedGrammar, asked_grammar
-from serve_app.http.wire.bounds import RequestBounds
-from serve_app.http.wire.parsing import parse
-from serve_app.http.wire.schemas import ChatRequest, CompletionRequest
+from serve_app.api.fields import RequestBounds, parse
+from serve_app.api.grammars import AskedGrammar, GrammarCheck, asked_grammar
+from serve_app.api.schemas import ChatRequest, CompletionRequest
 from tests.byte_tokenizer import byte_tokenizer
 
 POINT = {

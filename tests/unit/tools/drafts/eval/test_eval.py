@@ -7,17 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.compute.state_codec import decode_rows
+from actors.compute.hidden_states import decode_rows
 from actors.drafters.registry import capture_spec, create_method
 from cluster.config import DraftPool, ModelConfig, Resources
-from cluster.draft_options import StatesOptions
+from cluster.config_sections import StatesOptions
 from cluster.errors import ConfigError
 from protos.draft_tree import NO_TREE, DraftTree
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, checkpoint
 from tests.unit.tools.drafts.eval.tiny_target import a_target
-from tools.drafts.eval.measured_target import MeasuredTarget
-from tools.drafts.eval.measures import measures
-from tools.drafts.eval.replay import AskedPlace, replay, verifies
+from tools.drafts.evaluation import AskedPlace, MeasuredTarget, measures, replay, verifies
 
 TOKENS = 40
 PROMPTS = ("abcabcabcab", "hello,hello,hel")

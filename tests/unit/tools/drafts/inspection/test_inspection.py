@@ -13,21 +13,18 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.drafters.heads.dflash.loading import load_dflash
+from actors.drafters.heads.dflash.drafting import load_dflash
 from actors.drafters.heads.eagle.config import overrides_of
 from actors.drafters.heads.eagle.loading import load_eagle, read_eagle_config
 from actors.drafters.heads.files import read_head
-from actors.drafters.heads.last_state.medusa import load_medusa
-from actors.drafters.heads.last_state.mlp_speculator import load_mlp_speculator
+from actors.drafters.heads.medusa import load_medusa
+from actors.drafters.heads.mlp_speculator import load_mlp_speculator
 from cluster.config import validated
-from cluster.draft_options import EagleOptions
+from cluster.config_sections import EagleOptions
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, altered, checkpoint
-from tools.drafts.inspection.facts import DraftFacts, Misfit
-from tools.drafts.inspection.head_facts import conventions_of
-from tools.drafts.inspection.header_files import read_headers
-from tools.drafts.inspection.inspect import inspect_draft
-from tools.drafts.inspection.layout import CAUSAL, LAYER_SKIP, layout_of
+from tools.drafts.headers import CAUSAL, LAYER_SKIP, DraftFacts, Misfit, conventions_of, layout_of, read_headers
+from tools.drafts.inspection import inspect_draft
 
 VOCABULARY = 96
 LOADERS: Mapping[str, Callable[..., object]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from actors.drafters.heads.mtp.loading import load_mtp
+from actors.drafters.heads.eagle.mtp import load_mtp
 from cluster.config import validated
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET
@@ -21,9 +21,8 @@ from tests.unit.actors.drafters.heads.mtp_fixtures import (
     qwen,
     target_with,
 )
-from tools.drafts.inspection.header_files import read_headers
-from tools.drafts.inspection.inspect import inspect_draft
-from tools.drafts.inspection.layout import CAUSAL, WITH_MTP, layout_of
+from tools.drafts.headers import CAUSAL, WITH_MTP, layout_of, read_headers
+from tools.drafts.inspection import inspect_draft
 
 
 def numbered(tensors: Tensors, first: str, other: str) -> Tensors:

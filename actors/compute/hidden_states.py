@@ -1,0 +1,172 @@
+"""Capture of the target's hidden states: which streams a forward keeps, what is made of them, and where they lie.
+
+Storage of the target's hidden states: pages parallel to the KV cache, or only the latest forward's rows.
+
+With pages, states that were computed once are found again by whatever shares their KV pages: a session with the same
+prefix, a preempted one, a drafter that takes over midway.
+
+Encoding of hidden states as bytes: bfloat16, or 8 bits with one scale per token.
+
+The scale is amax / 448 and at least 1e-12, over all layers of a token, as in vLLM's and speculators' stores of hidden
+states. There, acceptance with 8 bits equalled that with 16.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.compute.kv_cache import to_device
+from cluster.page_allocator import PageCopy, PlaceMove
+from protos.messages import SCALE_BYTES, StateDtype, StatesFormat
+
+
+class StateStore(Protocol):
+    """Encoded rows by place of the KV cache."""
+
+    def write(self, places: Tensor, rows: Tensor) -> None:
+        """Writes all rows that one forward fed, (n, row bytes), to places, (n,)."""
+        ...
+
+    def read(self, places: Sequence[int]) -> bytes:
+        """Returns the rows of these places, concatenated."""
+        ...
+
+    def move(self, moves: Sequence[PlaceMove]) -> None:
+        """Moves rows as the KV cache does, before the forward."""
+        ...
+
+    def copy(self, copies: Sequence[PageCopy]) -> None: ...
+
+
+class LatestStates:
+    """A `StateStore` of the latest forward's rows only; it takes no memory beyond them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places: Tensor = torch.empty(0, dtype=torch.long)
+        self._rows = torch.empty((0, 0), dtype=torch.uint8)
+        self._index: dict[int, int] = {}  # row index by place; built on the first read
+
+    def write(self, places: Tensor, rows: Tensor) -> None:
+        self._places = places
+        self._rows = rows
+        self._index = {}
+
+    def read(self, places: Sequence[int]) -> bytes:
+        """Returns the rows of these places. Raises KeyError for a place that the latest forward did not write."""
+        if not self._index:
+            self._index = {place: row for row, place in enumerate(self._places.tolist())}
+        (at,) = to_device([[self._index[place] for place in places]], self._device)
+        return self._rows.index_select(0, at).cpu().numpy().tobytes()
+
+    def move(self, moves: Sequence[PlaceMove]) -> None:
+        """Does nothing: the next forward replaces all rows."""
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Does nothing, as `move`."""
+
+
+class StateCache:
+    """One encoded row per place, in one tensor of shape (pages x page size, row bytes)."""
+
+    def __init__(self, pages: int, page_size: int, row_bytes: int, device: torch.device) -> None:
+        self._page_size = page_size
+        self._device = device
+        self._rows = torch.empty((pages * page_size, row_bytes), dtype=torch.uint8, device=device)
+
+    def write(self, places: Tensor, rows: Tensor) -> None:
+        """Writes rows, (n, row bytes), to places, (n,)."""
+        self._rows.index_copy_(0, places, rows)
+
+    def read(self, places: Sequence[int]) -> bytes:
+        """Returns the rows of these places, concatenated."""
+        (at,) = to_device([places], self._device)
+        return self._rows.index_select(0, at).cpu().numpy().tobytes()
+
+    def move(self, moves: Sequence[PlaceMove]) -> None:
+        """Copies single places, all at once."""
+        if not moves:
+            return
+        sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self._device)
+        self._rows[targets] = self._rows[sources]
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copies whole pages."""
+        if not copies:
+            return
+        sources, targets = to_device([[copy.source for copy in copies], [copy.to for copy in copies]], self._device)
+        pages = self._rows.view(-1, self._page_size, self._rows.shape[1])
+        pages[targets] = pages[sources]
+
+
+LARGEST = 448.0  # largest finite e4m3 value
+LEAST_SCALE = 1e-12
+
+
+def encode_rows(rows: Tensor, dtype: StateDtype) -> Tensor:
+    """Encodes rows, (n, width), as bytes, (n, row bytes), on the same device."""
+    if dtype is StateDtype.BFLOAT16:
+        return rows.to(torch.bfloat16).contiguous().view(torch.uint8)
+    rows = rows.float()
+    scales = (rows.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_min_(LEAST_SCALE)
+    scaled = (rows / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return torch.cat([scaled.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+
+
+def decode_rows(data: bytes, layout: StatesFormat) -> Tensor:
+    """Decodes rows to float32, (n, width). NaN and infinity become 0, because the bytes come from a peer."""
+    if not data:
+        return torch.zeros(0, layout.width)
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, layout.row_bytes)
+    if layout.dtype is StateDtype.BFLOAT16:
+        rows = encoded.view(torch.bfloat16).float()
+    else:
+        elements = encoded[:, :-SCALE_BYTES].contiguous().view(torch.float8_e4m3fn)
+        rows = elements.float() * encoded[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+    return torch.nan_to_num_(rows, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+StateProjection = Callable[[Tensor], Tensor]
+"""What the target makes of the streams, (n, layers x hidden), before they are sent: (n, width)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSpec:
+    """What the leading rank is told to capture. Pickled: `load_projection` is a function of a module."""
+
+    layers: tuple[int, ...]
+    format: StatesFormat
+    load_projection: Callable[[torch.device], StateProjection] | None = None
+    is_kept: bool = True  # beside the KV cache; else there are those of the latest forward alone
+
+    def projection_on(self, device: torch.device) -> StateProjection | None:
+        """Loads it, if there is one."""
+        return self.load_projection(device) if self.load_projection is not None else None
+
+
+class StateCapture:
+    """The states of all that is fed, encoded; `project` is the spec's projection, loaded."""
+
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        pages: int,
+        page_size: int,
+        device: torch.device,
+        project: StateProjection | None = None,
+    ) -> None:
+        self.layers = spec.layers
+        self.cache: StateStore = (
+            StateCache(pages, page_size, spec.format.row_bytes, device) if spec.is_kept else LatestStates(device)
+        )
+        self._format = spec.format
+        self._project = project
+
+    def keep(self, places: Tensor, streams: Tensor) -> None:
+        """Of the tokens of one forward: the places that they were written to, (n,), and their streams."""
+        rows = self._project(streams) if self._project is not None else streams
+        assert rows.shape[1] == self._format.width, f"states are {rows.shape[1]} wide, not {self._format.width}"
+        self.cache.write(places, encode_rows(rows, self._format.dtype))

@@ -1,0 +1,121 @@
+"""Drafting with an EAGLE head: a draft model that reads the target's hidden states in addition to the tokens."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from actors.attention import AttentionBackend
+from actors.drafters.heads.eagle.config import overrides_of
+from actors.drafters.heads.eagle.loading import (
+    EagleHead,
+    EagleRunner,
+    load_eagle,
+    load_row_projection,
+    read_eagle_config,
+)
+from actors.drafters.heads.eagle.weights import borrowed_tensors
+from actors.drafters.heads.files import PICKLES, folder_to_borrow_from
+from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded, head_products
+from actors.drafters.model.draft_cache import DraftCache, FedStates
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens
+from actors.drafters.model.sampling import Calibration, DraftingLimits
+from actors.drafters.registry import DraftSetup
+from actors.engine.memory import page_count
+from actors.engine.process import device_of
+from actors.models.checkpoint import local_folder
+from actors.sampling.processors import Maker
+from cluster.config import DraftPool
+from cluster.config_sections import HeadOptions
+from protos.messages import StatesNeeded
+
+log = logging.getLogger(__name__)
+UNFED = 1  # each token is fed with the state before it, so the first token is not fed
+
+
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
+    """Returns which hidden states the head named by `draft.model` reads."""
+    return read_eagle_config(_folder(draft), target, overrides_of(draft.eagle)).needs
+
+
+def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
+    """Loads the projection that the head applies to the target's states first, and no other tensor.
+
+    It is computed in the target's dtype, even if the drafter quantizes the head.
+    """
+    return load_row_projection(_folder(draft), target, getattr(torch, dtype), device, overrides_of(draft.eagle))
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
+    """Creates the method.
+
+    Raises ModelError if the head named by `draft.model` does not fit the target or the device.
+    """
+    device = device_of(draft.resources)
+    products = head_products(draft.eagle, setup.dtype, device)
+    overrides = overrides_of(draft.eagle)
+    config = read_eagle_config(_folder(draft), local_folder(setup.target, with_weights=False), overrides)
+    head = load_eagle(
+        _folder(draft),
+        folder_to_borrow_from(setup.target, borrowed_tensors(config)),
+        products.dtype,
+        device,
+        overrides,
+        setup.target_tokens.keys(),
+        products.product,
+    )
+    return deployed(head, draft, draft.eagle, setup)
+
+
+def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: DraftSetup) -> DecodedStates:
+    """Wraps the head in a drafting method with a cache of the configured size, and logs how it was understood."""
+    log.info("\n".join(head.config.describe()))
+    page_size = draft.cache.page_size
+    bytes_each = head.page_bytes(page_size)
+    share = draft.resources.gpu_share
+    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share)
+    limits = DraftingLimits(options.draft_probs_top_k)
+    is_projected = draft.states.projects_at_target(head.config.needs)
+    method = eagle_draft_model(
+        head, pages, page_size, limits, setup.max_draft_tokens, is_projected=is_projected, makers=setup.makers
+    )
+    return decoded(method, setup.states)
+
+
+def _folder(draft: DraftPool) -> Path:
+    assert draft.model is not None, "a configuration whose method loads a head names it"
+    return local_folder(draft.model, more=PICKLES)
+
+
+def eagle_draft_model(
+    head: EagleHead,
+    pages: int,
+    page_size: int,
+    limits: DraftingLimits,
+    max_draft_tokens: int,
+    clock: Callable[[], float] = time.monotonic,
+    calibration: Calibration | None = None,
+    attention: AttentionBackend | None = None,
+    is_projected: bool = False,
+    makers: Sequence[Maker] = (),
+) -> DraftModel:
+    """Creates the method over `pages` cache pages; `attention` defaults to what `choose_attention` picks.
+
+    A head that predicts several tokens per forward predicts `max_draft_tokens`. With `is_projected`, rows of states
+    arrive already projected by the target.
+    """
+    runner = EagleRunner(head, pages, page_size, attention)
+    needs = head.config.needs
+    if is_projected:
+        needs = StatesNeeded(needs.layers, head.config.hidden)
+    project = runner.placed if is_projected else runner.project
+    feed = FedStates(needs, project, head.config.max_positions, runner.mask_state)
+    token = head.config.mask_token
+    masks = ONE_AT_A_TIME if token is None else MaskTokens(token, max_draft_tokens)
+    cache = DraftCache(pages, page_size, UNFED)
+    return DraftModel(
+        runner, head.token_ids, cache, limits, clock, masks=masks, calibration=calibration, feed=feed, makers=makers
+    )

@@ -1,0 +1,228 @@
+"""Drafting with the multi-token prediction (MTP) module of the target's own checkpoint, run like an EAGLE head.
+
+Multi-token prediction (MTP) modules, which a target's own checkpoint contains.
+
+`names.py` finds a module in a checkpoint and maps its tensor names; `loading.py` then loads it as an EAGLE head
+(`actors/drafters/heads/eagle`), which it computes like. Start with `loading.py`.
+
+Loads a target's multi-token prediction module as an EAGLE head with two more norms, which it computes like.
+
+DeepSeek-V3: arXiv 2412.19437, section 2.2. The module is fed a token's embedding and the target's final state before
+it, each normed separately. One decoder layer, a norm and the target's LM head then predict the next token. For further
+tokens the module's own normed output takes the place of the target's state.
+
+Location and tensor names of a checkpoint's multi-token prediction module.
+
+Layouts differ in names, in the order in which embedding and state are concatenated, and in whether the embedding at
+position 0 is replaced by zeros, as in vLLM's deepseek_mtp.py and mimo_mtp.py.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.compute.linear import Product, projection
+from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, resolve
+from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleHead, head_of
+from actors.drafters.heads.eagle.method import deployed
+from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
+from actors.drafters.heads.projection import DecodedStates, head_products
+from actors.drafters.heads.rope import TargetShape, target_shape
+from actors.drafters.registry import DraftSetup
+from actors.engine.process import device_of
+from actors.models.checkpoint import first_of_each, folder_with, local_folder
+from actors.models.config_reader import read_config
+from actors.models.weights import read_tensors, stored_tensors
+from cluster.config import DraftPool
+from cluster.errors import ModelError
+from protos.messages import StatesNeeded
+
+LAYER = re.compile(
+    r"layers\.0\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)"
+    r"|mlp\.(gate|up|down)_proj)\.(weight|bias)"
+)
+"""Tensors of a decoder layer of the Llama kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayout:
+    """Names of the tensors outside the decoder layer, by their EAGLE names; all begin with `prefix`."""
+
+    name: str
+    prefix: str
+    fc: str
+    embedding_norm: str
+    state_norm: str
+    last_norm: str
+    layer: str = ""  # prefix of the decoder layer's names
+    lm_head: str = ""
+    state_first: bool = False  # the state is concatenated before the embedding
+    hides_first: bool = False  # the embedding at position 0 is zero
+
+    def own_name(self, stored: str) -> str:
+        """Returns the EAGLE name of a stored tensor."""
+        name = stored.removeprefix(self.prefix)
+        module, _, kind = name.rpartition(".")
+        known = {
+            self.fc: "fc",
+            self.embedding_norm: "embed_layernorm",
+            self.state_norm: "state_layernorm",
+            self.last_norm: "lm_head_layernorm",
+            self.lm_head: "lm_head",
+            "embed_tokens": "embed_tokens",
+        }
+        return f"{known[module]}.{kind}" if module in known else f"layers.0.{name.removeprefix(self.layer)}"
+
+
+def layouts_of(layers: int) -> tuple[MtpLayout, ...]:
+    """Returns the known layouts, for a target with `layers` layers."""
+    deepseek = MtpLayout(
+        name="DeepSeek's",
+        prefix=f"model.layers.{layers}.",
+        fc="eh_proj",
+        embedding_norm="enorm",
+        state_norm="hnorm",
+        last_norm="shared_head.norm",
+        lm_head="shared_head.head",
+        hides_first=True,
+    )
+    mimo = MtpLayout(
+        name="MiMo's",
+        prefix="model.mtp_layers.0.",
+        fc="input_proj",
+        embedding_norm="token_layernorm",
+        state_norm="hidden_layernorm",
+        last_norm="final_layernorm",
+        state_first=True,
+        hides_first=True,
+    )
+    qwen = MtpLayout(
+        name="Qwen's",
+        prefix="mtp.",
+        fc="fc",
+        embedding_norm="pre_fc_norm_embedding",
+        state_norm="pre_fc_norm_hidden",
+        last_norm="norm",
+        layer="layers.0.",
+    )
+    return deepseek, mimo, qwen
+
+
+def layout_in(stored: Iterable[str], layers: int, where: str) -> MtpLayout:
+    """Returns the layout of a checkpoint with these tensors. Raises ModelError if it is unknown."""
+    names = set(stored)
+    for layout in layouts_of(layers):
+        if f"{layout.prefix}{layout.fc}.weight" in names:
+            return layout
+    looked_for = ", ".join(f"{layout.prefix}{layout.fc}.weight" for layout in layouts_of(layers))
+    raise ModelError(
+        f"{where} holds no multi-token prediction module that is known here: none of {looked_for}; use a target that"
+        " comes with one, or another drafting method"
+    )
+
+
+def module_count(stored: Iterable[str], layout: MtpLayout) -> int:
+    """Counts the modules of a checkpoint with these tensors: they are numbered consecutively from the first."""
+    first = re.fullmatch(r"(.*?)(\d+)\.", layout.prefix + layout.layer)
+    assert first is not None, "what a module's layer begins with ends in a number"
+    numbered = re.compile(rf"{re.escape(first[1])}(\d+)\.")
+    numbers = {int(match[1]) for name in stored if (match := numbered.match(name))}
+    return next(found for found in count() if int(first[2]) + found not in numbers)
+
+
+def check_layer(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raises ModelError unless the decoder layer is of the Llama kind."""
+    others = sorted(name for name in tensors if name.startswith("layers.") and not LAYER.fullmatch(name))
+    if others:
+        shown = ", ".join(name.removeprefix("layers.0.") for name in others[:4])
+        raise ModelError(
+            f"the multi-token prediction module in {where} has a decoder layer with {shown}, expected queries, keys,"
+            " values and a gated MLP, as Llama and Qwen have; experts and latent attention are not supported"
+        )
+
+
+def mtp_states(target: Path) -> StatesNeeded:
+    """Returns the state that the target's module reads: the final one, after the last norm."""
+    shape = target_shape(target)
+    return StatesNeeded((shape.layers,), shape.hidden)
+
+
+def folder_with_mtp(target: str) -> Path:
+    """Returns the target's folder, fetching only the module and the tensors that it shares with the target.
+
+    `target` is a folder or a Hugging Face id. Raises ModelError as `load_mtp` does.
+    """
+    layers = target_shape(local_folder(target, with_weights=False)).layers
+
+    def wanted(names: Collection[str]) -> list[str]:
+        layout = layout_in(names, layers, target)
+        return [*(name for name in names if name.startswith(layout.prefix)), *first_of_each((EMBEDDING, HEAD))(names)]
+
+    return folder_with(target, wanted)
+
+
+def load_mtp(
+    target: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int],
+    product: Product = projection,
+) -> EagleHead:
+    """Loads the first module of the target in this folder, and the target's tensors that it shares.
+
+    Raises ModelError if there is no module, or its kind is not supported.
+    """
+    shape = target_shape(target)
+    layout = layout_in(stored_tensors(target, partial=True), shape.layers, str(target))
+    files = module_files(target, layout, _read(target, layout))
+    config = replace(resolve_mtp(files, shape), hides_first=layout.hides_first)
+    return head_of(files, config, target, dtype, device, proposable, product)
+
+
+def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
+    """Resolves a module with tensors in EAGLE names. Raises ModelError if its kind is not supported."""
+    check_layer(files.tensors, str(files.folder))
+    window = files.config.get("sliding_window")
+    if window and files.config.get("use_sliding_window", True):
+        raise ModelError(f"the target in {files.folder} attends to a window of {window}, which is not supported in MTP")
+    return replace(resolve(files, target, AS_CONFIGURED), kind=EagleKind.MTP)
+
+
+def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) -> HeadFiles:
+    """Returns the module's tensors under EAGLE names, with the target's configuration reduced to one layer."""
+    tensors = {layout.own_name(name): tensor for name, tensor in stored.items() if name.startswith(layout.prefix)}
+    if layout.state_first:
+        state, embedding = tensors["fc.weight"].chunk(2, dim=-1)
+        tensors["fc.weight"] = torch.cat((embedding, state), dim=-1)
+    config = read_config(target).get_text_config().to_dict()
+    return HeadFiles(target, config | {"num_hidden_layers": 1, "layer_types": None, "norm_output": True}, tensors)
+
+
+def _read(target: Path, layout: MtpLayout) -> dict[str, Tensor]:
+    """Reads the module's tensors and no others, as they are stored."""
+    stored = {
+        name: place for name, place in stored_tensors(target, partial=True).items() if name.startswith(layout.prefix)
+    }
+    tensors: dict[str, Tensor] = {}
+    for path in sorted({place.path for place in stored.values()}):
+        tensors |= read_tensors(path, [name for name, place in stored.items() if place.path == path])
+    return tensors
+
+
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
+    """Requests the target's final hidden state at every position."""
+    return mtp_states(target)
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
+    """Creates the method. Raises ModelError if the target's checkpoint has no MTP module, or an unsupported kind."""
+    device = device_of(draft.resources)
+    products = head_products(draft.mtp, setup.dtype, device)
+    folder = folder_with_mtp(setup.target)
+    head = load_mtp(folder, products.dtype, device, setup.target_tokens.keys(), products.product)
+    return deployed(head, draft, draft.mtp, setup)

@@ -1,0 +1,311 @@
+"""Heads that read only the target's final state of the last position, and predict several tokens from it.
+
+`medusa.py` and `mlp_speculator.py` are the two heads, each with its own `create`. Start with `drafting.py`,
+which drafts with either; `last_rows.py` keeps the states and `loading.py` loads a head.
+
+Drafting with heads that read one state of the target: the one that the last decided token was sampled from.
+
+Such heads keep nothing of the text, so a session needs one row per round, and none of its prompt.
+
+Storage of the target's states for heads that read only the last one.
+
+Loads a published head that reads the target's final state, and creates the drafting method.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import never
+from actors.compute.linear import Product
+from actors.drafters.heads.files import PICKLES, folder_to_borrow_from
+from actors.drafters.heads.head_drafter import PredictedDraft, PredictedDrafting, fill_places
+from actors.drafters.heads.projection import head_products
+from actors.drafters.heads.rope import target_shape
+from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
+from actors.drafters.registry import DraftSetup
+from actors.engine.process import device_of
+from actors.models.checkpoint import local_folder
+from actors.models.decoder import ForwardOutput
+from actors.sampling.processors import MAKERS
+from cluster.config import DraftPool
+from cluster.config_sections import HeadOptions
+from cluster.drafting.trees import TokenPath, least_of, worth_a_limb
+from protos.messages import StatesNeeded
+from protos.prefix import hashes_after
+
+MOST_ROWS = 512  # per session: states may arrive before the verdicts that they belong to
+
+
+class LastRows:
+    """The target's states of each session, by position, from the last decided token but one on."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._rows: dict[str, dict[int, Tensor]] = {}
+
+    def keep(self, session: str, first: int, rows: Tensor, wanted: int) -> None:
+        """Keeps rows, (rows, width), of positions from `first` on, except positions before `wanted`."""
+        kept = self._rows.setdefault(session, {})
+        for position in range(max(first, wanted), first + len(rows)):
+            kept[position] = rows[position - first].to(self._device, self._dtype, copy=True)
+        for position in sorted(kept)[MOST_ROWS:]:
+            del kept[position]
+
+    def forget_before(self, session: str, wanted: int) -> None:
+        kept = self._rows.get(session, {})
+        for position in [position for position in kept if position < wanted]:
+            del kept[position]
+
+    def at(self, session: str, position: int) -> Tensor | None:
+        """Returns the row of a position, (width,); None if it has not arrived."""
+        return self._rows.get(session, {}).get(position)
+
+    def close(self, session: str) -> None:
+        self._rows.pop(session, None)
+
+
+LIMB_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
+
+
+class LastStateConfig(Protocol):
+    """A head's resolved configuration."""
+
+    @property
+    def width(self) -> int:
+        """Number of tokens that the head predicts."""
+        ...
+
+    @property
+    def needs(self) -> StatesNeeded: ...
+
+    @property
+    def recurs(self) -> bool:
+        """True if the head reads the sampled tokens and its own states, False if only the target's state."""
+        ...
+
+    def reach(self, depth: int) -> int:
+        """Returns how many tokens the head predicts after `depth` tokens without states; 0: it must wait."""
+        ...
+
+    def describe(self) -> list[str]:
+        """Describes the head, one fact per line."""
+        ...
+
+
+class LastStateHead(Protocol):
+    """Predicts some tokens after a state of the target."""
+
+    @property
+    def config(self) -> LastStateConfig: ...
+
+    def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
+        """Predicts what follows `tokens`, which come `depth` tokens after those that the target's states cover.
+
+        Each token was sampled from one of the states, (rows, hidden): the target's, or those of an earlier call.
+        """
+        ...
+
+
+class LastStatePredictor:
+    """A `StatePredictor` for such a head."""
+
+    def __init__(self, head: LastStateHead, sampler: DraftSampler, rows: LastRows) -> None:
+        self._head = head
+        self._sampler = sampler
+        self._rows = rows
+
+    @property
+    def width(self) -> int:
+        return self._head.config.width
+
+    @property
+    def needs(self) -> StatesNeeded:
+        return self._head.config.needs
+
+    def reach(self, depth: int) -> int:
+        return self._head.config.reach(depth)
+
+    # ------------------------------------------------------------ states
+
+    def open(self, session: str) -> None:
+        self._rows.close(session)
+
+    def begin(self, session: str, first: int) -> None:
+        """Does nothing: the head reads only the latest state."""
+
+    def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
+        assert rows.shape[-1] == self.needs.width, "rows are as wide as was asked for"
+        self._rows.keep(session, first, rows, _position(length))
+
+    def decided(self, session: str, length: int) -> None:
+        self._rows.forget_before(session, _position(length))
+
+    def close(self, session: str) -> None:
+        self._rows.close(session)
+
+    def is_ready(self, session: str, length: int) -> bool:
+        return self._rows.at(session, _position(length)) is not None
+
+    def _state(self, draft: PredictedDraft) -> Tensor:
+        """Returns the target's state, (hidden,), that the last decided token was sampled from."""
+        state = self._rows.at(draft.request.session, _position(draft.request.base_len))
+        assert state is not None, "it is asked for nothing before"
+        return state
+
+    # ------------------------------------------------------------ blocks
+
+    def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
+        if self._head.config.recurs:
+            self._recur(drafts, interrupted)
+        else:
+            fill_places(drafts, self.width, self._foresee, self._sampler, interrupted)
+
+    def _foresee(self, drafts: Sequence[PredictedDraft], places: Sequence[int]) -> list[Tensor]:
+        """Predicts place by place for all drafts that want it: each place is a separate head."""
+        states = [self._state(draft) for draft in drafts]
+        found: list[list[Tensor]] = [[] for _ in drafts]
+        for depth in range(max(places)):
+            wanted = [index for index, count in enumerate(places) if count > depth]
+            tokens = [drafts[index].text.tokens[-1] for index in wanted]
+            output = self._head.predict_next(torch.stack([states[index] for index in wanted]), tokens, depth)
+            for index, logits in zip(wanted, output.logits, strict=True):
+                found[index].append(logits)
+        return [torch.stack(rows) for rows in found]
+
+    def _recur(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
+        for draft in drafts:
+            if draft.state is None:  # otherwise the draft follows an outcome
+                draft.state = self._state(draft)
+        if not self._go_on(drafts, interrupted):
+            return
+        self._go_on([limb for draft in drafts for limb in self._branch_off(draft)], never)
+        for draft in drafts:
+            draft.end()
+
+    def _go_on(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> bool:
+        """Extends chains to their ends, batching drafts of one depth; returns False if interrupted."""
+        while True:
+            by_depth: dict[int, list[PredictedDraft]] = {}
+            for draft in drafts:
+                if not draft.is_complete and len(draft.drafted) < draft.longest:
+                    by_depth.setdefault(draft.depth, []).append(draft)
+            if not by_depth:
+                return True
+            if interrupted():
+                return False
+            for depth, together in by_depth.items():
+                self._extend(together, depth)
+
+    def _extend(self, drafts: Sequence[PredictedDraft], depth: int) -> None:
+        states, taken = zip(*[_last(draft) for draft in drafts], strict=True)
+        output = self._head.predict_next(torch.stack(states), taken, depth)
+        assert output.hidden is not None, "such a head gives the states to go on from"
+        self._sampler.extend(
+            list(zip(drafts, torch.split(output.logits, 1), torch.split(output.hidden, 1), strict=True))
+        )
+
+    def _branch_off(self, block: PredictedDraft) -> list[PredictedDraft]:
+        """Starts side branches at tokens beside the block's own."""
+        if not block.takes_trees or not block.drafted:
+            return []
+        paths = block.paths
+        least = max(block.least_chance, least_of(paths, block.max_tokens))
+        found = [
+            self._limb(block, stem, chance)
+            for stem, chance in worth_a_limb(paths, block.tokens, least)
+            if len(stem) < min(block.max_tokens, self.width)
+        ]
+        block.limbs += found
+        return found
+
+    def _limb(self, block: PredictedDraft, stem: TokenPath, chance: float) -> PredictedDraft:
+        tokens = min(LIMB_TOKENS, block.max_tokens - len(stem), self.width - len(stem))
+        return PredictedDraft(
+            request=block.request,
+            text=block.text,
+            base_hash=hashes_after(block.base_hash, stem)[-1],
+            max_tokens=tokens,
+            outcome=(*block.outcome, *stem),
+            chance=chance,
+            stem=stem,
+            state=block.drafted[len(stem) - 1].state,
+            longest=tokens,
+        )
+
+
+def _position(length: int) -> int:
+    """Returns the position of the state that the last of `length` tokens was sampled from."""
+    return length - 2
+
+
+def _last(draft: PredictedDraft) -> tuple[Tensor, int]:
+    """Returns the last token so far, and the state that it was sampled from."""
+    state, token = draft.last
+    assert isinstance(state, Tensor), "a draft begins with a state"
+    return state, token
+
+
+log = logging.getLogger(__name__)
+
+
+class LoadedHead(LastStateHead, Protocol):
+    """A head, and the tokens that its logits stand for."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Token ids of the target by column of the logits, (columns,)."""
+        ...
+
+
+class HeadLoader(Protocol):
+    """Loads a head from a folder. Raises ModelError if it does not fit the target."""
+
+    def __call__(
+        self,
+        folder: Path,
+        target_folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        proposable: Collection[int],
+        product: Product,
+    ) -> LoadedHead: ...
+
+
+def final_state(target: Path) -> StatesNeeded:
+    """Returns the state that such heads read of the target in this folder."""
+    shape = target_shape(target)
+    return StatesNeeded((shape.layers,), shape.hidden, window=1)
+
+
+def head_folder(draft: DraftPool) -> Path:
+    """Returns the folder of the head named by `draft.model`."""
+    assert draft.model is not None, "a configuration whose method loads a head names it"
+    return local_folder(draft.model, more=PICKLES)
+
+
+def last_state_drafting(
+    load: HeadLoader,
+    draft: DraftPool,
+    setup: DraftSetup,
+    options: HeadOptions,
+    borrowed: Sequence[Sequence[str]] = (),
+) -> PredictedDrafting:
+    """Creates the method for the head named by `draft.model`, and logs how the head was understood.
+
+    `borrowed` lists the tensors that it takes from the target's checkpoint: of each group the first that exists.
+    """
+    device = device_of(draft.resources)
+    products = head_products(options, setup.dtype, device)
+    target = folder_to_borrow_from(setup.target, borrowed)
+    head = load(head_folder(draft), target, products.dtype, device, setup.target_tokens.keys(), products.product)
+    log.info("\n".join(head.config.describe()))
+    rows = target_shape(target).vocabulary
+    limits = DraftingLimits(options.draft_probs_top_k)
+    sampler = DraftSampler(head.token_ids, rows, limits, Calibration(), (*MAKERS, *setup.makers))
+    return PredictedDrafting(LastStatePredictor(head, sampler, LastRows(device, products.dtype)), sampler)

@@ -1,0 +1,234 @@
+"""Medusa heads: each predicts one of the next tokens from the target's final state, whatever tokens come between.
+
+Medusa: Cai et al. 2024, arXiv 2401.10774. Head i, counted from 0, predicts the token i + 1 places after the last
+decided one. The tensors' names tell the layout: FasterDecoding's first (`{i}.{j}.linear.weight`) and second (the same
+under `medusa_head.` in a merged model), or vLLM's (`blocks.{i}.layers.{j}.weight`), whose vocabulary may be smaller.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.compute.linear import Product, Projection, projection
+from actors.drafters.heads.files import HEAD, HeadFiles, read_head, target_tensor
+from actors.drafters.heads.last_state import final_state, head_folder, last_state_drafting
+from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
+from actors.drafters.heads.rope import TargetShape, target_shape
+from actors.drafters.registry import DraftSetup
+from actors.models.decoder import ForwardOutput
+from cluster.config import DraftPool
+from cluster.errors import ModelError
+from protos.messages import StatesNeeded
+
+MERGED = "medusa_head."
+PREFIXES = (MERGED, "medusa_heads.")
+BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
+LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaConfig:
+    """Shape of the heads, read from their tensors, since published configurations state other numbers."""
+
+    layout: str
+    heads: int
+    blocks: int  # residual blocks of a head
+    hidden: int
+    columns: int  # of the logits as published
+    vocabulary: int  # the target's
+    needs: StatesNeeded
+
+    @property
+    def width(self) -> int:
+        return self.heads
+
+    @property
+    def recurs(self) -> bool:
+        return False
+
+    def reach(self, depth: int) -> int:
+        """Returns the heads left after `depth` tokens.
+
+        There is one head per place and no state but the target's, so after the last one it must wait.
+        """
+        return max(0, self.heads - depth)
+
+    def describe(self) -> list[str]:
+        """Describes how the heads were understood, one fact per line."""
+        return [
+            f"{self.heads} Medusa heads of {self.blocks} residual block(s), {self.layout} layout",
+            f"reads the target's state {self.needs.layers[0]}, its final one, {self.needs.width} elements",
+            f"proposes {self.columns} of {self.vocabulary} tokens",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """Weights of one head."""
+
+    blocks: tuple[Projection, ...]
+    lm_head: Projection
+
+
+class MedusaHeads:
+    """A `LastStateHead`."""
+
+    def __init__(self, config: MedusaConfig, branches: Sequence[_Branch], token_ids: Tensor) -> None:
+        self.config = config
+        self.token_ids = token_ids  # (columns,) of the target, by column of the logits
+        self._branches = branches
+
+    def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
+        """Applies the head of that depth; the states, (rows, hidden), remain the target's."""
+        branch = self._branches[depth]
+        hidden = states
+        for block in branch.blocks:
+            hidden = hidden + F.silu(block(hidden))
+        return ForwardOutput(branch.lm_head(hidden), states)
+
+
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
+    """Requests the target's final hidden state at every position."""
+    return final_state(target)
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
+    """Creates the method. Raises ModelError if the heads named by `draft.model` do not fit the target."""
+    borrowed = borrowed_tensors_of(heads_alone(read_head(head_folder(draft))))
+    return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa, borrowed), setup.states)
+
+
+def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
+    """Returns the tensors that heads, in names without a prefix, take from the target: groups of names."""
+    return [HEAD] if _names_of(files).lm_head(0) is None else []
+
+
+def load_medusa(
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int],
+    product: Product = projection,
+) -> MedusaHeads:
+    """Loads published heads. Raises ModelError if they do not fit the target."""
+    files = heads_alone(read_head(folder))
+    names = _names_of(files)
+    config = _resolve(files, names, target_shape(target_folder))
+    ids = files.tensors.get("token_map", torch.arange(config.columns)).long()
+    columns = draft_columns(folder, ids, config.vocabulary, proposable)
+
+    def placed(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype).contiguous()
+
+    def linear(name: str) -> Projection:
+        has_bias = f"{name}.bias" in files.tensors
+        bias = files.tensor(f"{name}.bias", (config.hidden,)) if has_bias else None
+        weight = files.tensor(f"{name}.weight", (config.hidden, config.hidden))
+        return product(placed(weight), None if bias is None else placed(bias))
+
+    def lm_head(head: int) -> Projection:
+        name = names.lm_head(head)
+        weight = files.tensor(name) if name else target_tensor(target_folder, HEAD)
+        if weight.shape != (config.columns, config.hidden):
+            raise ModelError(
+                f"the LM head of head {head} in {folder} has shape {tuple(weight.shape)}, expected"
+                f" {(config.columns, config.hidden)}"
+            )
+        return product(placed(columns.of(weight)), None)
+
+    branches = [
+        _Branch(tuple(linear(names.block(head, block)) for block in range(config.blocks)), lm_head(head))
+        for head in range(config.heads)
+    ]
+    return MedusaHeads(config, branches, columns.token_ids.to(device))
+
+
+def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
+    """Resolves heads with tensors in names without a prefix. Raises ModelError if they do not fit the target."""
+    return _resolve(files, _names_of(files), target)
+
+
+def heads_alone(files: HeadFiles) -> HeadFiles:
+    """Drops the model that heads may be merged with, and the prefix of the heads' names."""
+    for prefix in PREFIXES:
+        if any(name.startswith(prefix) for name in files.tensors):
+            mine = {name: tensor for name, tensor in files.tensors.items() if name.startswith(prefix)}
+            return HeadFiles(files.folder, files.config, mine).renamed([(re.escape(prefix), "")])
+    return files
+
+
+class _OwnNames:
+    """FasterDecoding's layout: a list of residual blocks and an LM head for each head."""
+
+    layout = "FasterDecoding's"
+
+    def __init__(self, files: HeadFiles) -> None:
+        self._tensors = files.tensors
+        found = [match for name in files.tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.weight", name))]
+        self._last = {int(match[1]): int(match[2]) for match in found}
+        self.heads = sorted(self._last)
+        self.blocks = max(self._last.values(), default=0)
+
+    def block(self, head: int, block: int) -> str:
+        """Returns the block's name; the blocks of a head are one module, whose tensors may be saved only once."""
+        name = f"{head}.{block}.linear"
+        return name if f"{name}.weight" in self._tensors else f"{head}.0.linear"
+
+    def lm_head(self, head: int) -> str | None:
+        return f"{head}.{self.blocks}.weight"
+
+
+class _VllmNames:
+    """vLLM's layout; heads may share one LM head, the target's own if none is stored."""
+
+    layout = "vLLM's"
+
+    def __init__(self, files: HeadFiles) -> None:
+        self._tensors = files.tensors
+        found = [match for name in files.tensors if (match := LAYER.fullmatch(name))]
+        self.heads = sorted({int(match[1]) for match in found})
+        self.blocks = max([int(match[2]) + 1 for match in found], default=0)
+        self._is_shared = bool(files.config.get("original_lm_head"))
+
+    def block(self, head: int, block: int) -> str:
+        return f"blocks.{head}.layers.{block}"
+
+    def lm_head(self, head: int) -> str | None:
+        if not self._is_shared:
+            return f"lm_heads.{head}.weight"
+        stored = ("lm_head.weight", "lm_heads.0.weight")
+        return next((name for name in stored if name in self._tensors), None)
+
+
+_Names = _OwnNames | _VllmNames
+
+
+def _names_of(files: HeadFiles) -> _Names:
+    return _OwnNames(files) if any(map(BLOCK.fullmatch, files.tensors)) else _VllmNames(files)
+
+
+def _resolve(files: HeadFiles, names: _Names, target: TargetShape) -> MedusaConfig:
+    if not names.heads or names.heads != list(range(len(names.heads))):
+        raise ModelError(
+            f"{files.folder} holds the Medusa heads {names.heads}, expected 0, 1, ... without a gap: tensors as"
+            " 0.0.linear.weight, or blocks.0.layers.0.weight"
+        )
+    hidden = int(files.tensor(f"{names.block(0, 0)}.weight").shape[-1]) if names.blocks else target.hidden
+    if hidden != target.hidden:
+        raise ModelError(
+            f"{files.folder} reads states of {hidden} elements, but the target's have {target.hidden}; use heads made"
+            " for this target"
+        )
+    name = names.lm_head(0)
+    columns = int(files.tensor(name).shape[0]) if name else target.vocabulary
+    mapped = files.tensors.get("token_map")
+    if mapped is not None and len(mapped) != columns:
+        raise ModelError(f"token_map in {files.folder} has {len(mapped)} tokens, expected one for each of {columns}")
+    needs = StatesNeeded((target.layers,), hidden)
+    return MedusaConfig(names.layout, len(names.heads), names.blocks, hidden, columns, target.vocabulary, needs)

@@ -1,0 +1,199 @@
+"""MLPSpeculator: a small recurrent network over the target's final state and the tokens sampled after it.
+
+Wertheimer et al. 2024, arXiv 2404.19124; foundation-model-stack/fms-extras, fms_extras/models/speculator.py. Each step
+has its own weights, or all steps share them.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from actors.compute.linear import Product, Projection, projection
+from actors.drafters.heads.files import HeadFiles, read_head
+from actors.drafters.heads.last_state import final_state, last_state_drafting
+from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
+from actors.drafters.heads.rope import TargetShape, target_shape
+from actors.drafters.registry import DraftSetup
+from actors.models.decoder import ForwardOutput
+from cluster.config import DraftPool
+from cluster.errors import ModelError
+from protos.messages import StatesNeeded
+
+EPS = 1e-6  # of the norms
+ALIASES = ((r"speculator\.", ""),)
+TIED_KEYS = ("tie_weights", "tie_wts")  # keys in a configuration; authors differ
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpeculatorConfig:
+    """Sizes and conventions."""
+
+    steps: int  # tokens that are predicted
+    hidden: int  # of the target's state
+    inner: int
+    columns: int  # of the logits as published
+    vocabulary: int  # the target's
+    is_tied: bool  # whether all steps share weights, except the first one's projection
+    scales_input: bool  # whether the target's state is normed first
+    needs: StatesNeeded
+
+    @property
+    def width(self) -> int:
+        return self.steps
+
+    @property
+    def recurs(self) -> bool:
+        return True
+
+    def reach(self, depth: int) -> int:
+        """Returns how many tokens it predicts after `depth` tokens.
+
+        It continues from its own states. After the last step it repeats that step, unless the only step takes target
+        states.
+        """
+        return self.steps if self.steps > 1 else max(0, 1 - depth)
+
+    @property
+    def state_share(self) -> float:
+        """Weight of the previous state; after all steps the target's state has weight one half (in squares)."""
+        return float(0.5 ** (0.5 / self.steps))
+
+    @property
+    def token_share(self) -> float:
+        """Weight of the sampled token's embedding."""
+        return math.sqrt((1 - self.state_share**2) * self.inner / 2)
+
+    def describe(self) -> list[str]:
+        """Describes how the speculator was understood, one fact per line."""
+        weights = "the same weights" if self.is_tied else "weights of their own"
+        normed = ", normed first" if self.scales_input else ""
+        return [
+            f"MLPSpeculator of {self.steps} steps with {weights}, {self.inner} wide",
+            f"reads the target's state {self.needs.layers[0]}, its final one, {self.needs.width} elements{normed}",
+            f"proposes {self.columns} of {self.vocabulary} tokens",
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeculatorStep:
+    """Weights of one step."""
+
+    embedding: Tensor  # (vocabulary, inner)
+    project: Projection
+    norm_weight: Tensor  # (inner,)
+    norm_bias: Tensor  # (inner,)
+    lm_head: Projection
+
+
+class MlpSpeculator:
+    """A `LastStateHead`."""
+
+    def __init__(self, config: MlpSpeculatorConfig, steps: Sequence[SpeculatorStep], token_ids: Tensor) -> None:
+        self.config = config
+        self.token_ids = token_ids  # (columns,) of the target, by column of the logits
+        self._steps = steps
+
+    def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
+        """Runs one step. `states` are the target's, (rows, hidden), at depth 0, and (rows, inner) later."""
+        config = self.config
+        step = self._steps[min(depth, config.steps - 1)]
+        if depth == 0 and config.scales_input:
+            states = _normed(states) / math.sqrt(2)
+        taken = F.embedding(torch.tensor(tokens, device=states.device), step.embedding)
+        mixed = step.project(states) * config.state_share + taken * config.token_share
+        state = F.gelu(_normed(mixed) * step.norm_weight + step.norm_bias)
+        return ForwardOutput(step.lm_head(state), state)
+
+
+def _normed(x: Tensor) -> Tensor:
+    """Root mean square norm, computed in float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)
+
+
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
+    """Requests the target's final hidden state at every position."""
+    return final_state(target)
+
+
+def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
+    """Creates the method. Raises ModelError if the speculator named by `draft.model` does not fit the target."""
+    options = draft.mlp_speculator
+    return decoded(last_state_drafting(load_mlp_speculator, draft, setup, options), setup.states)
+
+
+def load_mlp_speculator(
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int],
+    product: Product = projection,
+) -> MlpSpeculator:
+    """Loads a published speculator. Raises ModelError if it does not fit the target."""
+    files = read_head(folder).renamed(ALIASES)
+    config = resolve_mlp_speculator(files, target_shape(target_folder))
+    if config.columns <= max(proposable):
+        raise ModelError(
+            f"{folder} has embeddings for {config.columns} tokens, but the target's ids go up to {max(proposable)}; use"
+            " a speculator made for this target"
+        )
+    columns = draft_columns(folder, torch.arange(config.columns), config.vocabulary, proposable)
+
+    def placed(name: str, *shape: int) -> Tensor:
+        return files.tensor(name, shape).to(device, dtype).contiguous()
+
+    def step(index: int) -> SpeculatorStep:
+        inputs = config.hidden if index == 0 else config.inner
+        one = 0 if config.is_tied else index
+        project = min(index, 1) if config.is_tied else index
+        head = columns.of(placed(f"head.{one}.weight", config.columns, config.inner))
+        return SpeculatorStep(
+            embedding=placed(f"emb.{one}.weight", config.columns, config.inner),
+            project=product(placed(f"proj.{project}.weight", config.inner, inputs), None),
+            norm_weight=placed(f"ln.{one}.weight", config.inner),
+            norm_bias=placed(f"ln.{one}.bias", config.inner),
+            lm_head=product(head, None),
+        )
+
+    steps = [step(index) for index in range(config.steps)]
+    return MlpSpeculator(config, steps, columns.token_ids.to(device))
+
+
+def resolve_mlp_speculator(files: HeadFiles, target: TargetShape) -> MlpSpeculatorConfig:
+    """Resolves a speculator in names without a prefix. Raises ModelError if it does not fit the target."""
+    if "emb.0.weight" not in files.tensors:
+        raise ModelError(
+            f"{files.folder} holds no MLPSpeculator: there is neither emb.0.weight nor speculator.emb.0.weight"
+        )
+    columns, inner = map(int, files.tensors["emb.0.weight"].shape)
+    hidden = int(files.tensor("proj.0.weight").shape[-1])
+    stored = sum(name.startswith("emb.") for name in files.tensors)
+    is_tied = any(bool(files.config.get(key)) for key in TIED_KEYS)
+    steps = files.config.get("n_predict", stored)
+    if not isinstance(steps, int) or steps < 1 or (not is_tied and stored != steps):
+        raise ModelError(
+            f"{files.folder} has n_predict {steps!r} and {stored} embeddings, expected 1 or more, and as many"
+            " embeddings unless tie_weights is true"
+        )
+    if hidden != target.hidden:
+        raise ModelError(
+            f"{files.folder} reads states of {hidden} elements, but the target's have {target.hidden}; use a speculator"
+            " made for this target"
+        )
+    if columns > target.vocabulary:
+        raise ModelError(f"{files.folder} has {columns} tokens, expected at most {target.vocabulary}, the target's")
+    return MlpSpeculatorConfig(
+        steps=steps,
+        hidden=hidden,
+        inner=inner,
+        columns=columns,
+        vocabulary=target.vocabulary,
+        is_tied=is_tied,
+        scales_input=bool(files.config.get("scale_input")),
+        needs=StatesNeeded((target.layers,), hidden),
+    )

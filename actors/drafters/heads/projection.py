@@ -1,0 +1,161 @@
+"""Projection that a head applies to each row of the target's states first, at the target or at the drafter.
+
+It is the `fc` of EAGLE-3 and DFlash, with the norms around it.
+
+Selection of a head's matrix products from its quantization option.
+
+Selection of a head's logit columns, and the target token that each column stands for.
+
+Adapter that decodes rows of hidden states from their wire encoding into tensors for a head.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from actors.compute.hidden_states import decode_rows
+from actors.compute.linear import EightBitProjection, Product, Projection, can_round, projection
+from actors.models.decoder import Norm
+from cluster.config_sections import HeadOptions
+from cluster.drafting.method import DraftingMethod, Early, dismiss
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.errors import ModelError
+from protos.messages import DraftRequest, Open, Shape, StatesFormat
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """Identity, for layers without a norm."""
+    return x
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowProjection:
+    """Optional norms of equal parts of a row, then the product, then a norm of its result."""
+
+    part_norms: tuple[Norm, ...]
+    fc: Projection
+    norm: Norm = unchanged
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Maps the target's rows, (n, layers x target hidden size), to (n, hidden)."""
+        if self.part_norms:
+            parts = rows.chunk(len(self.part_norms), dim=-1)
+            rows = torch.cat([norm(part) for norm, part in zip(self.part_norms, parts, strict=True)], dim=-1)
+        return self.norm(self.fc(rows))
+
+
+class HeadProducts(NamedTuple):
+    """Factory for a head's matrix products, and the dtype of everything else that the head computes."""
+
+    product: Product
+    dtype: torch.dtype
+
+
+def head_products(options: HeadOptions, dtype: str, device: torch.device) -> HeadProducts:
+    """Selects products for a model of type `dtype`.
+
+    Quantized products round weights and rows to 8 bits, and the rest of the head is float32. Raises ModelError if the
+    device has no such products.
+    """
+    if options.quantization == "none":
+        return HeadProducts(projection, getattr(torch, dtype))
+    if not can_round(device):
+        raise ModelError(f"there are no products in 8 bits on {device}; leave the method's quantization out")
+    return HeadProducts(EightBitProjection, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftColumns:
+    """The kept columns."""
+
+    kept: Tensor | None  # (columns,): indices of published columns; None: all
+    token_ids: Tensor  # (columns,): token ids of the target
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Returns the kept rows of an LM head's weight, (published columns, hidden)."""
+        return weight if self.kept is None else weight[self.kept.to(weight.device)]
+
+
+def draft_columns(folder: Path, ids: Tensor, vocabulary: int, proposable: Collection[int]) -> DraftColumns:
+    """Selects the columns of proposable tokens, for a head whose column i stands for token `ids[i]`.
+
+    Raises ModelError if the ids are not distinct ids of the target, or none of them is proposable.
+    """
+    named = ids.tolist()
+    if len(set(named)) < len(named) or min(named) < 0 or max(named) >= vocabulary:
+        raise ModelError(
+            f"the draft vocabulary in {folder} has {len(named)} tokens, ids from {min(named)} to {max(named)},"
+            f" {len(set(named))} of them different; expected different ids below {vocabulary}, the target's vocabulary"
+        )
+    allowed = frozenset(proposable)
+    kept = [column for column, token in enumerate(named) if token in allowed]
+    if not kept:
+        raise ModelError(f"{folder} predicts none of the target's tokens; use a head made for this target")
+    if len(kept) == len(named):
+        return DraftColumns(None, ids)
+    columns = torch.tensor(kept)
+    return DraftColumns(columns, ids[columns])
+
+
+class TakesRows(DraftingMethod, Protocol):
+    """A drafting method that takes rows of hidden states as tensors."""
+
+    def begin(self, session: str, first: int) -> None:
+        """Announces that states of an open session start at position `first`; the default is 0."""
+        ...
+
+    def states(self, session: str, first: int, rows: Tensor) -> None:
+        """Takes true states of the positions from `first` on, (n, width). Unknown sessions are ignored."""
+        ...
+
+
+class DecodedStates:
+    """Wraps a method that takes rows as tensors as a `ReadsStates` method that takes encoded rows."""
+
+    def __init__(self, method: TakesRows, layout: StatesFormat) -> None:
+        self.states_format = layout
+        self._method = method
+        self._without: set[str] = set()  # sessions that have received no states yet
+
+    @property
+    def shapes(self) -> frozenset[Shape]:
+        return self._method.shapes
+
+    @property
+    def tokens_per_forward(self) -> int:
+        return self._method.tokens_per_forward
+
+    def open(self, request: Open) -> None:
+        self._method.open(request)
+        self._without.add(request.session)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._method.committed(session, tokens)
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        if session in self._without:
+            self._without.remove(session)
+            self._method.begin(session, first)
+        self._method.states(session, first, decode_rows(rows, self.states_format))
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return self._method.draft(requests)
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        return self._method.draft_ahead(requests, interrupted, early)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._method.close(sessions)
+        self._without.difference_update(sessions)
+
+
+def decoded(method: TakesRows, layout: StatesFormat | None) -> DecodedStates:
+    """Wraps `method` for a deployment, whose setup states how rows are encoded."""
+    assert layout is not None, "a deployment whose method reads states says how they travel"
+    return DecodedStates(method, layout)

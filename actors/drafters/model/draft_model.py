@@ -1,0 +1,370 @@
+"""Drafting with a small model: all sessions in one batch, and ahead of verdicts.
+
+While a block is verified, blocks are drafted for its likely outcomes, ranked by the model's own probabilities
+(`cluster/drafting/lookahead.py`).
+
+Drafting with a draft head, between or instead of forwards, from the states that blocks were read with.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.attention.batch import never
+from actors.drafters.model.draft_cache import CachedDraft, DraftCache, FedStates
+from actors.drafters.model.forwards import ONE_AT_A_TIME, DraftForwards, MaskTokens, ReadDraft
+from actors.drafters.model.recurrent_head import DraftHead
+from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
+from actors.engine.runner import InterruptibleRunner
+from actors.sampling.processors import MAKERS, Maker
+from cluster.drafting.draft_state import DraftedToken
+from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, ForwardTime, draft_ahead, proposals
+from cluster.drafting.method import Early, dismiss
+from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
+from cluster.drafting.trees import Choices, least_of, worth_a_limb
+from protos.messages import DraftRequest, Open, Shape
+from protos.prefix import hashes_after
+
+GUESSED = 16  # most outcomes, and most blocks per pass, that the head predicts first tokens for
+GUESS_TOKENS = 2  # tokens predicted for each
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadStates:
+    """States where the verdict over a block may stop accepting, by the tokens accepted up to there."""
+
+    base_len: int  # tokens before the block
+    states: dict[tuple[int, ...], Tensor]  # each (hidden,)
+
+
+class HeadDrafting:
+    """A head, and the states that it may continue from."""
+
+    def __init__(self, head: DraftHead, sampler: DraftSampler) -> None:
+        self.width = head.width
+        self._head = head
+        self._sampler = sampler
+        self._read: dict[str, _ReadStates] = {}  # by session: the block read last
+
+    def go_on(self, drafts: Sequence[CachedDraft], tokens: int, interrupted: Callable[[], bool]) -> None:
+        """Adds up to `tokens` further tokens to each draft."""
+        for _ in range(tokens):
+            drafts = [draft for draft in drafts if not draft.is_complete]
+            if not drafts or interrupted():
+                return
+            for draft in drafts:
+                draft.is_guessed = True
+            states, taken = zip(*[draft.last for draft in drafts], strict=True)
+            output = self._head.predict_next(torch.stack(states), taken)
+            assert output.hidden is not None, "a head that goes on from states gives states"
+            logits = torch.split(output.logits, 1)
+            hidden = torch.split(output.hidden, 1)
+            self._sampler.extend([ReadDraft(*each) for each in zip(drafts, logits, hidden, strict=True)])
+
+    def preview(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> None:
+        """Predicts the first tokens of the likeliest blocks; forwards replace them if time allows.
+
+        Skipped under rejection sampling, where a prefix must keep its continuation.
+        """
+        may = [draft for draft in drafts if draft.state is not None and not draft.ratio]
+        likeliest = sorted(may, key=lambda draft: -draft.chance)[:GUESSED]
+        self.go_on(likeliest, GUESS_TOKENS, interrupted)
+
+    def begin(self, drafts: Sequence[CachedDraft]) -> None:
+        """Predicts the tokens after verdicts, if the states just before their last tokens are known.
+
+        A forward would predict them better but takes several times as long, and the target may be waiting. If one of
+        the sessions needs a forward, all get one, because their blocks are sent together.
+        """
+        found = [self._state_before_last(draft) for draft in drafts]
+        if any(state is None for state in found):
+            return
+        for draft, state in zip(drafts, found, strict=True):
+            draft.state = state
+        self.go_on(drafts, GUESS_TOKENS, never)
+
+    def remember(self, roots: Sequence[CachedDraft]) -> None:
+        """Keeps the states of blocks under verification that were just read."""
+        for root in roots:
+            base_len = root.request.base_len
+            session = root.request.session
+            read = self._read.get(session)
+            if read is None or read.base_len != base_len:
+                read = self._read[session] = _ReadStates(base_len, {})
+            for place, token in enumerate(root.drafted):
+                if token.state is not None:
+                    read.states[root.tokens[:place]] = token.state
+
+    def close(self, session: str) -> None:
+        self._read.pop(session, None)
+
+    def _state_before_last(self, draft: CachedDraft) -> Tensor | None:
+        """Returns the state, (hidden,), that predicted the last decided token; None if unknown or unusable."""
+        tokens = draft.text.tokens
+        read = self._read.pop(draft.request.session, None)
+        if read is None or read.base_len >= len(tokens) or draft.ratio:
+            return None
+        return read.states.get(tuple(tokens[read.base_len : -1]))
+
+
+FEW = 4  # decided tokens that may be fed again for each token beside the main path
+LIMB_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
+
+_Considered = dict[int, list[DraftedToken]]
+"""The model's candidates at a block's first positions, by hash of the text before the block."""
+
+
+class DraftModel:
+    """Drafts with a model behind a `Runner`. Its logits' columns are those of `token_ids`, shape (columns,).
+
+    The columns of `head` may be only the first of them. With `feed`, the model reads the target's states with the
+    tokens.
+    """
+
+    shapes = frozenset(Shape)
+
+    def __init__(
+        self,
+        runner: InterruptibleRunner,
+        token_ids: Tensor,
+        cache: DraftCache,
+        limits: DraftingLimits,
+        clock: Callable[[], float] = time.monotonic,
+        masks: MaskTokens = ONE_AT_A_TIME,
+        head: DraftHead | None = None,
+        calibration: Calibration | None = None,
+        feed: FedStates | None = None,
+        makers: Sequence[Maker] = (),  # of logits processors, in addition to those built from an Open alone
+    ) -> None:
+        self.needs = None if feed is None else feed.needs
+        self.tokens_per_forward = masks.width if head is None else head.width
+        self.outcomes = OUTCOMES if head is None else GUESSED
+        self._cache = cache
+        self._min_confidence = limits.min_confidence
+        self._clock = clock
+        self._forwards = DraftForwards(runner, cache, masks, limits.pass_tokens, feed, limits.max_positions)
+        self._feed = feed
+        self._sampler = DraftSampler(
+            token_ids, runner.vocabulary, limits, calibration or Calibration(), (*MAKERS, *makers)
+        )
+        self._head = None if head is None else HeadDrafting(head, self._sampler)
+        self._ahead_time = ForwardTime()
+        self._texts = SessionTexts()
+        self._considered: dict[str, _Considered] = {}  # by session: candidates of the latest proposed blocks
+        self._busy: set[str] = set()  # sessions of the current pass, whose cache pages must stay
+
+    # ------------------------------------------------------------ sessions
+
+    def open(self, request: Open) -> None:
+        self._texts.open(request)
+        if self._feed is not None:
+            self._feed.open(request.session)
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        self._texts.committed(session, tokens)
+        self._sampler.decided(session, self._texts[session].tokens)
+
+    def begin(self, session: str, first: int) -> None:
+        """Announces that states of an open session start at position `first`; the default is 0."""
+        assert self._feed is not None, "a method that needs no states is sent none"
+        self._feed.begin(session, first)
+
+    def states(self, session: str, first: int, rows: Tensor) -> None:
+        """Takes the target's states of positions from `first` on, (n, width) as in `needs`.
+
+        While needed states are missing, the session gets no block.
+        """
+        assert self._feed is not None, "a method that needs no states is sent none"
+        self._feed.put(session, first, rows)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._texts.close(sessions)
+        if self._feed is not None:
+            self._feed.close(sessions)
+        for name in sessions:
+            self._cache.close(name)
+            self._considered.pop(name, None)
+            self._sampler.close(name)
+            if self._head is not None:
+                self._head.close(name)
+        if self._cache.is_idle:
+            self._cache.check()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._cache.is_idle
+
+    # ------------------------------------------------------------ blocks
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        self._busy = _sessions(requests)
+        drafts = [self._begin(request, (), request.max_tokens) for request in requests]
+        for draft in drafts:
+            draft.min_confidence = 0.0 if draft.ratio else self._min_confidence
+        if self._head is not None:
+            self._head.begin(drafts)
+        active = [draft for draft in drafts if not draft.drafted]
+        limbs: list[CachedDraft] = []
+        while active:
+            advanced = self.extend([*active, *limbs], never)
+            active = [draft for draft in advanced if not draft.stem and not draft.is_complete]
+            limbs = [draft for draft in advanced if draft.stem and not draft.is_complete]
+            if self._head is None:
+                limbs += [limb for draft in active for limb in self._branch_off(draft)]
+        if self._head is not None:
+            self._head.go_on([limb for draft in drafts for limb in self._branch_off(draft)], LIMB_TOKENS, never)
+        for draft in drafts:
+            self._cache.publish(draft.branch, draft.request.base_len)
+            self._considered[draft.request.session] = {draft.base_hash: draft.by_model}
+        return [draft.proposal() for draft in drafts]
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        self._busy = _sessions(requests)
+        guesses = draft_ahead(self, requests, self._ahead_time, self._clock, interrupted, early)
+        self._considered |= {request.session: {} for request in requests}
+        for draft in guesses:
+            self._considered[draft.request.session][draft.base_hash] = draft.by_model
+        return proposals(guesses)
+
+    def _begin(self, request: DraftRequest | AheadRequest, unverified: tuple[int, ...], max_tokens: int) -> CachedDraft:
+        """Starts a block after the decided text, or one that reads `unverified` after it."""
+        text = self._texts[request.session]
+        tokens = [*text.tokens, *unverified]
+        first = 0 if self._feed is None else self._feed.first_of(request.session)
+        branch = self._cache.resume(request.session, tokens, first, text.open.cache_salt)
+        if self._feed is not None:
+            self._feed.rewind(self._cache, branch)
+        return CachedDraft(
+            request=request,
+            text=text,
+            base_hash=request.prefix_hash,
+            max_tokens=max_tokens,
+            branch=branch,
+            pending=tokens[len(branch.tokens) :],
+        )
+
+    def _branch_off(self, block: CachedDraft) -> list[CachedDraft]:
+        """Starts side branches at tokens beside the block's own.
+
+        With a head they need no forward; otherwise they share the block's.
+        """
+        if not block.takes_trees or not block.drafted:
+            return []
+        known = [limb.stem for limb in block.limbs]
+        paths = block.paths
+        least = max(block.least_chance, least_of(paths, block.max_tokens))
+        found = [
+            self._limb(block, stem, chance)
+            for stem, chance in worth_a_limb(paths, block.tokens, least)
+            if stem not in known and len(stem) < block.max_tokens
+        ]
+        block.limbs += found
+        return found
+
+    def _limb(self, block: CachedDraft, stem: tuple[int, ...], chance: float) -> CachedDraft:
+        """Makes a side branch after tokens of the block and one beside the next of them."""
+        cached = min(len(block.branch.tokens), block.base_len + len(stem) - 1)
+        return CachedDraft(
+            request=block.request,
+            text=block.text,
+            base_hash=hashes_after(block.base_hash, stem)[-1],
+            max_tokens=min(LIMB_TOKENS, block.max_tokens - len(stem)),
+            branch=block.branch if self._head is not None else self._cache.fork(block.branch, cached),
+            pending=[*block.text.tokens, *stem][cached:],
+            outcome=stem,
+            chance=chance,
+            stem=stem,
+            state=block.drafted[len(stem) - 1].state,
+        )
+
+    # ------------------------------------------------------------ what the search ahead goes by
+
+    def roots(self, request: AheadRequest) -> list[CachedDraft]:
+        """Returns roots: the part of the main path whose candidates are unknown, and tokens beside it.
+
+        If a head or a lookup drafted part of the block, the model reads it first. The same applies if the text before
+        is fed again with true states, because these change the candidates.
+        """
+        block = request.unverified.trunk
+        considered = self._considered.get(request.session, {}).get(request.prefix_hash, [])
+        root = self._begin(request, block, len(block) + 1)
+        root.unverified = block
+        root.recall(considered if len(root.branch.tokens) >= request.base_len else [])
+        while root.missing > len(root.pending):  # the tokens to read are cached already
+            token = block[len(root.drafted)]
+            root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted))
+            root.settled = len(root.drafted)
+        root.logits = root.missing
+        root.tells_all = root.logits > 1
+        return [root, *self._siblings_of(root)]
+
+    def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
+        """Makes a root for each of the first tokens under verification beside the main path."""
+        request = root.ahead
+        first = request.base_len - FEW  # the cache must reach this far, or each root would read the prompt again
+        beside = [path for path in request.unverified.off_trunk if len(root.branch.tokens) >= first]
+        return [self._sibling(root, path) for path in beside[:SIBLINGS_READ]]
+
+    def _sibling(self, root: CachedDraft, path: tuple[int, ...]) -> CachedDraft:
+        request = root.ahead
+        tokens = [*root.text.tokens, *path]
+        cached = min(len(root.branch.tokens), len(tokens) - 1)
+        found = CachedDraft(
+            request=request,
+            text=root.text,
+            base_hash=request.prefix_hash,
+            max_tokens=len(path) + 1,
+            branch=self._cache.fork(root.branch, cached),
+            pending=tokens[cached:],
+            unverified=path,
+            main=root,
+            chance=SIBLING_FIRST,
+            settled=len(path),
+        )
+        found.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0) for token in path]
+        return found
+
+    def fork(self, root: CachedDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> CachedDraft | None:
+        cached = root.request.base_len + len(outcome) - 1
+        if cached > len(root.branch.tokens):
+            return None
+        return CachedDraft(
+            request=root.request,
+            text=root.text,
+            base_hash=hashes_after(root.request.prefix_hash, outcome)[-1],
+            max_tokens=max_tokens,
+            branch=self._cache.fork(root.branch, cached),
+            pending=[outcome[-1]],
+            outcome=outcome,
+            chance=chance,
+            state=root.drafted[len(outcome) - 1].state,
+        )
+
+    def preview(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> None:
+        if self._head is not None:
+            self._head.preview(drafts, interrupted)
+
+    def extend(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> list[CachedDraft]:
+        read = self._forwards.read(drafts, self._busy, interrupted)
+        found = [each.draft for each in read]
+        for draft in found:
+            draft.forget_guesses()
+        self._sampler.extend(read)
+        for draft in found:
+            draft.settle()
+        if self._head is not None and found:
+            self._head.go_on(found, self._head.width - 1, interrupted)
+            self._head.remember([draft for draft in found if draft.is_root])
+        for draft in found:
+            if not draft.is_complete:
+                draft.settle()
+        return found
+
+
+def _sessions(requests: Iterable[DraftRequest | AheadRequest]) -> set[str]:
+    return {request.session for request in requests}

@@ -1,0 +1,107 @@
+"""Access control for a server's streams. A refused caller receives a status and nothing else.
+
+Roles belong to streams, and frames of a stream hold only the kinds of message that its callers may send. So a role is
+enforced for each kind of message too.
+
+Counter of callers that fail the TLS handshake. gRPC reports when a handshake begins, but not how it ends.
+
+So every handshake is checked again a little later: callers that were admitted have made a call, and the others were
+refused or sent nothing. gRPC does not report who they were.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from actors.net.credentials import Credentials
+from cluster.trust import PeerRole, Refusals
+
+PASSED_S = 10.0  # as long as a caller may take to send its Hello
+CAUSE = "a caller that did not get through the TLS handshake"
+
+
+class Handshakes:
+    """Counts the handshakes of one server; must be created on the server's event loop."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
+        self._loop = asyncio.get_running_loop()
+        self._begun = 0  # handshakes that were not checked yet
+        self._passed = 0  # those that were followed by a call
+
+    def begins(self) -> None:
+        """Records that a handshake begins; called in a gRPC thread, sometimes after the loop has closed."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begins)
+
+    def called(self) -> None:
+        """Records a call by an admitted caller. Our peers make one call per connection, so extra calls are rare."""
+        self._passed = min(self._passed + 1, self._begun)
+
+    def _begins(self) -> None:
+        self._begun += 1
+        self._loop.call_later(PASSED_S, self._look)
+
+    def _look(self) -> None:
+        self._begun -= 1
+        if self._passed:
+            self._passed -= 1
+        else:
+            self._refusals.note("somebody", CAUSE)
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Interceptor of one server."""
+
+    def __init__(self, credentials: Credentials, refusals: Refusals, max_streams_per_host: int) -> None:
+        self.refusals = refusals
+        self.handshakes = Handshakes(refusals)
+        self._credentials = credentials
+        self._max_streams_per_host = max_streams_per_host
+        self.streams: Counter[str] = Counter()  # open streams by host
+        self._turning_away: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._turn_away)
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Checks calls of every service, gRPC's own included, so a stranger cannot even list the services."""
+        self.handshakes.called()
+        if self._credentials.belongs(details.invocation_metadata):
+            return await continuation(details)
+        return self._turning_away
+
+    async def _turn_away(self, _: Any, context: Context) -> None:
+        self.refusals.note(host_of(context), "a caller without a valid token")
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED)
+
+    @asynccontextmanager
+    async def stream(self, context: Context, role: PeerRole) -> AsyncIterator[None]:
+        """Admits a caller of this role for the duration of a stream; aborts the call if it may not open one."""
+        host = host_of(context)
+        held = self._credentials.roles(context.auth_context())
+        if role not in held:
+            names = ", ".join(sorted(one.value for one in held)) or "nobody"
+            self.refusals.note(host, f"a caller that is no {role.value}", f"its certificate is that of {names}")
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED)
+        if self.streams[host] >= self._max_streams_per_host:
+            self.refusals.note(host, "one stream too many", f"{self.streams[host]} are open")
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        self.streams[host] += 1
+        try:
+            yield
+        finally:
+            self.streams[host] -= 1
+            if not self.streams[host]:
+                del self.streams[host]
+
+
+def host_of(context: Context) -> str:
+    """Returns a caller's host, without the port, which differs between connections."""
+    return context.peer().rpartition(":")[0]

@@ -1,0 +1,286 @@
+"""Authentication of peers: by certificates, by a shared token, or, on one machine, none.
+
+The rest of the transport uses a `Credentials` to listen, to dial, and to check callers.
+
+Certificate files that may be replaced while in use, in cert-manager's layout.
+
+Kubernetes swaps all files of a secret at once, but a reader may run between two of them. A certificate whose key does
+not match is not used, and the previous set stays in use until the files match again.
+
+Options of every gRPC channel and server: frame size limits, and how soon a silent peer counts as gone.
+"""
+
+import hmac
+import ipaddress
+import logging
+import ssl
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+
+from cluster.config_sections import TrustConfig
+from cluster.errors import ConfigError
+from cluster.trust import PeerRole, roles_of
+from protos.messages import MAX_FRAME_BYTES
+
+log = logging.getLogger(__name__)
+
+CERTIFICATE = "tls.crt"
+KEY = "tls.key"
+AUTHORITY = "ca.crt"
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateSet:
+    """PEM data: our certificate, its private key, and the authorities we trust; `authority` may hold several."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+
+class CertificateFiles:
+    """The latest complete set of certificates in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError, naming what is missing or does not match."""
+        self._folder = folder
+        self._current = self._read()
+        self._unfit: str | None = None  # why the latest set was rejected
+
+    def current(self) -> CertificateSet:
+        """Reads the folder and returns the latest complete set; never raises."""
+        try:
+            self._current = self._read()
+            self._unfit = None
+        except ConfigError as error:
+            if str(error) != self._unfit:
+                self._unfit = str(error)
+                log.error("certificates were replaced by some that cannot be used, so the old ones stay: %s", error)
+        return self._current
+
+    def _read(self) -> CertificateSet:
+        try:
+            found = CertificateSet(*((self._folder / name).read_bytes() for name in (CERTIFICATE, KEY, AUTHORITY)))
+        except OSError as error:
+            missing = f"{error.filename}: {error.strerror}"
+            files = f"{CERTIFICATE}, {KEY} and {AUTHORITY}"
+            raise ConfigError(f"trust.certificates: cannot read {missing}; expected {files} there") from error
+        self._check(found)
+        return found
+
+    def _check(self, found: CertificateSet) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_verify_locations(cadata=found.authority.decode("ascii"))
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"trust.certificates: {self._folder / AUTHORITY} holds no certificates: {error}"
+            ) from error
+        try:
+            # `load_cert_chain` takes only paths, so the files are compared afterwards with the bytes read above.
+            context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, password="")
+            is_same = (self._folder / CERTIFICATE).read_bytes() == found.certificate
+            is_same = is_same and (self._folder / KEY).read_bytes() == found.key
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(
+                f"trust.certificates: {CERTIFICATE} and {KEY} in {self._folder} do not fit each other: {error}"
+            ) from error
+        if not is_same:
+            raise ConfigError(f"trust.certificates: the files in {self._folder} are being replaced; try again")
+
+
+KEEPALIVE_MS = 2_000  # a hanging peer is detected within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS
+KEEPALIVE_TIMEOUT_MS = 3_000
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # this one is decisive; its default is a minute
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.use_local_subchannel_pool", 1),  # redialing a peer that hung must not reuse a pooled connection
+    ("grpc.so_reuseport", 0),
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *CHANNEL_OPTIONS,
+    ("grpc.max_concurrent_streams", 64),  # per connection; ours uses one
+)
+
+
+Metadata = tuple[tuple[str, str], ...]
+
+AUTHORIZATION = "authorization"
+EVERY_ROLE = frozenset(PeerRole)
+
+
+def ignore() -> None:
+    """Does nothing; the default for callers that do not count handshakes."""
+
+
+class Credentials(Protocol):
+    """Credentials of one process in its role."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata sent with each stream that we open."""
+        ...
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
+        """Binds a server; returns the port. `begins` is called, in any thread, as each TLS handshake begins."""
+        ...
+
+    def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
+        """Returns a channel to a peer, which must prove its role."""
+        ...
+
+    def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Returns whether a caller with this metadata may be answered at all."""
+        ...
+
+    def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
+        """Returns the roles in which a caller may act whose connection proves this."""
+        ...
+
+
+class NoCredentials:
+    """Trusts every caller; without `insecure`, it listens only on loopback addresses."""
+
+    metadata: Metadata = ()
+
+    def __init__(self, insecure: bool = False) -> None:
+        self._insecure = insecure
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
+        if not self._insecure and not is_loopback(host):
+            raise ConfigError(
+                f"trust: a gRPC server is to listen on {host}, beyond this machine, and nothing says whom it may trust;"
+                " give trust.certificates or trust.token_file, or trust.insecure: true if all of its network is trusted"
+            )
+        return server.add_insecure_port(f"{host}:{port}")
+
+    def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        return True
+
+    def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
+        return EVERY_ROLE
+
+
+class TokenFile:
+    """Accepts every caller with the shared token, in any role; nothing is encrypted."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the file holds no token."""
+        self._path = path
+        self._tokens = self._read()
+
+    @property
+    def metadata(self) -> Metadata:
+        return ((AUTHORIZATION, f"Bearer {self._current()[0]}"),)
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
+        return server.add_insecure_port(f"{host}:{port}")
+
+    def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        said = next((value for key, value in metadata if key == AUTHORIZATION), "")
+        presented = said.encode() if isinstance(said, str) else said
+        # Compares with all tokens, in constant time each, so that the duration reveals nothing.
+        matches = [hmac.compare_digest(presented, f"Bearer {token}".encode()) for token in self._current()]
+        return any(matches)
+
+    def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
+        return EVERY_ROLE
+
+    def _current(self) -> tuple[str, ...]:
+        """Reloads the file; keeps the old tokens if it is unreadable."""
+        try:
+            self._tokens = self._read()
+        except ConfigError as error:
+            log.error("the tokens before it stay in use: %s", error)
+        return self._tokens
+
+    def _read(self) -> tuple[str, ...]:
+        try:
+            tokens = tuple(self._path.read_text("ascii").split())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"trust.token_file: cannot read {self._path}: {error}") from error
+        if not tokens:
+            raise ConfigError(f"trust.token_file: {self._path} is empty; expected a token in each line")
+        return tokens
+
+
+class MutualTls:
+    """Mutual TLS: both sides present certificates of the same authority, which contain their roles."""
+
+    metadata: Metadata = ()
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
+        served = self._files.current()
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            """Called at each handshake; returns the new configuration, or None to keep the current one."""
+            nonlocal served
+            begins()
+            found = self._files.current()
+            if found == served:
+                return None
+            served = found
+            return _server_configuration(found)
+
+        offered = grpc.dynamic_ssl_server_credentials(
+            _server_configuration(served),
+            newer,  # type: ignore[arg-type]  # None, missing in the stubs, keeps the current one
+            require_client_authentication=True,
+        )
+        return server.add_secure_port(f"{host}:{port}", offered)
+
+    def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
+        """Dials with the role as the expected name: addresses are those of pods, which no certificate contains."""
+        found = self._files.current()
+        shown = grpc.ssl_channel_credentials(found.authority, found.key, found.certificate)
+        options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.name_in_certificate))
+        return grpc.aio.secure_channel(address, shown, options=options)
+
+    def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        return True  # otherwise the handshake would have failed
+
+    def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
+        names = auth_context.get("x509_subject_alternative_name", ())
+        return roles_of(name.decode(errors="replace") for name in names)
+
+
+def _server_configuration(found: CertificateSet) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(found.key, found.certificate)], found.authority)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def credentials_of(trust: TrustConfig, role: PeerRole) -> Credentials:
+    """Creates the configured credentials. Raises ConfigError if files are missing or unusable."""
+    if trust.certificates is not None:
+        return MutualTls(CertificateFiles(Path(trust.certificates.replace("{role}", role.value))))
+    if trust.token_file is not None:
+        return TokenFile(Path(trust.token_file))
+    return NoCredentials(trust.insecure)

@@ -1,0 +1,315 @@
+"""Long-lived bidirectional streams of frames, with one writer and one bounded queue per peer.
+
+The writer sends everything that is due for its peer as one frame. No peer waits for another peer's write: a queue that
+overflows means that the peer is down.
+
+Concurrent tasks of one stream (reading, writing, watching) that end together.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
+
+from actors.net.credentials import Credentials, Metadata
+from cluster.errors import ProtocolError
+from cluster.trust import PeerRole
+from protos.codec import Decoded, decode, encode, encoded_bytes
+from protos.messages import MAX_STATES_BYTES, PROTOCOL_VERSION, Hello, Message, Welcome
+
+
+async def until_one_ends(*coroutines: Any) -> None:
+    """Runs until the first coroutine ends, cancels the others, and raises what the first one raised."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        failures = list(filter(None, [task.exception() for task in done]))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    # The exception references this frame by its traceback; without clearing, the cycle would keep the stream alive.
+    tasks.clear()
+    done.clear()
+    if failures:
+        raise failures.pop()
+
+
+log = logging.getLogger(__name__)
+
+OUTBOX_LIMIT = 8192  # messages; a peer this far behind will not catch up in time
+STATES_OUTBOX_BYTES = 32 << 20  # several windows: a drafter that reattaches is sent messages in flight again
+FRAME_BYTES = 4 << 20  # approximate frame size; a single message may be larger
+HELLO_S = 10.0  # time for a caller to send its Hello
+RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # waits between attempts to dial; the last one repeats
+
+MOST_MESSAGES = 1024  # per frame: reading it blocks the event loop for some 20 ms
+REST = 40.0  # pause after unrequested messages, as a multiple of the time they took to handle
+
+REFUSING = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
+"""Status codes of a peer that refuses us until something is changed."""
+
+
+class Outbox:
+    """Messages that are due for one peer."""
+
+    def __init__(self, limit: int = OUTBOX_LIMIT, frame_bytes: int = FRAME_BYTES) -> None:
+        self._limit = limit
+        self._frame_bytes = frame_bytes
+        self._due: deque[Message] = deque()
+        self._changed = asyncio.Event()
+        self._overflow = asyncio.Event()
+
+    def put(self, message: Message) -> None:
+        """Enqueues a message without waiting. An overflow ends the stream, which its owner sees as any other break."""
+        if len(self._due) >= self._limit:
+            self._overflow.set()
+        else:
+            self._due.append(message)
+            self._changed.set()
+
+    async def take(self) -> list[Message]:
+        """Waits for messages; returns at least one, and at most a frame's worth of what is due."""
+        while not self._due:
+            self._changed.clear()
+            await self._changed.wait()
+        frame = [self._due.popleft()]
+        size = encoded_bytes(frame[0])
+        while self._due and len(frame) < MOST_MESSAGES:
+            if (size := size + encoded_bytes(self._due[0])) > self._frame_bytes:
+                break
+            frame.append(self._due.popleft())
+        return frame
+
+    async def overflow(self) -> None:
+        """Raises ProtocolError as soon as the queue overflows, even while a write hangs."""
+        await self._overflow.wait()
+        raise ProtocolError(f"the peer is {self._limit} messages behind")
+
+
+class StatesOutbox(Outbox):
+    """Hidden states that are due for one peer, in small frames, so that other streams can send between them."""
+
+    def __init__(self) -> None:
+        super().__init__(frame_bytes=MAX_STATES_BYTES)
+        self._bytes = 0
+
+    def put(self, message: Message) -> None:
+        """Enqueues a message; the queue is bounded in bytes too.
+
+        For a peer that follows the protocol, the windows keep it below that bound.
+        """
+        self._bytes += encoded_bytes(message)
+        if self._bytes > STATES_OUTBOX_BYTES:
+            self._overflow.set()
+        else:
+            super().put(message)
+
+    async def take(self) -> list[Message]:
+        frame = await super().take()
+        self._bytes -= sum(map(encoded_bytes, frame))
+        return frame
+
+
+class UnfitFrame(ProtocolError):
+    """A frame that no correct peer sends; it ends the stream."""
+
+
+def decode_greeted(frame: ProtoMessage) -> Decoded:
+    """Decodes a frame after the greeting. Raises UnfitFrame for a second greeting or too many messages.
+
+    A greeting is the first field of a frame, so checking the first message is enough.
+    """
+    repeated = [value for descriptor, value in frame.ListFields() if descriptor.is_repeated]
+    if (count := sum(map(len, repeated))) > MOST_MESSAGES:
+        raise UnfitFrame(f"{count} messages in one frame")
+    found = decode(frame)
+    if isinstance(next(iter(found.messages), None), Hello | Welcome):
+        raise UnfitFrame("greeted twice on one stream")
+    return found
+
+
+# ---------------------------------------------------------------- the side that is dialled
+
+
+def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> Hello:
+    """Returns the greeting. Raises ProtocolError, naming what differs."""
+    if not isinstance(hello, Hello):
+        raise ProtocolError("the first frame on a stream must hold a Hello")
+    pairs = (
+        ("protocol version", hello.protocol_version, PROTOCOL_VERSION),
+        ("vocabulary", hello.vocabulary, vocabulary),
+        ("target model", hello.target_model, target_model),
+    )
+    for name, theirs, ours in pairs:
+        if theirs != ours:
+            raise ProtocolError(f"{name} differs: the caller has {theirs}, this side has {ours}")
+    return hello
+
+
+async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: str, target_model: str) -> Hello:
+    """Reads and checks the greeting; aborts the call with the reason if the caller does not match."""
+    try:
+        async with asyncio.timeout(HELLO_S):
+            frame = await _read_frame(context)
+    except TimeoutError:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED)
+    decoded = decode(frame) if frame is not grpc.aio.EOF else Decoded(())
+    try:
+        return check_hello(next(iter(decoded.messages), None), vocabulary, target_model)
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise
+
+
+async def _read_frame(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """Returns the next frame or EOF; aborts the call if the bytes are no frame."""
+    try:
+        return await context.read()
+    except DecodeError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a frame of this protocol: {error}")
+        raise
+
+
+async def converse(
+    context: grpc.aio.ServicerContext[Any, Any],
+    reply_type: type[ProtoMessage],
+    outbox: Outbox,
+    on_frame: Callable[[Decoded], int | None],
+) -> None:
+    """Serves a greeted stream until either side ends it.
+
+    `on_frame` returns how many of the messages were not requested. A peer that sends many of them is read less often
+    and throttled by TCP, so it cannot monopolize the event loop.
+    """
+
+    async def read() -> None:
+        while (frame := await _read_frame(context)) is not grpc.aio.EOF:
+            began = time.perf_counter()
+            try:
+                decoded = decode_greeted(frame)
+                if unasked := on_frame(decoded):
+                    await asyncio.sleep(REST * (time.perf_counter() - began) * unasked / len(decoded.messages))
+            except UnfitFrame:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT)
+
+    async def write() -> None:
+        while True:
+            await context.write(encode(reply_type, await outbox.take()))
+
+    await until_one_ends(read(), write(), outbox.overflow())
+
+
+# ---------------------------------------------------------------- the side that dials
+
+
+class Link:
+    """A stream to one peer, redialed whenever it breaks, until it is closed.
+
+    `peer` is the role that the peer has to prove. `call` opens the stream on a channel. `on_up` is called after the
+    peer's Welcome, `on_down` once after each time that the stream was up. `hello` is called for every dial, so that the
+    Hello lists what is alive then.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        peer: PeerRole,
+        credentials: Credentials,
+        call: Callable[[grpc.aio.Channel, Metadata], Any],
+        frame_type: type[ProtoMessage],
+        hello: Callable[[], Hello],
+        on_up: Callable[[], None],
+        on_frame: Callable[[Decoded], None],
+        on_down: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.refused: str | None = None  # why the peer refuses us
+        self.is_up = False
+        self._peer = peer
+        self._credentials = credentials
+        self._call = call
+        self._frame_type = frame_type
+        self._hello = hello
+        self._on_up = on_up
+        self._on_frame = on_frame
+        self._on_down = on_down
+        self._outbox = Outbox()
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._keep_open())
+
+    def send(self, message: Message) -> None:
+        """Sends if the link is up; otherwise the message is dropped."""
+        if self.is_up:
+            self._outbox.put(message)
+
+    async def close(self) -> None:
+        """Ends the stream and its connection."""
+        if (task := self._task) is not None:
+            self._task = None  # a cancelled task references this link by its traceback, which would keep the connection
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _keep_open(self) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._converse()
+                failures = 0
+            except (grpc.aio.AioRpcError, ProtocolError, asyncio.InvalidStateError) as error:
+                failures = 0 if self.is_up else failures + 1
+                self._note(error)
+            except Exception:  # whatever handling a peer's messages raises: it must not end the link for good
+                failures += 1
+                log.exception("stream to %s broke on a message that could not be handled", self.address)
+            finally:
+                if self.is_up:
+                    self.is_up = False
+                    self._on_down()
+            await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
+
+    def _note(self, error: Exception) -> None:
+        """Logs a refusal as an error only once, however often it repeats."""
+        if not isinstance(error, grpc.aio.AioRpcError):
+            log.info("stream to %s broke: %s", self.address, error)
+        elif error.code() in REFUSING:
+            why = error.details() or error.code().name
+            if why != self.refused:
+                log.error("%s refuses to talk: %s", self.address, why)
+            self.refused = why
+        else:
+            log.info("stream to %s broke: %s: %s", self.address, error.code(), error.details())
+
+    async def _converse(self) -> None:
+        """Dials and runs the stream. Credentials are read for each dial, so replaced ones take effect."""
+        async with self._credentials.dial(self.address, self._peer) as channel:
+            stream = self._call(channel, self._credentials.metadata)
+            await stream.write(encode(self._frame_type, [self._hello()]))
+            frame = await stream.read()
+            if frame is grpc.aio.EOF:
+                raise ProtocolError(f"{self.address} ended the stream without a Welcome")
+            first = decode(frame).messages
+            if not first or not isinstance(first[0], Welcome):
+                raise ProtocolError(f"{self.address} did not answer the Hello with a Welcome")
+            self.refused = None
+            self._outbox = Outbox()
+            self.is_up = True
+            self._on_up()
+            await until_one_ends(self._read(stream), self._write(stream), self._outbox.overflow())
+
+    async def _read(self, stream: Any) -> None:
+        while (frame := await stream.read()) is not grpc.aio.EOF:
+            self._on_frame(decode_greeted(frame))
+
+    async def _write(self, stream: Any) -> None:
+        while True:
+            await stream.write(encode(self._frame_type, await self._outbox.take()))

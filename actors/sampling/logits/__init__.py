@@ -1,1 +1,0 @@
-"""Logits processors: what a request's parameters change of the logits after each prefix, before temperature."""

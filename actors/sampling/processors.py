@@ -1,0 +1,281 @@
+"""Logits processors: what a request's parameters change of the logits after each prefix, before temperature.
+
+The seam for whatever changes logits by the text before them: penalties, biases, masks, grammars.
+
+A processed row of logits is a function of the request, of the text before the row, and of the model's own row. It is
+so for every row of a step, on every path of a draft tree, and for a row of a drafter: then coupled sampling gives the
+same tokens with speculation and without, and the ratio rule the same distribution.
+
+**One processor serves one session in one process.** It has two kinds of knowledge:
+
+* the decided text, which only grows: `advance` tells it of each generated token once, in order;
+* a path of tokens after that, which holds for one row alone: `apply` gets one path for each row.
+
+A processor with a state of its own, such as the matcher of a grammar, moves it forward in `advance` for good. In
+`apply` it forks, or moves along a path and rolls back: after `apply` it must be where it was. Paths of a block come
+such that each path's parent is before it, and mostly right before it, so that a state that rolls back to the common
+beginning of two successive paths takes few steps. The same path may come in later calls again, or never.
+
+A path may hold tokens that the processor itself forbids, for drafters need not know of it. What comes after such a
+token can never be decided, so its row may be left as it is; it must neither fail nor change another row. The same holds
+after a stop id.
+
+In a target, `advance` is called between steps and `apply` once or more a step, by the leading rank alone, beside the
+logits. In a drafter, the decided text is what the drafter knows of, and a path is what it drafts after that, guessed
+verdicts included. Sessions whose processors are absent never come here.
+
+Repetition, frequency and presence penalties.
+
+Repetition looks at prompt and generated tokens alike, as in transformers; the other two only at generated ones, as in
+OpenAI's API.
+
+Which tokens a request allows, and how much it likes them: allowed tokens, bad words, no early end, bias.
+
+All kinds of logits processors, in the order in which they change logits: masks, then bias, then penalties.
+
+The order is vLLM's. A processor of another kind is a module with a maker, and a line here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.compute.kv_cache import to_device
+from protos.draft_tree import DraftTree
+from protos.messages import Open, Sampling
+
+Path = tuple[int, ...]
+"""Tokens that follow the decided text."""
+
+
+class LogitsProcessor(Protocol):
+    """One session's change of its logits."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These generated tokens were decided after those told before; never the prompt, which the Open holds."""
+        ...
+
+    def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
+        """Changes `logits` in place: float32, (rows, vocabulary), on the model's device, one row for each path.
+
+        A forbidden token is set to -inf. It must not wait for the device: what it needs there goes by `to_device`.
+        """
+        ...
+
+
+Maker = Callable[[Open], LogitsProcessor | None]
+"""Makes a session's processor of one kind; None for a request that asks for nothing of the kind.
+
+The Open may hold generated tokens already: they come by `advance`.
+"""
+
+
+class ProcessorChain:
+    """All processors of one session, in order."""
+
+    def __init__(self, request: Open, processors: Sequence[LogitsProcessor]) -> None:
+        self._processors = processors
+        self._length = request.prompt_len  # of the text that they know
+
+    def follow(self, text: Sequence[int], length: int | None = None) -> None:
+        """The text, prompt included, is decided up to `length`, or as a whole."""
+        end = len(text) if length is None else length
+        assert end >= self._length, "what was decided is never taken back"
+        self.advance(text[self._length : end])
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These tokens were decided after those that they know."""
+        if tokens:
+            for processor in self._processors:
+                processor.advance(tokens)
+            self._length += len(tokens)
+
+    @property
+    def length(self) -> int:
+        """Of the text that they know, prompt included."""
+        return self._length
+
+    def path(self, text: Sequence[int]) -> Path:
+        """What of a longer text comes after the decided one."""
+        return tuple(text[self._length :])
+
+    def apply(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
+        """A processed copy in float32, (rows, vocabulary): row i is the one after the decided text and `paths[i]`."""
+        assert len(logits) == len(paths), "one path for each row"
+        processed = logits.to(torch.float32, copy=True)
+        for processor in self._processors:
+            processor.apply(processed, paths)
+        return processed
+
+
+def paths_of(draft: DraftTree) -> list[Path]:
+    """Of the rows of a block: after the decided text, then after each node."""
+    found: list[Path] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        found.append((*found[parent + 1], token))
+    return found
+
+
+class Penalties:
+    """Counts tokens on the device; a step brings it only what is new."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
+        self._sampling = sampling
+        self._prompt = sorted(set(prompt)) if sampling.repetition_penalty != 1.0 else []
+        self._fresh: list[int] = []  # generated, and not counted yet
+        self._counts: Tensor | None = None  # of generated tokens, (vocabulary,)
+        self._in_prompt: Tensor | None = None  # (vocabulary,)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._fresh += tokens
+
+    def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
+        counts = self._counted(logits).repeat(len(paths), 1)
+        rows = [row for row, path in enumerate(paths) for _ in path]
+        if rows:
+            at, ids = to_device([rows, [token for path in paths for token in path]], logits.device)
+            counts.index_put_((at, ids), counts.new_ones(len(rows)), accumulate=True)
+        sampling = self._sampling
+        if sampling.repetition_penalty != 1.0:
+            assert self._in_prompt is not None, "it is made with the counts"
+            penalty = sampling.repetition_penalty
+            repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits.copy_(torch.where((counts > 0) | self._in_prompt, repeated, logits))
+        logits -= sampling.frequency_penalty * counts
+        logits -= sampling.presence_penalty * (counts > 0)
+
+    def _counted(self, logits: Tensor) -> Tensor:
+        if self._counts is None:
+            self._counts = logits.new_zeros(logits.shape[-1])
+            self._in_prompt = torch.zeros_like(self._counts, dtype=torch.bool)
+            if self._prompt:
+                self._in_prompt[to_device([self._prompt], logits.device)[0]] = True
+        if self._fresh:
+            (ids,) = to_device([self._fresh], logits.device)
+            self._counts.index_put_((ids,), self._counts.new_ones(len(ids)), accumulate=True)
+            self._fresh = []
+        return self._counts
+
+
+def make_penalties(request: Open) -> Penalties | None:
+    if not request.sampling.penalised:
+        return None
+    return Penalties(request.sampling, request.tokens[: request.prompt_len])
+
+
+class AllowedTokens:
+    """Forbids all tokens but some."""
+
+    def __init__(self, allowed: Sequence[int]) -> None:
+        self._allowed = allowed
+        self._forbidden: Tensor | None = None  # (vocabulary,)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Whatever comes, the same tokens are allowed."""
+
+    def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
+        if self._forbidden is None:
+            self._forbidden = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            self._forbidden[to_device([self._allowed], logits.device)[0]] = False
+        logits.masked_fill_(self._forbidden, -torch.inf)
+
+
+class LogitBias:
+    """Adds a number to the logit of each of some tokens."""
+
+    def __init__(self, bias: Sequence[tuple[int, float]]) -> None:
+        self._bias = bias
+        self._on_device: tuple[Tensor, Tensor] | None = None  # ids and values, (tokens,)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Whatever comes, the bias is the same."""
+
+    def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
+        if self._on_device is None:
+            (ids,) = to_device([[token for token, _ in self._bias]], logits.device)
+            (values,) = to_device([[value for _, value in self._bias]], logits.device, torch.float32)
+            self._on_device = ids, values
+        ids, values = self._on_device
+        logits[:, ids] += values
+
+
+class BadWords:
+    """Forbids the last token of each of some sequences where the generated text ends in all tokens before it."""
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self._words = words
+        self._reach = max(map(len, words)) - 1  # tokens that are looked back at
+        self._tail: Path = ()
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._tail = self._last((*self._tail, *tokens))
+
+    def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
+        rows: list[int] = []
+        ids: list[int] = []
+        for row, path in enumerate(paths):
+            before = self._last((*self._tail, *path))
+            found = [word[-1] for word in self._words if len(word) == 1 or before[1 - len(word) :] == word[:-1]]
+            rows += [row] * len(found)
+            ids += found
+        forbid(logits, rows, ids)
+
+    def _last(self, tokens: Path) -> Path:
+        return tokens[max(0, len(tokens) - self._reach) :]
+
+
+class NoEarlyEnd:
+    """Forbids stop ids until enough tokens were generated."""
+
+    def __init__(self, stop_ids: Sequence[int], missing: int) -> None:
+        self._stop_ids = stop_ids
+        self._missing = missing  # tokens
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._missing -= len(tokens)
+
+    def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
+        early = [row for row, path in enumerate(paths) if len(path) < self._missing]
+        forbid(logits, [row for row in early for _ in self._stop_ids], [*self._stop_ids] * len(early))
+
+
+def forbid(logits: Tensor, rows: Sequence[int], ids: Sequence[int]) -> None:
+    """Sets single tokens of single rows to -inf, in place."""
+    if rows:
+        at, tokens = to_device([rows, ids], logits.device)
+        logits.index_put_((at, tokens), logits.new_full((), -torch.inf))
+
+
+def make_allowed(request: Open) -> AllowedTokens | None:
+    allowed = request.rules.allowed
+    return AllowedTokens(allowed) if allowed else None
+
+
+def make_bias(request: Open) -> LogitBias | None:
+    bias = request.rules.logit_bias
+    return LogitBias(bias) if bias else None
+
+
+def make_bad_words(request: Open) -> BadWords | None:
+    words = request.rules.bad_words
+    return BadWords(words) if words else None
+
+
+def make_no_early_end(request: Open) -> NoEarlyEnd | None:
+    missing = request.rules.min_len - request.prompt_len
+    return NoEarlyEnd(request.stop_ids, missing) if missing > 0 and request.stop_ids else None
+
+
+MAKERS: tuple[Maker, ...] = (make_allowed, make_bad_words, make_no_early_end, make_bias, make_penalties)
+
+
+def chain_of(request: Open, makers: tuple[Maker, ...] = MAKERS) -> ProcessorChain | None:
+    """A session's processors; None for a plain request, whose logits nobody touches.
+
+    An engine or a drafting method whose processors need more than the Open, such as a tokenizer, binds it to makers of
+    its own and hands those in.
+    """
+    processors = [made for maker in makers if (made := maker(request)) is not None]
+    return ProcessorChain(request, processors) if processors else None

@@ -1,0 +1,204 @@
+"""OpenTelemetry spans of a process's work for traced sessions.
+
+`service.py` is the entry point: it does nothing, and imports no OpenTelemetry, unless tracing is configured.
+`session_spans.py` makes the spans, `exporting.py` sends them, and `contexts.py` converts trace contexts.
+
+Conversion of trace contexts between W3C's text form, used on the wire, and OpenTelemetry.
+
+One process's spans of sessions: one span per session, below the router's. Slow ones list their rounds as events.
+
+Export of spans. Each service of a process has its own provider, because traces distinguish services by provider.
+
+Tracing of one service as configured. If it is off, OpenTelemetry is not even imported.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.trace import Span, SpanKind, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from cluster.config_sections import TracingConfig
+from cluster.errors import ConfigError
+from cluster.tracing import MOST_EVENTS, Fact, NoTracing, SessionEvents, SessionTracer
+from protos.messages import Close, Finish, Message, Open, Refusal, Verdict
+
+TRACEPARENT = "traceparent"
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+def context_of(traceparent: str) -> Context:
+    """Returns the context to begin a span in; an empty text begins a new trace."""
+    return _PROPAGATOR.extract({TRACEPARENT: traceparent}, Context())
+
+
+def traceparent_of(span: Span) -> str:
+    """Returns the traceparent for work below the span."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
+    return carrier[TRACEPARENT]
+
+
+class ServiceTracing:
+    """Tracing of one service in this process."""
+
+    def __init__(self, options: TracingConfig, service: str) -> None:
+        """Raises ConfigError if tracing is on and the exporter is not installed."""
+        self.service = _begun(options, service) if options.is_on else None
+
+    def sessions(self, work: str) -> SessionTracer:
+        """Returns the session tracer; `work` names what the service does for a session."""
+        return NoTracing() if self.service is None else self.service.sessions(work)
+
+    def close(self) -> None:
+        """Exports the remaining spans; may take a while."""
+        if self.service is not None:
+            self.service.close()
+
+
+def _begun(options: TracingConfig, service: str) -> "TracedService":
+
+    return TracedService.begun(options, service)
+
+
+MOST_SESSIONS = 4096  # most sessions traced at once; further ones are not traced
+NANO = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _TracedSession:
+    span: Span
+    by: str  # the peer that opened it
+    began_ns: int
+    events: SessionEvents = field(default_factory=SessionEvents)
+
+
+class SessionSpans:
+    """Implements `SessionTracer`; `name` is what the process does for a session."""
+
+    def __init__(
+        self, tracer: Tracer, name: str, kind: SpanKind, slow_s: float, clock_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._tracer = tracer
+        self._name = name
+        self._kind = kind
+        self._slow_ns = slow_s * NANO
+        self._clock_ns = clock_ns
+        self._sessions: dict[str, _TracedSession] = {}
+
+    def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
+        now = self._clock_ns()
+        if (known := self._sessions.get(session)) is not None:
+            known.by = by
+            known.events.add(now, "opened again", facts)
+            return traceparent_of(known.span)
+        if not traceparent or len(self._sessions) >= MOST_SESSIONS:
+            return ""
+        attributes = {"slipstream.session": session, **_named(facts)}
+        span = self._tracer.start_span(self._name, context_of(traceparent), self._kind, attributes, start_time=now)
+        if not span.is_recording():
+            return ""
+        self._sessions[session] = _TracedSession(span, by, now)
+        return traceparent_of(span)
+
+    def heard(self, peer: str, message: Message) -> None:
+        match message:
+            case Open():
+                facts = {"attempt": message.attempt, "tokens": len(message.tokens)}
+                self.opened(message.session, message.traceparent, peer, **facts)
+            case Close():
+                self.ended(message.session, "closed")
+            case _:
+                self._note(message)
+
+    def said(self, peer: str, message: Message) -> None:
+        traced = self._sessions.get(getattr(message, "session", ""))
+        if traced is None or (isinstance(message, Verdict) and peer != traced.by):
+            return  # a target also sends drafters the verdicts that its router gets
+        self._note(message)
+        if isinstance(message, Refusal) and peer == traced.by:
+            self.ended(message.session, "refused")
+
+    def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
+        if self._sessions:
+            for session in sessions:
+                if (traced := self._sessions.get(session)) is not None:
+                    traced.events.add(self._clock_ns(), name, facts)
+
+    def ended(self, session: str, why: str) -> None:
+        if (traced := self._sessions.pop(session, None)) is None:
+            return
+        now = self._clock_ns()
+        span = traced.span
+        span.set_attribute("slipstream.end", why)
+        span.set_attributes({f"slipstream.{name}": count for name, count in traced.events.sums.items()})
+        if now - traced.began_ns >= self._slow_ns:
+            span.set_attribute("slipstream.events_left_out", traced.events.left_out)
+            for event in traced.events.latest:
+                span.add_event(event.name, _named(event.facts), event.at_ns)
+        span.end(now)
+
+    def gone(self, peer: str) -> None:
+        for session in [name for name, traced in self._sessions.items() if traced.by == peer]:
+            self.ended(session, "stream broke")
+
+    def _note(self, message: Message) -> None:
+        session = getattr(message, "session", "")
+        if (traced := self._sessions.get(session)) is None:
+            return
+        traced.events.message(self._clock_ns(), message)
+        if isinstance(message, Verdict) and message.finish is not Finish.NONE:
+            self.ended(session, message.finish.name.lower())
+
+
+def _named(facts: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Prefixes the facts' names."""
+    return {f"slipstream.{name}": value for name, value in facts.items()}
+
+
+EXPORT_PERIOD_MS = 1000  # ended spans that are not exported yet are lost if the process dies
+
+
+@dataclass(frozen=True, slots=True)
+class TracedService:
+    """Spans of one service, exported by a thread of their own."""
+
+    tracer: Tracer
+    provider: TracerProvider
+    slow_s: float
+
+    @classmethod
+    def begun(cls, options: TracingConfig, service: str, exporter: SpanExporter | None = None) -> "TracedService":
+        """Starts tracing for a service. Raises ConfigError if the exporter is not installed."""
+        provider = TracerProvider(
+            ParentBasedTraceIdRatio(options.sample),
+            Resource.create({"service.name": f"slipstream-{service}", "service.namespace": "slipstream"}),
+            span_limits=SpanLimits(max_events=MOST_EVENTS),
+        )
+        sender = exporter or _otlp_exporter(options)
+        provider.add_span_processor(BatchSpanProcessor(sender, schedule_delay_millis=EXPORT_PERIOD_MS))
+        return cls(provider.get_tracer("slipstream"), provider, options.slow_s)
+
+    def sessions(self, name: str, kind: SpanKind = SpanKind.SERVER) -> SessionSpans:
+        """Returns a tracer for the service's work on sessions."""
+        return SessionSpans(self.tracer, name, kind, self.slow_s)
+
+    def close(self) -> None:
+        """Exports the remaining spans."""
+        self.provider.shutdown()
+
+
+def _otlp_exporter(options: TracingConfig) -> SpanExporter:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        missing = f"tracing.endpoint is set, and what sends spans is not installed: {error}"
+        raise ConfigError(f"{missing}; pip install 'slipstream-serving[tracing]'") from error
+    return OTLPSpanExporter(endpoint=options.endpoint)

@@ -1,0 +1,221 @@
+"""Hooks in vLLM's workers: tokens are sampled as in our own engine, and drafts come from the scheduler.
+
+`DrawingWorker` extends vLLM's worker through its `worker_extension_cls`. Both model runners of vLLM are supported. The
+first (on CPUs without Triton) allows no logits processor with drafts, so its sampler is replaced. The second uses
+`noise_processor.py` and keeps drafts on the device, where they are written before each forward.
+
+Hidden states in vLLM's leading worker: which layers the model reports, and what is kept of them beside the cache.
+
+vLLM's second model runner passes them, with the places of what it fed, to its drafting component after each step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.compute.hidden_states import CaptureSpec, StateCapture
+from actors.grammars import grammars_of, load_grammar_vocabulary
+from actors.sampling.processors import MAKERS, Maker
+from actors.sampling.rejection_sampler import PendingBlock
+from actors.vllm_engine.coupled_sampler import SessionDraws, Told, decide_all, request_in
+from cluster.errors import ModelError
+
+
+class WorkerStates:
+    """Hidden states of all that the model is fed, at the same places as in the cache."""
+
+    def __init__(self, spec: CaptureSpec, runner: Any) -> None:
+        """Must run before vLLM measures free memory, since the projection takes some, and before graph capture.
+
+        Raises ModelError for layers that the model does not report.
+        """
+        self._device: torch.device = runner.device
+        self._spec = spec
+        self._project = spec.projection_on(self._device)
+        last = int(runner.model_config.hf_text_config.num_hidden_layers)
+        inner = [layer for layer in spec.layers if layer < last]
+        self._has_final = spec.layers[-1] == last
+        if inner:
+            _tell(runner, inner)
+        self._layer = ""
+        self._capture: StateCapture | None = None
+
+    def keep(self, layer: str, pages: int, page_size: int) -> None:
+        """Starts keeping states; `layer` is a layer whose pages they parallel."""
+        self._layer = layer
+        self._capture = StateCapture(self._spec, pages, page_size, self._device, self._project)
+
+    def captured(self, batch: Any, slots: Mapping[str, torch.Tensor], final: torch.Tensor, inner: Any) -> None:
+        """Stores one step's states: the final ones of all its tokens, (n, hidden), and those of each other layer."""
+        assert self._capture is not None, "they are kept somewhere"
+        streams = [*(inner or ()), *([final] if self._has_final else ())]
+        fed = batch.num_tokens  # the rest is padding
+        self._capture.keep(slots[self._layer][:fed].long(), torch.cat([each[:fed] for each in streams], dim=-1))
+
+    def read(self, places: Sequence[int]) -> bytes:
+        assert self._capture is not None, "they are kept somewhere"
+        return self._capture.cache.read(places)
+
+
+def _tell(runner: Any, layers: Sequence[int]) -> None:
+    """Makes the model report the hidden states after these layers, as it does for EAGLE-3."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    if not supports_eagle3(runner.model):
+        raise ModelError(
+            f"vLLM's {type(runner.model).__name__} tells its final states alone, those of layers {list(layers)} are"
+            " needed; use a head that reads the final ones, or target.engine slipstream"
+        )
+    runner.model.set_aux_hidden_state_layers(tuple(layers))
+    runner.use_aux_hidden_state_outputs = True
+
+
+NOTHING = -1  # in vLLM's table of sampled tokens
+
+
+class NoProposer:
+    """Drafting component for the first runner, which requires one; it drafts nothing."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+class NoSpeculator:
+    """Drafting component for the second runner; it drafts nothing and captures hidden states."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+    num_query_per_req = 1
+    num_extra_query_per_req = 0
+    pcp_manager = None
+
+    def __init__(self, req_states: Any, states: WorkerStates | None) -> None:
+        self._req_states = req_states
+        self._states = states
+
+    def propose(
+        self, input_batch: Any, metadata: Any, slots: Any, final: Any, inner: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Called after each step; `slots` are the cache places of the fed tokens, `final` and `inner` their states."""
+        if self._states is not None:
+            self._states.captured(input_batch, slots, final, inner)
+        drafts: torch.Tensor = self._req_states.draft_tokens[input_batch.idx_mapping]
+        return drafts
+
+    def prepare_watermarking(self, *args: Any) -> None: ...
+
+
+class DrawingWorker:
+    """Methods that the extension adds to a vLLM worker."""
+
+    model_runner: Any
+    rank: int
+    _slipstream_states: WorkerStates | None = None  # on the leading worker only, if drafters read states
+
+    def begin_states(self, spec: CaptureSpec) -> None:
+        """Prepares the capture of hidden states; called as soon as the model is loaded."""
+        if self.rank == 0:
+            self._slipstream_states = WorkerStates(spec, self.model_runner)
+
+    def keep_states(self, layer: str, pages: int, page_size: int) -> None:
+        """Allocates storage for hidden states; called once the cache size is known."""
+        if self._slipstream_states is not None:
+            self._slipstream_states.keep(layer, pages, page_size)
+
+    def read_states(self, places: Sequence[int]) -> bytes:
+        return self._slipstream_states.read(places) if self._slipstream_states is not None else b""
+
+    def draw_as_slipstream(self, vocabulary: int, folder: str) -> str:
+        """Installs our sampling and returns which runner was found.
+
+        Ids from `vocabulary` on are the model's padding.
+        """
+        self._slipstream_grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
+        makers = MAKERS if self._slipstream_grammars is None else (*MAKERS, self._slipstream_grammars.masking)
+        runner = self.model_runner
+        if not hasattr(runner, "req_states"):
+            self._slipstream_draws: Any = FirstRunnerDraws(runner, vocabulary, makers)
+            runner._sample = self._slipstream_draws.sample
+            return "v1"
+        take_drafts_from_scheduler(runner, self._slipstream_states)
+        self._slipstream_draws = next(found for found in runner.sampler.logits_processors if hasattr(found, "told"))
+        self._slipstream_draws.makers = makers
+        return "v2"
+
+    def begin_grammar(self, grammar: str) -> None:
+        """Starts compiling a grammar beside the steps."""
+        if self._slipstream_grammars is not None:
+            self._slipstream_grammars.begin(grammar)
+
+    def told(self) -> dict[str, Told]:
+        """Returns the latest step's additional results, by session."""
+        found: dict[str, Told] = self._slipstream_draws.told
+        return found
+
+
+class FirstRunnerDraws:
+    """Replaces the first runner's sampler."""
+
+    def __init__(self, runner: Any, vocabulary: int, makers: tuple[Maker, ...]) -> None:
+        self.told: dict[str, Told] = {}
+        self._runner = runner
+        self._vocabulary = vocabulary
+        self._makers = makers
+        self._sessions: dict[str, SessionDraws] = {}  # by request
+
+    def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
+        from vllm.v1.outputs import SamplerOutput
+
+        batch = self._runner.input_batch
+        counts = metadata.num_draft_tokens if metadata is not None else [0] * batch.num_reqs
+        drafts = iter(metadata.draft_token_ids.tolist() if metadata is not None else ())
+        names = batch.req_ids[: batch.num_reqs]
+        blocks = []
+        for index, name in enumerate(names):
+            drafted = [next(drafts) for _ in range(counts[index])]
+            blocks.append(self._block(name, int(batch.num_tokens_no_spec[index]), drafted))
+        table = torch.full((len(blocks), 1 + max(counts)), NOTHING, dtype=torch.int32)
+        sessions = [self._sessions[name] for name in names]
+        decisions, self.told = decide_all(sessions, blocks, logits[:, : self._vocabulary])
+        for row, (block, decision) in enumerate(zip(blocks, decisions, strict=True)):
+            kept = block.draft.tokens[: len(decision.path)]
+            table[row, : len(kept) + 1] = torch.tensor([*kept, decision.next_token], dtype=torch.int32)
+        return SamplerOutput(sampled_token_ids=table.to(logits.device), logprobs_tensors=None)
+
+    def _block(self, name: str, length: int, drafted: list[int]) -> PendingBlock:
+        state = self._runner.requests[name]
+        if name not in self._sessions:
+            request = request_in(state.sampling_params.extra_args)
+            assert request is not None, f"request {name} says nothing of its draws"
+            self._sessions = {known: it for known, it in self._sessions.items() if known in self._runner.requests}
+            self._sessions[name] = SessionDraws.of(request, self._makers)
+        return self._sessions[name].block(length, lambda begin, end: _text(state)[begin:end], drafted)
+
+
+def _text(state: Any) -> list[int]:
+    return [*state.prompt_token_ids, *state.output_token_ids]
+
+
+def take_drafts_from_scheduler(runner: Any, states: WorkerStates | None) -> None:
+    """Writes the scheduler's drafts into the second runner's device table, the only one it reads."""
+    runner.speculator = NoSpeculator(runner.req_states, states)
+    runner.execute_model = _with_drafts(runner, runner.execute_model)
+
+
+def _with_drafts(runner: Any, execute_model: Callable[..., Any]) -> Callable[..., Any]:
+    states = runner.req_states
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        table = states.draft_tokens
+        for name, drafted in scheduler_output.scheduled_spec_decode_tokens.items():
+            row = torch.tensor(drafted, dtype=table.dtype, device=table.device)
+            table[states.req_id_to_index[name], : len(drafted)] = row
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    return execute

@@ -1,0 +1,397 @@
+"""Sizes of the target pool and the draft pool: pure, from the replicas' reports.
+
+Input: `TargetReport` and `DraftReport` metrics, the pools' current sizes and bounds, and the settings that target
+replicas report. Output: a size for each pool, with the reason for it.
+
+Start with `serve_policy.py`, which Ray Serve calls. `pools.py` combines the needs (`demand.py`) with delays against
+noise (`stabilization_window.py`). Serve's controller pickles the exported names by value, with this whole folder, and
+calls them ten times a second. So no module here imports project code from other folders, and nothing here waits.
+
+Replicas that each pool needs for its load: pure arithmetic, with a reason for display.
+
+A need is a number of replicas and may be fractional. The largest need counts.
+
+Sizes of both pools: each one's need, within its bounds, once the need has lasted long enough.
+
+Reports of replicas, from which the sizes of their pools are decided.
+
+Scaling settings of the pools, which target replicas send among their reports.
+
+Serve counts a policy's arguments as part of the application's version, so changing them would replace every replica. A
+replica that receives new settings keeps running, and its next report contains them.
+
+Delays before a new size is followed: short upwards, long downwards.
+
+The policy that Ray Serve calls: for the whole application, or for a single deployment.
+
+It knows only those attributes of Serve's types that it reads. Serve's own delays and factors are left neutral.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypeVar
+
+
+@dataclass(frozen=True)
+class TargetReport:
+    """Report of one target replica. Counts are current; shares and times cover the time since the previous report."""
+
+    running: float = 0.0  # sessions in the cache
+    queued: float = 0.0  # sessions that wait for a place in it
+    drafted: float = 0.0  # running sessions with a drafter that is asked for tokens
+    undrafted: float = 0.0  # running sessions that want drafts but have no drafter
+    waiting: float = 0.0  # share of the time with sessions that was spent in no step, usually waiting for blocks
+    cache: float = 0.0  # share of the pages that sessions hold
+    unread: float = 0.0  # sessions that have yet to get their first token
+    first_token_s: float = 0.0  # mean time to the first token; sessions without one count with their time so far
+    backlog_s: float = 0.0  # estimated time to compute the prompts of `unread`
+    gain: float = 1.0  # throughput over that of non-speculative decoding; 1: none, or unknown
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """Report of one drafter on the time since its previous report."""
+
+    shared: float = 0.0  # share of the time in requested passes, beyond what a single session would take
+    late: float = 0.0  # share of the requested blocks that were late
+
+
+Report = TypeVar("Report", TargetReport, DraftReport)
+
+
+def reported(kind: type[Report], metrics: Mapping[str, Mapping[Any, float]]) -> list[Report]:
+    """Builds reports from metrics by name and replica, for the replicas that have reported all of theirs."""
+    names = [field.name for field in fields(kind)]
+    return [kind(**{name: metrics[name][replica] for name in names}) for replica in tellers(names, metrics)]
+
+
+def tellers(names: Iterable[str], metrics: Mapping[str, Mapping[Any, float]]) -> list[Any]:
+    """Returns the replicas that have reported all of these names, in a stable order."""
+    told = [metrics.get(name, {}) for name in names]
+    return sorted(set.intersection(*(set(values) for values in told)), key=str)
+
+
+class Growth:
+    """Growth of counters between calls."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def of(self, **counters: float) -> dict[str, float]:
+        """Returns how much each counter has grown since the previous call, or since 0 at the first call."""
+        grown = {name: value - self._before.get(name, 0.0) for name, value in counters.items()}
+        self._before = counters
+        return grown
+
+
+def share(part: float, whole: float) -> float:
+    """Returns `part / whole`, or 0 if `whole` is 0."""
+    return part / whole if whole > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Sizes that a pool needed so far, by level: a need for three counts for two and for one, too.
+
+    This damps noise. The size grows to the smallest need throughout the upward delay, and shrinks to the largest need
+    within the downward delay.
+    """
+
+    since: Mapping[int, float] = field(default_factory=dict)  # by level: time since which at least this size was needed
+    last: Mapping[int, float] = field(default_factory=dict)  # by level: last time that at least this size was needed
+
+    @classmethod
+    def at_start(cls, present: int, now: float) -> "Wishes":
+        """Returns an empty history, as if the present size had been needed until now."""
+        return cls({}, dict.fromkeys(range(1, present + 1), now))
+
+    def after(self, wished: int, now: float) -> "Wishes":
+        """Returns the history with the latest need added."""
+        levels = range(1, wished + 1)
+        return Wishes(
+            {level: self.since.get(level, now) for level in levels}, {**self.last, **dict.fromkeys(levels, now)}
+        )
+
+    def size(self, present: int, now: float, up_delay_s: float, down_delay_s: float) -> int:
+        """Returns the size to have now."""
+        least = max((level for level, since in self.since.items() if now - since >= up_delay_s), default=0)
+        most = max((level for level, last in self.last.items() if now - last <= down_delay_s), default=0)
+        return min(max(present, least), most)
+
+
+ROOM = 0.5  # default utilisation: a pool can take twice its load while further replicas start
+CACHE_FULL = 0.8  # share of the pages that sessions may hold: beyond it, a long session preempts others
+IN_TIME = 0.125  # share of blocks, or of a target's time, that may be lost: below it, drafters take more sessions
+# Margin over the need before a pool shrinks: fewer replicas are slower, so sessions last longer and more run at once.
+SPARE = 0.25
+
+
+@dataclass(frozen=True)
+class TargetScaling:
+    """Rules by which the target pool follows its load."""
+
+    sessions_per_replica: float  # per replica without speculation
+    max_sessions: float  # capacity of a replica
+    first_token_s: float  # time to first token beyond which waiting prompts call for another replica
+    up_delay_s: float
+    down_delay_s: float
+
+
+@dataclass(frozen=True)
+class DraftScaling:
+    """Rules by which the draft pool follows the demand for drafts, or the size of the target pool."""
+
+    sessions_per_replica: float
+    up_delay_s: float
+    down_delay_s: float
+    per_target: float | None = None  # drafters per target replica, independent of demand; None: by need
+
+
+@dataclass(frozen=True)
+class Need:
+    """The need of one pool."""
+
+    replicas: float
+    why: str
+
+    def size(self, present: int) -> int:
+        """Returns the replicas needed; fewer than at present only if those suffice with a margin."""
+        enough = math.ceil(self.replicas)
+        return enough if enough > present else min(present, math.ceil(self.replicas * (1 + SPARE)))
+
+
+def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need | None:
+    """Returns the need of the target pool with `present` replicas; None until one of them has reported."""
+    if not reports:
+        return None
+    return _largest(_places(reports, scaling), _cache(reports), _prompts(reports, scaling, present))
+
+
+def draft_need(
+    targets: Sequence[TargetReport], drafters: Sequence[DraftReport], scaling: DraftScaling, present: int
+) -> Need | None:
+    """Returns the need of the draft pool with `present` replicas; None until a target has reported the demand.
+
+    Sessions without a drafter, because there is none or because drafters refused them, count like those with one. So a
+    pool can grow from zero, and one that sheds sessions grows.
+    """
+    if not targets:
+        return None
+    drafted = sum(report.drafted for report in targets)
+    undrafted = sum(report.undrafted for report in targets)
+    wanted = drafted + undrafted
+    places = Need(
+        wanted / scaling.sessions_per_replica,
+        f"{wanted:.1f} sessions want drafts ({undrafted:.1f} have no drafter), {scaling.sessions_per_replica:g} each",
+    )
+    late = max((report.late for report in drafters), default=0.0)
+    waiting = max(report.waiting for report in targets)
+    shared = sum(report.shared for report in drafters)
+    work = min(wanted, shared / ROOM * (wanted / drafted if drafted else 1.0))  # a session has one drafter at most
+    felt = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
+    if max(late, waiting) <= IN_TIME:
+        work = min(work, present)  # drafters keep up, so no more are needed
+    return _largest(places, Need(work, f"drafters busy with more than one session for {shared:.2f} of them, {felt}"))
+
+
+def coupled_need(targets: int | None, per_target: float) -> Need | None:
+    """Returns the need of a draft pool that follows only the size of the target pool; None while that is unknown."""
+    if targets is None:
+        return None
+    return Need(per_target * targets, f"{per_target:g} for each of {targets} target replicas")
+
+
+def _largest(*needs: Need) -> Need:
+    return max(needs, key=lambda need: need.replicas)
+
+
+def _places(reports: Sequence[TargetReport], scaling: TargetScaling) -> Need:
+    """Returns the need by sessions; speculation lets a replica serve more at the same speed, up to `max_sessions`."""
+    load = 0.0
+    for report in reports:
+        aim = min(scaling.max_sessions, scaling.sessions_per_replica * max(1.0, report.gain))
+        load += (report.running + report.queued) / aim
+    running = sum(report.running for report in reports)
+    queued = sum(report.queued for report in reports)
+    gain = max(report.gain for report in reports)
+    each = f"{scaling.sessions_per_replica:g} each without speculation, whose gain is {gain:.2f}"
+    return Need(load, f"{running:.1f} sessions run and {queued:.1f} queue, {each}")
+
+
+def _cache(reports: Sequence[TargetReport]) -> Need:
+    held = sum(report.cache for report in reports)
+    return Need(held / CACHE_FULL, f"sessions hold the pages of {held:.2f} replicas")
+
+
+def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need:
+    """Returns the need by the time to first token, at most one replica for each prompt that waits at the same time.
+
+    Replicas are given back once the time is so short that fewer keep it within bounds.
+    """
+    unread = sum(report.unread for report in reports)
+    wait_s = max(max(report.first_token_s, report.backlog_s) for report in reports)
+    over = wait_s / scaling.first_token_s
+    enough = len(reports) * over if over > 1 else min(present, len(reports) * over / ROOM)
+    return Need(min(unread, enough), f"{unread:.1f} prompts wait at once, {wait_s:.1f} s for their first tokens")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool's current state: its size including starting replicas, its bounds, and its earlier needs."""
+
+    size: int
+    least: int
+    most: int
+    wishes: Wishes | None = None  # None: no history
+
+
+@dataclass(frozen=True)
+class PoolDecision:
+    """The size that a pool should have."""
+
+    size: int  # now
+    wished: int  # size to have once the need has lasted long enough
+    why: str
+    wishes: Wishes = field(default_factory=Wishes)
+
+
+def decide_targets(pool: Pool, reports: Sequence[TargetReport], scaling: TargetScaling, now: float) -> PoolDecision:
+    """Decides the size of the target pool."""
+    need = target_need(reports, scaling, pool.size)
+    return _decide(pool, need, now, scaling.up_delay_s, scaling.down_delay_s)
+
+
+def decide_drafters(
+    pool: Pool,
+    reports: Sequence[DraftReport],
+    scaling: DraftScaling,
+    targets: Sequence[TargetReport],
+    target_size: int | None,
+    now: float,
+) -> PoolDecision:
+    """Decides the size of the draft pool after that of the target pool; `target_size` is None if that pool is not
+    visible."""
+    if scaling.per_target is None:
+        need = draft_need(targets, reports, scaling, pool.size)
+    else:
+        need = coupled_need(target_size, scaling.per_target)
+    return _decide(pool, need, now, scaling.up_delay_s, scaling.down_delay_s)
+
+
+def stay(pool: Pool, now: float) -> PoolDecision:
+    """Keeps a pool at its size, within its bounds, while no replica has reported how it should scale."""
+    return _decide(pool, None, now, 0.0, 0.0)
+
+
+def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_delay_s: float) -> PoolDecision:
+    """Decides a pool's size. Without reports the size stays, because losing the reports must not shrink the pool."""
+    need = need or Need(pool.size, "no target replica has reported")
+    wished = min(max(need.size(pool.size), pool.least), pool.most)
+    wishes = (pool.wishes or Wishes.at_start(pool.size, now)).after(wished, now)
+    size = wishes.size(pool.size, now, up_delay_s, down_delay_s)
+    return PoolDecision(min(max(size, pool.least), pool.most), wished, need.why, wishes)
+
+
+Settings = Mapping[str, Mapping[str, float | None]]  # by pool and name
+Scaling = TypeVar("Scaling", TargetScaling, DraftScaling)
+
+
+def as_numbers(settings: Settings) -> dict[str, float]:
+    """Returns the settings as metrics; leaves out those that are None."""
+    named = {_name(pool, name): value for pool, one in settings.items() for name, value in one.items()}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def told(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, float]]) -> Scaling | None:
+    """Returns the settings of one pool from metrics by name and replica.
+
+    None until a replica has reported all settings that are not None by default. While an update runs, replicas report
+    different settings, and any of them will do.
+    """
+    names = {field.name: _name(pool, field.name) for field in fields(kind)}
+    always = [names[field.name] for field in fields(kind) if field.default is not None]
+    replicas = tellers(always, metrics)
+    if not replicas:
+        return None
+    arguments: dict[str, Any] = {field: metrics.get(name, {}).get(replicas[-1]) for field, name in names.items()}
+    return kind(**arguments)
+
+
+def _name(pool: str, name: str) -> str:
+    return f"{pool}_{name}"
+
+
+TARGET = "target"
+DRAFT = "draft"
+POOLS = {"Target": TARGET, "Drafter": DRAFT}  # by deployment
+
+
+class Observed(Protocol):
+    """The attributes of Serve's AutoscalingContext that are read here."""
+
+    deployment_name: str
+    aggregated_metrics: Mapping[str, Mapping[Any, float]]  # by name and replica
+    target_num_replicas: int
+    capacity_adjusted_min_replicas: int
+    capacity_adjusted_max_replicas: int
+    current_time: float
+    policy_state: Mapping[str, Any]
+
+
+Decisions = tuple[dict[Any, int], dict[Any, dict[str, Any]]]
+
+
+class PoolsPolicy:
+    """Policy of the application, with both pools visible. Target replicas report how the pools should scale."""
+
+    def __call__(self, observed: Mapping[Any, Observed]) -> Decisions:
+        """Returns sizes and policy states by deployment; none for deployments that are not pools."""
+        named = {one.deployment_name: (key, one) for key, one in observed.items()}
+        pools = {POOLS[name]: found for name, found in named.items() if name in POOLS}
+        decided: dict[Any, PoolDecision] = {}
+        metrics: Mapping[str, Mapping[Any, float]] = {}
+        targets: list[TargetReport] = []
+        target_size: int | None = None
+        if TARGET in pools:
+            key, one = pools[TARGET]
+            metrics = one.aggregated_metrics
+            targets = reported(TargetReport, metrics)
+            scaling = told(TargetScaling, TARGET, metrics)
+            now = one.current_time
+            decided[key] = decide_targets(_pool(one), targets, scaling, now) if scaling else stay(_pool(one), now)
+            target_size = decided[key].size
+        if DRAFT in pools:
+            key, one = pools[DRAFT]
+            decided[key] = _drafters(one, told(DraftScaling, DRAFT, metrics), targets, target_size)
+        sizes = {key: decision.size for key, decision in decided.items()}
+        return sizes, {key: {"wishes": decision.wishes} for key, decision in decided.items()}
+
+
+class PoolAlone:
+    """Policy of a single deployment where Serve does not use `PoolsPolicy`: targets still scale, drafters stay."""
+
+    def __call__(self, observed: Observed) -> tuple[int, dict[str, Any]]:
+        """Returns the wanted size and the policy state."""
+        assert observed.deployment_name in POOLS, f"a policy for {observed.deployment_name}, expected {set(POOLS)}"
+        sizes, states = PoolsPolicy()({"": observed})
+        return sizes[""], states[""]
+
+
+def _drafters(
+    one: Observed, scaling: DraftScaling | None, targets: list[TargetReport], target_size: int | None
+) -> PoolDecision:
+    pool = _pool(one)
+    if scaling is None:
+        return stay(pool, one.current_time)
+    reports = reported(DraftReport, one.aggregated_metrics)
+    return decide_drafters(pool, reports, scaling, targets, target_size, one.current_time)
+
+
+def _pool(observed: Observed) -> Pool:
+    wishes: Wishes | None = observed.policy_state.get("wishes")
+    least = observed.capacity_adjusted_min_replicas
+    return Pool(observed.target_num_replicas, least, observed.capacity_adjusted_max_replicas, wishes)
+
+
+__all__ = ["PoolAlone", "PoolsPolicy"]

@@ -1,0 +1,304 @@
+"""Checks that drafts are as good as expected, when a drafter starts and while it serves. Pure.
+
+Input: the acceptance of verified blocks, by drafter and session, and the draft's own confidence. Output: a warning at
+startup (`load_check.py`), a `Collapse` for the router when a session's blocks became bad (`collapse.py`), and counts by
+context length and position (`acceptance_stats.py`).
+
+Start with `cusum.py`, the statistical test, and `collapse.py`, the steps that follow it.
+
+Counts of verified blocks by drafter, context length, cached prefix, and position in the block.
+
+An average over all of them hides specific faults: a draft that fails at long contexts, or after a prefix from the
+cache.
+
+The steps taken when a session's blocks have become bad, and the drafters under suspicion.
+
+The steps concern one session: its drafter opens it again, then another drafter takes it, then it continues with
+non-speculative decoding. Each step needs new evidence. A session without speculation stays so; the next session tries
+the drafter again.
+
+Detection of a drop in a session's acceptance: Page's CUSUM test against the session's own history.
+
+The check of a drafter that has just started: does the target accept its first tokens as often as expected?
+
+The expectation is a figure published with the draft, or else the draft's own confidence: the probability that it gave
+its tokens. The check uses the first requests, in which each token is the target's own.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from cluster.speculation.estimators import AcceptanceCounts, Mean
+from protos.frozen import value
+from protos.messages import Collapse
+
+MOST_DRAFTERS = 64  # most recent drafters that are kept
+
+
+@value
+class BlockKind:
+    """Features that blocks are counted by, besides their drafter."""
+
+    context: int  # tokens before the block, rounded down to a power of two
+    is_prefix_cached: bool  # whether the session began on cached pages
+
+
+def kind_of(length: int, is_prefix_cached: bool) -> BlockKind:
+    """Returns the kind of a block after `length` tokens."""
+    return BlockKind(1 << (length.bit_length() - 1), is_prefix_cached)
+
+
+class AcceptanceTally:
+    """Counts by drafter and kind. They only grow, until a drafter is dropped for more recent ones."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, dict[BlockKind, AcceptanceCounts]] = OrderedDict()  # most recent last
+
+    def block_verified(self, drafter: str, kind: BlockKind, asked: int, accepted: int) -> None:
+        """Records a block of up to `asked` tokens with `accepted` accepted ones."""
+        kinds = self._counts.setdefault(drafter, {})
+        self._counts.move_to_end(drafter)
+        kinds[kind] = kinds.get(kind, AcceptanceCounts()).after(asked, accepted)
+        if len(self._counts) > MOST_DRAFTERS:
+            self._counts.popitem(last=False)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns one row per drafter and kind, for display and for sums over replicas."""
+        return [
+            {"drafter": drafter, **asdict(kind), **asdict(counts)}
+            for drafter, kinds in self._counts.items()
+            for kind, counts in kinds.items()
+        ]
+
+    @property
+    def counts(self) -> Mapping[str, Mapping[BlockKind, AcceptanceCounts]]:
+        """Counts by drafter, then by kind."""
+        return self._counts
+
+
+ALARM = 1e-4  # upper bound of false alarms per block: each costs reading the session again
+PROOF = 8  # good blocks before there is a history to compare with
+HISTORY = 128  # approximate number of blocks in the history
+POOR = 0.25  # usual acceptance below which the test is off: a draft that was always poor raises no alarm
+HARDER = 0.85  # share of the usual acceptance that texts which become harder may fall to
+COLLAPSED = 0.15  # share of that left to a drafter that is out of step, since some of its tokens are right by chance
+
+
+@value
+class AcceptanceDrift:
+    """Acceptance history of a session's blocks and the evidence that it has dropped.
+
+    A block with an accepted token is good.
+
+    `evidence` is the log-likelihood ratio of the latest blocks under two hypotheses: blocks are good COLLAPSED * HARDER
+    as often as usual, or HARDER as often. It never falls below 0. A collapse is concluded at -log(ALARM). If the usual
+    rate were known exactly, the mean number of blocks before a false alarm would be at least 1 / ALARM, as long as
+    blocks are good at least HARDER as often as usual (Lorden 1971). The rate is estimated; simulated sessions keep to
+    that bound at every constant acceptance. An acceptance of 0.2 comes closest, with 9e-5 alarms per block in the first
+    hundred blocks; from 0.8 on there is less than one in a million. A fall from 0.8 to 0.1 is detected after 12 blocks,
+    one to 0.2 after 17 (medians).
+    """
+
+    history: Mean = Mean()  # share of good blocks
+    evidence: float = 0.0
+    latest: Mean = Mean()  # share of good blocks while there is evidence
+
+    @property
+    def is_collapsed(self) -> bool:
+        """True if blocks are good so much less often than before that the drafter's state must be wrong."""
+        return self.evidence >= -math.log(ALARM)
+
+    @property
+    def is_proven(self) -> bool:
+        """True if there is a history to compare with."""
+        return self._proven >= PROOF
+
+    @property
+    def usual(self) -> float:
+        """Usual share of good blocks."""
+        return (self._proven + 0.5) / (self._blocks + 1)
+
+    def after(self, accepted: int) -> "AcceptanceDrift":
+        """Returns the drift after a verified block. While there is evidence, blocks do not enter the history."""
+        good = accepted > 0
+        history = self.history if self.evidence else self.history.after(good, 1 / HISTORY)
+        evidence = self._evidence_after(good)
+        latest = self.latest.after(good, 0.0) if evidence else Mean()
+        return AcceptanceDrift(history, evidence, latest)
+
+    def anew(self) -> "AcceptanceDrift":
+        """Returns the drift with the history kept and the evidence reset."""
+        return replace(self, evidence=0.0, latest=Mean())
+
+    @property
+    def _blocks(self) -> int:
+        return min(self.history.count, HISTORY)
+
+    @property
+    def _proven(self) -> float:
+        """Number of good blocks in the history."""
+        return self._blocks * self.history.value
+
+    def _evidence_after(self, good: bool) -> float:
+        if not self.is_proven or self.usual < POOR:
+            return 0.0
+        if good:
+            return max(0.0, self.evidence + math.log(COLLAPSED))
+        harder = HARDER * self.usual
+        return self.evidence + math.log((1 - COLLAPSED * harder) / (1 - harder))
+
+
+TOKENS = 64  # first tokens of blocks that are checked: an error of at most 0.06, in a second or two on a fast pair
+FAR_BELOW = 0.5  # share of the expected acceptance below which it warns
+LEAST = 0.2  # acceptance expected of any draft: one that is unsure everywhere is damaged rather than modest
+
+CAUSES = (
+    "usual causes: another tokenizer or chat template than the target's, a draft made for another target, "
+    "a wrong dtype, RoPE setting or quantisation, damaged weights"
+)
+
+
+@value
+class LoadCheck:
+    """State of the check; it is over after TOKENS tokens."""
+
+    published: float | None = None  # share of accepted first tokens stated in the draft's folder
+    tokens: int = 0
+    accepted: int = 0
+    confidence: float = 0.0  # sum over all tokens
+
+    @property
+    def is_over(self) -> bool:
+        return self.tokens >= TOKENS
+
+    @property
+    def expected(self) -> float | None:
+        """Expected share of accepted first tokens; None before anything was measured or published."""
+        if self.published is not None:
+            return self.published
+        return max(LEAST, self.confidence / self.tokens) if self.tokens else None
+
+    @property
+    def reached(self) -> float | None:
+        """Share of first tokens that were accepted; None before any."""
+        return self.accepted / self.tokens if self.tokens else None
+
+    @property
+    def warning(self) -> str | None:
+        """Text of the warning, or None if nothing is wrong."""
+        expected = self.expected
+        reached = self.reached
+        if not self.is_over or expected is None or reached is None or reached >= FAR_BELOW * expected:
+            return None
+        source = "its own confidence" if self.published is None else "the figure in its folder"
+        shares = f"{100 * reached:.0f} % of its first tokens, where {source} promises {100 * expected:.0f} %"
+        return f"the target accepts {shares}; {CAUSES}"
+
+    def summary(self) -> dict[str, float | str | None]:
+        """Returns the check's state for display."""
+        return {
+            "expected": self.expected,
+            "reached": self.reached,
+            "tokens": self.tokens,
+            "is_over": self.is_over,
+            "warning": self.warning,
+        }
+
+    def after(self, confidence: float, accepted: bool) -> "LoadCheck":
+        """Returns the check after a first token that the draft gave the probability `confidence` was accepted or
+        not."""
+        if self.is_over:
+            return self
+        return LoadCheck(self.published, self.tokens + 1, self.accepted + accepted, self.confidence + confidence)
+
+
+RECENT = 32  # blocks of a suspected drafter, over all sessions, that may clear it
+RECOVERED = 0.5  # share of the usual acceptance that clears it
+MOST_SUSPECTS = 64  # drafters kept: those that were replaced do not come back
+
+
+@value
+class CollapseWatch:
+    """The test of one session's blocks at its target, and the steps taken so far."""
+
+    drift: AcceptanceDrift = AcceptanceDrift()
+    is_resynced: bool = False  # whether a drafter was sent a Resync for the session
+    is_waiting: bool = False  # whether a drafter has yet to attach after a collapse: until then blocks prove nothing
+
+    def after(self, accepted: int) -> "CollapseWatch":
+        """Returns the watch after a verified block."""
+        return self if self.is_waiting else replace(self, drift=self.drift.after(accepted))
+
+    @property
+    def collapse(self) -> Collapse | None:
+        """The report to send, or None while the evidence is insufficient."""
+        drift = self.drift
+        if not drift.is_collapsed:
+            return None
+        return Collapse(drift.usual, drift.latest.value, is_resynced=self.is_resynced)
+
+    def reported(self) -> "CollapseWatch":
+        """Returns the watch after a collapse was reported and a step is under way."""
+        return CollapseWatch(self.drift.anew(), is_resynced=True, is_waiting=True)
+
+    def attached(self, suspected: Mean | None = None) -> "CollapseWatch":
+        """Returns the watch after a drafter attached, for the first time or again.
+
+        `suspected` is what is usual for a suspected drafter. A session without a history of its own is compared with it
+        from the first block on.
+        """
+        drift = self.drift.anew()
+        if suspected is not None and not drift.is_proven:
+            drift = AcceptanceDrift(suspected)
+        return CollapseWatch(drift, self.is_resynced)
+
+
+@value
+class Suspicion:
+    """A drafter with a collapsed session: what was usual there, and the results of all its blocks since."""
+
+    usual: Mean
+    since: Mean = Mean()
+
+    @property
+    def is_cleared(self) -> bool:
+        return self.since.count >= RECENT and self.since.value >= RECOVERED * self.usual.value
+
+    def after(self, accepted: int) -> "Suspicion":
+        return Suspicion(self.usual, self.since.after(accepted > 0, 1 / RECENT))
+
+
+class Suspects:
+    """Drafters with a collapsed session, by name, until they draft well again.
+
+    A session that begins with a broken drafter has no good blocks to compare with. It therefore inherits what was usual
+    with that drafter before its collapse.
+    """
+
+    def __init__(self) -> None:
+        self._suspicions: OrderedDict[str, Suspicion] = OrderedDict()  # latest collapse last
+
+    def collapsed(self, drafter: str, usual: Mean) -> None:
+        """Records that one of the drafter's sessions collapsed."""
+        self._suspicions[drafter] = Suspicion(usual)
+        self._suspicions.move_to_end(drafter)
+        if len(self._suspicions) > MOST_SUSPECTS:
+            self._suspicions.popitem(last=False)
+
+    def block(self, drafter: str, accepted: int) -> None:
+        """Records a verified block of the drafter, from any session."""
+        suspicion = self._suspicions.get(drafter)
+        if suspicion is None:
+            return
+        suspicion = suspicion.after(accepted)
+        self._suspicions[drafter] = suspicion
+        if suspicion.is_cleared:
+            del self._suspicions[drafter]
+
+    def usual(self, drafter: str) -> Mean | None:
+        """Returns what is usual for a suspected drafter; None for any other."""
+        suspicion = self._suspicions.get(drafter)
+        return None if suspicion is None else suspicion.usual

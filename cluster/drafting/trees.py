@@ -1,0 +1,248 @@
+"""Candidate tokens and their probabilities: possible outcomes of a verdict, and the tokens that make a draft tree.
+
+`outcomes.py` lists the verdicts that a block under verification may bring, from the draft model's own probabilities.
+`tree_growth.py` selects the likeliest paths under a budget of nodes (EAGLE-2).
+
+Selection of a draft model's candidate tokens for a block: the likeliest paths under a budget of nodes.
+
+(EAGLE-2: Li et al. 2024, arXiv 2406.16858.) A node's probability is that of its path, so the likeliest nodes form a
+tree. In falling order of probability, the first n nodes are the best tree of n nodes, for every n. Pure.
+
+Possible verdicts with their probabilities, by the draft model's own estimates.
+
+An outcome is the tokens of a verdict: some tokens of the block followed by one that differs from the block's next, or
+all of the block and one token after it. Pure.
+
+One draft tree from the candidates of two methods: the likeliest paths of both.
+
+Each method gives probabilities for its own tokens. The errors of the two are assumed independent, so a token that both
+name has the probability 1 - (1 - a)(1 - b). If the probabilities of different tokens at one place then add up to more
+than 1, they are scaled down. Pure.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+
+from cluster.drafting.requests import Proposal
+from protos.draft_tree import DraftTree
+from protos.frozen import value
+
+
+@value
+class Choices:
+    """Tokens that may come at a position and the draft model's probability of each; likeliest first."""
+
+    tokens: Sequence[int]
+    chances: Sequence[float]
+
+    def chance_of(self, token: int) -> float:
+        """Returns the token's probability; 0 if it is not among the choices."""
+        return self.chances[self.tokens.index(token)] if token in self.tokens else 0.0
+
+    def including(self, token: int, chance: float) -> "Choices":
+        """Returns the choices with `token` added at the probability that another source gives it."""
+        if token in self.tokens or not chance:
+            return self
+        return Choices((*self.tokens, token), (*self.chances, chance))
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.tokens, self.chances, strict=True)
+
+
+NOTHING = Choices((), ())
+
+Outcome = tuple[tuple[int, ...], float]  # verdict tokens and their probability
+
+
+def accepted_chance(block: Sequence[int], known: Sequence[Choices]) -> float:
+    """Returns the probability that the whole block is accepted.
+
+    `known` lists the choices at the block's positions. Positions after the end of `known` are ignored; an empty entry
+    makes the result 0.
+    """
+    return math.prod(there.chance_of(token) for token, there in zip(block, known, strict=False))
+
+
+def rejections(block: DraftTree, known: Sequence[Choices]) -> list[Outcome]:
+    """Returns the outcomes that reject a token of the main path, by the choices `known` at its positions.
+
+    At each position these are the tokens that no branch of the block contains.
+    """
+    found = []
+    reached = 1.0
+    trunk = block.trunk
+    parents = (-1, *block.along(trunk))
+    for position, (drafted, there) in enumerate(zip(trunk, known, strict=False)):
+        accepted = trunk[:position]
+        expected = block.children(parents[position])
+        found += [((*accepted, token), reached * chance) for token, chance in there if token not in expected]
+        reached *= there.chance_of(drafted)
+    return found
+
+
+def continuations(block: Sequence[int], accepted: float, after: Choices) -> list[Outcome]:
+    """Returns the outcomes that accept the whole block, with probability `accepted`, and bring one of `after` next."""
+    return [((*block, token), accepted * chance) for token, chance in after]
+
+
+HOPE = 0.5  # approximate probability of the token after a likely one
+LIMBS = 3  # branches of a block that are begun at once
+SIBLINGS = 4  # choices considered at a position: even the fourth is the target's token at only 2 of 100 positions
+
+TokenPath = tuple[int, ...]
+
+
+@value
+class Limb:
+    """A branch of a growing tree: the tokens after the path `stem`, which has the probability `chance`.
+
+    Each of `tokens` was chosen from the entry of `choices` at its place.
+    """
+
+    stem: TokenPath
+    chance: float
+    tokens: TokenPath
+    choices: Sequence[Choices]
+
+
+def likeliest_tree(limbs: Iterable[Limb], most: int, least_chance: float) -> DraftTree:
+    """Returns a tree of at most `most` nodes, likeliest first; the first is kept even if it is below `least_chance`."""
+    return tree_of(likeliest_paths(limbs, most, least_chance))
+
+
+def tree_of(paths: Sequence[tuple[TokenPath, float]]) -> DraftTree:
+    """Returns the tree with these paths as its nodes, in this order; each path must come after its parent."""
+    places = {path: node for node, (path, _) in enumerate(paths)} | {(): -1}
+    return DraftTree(tuple([path[-1] for path, _ in paths]), tuple([places[path[:-1]] for path, _ in paths]))
+
+
+def likeliest_paths(limbs: Iterable[Limb], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
+    """Returns at most `most` paths with their probabilities, in falling order."""
+    chances: dict[TokenPath, float] = {}
+    for limb in limbs:
+        path = limb.stem
+        reached = limb.chance
+        for token, there in zip(limb.tokens, limb.choices, strict=True):
+            for other, chance in zip(there.tokens[:SIBLINGS], there.chances, strict=False):
+                chances[(*path, other)] = reached * chance
+            reached = chances.setdefault((*path, token), reached * there.chance_of(token))
+            path = (*path, token)
+    return likeliest_of(chances, most, least_chance)
+
+
+def likeliest_of(chances: Mapping[TokenPath, float], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
+    """Selects the likeliest paths; no path may be likelier than its parent."""
+    ranked = sorted(chances.items(), key=lambda node: (-node[1], len(node[0])))[:most]
+    return [node for rank, node in enumerate(ranked) if rank == 0 or node[1] >= least_chance]
+
+
+def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
+    """Returns the likeliest paths when the continuations of any path are known without a forward pass.
+
+    None is below `least_chance`. The likeliest path is expanded first, so `after` is called at most `most` times, and
+    for a path only after all of its prefixes.
+    """
+    found: list[tuple[TokenPath, float]] = []
+    ahead: list[tuple[float, int, TokenPath]] = []  # negated probability, depth, path
+    path: TokenPath = ()
+    reached = 1.0
+    while len(found) < most:
+        there = after(path)
+        for token, chance in zip(there.tokens[:SIBLINGS], there.chances, strict=False):
+            if reached * chance >= least_chance:
+                heappush(ahead, (-reached * chance, len(path) + 1, (*path, token)))
+        if not ahead:
+            break
+        below, _, path = heappop(ahead)
+        reached = -below
+        found.append((path, reached))
+    return found
+
+
+def grow_limbs(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[Limb]:
+    """Returns the result of `grown_paths` as limbs, each with the possible tokens after one path.
+
+    The first limb is there however unlikely its tokens are.
+    """
+    known: dict[TokenPath, Choices] = {}
+
+    def noted(path: TokenPath) -> Choices:
+        known[path] = after(path)
+        return known[path]
+
+    chances = {(): 1.0, **dict(grown_paths(noted, most, least_chance))}
+    return [
+        Limb(path, chances[path], tuple(there.tokens[:1]), (there,)) for path, there in known.items() if there.tokens
+    ]
+
+
+def limbs_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Limb]:
+    """Returns the limbs of a block in which the choices at a position do not depend on the tokens before it."""
+    return grow_limbs(lambda path: choices[len(path)] if len(path) < len(choices) else NOTHING, most, least_chance)
+
+
+def least_of(paths: Sequence[tuple[TokenPath, float]], most: int) -> float:
+    """Returns the probability that a further node needs to be among the likeliest `most`; 0 while fewer are there."""
+    return paths[-1][1] if len(paths) == most else 0.0
+
+
+def worth_a_limb(
+    paths: Sequence[tuple[TokenPath, float]], trunk: TokenPath, least: float
+) -> list[tuple[TokenPath, float]]:
+    """Returns the paths that leave the main path with their last node and whose children may reach `least`."""
+    return [
+        (path, chance)
+        for path, chance in paths
+        if chance * HOPE > least and path[:-1] == trunk[: len(path) - 1] and path != trunk[: len(path)]
+    ][:LIMBS]
+
+
+def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Proposal:
+    """Returns at most `most` nodes from two blocks for the same prefix, in falling order of probability.
+
+    The first node is kept even if it is below `least_chance`, as in any block.
+    """
+    assert (one.base_len, one.prefix_hash) == (other.base_len, other.prefix_hash), "they are for different prefixes"
+    if not (one.tokens and other.tokens):
+        return one if one.tokens else other
+    paths = likeliest_of(combined(_given(one), _given(other)), most, least_chance)
+    tree = tree_of(paths)
+    judged = next((each for each in (one, other) if each.confidence is not None), other)
+    return replace(
+        judged,
+        tree=tree,
+        confidence=judged.confidence if judged.tokens[0] == tree.tokens[0] else None,
+        chances=tuple([chance for _, chance in paths]),
+        chance=max(one.chance, other.chance),
+    )
+
+
+def combined(one: Mapping[TokenPath, float], other: Mapping[TokenPath, float]) -> dict[TokenPath, float]:
+    """Returns cumulative path probabilities from two methods' conditional ones.
+
+    The inputs give, for each path, the probability of its last token given the tokens before it.
+    """
+    given = {path: 1 - (1 - one.get(path, 0.0)) * (1 - other.get(path, 0.0)) for path in {**one, **other}}
+    totals: defaultdict[TokenPath, float] = defaultdict(float)  # sum over the tokens that follow each path
+    for path, chance in given.items():
+        totals[path[:-1]] += chance
+    reached: dict[TokenPath, float] = {(): 1.0}
+    for path in sorted(given, key=len):
+        before = path[:-1]
+        reached[path] = reached[before] * given[path] / max(1.0, totals[before])
+    del reached[()]
+    return reached
+
+
+def _given(proposal: Proposal) -> dict[TokenPath, float]:
+    """Returns, for each path, the probability of its last token given the tokens before it."""
+    assert len(proposal.chances) == len(proposal.tokens), "this method gave no chances"
+    tree = proposal.tree
+    chances = proposal.chances
+    return {
+        tuple([tree.tokens[at] for at in nodes]): chances[nodes[-1]] / (chances[nodes[-2]] if len(nodes) > 1 else 1.0)
+        for nodes in tree.paths
+    }

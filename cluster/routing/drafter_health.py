@@ -1,0 +1,131 @@
+"""Collects reports on drafters from verdicts until the next tick: missed blocks, and blocks that became bad.
+
+A router's steps against drafters whose blocks have become bad, with counts and logs.
+
+The target detects it per session and has the drafter open the session again (`Verdict.collapse`). If that does not
+help, the session moves to another drafter, once. After that, or without another drafter, the session continues with
+non-speculative decoding.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from cluster.routing.ledger import Session
+from cluster.speculation.circuit_breaker import Breakers
+from protos.messages import Collapse, DraftAnswer, Verdict
+
+log = logging.getLogger(__name__)
+
+
+class Remedy(Enum):
+    """Steps, in order; the last one concerns not a session but its drafter."""
+
+    RESYNCED = "resynced"
+    REPLACED = "replaced"
+    PLAIN = "plain"
+    GIVEN_UP = "given up"
+
+
+MEANING = {
+    Remedy.RESYNCED: "it begins the session anew",
+    Remedy.REPLACED: "another drafter takes the session",
+    Remedy.PLAIN: "the session goes on plainly",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """A target's report on a session's drafter."""
+
+    session: str
+    drafter: str
+    collapse: Collapse
+
+
+def next_remedy(collapse: Collapse, was_replaced: bool, has_other: bool) -> Remedy:
+    """Returns the next step for a session; `has_other`: another drafter accepts sessions."""
+    if not collapse.is_resynced:
+        return Remedy.RESYNCED
+    return Remedy.REPLACED if has_other and not was_replaced else Remedy.PLAIN
+
+
+class Remedies:
+    """Counts and logs every step, by drafter address."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, Remedy]] = Counter()
+
+    def taken(self, complaint: Complaint, remedy: Remedy) -> None:
+        """Records a step for one session."""
+        self.counts[complaint.drafter, remedy] += 1
+        collapse = complaint.collapse
+        log.warning(
+            "session %s: drafter %s has something accepted of %.0f %% of its blocks, where %.0f %% were usual; %s",
+            complaint.session,
+            complaint.drafter,
+            100 * collapse.latest,
+            100 * collapse.usual,
+            MEANING[remedy],
+        )
+
+    def given_up(self, drafter: str) -> None:
+        """Records that a drafter is given up because its blocks became bad in several sessions."""
+        self.counts[drafter, Remedy.GIVEN_UP] += 1
+        log.warning("drafter %s has become bad in one session after the other; it gets no more for a while", drafter)
+
+
+WELL = 8  # draft tokens accepted in a session that count as good drafting
+
+
+class DrafterWatch:
+    """Watches all drafters of a router. Recording a verdict is cheap, because it is on the path of every round."""
+
+    def __init__(self, breakers: Breakers) -> None:
+        self.given_up: Counter[str] = Counter()  # times that a drafter was silent too long
+        self._breakers = breakers
+        self._answered: dict[str, Session] = {}  # sessions whose drafters were asked for blocks since the last tick
+        self._complaints: list[Complaint] = []  # from targets, since the last tick
+        self._complained_of: dict[str, str] = {}  # by session: the latest drafter whose blocks became bad
+
+    @property
+    def has_news(self) -> bool:
+        """True if there is anything to process."""
+        return bool(self._answered or self._complaints)
+
+    def heard(self, session: Session, verdict: Verdict) -> None:
+        """Records a target's verdict for a session."""
+        if verdict.answer is not DraftAnswer.NOT_ASKED:
+            self._answered[verdict.session] = session
+        if verdict.collapse is not None and verdict.attempt == session.attempt and session.drafter is not None:
+            self._complained_of[verdict.session] = session.drafter
+            self._complaints.append(Complaint(verdict.session, session.drafter, verdict.collapse))
+
+    def ended(self, session: Session, drafter: str) -> None:
+        """Records that a session ended normally with `drafter` as its last drafter."""
+        complained_of = self._complained_of.get(session.generation.session)
+        if drafter != complained_of and session.counts.accepted >= WELL:
+            self._breakers.ended_well(drafter)
+
+    def forget(self, session: str) -> None:
+        self._answered.pop(session, None)
+        self._complained_of.pop(session, None)
+
+    def take_complaints(self) -> list[Complaint]:
+        """Returns the complaints since the previous call."""
+        complaints = self._complaints
+        self._complaints = []
+        return complaints
+
+    def silent(self, now: float) -> Iterator[str]:
+        """Yields the drafters that are given up now; move a drafter's sessions before asking for the next one."""
+        answered = list(self._answered.items())
+        self._answered = {}
+        for name, session in answered:
+            drafter = session.drafter
+            for answer in session.take_answers():
+                if drafter is not None and self._breakers.note(drafter, name, answer, session.has_drafted, now):
+                    self.given_up[drafter] += 1
+                    yield drafter

@@ -1,0 +1,400 @@
+"""Pacing of one target replica: measurements of its steps and blocks, and from them each session's next draft request.
+
+The policy is pure; the pacer holds the replica's current measurements.
+
+The pacing policy: chooses the draft length and the wait for blocks from the value of a second.
+
+At its best a replica commits `rate` tokens per second, so a second is worth `rate` tokens. Time is spent only on what
+brings more than that (Dinkelbach's method for maximising a ratio). The policy decides from measured costs (`load`) and
+from the results of past blocks (`stats`). Pure, without a clock.
+
+The speculation gate: turns speculation off where it was measured to lose, and limits the cost of trying it again.
+
+Pacing decides from known costs. Unknown costs, such as drafters that share memory, cores or network with the target,
+show only in the measured throughput. Where speculation was slower than non-speculative decoding at a load, it is off
+for a while, even if it should have paid. Everything that is tried against the odds is charged to one budget, `PRICE`.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from cluster.costs import ForwardCost
+from cluster.speculation.estimators import AcceptanceCounts, Chances, Load, Pairs, ReplicaStats, SessionStats, StepCost
+from protos.frozen import value
+
+TRIAL_TOKENS = 2  # draft length of a trial: cheap, and enough to see whether blocks have become good
+LEAST_GAIN = 0.02  # tokens per round that drafting ahead must bring: a verdict and a block per round are not free
+TAKEN_UP = 1.15  # hysteresis: value over cost at which drafting resumes; without it, noise would toggle drafting
+
+
+@value
+class DraftingDecision:
+    """The request to a drafter after a verdict, and its expected value."""
+
+    tokens: int = 0  # draft length
+    worth: float = 0.0  # tokens that the block brings, less the cost of its verification
+    least_chance: float = 0.0  # acceptance probability below which a token is not worth verifying
+    hold_step: bool = False  # True: a step may wait for the block; False: it is used only if in time
+    skip_for_s: float = 0.0  # how long the session should skip steps and wait while others go on
+    is_trial: bool = False  # True: the block or the wait should not pay and is made to measure it
+
+
+@value
+class Awaited:
+    """A block that a step could wait for."""
+
+    worth: float  # tokens
+    in_s: float  # from the earliest start of the step to the expected arrival of the block
+
+
+class Pacing(Protocol):
+    """Interface of pacing policies, which decide for the target's leader at every step."""
+
+    def decide(
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
+    ) -> DraftingDecision:
+        """Returns the request for the session's next block, at most `limit` tokens.
+
+        `may_try` allows a request that should not pay, as a trial.
+        """
+        ...
+
+    def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+        """Returns how long a step that could begin waits for further blocks; their sessions then go without them."""
+        ...
+
+
+class Adaptive:
+    """Spends time on drafts where they bring more than the time is worth."""
+
+    def decide(
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
+    ) -> DraftingDecision:
+        """Extends the draft while each further token pays; requests none if the whole block does not pay.
+
+        With `may_try`, a session that drafts are left off for tries a few tokens, and a session whose blocks are not
+        waited for waits once, to measure how long they take.
+        """
+        if not load.speculates:
+            return DraftingDecision()
+        decision = self._paying(stats, replica, limit, load)
+        if decision.hold_step or not may_try:
+            return decision
+        if decision.tokens:
+            return DraftingDecision(decision.tokens, decision.worth, decision.least_chance, True, is_trial=True)
+        if not stats.is_left_off:
+            return decision  # it has only just been left off
+        tokens = min(TRIAL_TOKENS, limit)
+        hopes = [chance + bonus for chance, bonus, _ in stats.chances.outlook(replica.chances, tokens)]
+        return DraftingDecision(tokens, sum(hopes), hold_step=True, is_trial=True)
+
+    def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+        """Waits while the time of all sessions costs less than the value of the blocks worth waiting for.
+
+        Those are the first blocks to arrive, as many as maximise the gain. If they do not arrive when expected, the
+        wait costs at most as much as they would have brought.
+        """
+        best = worth = total = 0.0
+        for block in sorted(awaited, key=lambda block: block.in_s):
+            total += block.worth
+            gain = total - load.rate * max(0.0, block.in_s)
+            if gain > best:
+                best = gain
+                worth = total
+        return worth / load.rate if load.rate else 0.0  # before the first measured step, a second has no value
+
+    def _paying(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> DraftingDecision:
+        """Returns the request that pays best: a block that the next step waits for, or one used only if it is in time.
+
+        Each token brings its acceptance probability and costs its part of the step. The sessions that wait share a
+        wait's cost.
+        """
+        draft_token_s = replica.delay.slope
+        second = load.rate * (TAKEN_UP if stats.is_left_off else 1.0)  # value of a second in tokens
+        waiting = second / max(1.0, load.sessions * (1 - stats.hits))
+        least_chance = min(1.0, second * load.token_s[0])
+        tokens = waited_for = 0
+        worth = waited_worth = 0.0
+        gain = -waiting * replica.delay.base
+        for (p_accepted, exploration_bonus, p_drafted), token_s in zip(
+            stats.chances.outlook(replica.chances, limit), load.token_s, strict=False
+        ):
+            brings = p_accepted + exploration_bonus - second * p_drafted * token_s
+            if brings <= 0:
+                break
+            wait = waiting * p_drafted * draft_token_s
+            if waited_for == tokens and brings > wait:
+                waited_for = waited_for + 1
+                waited_worth = waited_worth + brings
+                gain = gain + brings - wait
+            tokens = tokens + 1
+            worth = worth + brings
+        if gain > 0:
+            return self._awaited(waited_for, waited_worth, least_chance, stats, load)
+        return DraftingDecision(tokens, worth, least_chance) if stats.hits * worth > LEAST_GAIN else DraftingDecision()
+
+    def _awaited(
+        self, tokens: int, worth: float, least_chance: float, stats: SessionStats, load: Load
+    ) -> DraftingDecision:
+        """Returns a request that the step waits for. Each round without any block halves the expected worth.
+
+        A dead drafter therefore costs little. A session that skips a step loses a token now, but one that joins without
+        a block may have none after it either. It skips for as long as its own time is worth less than the block brings.
+        """
+        worth *= 0.5**stats.missed_rounds
+        skips = load.rate > 0 and (1 - stats.hits) * worth > 1
+        skip_for_s = worth * load.sessions / load.rate if skips else 0.0
+        return DraftingDecision(tokens, worth, least_chance, True, skip_for_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LockStep:
+    """The executable specification: draft for all sessions, verify all, commit, with one fixed draft length.
+
+    `patience` bounds the wait for a lost drafter, in seconds.
+    """
+
+    patience: float = 2.0
+
+    def decide(
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
+    ) -> DraftingDecision:
+        is_there = stats.missed_rounds == 0
+        return DraftingDecision(limit, float(is_there), hold_step=True, skip_for_s=self.patience * is_there)
+
+    def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+        return self.patience if any(block.worth for block in awaited) else 0.0
+
+
+PRICE = 0.01  # share of the time, about, lost to trials that lose and to non-speculative steps where speculation wins
+MEMORY = 0.02  # weight of the latest step: about fifty show a gain of 1.25 although single steps differ by 0.8
+LEAST_DOUBT = 0.5  # share of the error kept at a full memory: without it, a gain of 5 % was turned off too often
+PROOF = 12  # decayed steps before a loss is accepted: a short benchmark at 16 sessions has a hundred steps
+LOOK_STEPS = 8  # non-speculative steps of one look at their current cost; the first look follows as many others
+ENOUGH_LOOKS = 2  # looks before a loss is accepted: eight lucky steps once turned speculation off for half a run
+LONGEST_PAUSE = 8192  # steps, some minutes: after that the drafters or the load may have changed
+
+
+def octave(count: int) -> int:
+    """Returns log2 of `count`, rounded to the nearest integer: 3 to 5, 6 to 11 and 12 to 22 are equal."""
+    return (count * count).bit_length() // 2
+
+
+@dataclass(slots=True)
+class _AtLoad:
+    """Measurements at one load."""
+
+    brought: Pairs = Pairs()  # seconds of steps, and of non-speculative decoding for the same tokens
+    steps: int = 0  # since the last look
+    looks: int = 0  # at the cost of non-speculative steps
+    off_for: int = 0  # remaining steps to make without speculation
+    pause: int = 0  # steps of the latest pause; 0: no recent loss
+
+    @property
+    def best_gain(self) -> float:
+        """Upper estimate of the gain: the measured gain plus its error, or twice its error without a recent loss.
+
+        The margin shrinks as the memory fills. With a fixed margin, a loss of 4 %, about the error of fifty steps,
+        persisted for a third of six hundred steps.
+        """
+        errors = (1 if self.pause else 2) * max(LEAST_DOUBT, 1 - MEMORY * self.brought.weight)
+        return self.brought.ratio + errors * self.brought.ratio_error
+
+    @property
+    def is_losing(self) -> bool:
+        return self.looks >= ENOUGH_LOOKS and self.brought.weight >= PROOF and self.best_gain < 1.0
+
+    @property
+    def looks_after(self) -> float:
+        """Speculative steps before the next look at non-speculative ones, so that looks cost about `PRICE`.
+
+        A look costs the gain that speculation would have brought. A close call is therefore looked at often, and an
+        apparent loss at once. The first looks come sooner, because the pace of the first steps is not typical.
+        """
+        spared = min(float(LOOK_STEPS) ** min(self.looks, 3), 1 / PRICE)
+        return max(LOOK_STEPS, LOOK_STEPS * (self.best_gain - 1) * spared)
+
+    @property
+    def next_pause(self) -> int:
+        """Steps to leave speculation off, so that over them the cost of its trial comes to `PRICE`.
+
+        The pause at least doubles each time speculation loses again. It is then less likely to have begun to pay, and a
+        trial costs several percent more than its steps show, because drafters have to read what they missed.
+        """
+        lost = self.brought.weight * (1 - self.brought.ratio)  # in non-speculative steps
+        return int(min(max(lost / PRICE, 2 * self.pause, LOOK_STEPS), LONGEST_PAUSE))
+
+    def rest(self, steps: int) -> None:
+        """Schedules `steps` non-speculative steps, which also measure the current cost of such steps."""
+        self.off_for = steps
+        self.steps = 0
+        self.looks += 1
+
+
+class SpeculationGate:
+    """Gates speculation by load: the number of concurrent sessions, in octaves.
+
+    Trials of single sessions share one budget.
+    """
+
+    def __init__(self) -> None:
+        self._loads: defaultdict[int, _AtLoad] = defaultdict(_AtLoad)
+        self._owed = 0.0  # rounds, of any sessions, until the latest trials are paid for
+
+    def is_on(self, sessions: int) -> bool:
+        """Returns True if drafts are to be requested at this load."""
+        return self._at(sessions).off_for == 0
+
+    def gain(self, sessions: int) -> float:
+        """Returns speculative over non-speculative throughput; 1 while unknown."""
+        return self._at(sessions).brought.ratio
+
+    @property
+    def may_try(self) -> bool:
+        """True if a session may start a trial of blocks that should not pay."""
+        return self._owed <= 0
+
+    def round(self, sessions: int, is_trial: bool) -> None:
+        """Records a decision about one of `sessions` sessions.
+
+        A trial is charged to all of them, because their step waits and takes longer.
+        """
+        self._owed = max(0.0, self._owed - 1) + is_trial * sessions / PRICE
+
+    def plain_step(self, sessions: int) -> None:
+        """Records a step without drafts whose requests allowed them."""
+        at = self._at(sessions)
+        at.off_for = max(0, at.off_for - 1)
+
+    def step(self, sessions: int, plain_s: float, seconds: float) -> None:
+        """Records a speculative step of `seconds`; non-speculative decoding takes `plain_s` for the same tokens."""
+        at = self._at(sessions)
+        at.steps += 1
+        if at.looks:
+            at.brought = at.brought.after(seconds, plain_s, MEMORY)
+        if at.is_losing:
+            at.pause = at.next_pause
+            at.brought = Pairs()
+            at.rest(at.pause)
+        elif at.steps >= at.looks_after:
+            if at.looks < ENOUGH_LOOKS:
+                at.brought = Pairs()
+            if at.brought.weight >= PROOF:
+                at.pause //= 2  # it has not lost
+            at.rest(LOOK_STEPS)
+
+    def _at(self, sessions: int) -> _AtLoad:
+        return self._loads[octave(sessions)]
+
+
+DELAY_MEMORY = 0.01  # weight of the latest block's delay: delays are noisy, and those of all sessions count
+# Rounds without a wait after which a session waits for a block once: otherwise blocks that were slow once would be
+# taken to be slow forever. Waiting in one of a hundred rounds held every sixth step of sixteen sessions and lost 4 %.
+TIMED_AGAIN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Contents of a step that its time depends on."""
+
+    rows: int
+    tokens: int  # over all rows
+    decoding: int  # sessions that it could have decided for: those past their prompts, and those that waited
+    prompts: int = 0  # rows that feed prompts
+    prompt_tokens: int = 0  # tokens of those rows
+    is_drafted_for: bool = False  # True if drafters were asked for blocks for it
+    is_open_to_drafts: bool = False  # True if the request of any of its sessions allows drafts
+
+
+class Pacer:
+    """Learns from steps, blocks and answers; decides the request to each session's drafter."""
+
+    def __init__(self, policy: Pacing, profile: ForwardCost | None) -> None:
+        self.load = Load(StepCost.profiled(profile))
+        self.acceptance = AcceptanceCounts()  # all blocks since startup
+        self.chosen: Counter[int] = Counter()  # number of requests by draft length
+        self.blocks_timed = 0  # blocks that arrived after they were requested
+        self.block_delay_s = 0.0  # sum of their delays
+        self._policy = policy
+        self._gate = SpeculationGate()
+        self._chances = Chances()  # over all sessions' blocks
+        # seconds over tokens, by octave of the number of sessions, which are drafted for together
+        self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
+        self._was_drafted_for = False  # whether the latest step was
+
+    def step_made(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
+        """Records a step that computed for `seconds` and committed `committed` tokens of sessions past their prompts.
+
+        `took_s` starts when the step could have begun, so it includes the wait before the step. A step after one that
+        was drafted for counts as speculative too, because drafters may still be at work beside it.
+        """
+        speculates = step.is_drafted_for or self._was_drafted_for
+        self._was_drafted_for = step.is_drafted_for
+        took_s = took_s or seconds  # a coarse clock may have measured 0
+        if step.decoding and speculates:
+            self._speculated(step, committed, seconds, took_s)
+        elif step.decoding:
+            self._decoded_plainly(step, took_s)
+        if not step.is_drafted_for and step.is_open_to_drafts:
+            self._gate.plain_step(self.load.sessions)
+
+    def block_verified(self, asked: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
+        """Records the accepted nodes of a block of `drafted` nodes, of `asked` requested.
+
+        `room` is the number of tokens that the session's length limit left for it.
+        """
+        self._chances = self._chances.after(asked, drafted, accepted)
+        self.acceptance = self.acceptance.after(min(asked, room), len(accepted))
+
+    def block_arrived(self, tokens: int, delay_s: float) -> None:
+        """Records a block of `tokens` tokens that arrived `delay_s` seconds after the verdict that asked for it."""
+        self.blocks_timed += 1
+        self.block_delay_s += delay_s
+        at = octave(self.load.sessions)
+        self._delays[at] = self._delays[at].after(tokens, delay_s, DELAY_MEMORY)
+
+    def decide(self, stats: SessionStats, limit: int, sessions: int) -> DraftingDecision:
+        """Returns the request for the next block of one of `sessions` sessions, at most `limit` tokens."""
+        gain = self._gate.gain(sessions)
+        speculates = self._gate.is_on(sessions)
+        if (sessions, gain, speculates) != (self.load.sessions, self.load.gain, self.load.speculates):
+            self.load = replace(self.load, sessions=sessions, gain=gain, speculates=speculates)
+        replica = ReplicaStats(self._chances, self._delays[octave(sessions)])
+        is_left_off = stats.is_left_off
+        is_due = stats.is_on_trial or self._gate.may_try if is_left_off else stats.unawaited >= TIMED_AGAIN
+        decision = self._policy.decide(stats, replica, limit, self.load, is_due)
+        if speculates:
+            stats.decided(decision.tokens > 0, decision.hold_step, decision.is_trial)
+        self._gate.round(sessions, decision.is_trial and is_left_off)
+        self.chosen[decision.tokens] += 1
+        return decision
+
+    def _speculated(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
+        """Passes the gate the whole time of a speculative step and the time of non-speculative steps for the same
+        work."""
+        load = self.load
+        cost = load.step
+        token_s = cost.plain_s(step.decoding) / step.decoding
+        if plain_s := self._plain_s(step):
+            self._gate.step(load.sessions, plain_s + (committed - step.decoding) * token_s, took_s)
+        if not step.prompts:
+            self.load = replace(load, step=cost.after_drafts(step.rows, step.tokens, seconds))
+
+    def _decoded_plainly(self, step: StepShape, took_s: float) -> None:
+        cost = self.load.step
+        if step.prompts:
+            cost = cost.after_prompts(step.rows, step.tokens, took_s)
+        else:
+            cost = cost.after_plain(step.rows, took_s)
+        self.load = replace(self.load, step=cost)
+
+    def _plain_s(self, step: StepShape) -> float:
+        """Returns the seconds of a non-speculative step that feeds the same prompts, and a token to each other session.
+
+        0 while that is unknown.
+        """
+        if not step.prompts:
+            return self.load.step.plain_s(step.decoding)
+        return self.load.step.prompts_s(step.decoding + step.prompts, step.decoding + step.prompt_tokens)

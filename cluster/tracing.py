@@ -1,0 +1,133 @@
+"""Tracing data of a request: whether it is traced, and the events of its rounds. Pure; OpenTelemetry is in `actors`.
+
+Input: messages of traced sessions and the tracing settings. Output: bounded lists of events with counts, free of tokens
+and texts. Start with `session_tracer.py`, the hooks that processes call; `round_events.py` turns messages into events.
+
+Tracing hooks that processes call; no-ops when tracing is disabled.
+
+Events in the rounds of one session, as one process sees them: bounded, counted, and without tokens or texts.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from protos.messages import Attach, Block, DraftAnswer, DraftRequest, Message, NoDraft, Refusal, Resync, Verdict
+
+Fact = str | bool | int | float
+"""Attribute of a span or an event: a count, a name or an address, never a token or a text."""
+
+
+class SessionTracer(Protocol):
+    """One process's spans of traced sessions; other sessions are ignored."""
+
+    def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
+        """Starts the process's span for the peer `by`; returns the context to pass on, empty if not traced."""
+        ...
+
+    def heard(self, peer: str, message: Message) -> None:
+        """Records a received message."""
+        ...
+
+    def said(self, peer: str, message: Message) -> None:
+        """Records a message sent to this peer."""
+        ...
+
+    def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
+        """Records an event of these sessions."""
+        ...
+
+    def ended(self, session: str, why: str) -> None:
+        """Ends the process's span of a session."""
+        ...
+
+    def gone(self, peer: str) -> None:
+        """Ends everything started for this peer, because its stream broke."""
+        ...
+
+
+class NoTracing:
+    """Tracer that does nothing."""
+
+    def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
+        return ""
+
+    def heard(self, peer: str, message: Message) -> None:
+        return
+
+    def said(self, peer: str, message: Message) -> None:
+        return
+
+    def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
+        return
+
+    def ended(self, session: str, why: str) -> None:
+        return
+
+    def gone(self, peer: str) -> None:
+        return
+
+
+MOST_EVENTS = 1024  # latest events kept per session; an answer of a thousand tokens has about three hundred rounds
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEvent:
+    """An event in a round; `at_ns` is in nanoseconds."""
+
+    at_ns: int
+    name: str
+    facts: Mapping[str, Fact]
+
+
+def described(message: Message) -> tuple[str, dict[str, Fact]] | None:
+    """Returns the event name and facts of a message, or None if it is not part of a round."""
+    match message:
+        case Verdict():
+            return "verdict", {
+                "length": message.base_len,
+                "decided": len(message.tokens),
+                "accepted": message.accepted,
+                "drafted": message.drafted,
+                "answer": message.answer.name.lower(),
+            }
+        case Block():
+            return "block", {"length": message.base_len, "tokens": message.size}
+        case NoDraft():
+            return "no draft", {"length": message.base_len}
+        case DraftRequest():
+            asked: dict[str, Fact] = {"length": message.base_len, "most_tokens": message.max_tokens}
+            return "asked", {**asked, "step_is_held": message.hold_step}
+        case Attach() | Resync():
+            return type(message).__name__.lower(), {"length": message.have_len}
+        case Refusal():
+            return "refusal", {"reason": message.reason.name.lower()}
+    return None
+
+
+class SessionEvents:
+    """The latest events of a session, and totals over all of them."""
+
+    def __init__(self, most: int = MOST_EVENTS) -> None:
+        self.latest: deque[RoundEvent] = deque(maxlen=most)
+        self.left_out = 0
+        self.sums: Counter[str] = Counter(rounds=0, decided=0, drafted=0, accepted=0, missed=0)
+
+    def add(self, at_ns: int, name: str, facts: Mapping[str, Fact]) -> None:
+        self.left_out += len(self.latest) == self.latest.maxlen
+        self.latest.append(RoundEvent(at_ns, name, facts))
+
+    def message(self, at_ns: int, message: Message) -> None:
+        """Records a message of the session, received or sent."""
+        if isinstance(message, Verdict):
+            self._count(message)
+        if (found := described(message)) is not None:
+            self.add(at_ns, *found)
+
+    def _count(self, verdict: Verdict) -> None:
+        self.sums["rounds"] += 1
+        self.sums["decided"] += len(verdict.tokens)
+        self.sums["drafted"] += verdict.drafted
+        self.sums["accepted"] += verdict.accepted
+        self.sums["missed"] += verdict.answer is DraftAnswer.MISSED

@@ -1,0 +1,96 @@
+"""Identity and permissions between processes and of clients: roles, proofs of assignment, API keys, and refusals.
+
+Input: the names in a peer's certificate, tickets, and settings. Output: whether a peer or key may do something, and
+counts of what was refused, logged once per peer and cause. Start with `roles.py` and `assignment_tokens.py`;
+`options.py` and `api_keys.py` are the settings.
+
+Proof by which a drafter shows a target that the session's router assigned the session to it.
+
+The router sends the target a key with the session's Open. It sends each drafter that it assigns a ticket: the number of
+the assignment, and a code over it that only a holder of the key can compute. So a target need not be informed of
+assignments, which would arrive on another stream than the drafter's, and a later drafter excludes earlier ones.
+
+Requests that are refused because of their sender: counted by cause, and logged once per peer and cause.
+
+A refused peer retries, and a hostile one does so at full speed; neither may fill the log.
+
+Roles of peers, and the certificate name that proves each.
+"""
+
+import hmac
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from enum import Enum
+from hashlib import blake2b
+
+from protos.messages import PROOF_BYTES, Open, Refusal, RefusalReason, Ticket
+
+KEY_BYTES = 16
+
+
+def issue(key: bytes, session: str, assignment: int) -> Ticket:
+    """Returns the ticket for the drafter of the session's `assignment`-th assignment, counted from 1."""
+    return Ticket(assignment, _proof(key, session, assignment))
+
+
+def is_valid(ticket: Ticket, key: bytes, session: str) -> bool:
+    """Returns True if a holder of the key issued the ticket for this session."""
+    return hmac.compare_digest(ticket.proof, _proof(key, session, ticket.assignment))
+
+
+def _proof(key: bytes, session: str, assignment: int) -> bytes:
+    said = assignment.to_bytes(4, "little") + session.encode()
+    return blake2b(said, digest_size=PROOF_BYTES, key=key).digest()
+
+
+REMEMBERED = 1024  # latest pairs of peer and cause that are kept; a dropped one is logged again
+
+
+class Refusals:
+    """Refusals of one process over its lifetime."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.counts: Counter[str] = Counter()  # by cause
+        self._log = log
+        self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def note(self, peer: str, cause: str, why: str = "") -> None:
+        """Counts a refusal and logs the first one of the peer and cause; `why` is only logged."""
+        self.counts[cause] += 1
+        self.log_once(peer, cause, why)
+
+    def log_once(self, peer: str, cause: str, why: str = "") -> None:
+        if (peer, cause) not in self._logged:
+            self._log.warning("refused %s: %s%s; further ones are only counted", peer, cause, why and f": {why}")
+        self._logged[peer, cause] = None
+        self._logged.move_to_end((peer, cause))
+        if len(self._logged) > REMEMBERED:
+            self._logged.popitem(last=False)
+
+
+def not_permitted(request: Open) -> Refusal:
+    """Returns the refusal of a request that the sender may not make; its message gives no other reason."""
+    return Refusal(request.session, request.attempt, RefusalReason.INVALID, "not permitted")
+
+
+class PeerRole(Enum):
+    """Role of a peer towards others; a certificate may hold several."""
+
+    ROUTER = "router"
+    DRAFTER = "drafter"
+    TARGET = "target"
+
+    @property
+    def name_in_certificate(self) -> str:
+        """A DNS name among the certificate's subject alternative names.
+
+        The accepting side of a connection proves its role like any server name, so one name serves both sides.
+        """
+        return f"{self.value}.slipstream"
+
+
+def roles_of(names: Iterable[str]) -> frozenset[PeerRole]:
+    """Returns the roles that a certificate with these alternative names holds."""
+    held = set(names)
+    return frozenset(role for role in PeerRole if role.name_in_certificate in held)

@@ -1,0 +1,292 @@
+"""Who may ask over HTTP, and how much: keys, and what each of them is allowed.
+
+The door: lets through who shows a key, and everybody to what concerns nobody's prompts.
+
+Callers: who shows which key, what each may have at once, and what a key makes of its requests.
+
+Pure but for the count of what is in flight.
+
+What concerns operators, and the address of their own that they may have: elsewhere it is not to be found then.
+
+What a request is called in its answer's header: by its client, by Serve's proxy, or here.
+
+Browsers of other origins: Starlette's rules, with refusals in OpenAI's form.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.config_sections import ApiKey
+from cluster.errors import CapacityError, ConfigError, RequestError
+from cluster.routing.ledger import Generation
+from serve_app.api.replies import ErrorDetail, error_response
+from serve_app.api.schemas import REQUEST_ID_PATTERN, GenerationRequest
+
+
+@dataclass(eq=False)
+class Caller:
+    """Whoever shows one key; anybody, where no keys are set."""
+
+    name: str | None = None
+    max_sessions: int | None = None
+    max_tokens: int | None = None
+    cache_salt: str = ""
+    sessions: int = 0  # in flight
+
+    @contextmanager
+    def exchange(self) -> Iterator["Exchange"]:
+        """One request, whose sessions count until it ends."""
+        exchange = Exchange(self)
+        try:
+            yield exchange
+        finally:
+            self.sessions -= exchange.sessions
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuses more tokens than this key may ask for."""
+        for name, limit in request.token_limits.items():
+            if self.max_tokens is not None and limit > self.max_tokens:
+                message = f"{name} is {limit}, expected at most {self.max_tokens}, which this key allows"
+                raise RequestError(message, name)
+
+    def bounded(self, generations: Sequence[Generation]) -> list[Generation]:
+        """The sessions with what this key allows them."""
+        return [self._bounded(one) for one in generations]
+
+    def _bounded(self, one: Generation) -> Generation:
+        most = one.max_len if self.max_tokens is None else len(one.prompt) + self.max_tokens
+        salt = _both(self.cache_salt, one.cache_salt) if self.cache_salt else one.cache_salt
+        return replace(one, max_len=min(one.max_len, most), cache_salt=salt)
+
+
+@dataclass(eq=False)
+class Exchange:
+    """One request of a caller's."""
+
+    caller: Caller
+    sessions: int = 0
+
+    def take(self, sessions: int) -> None:
+        """Counts the sessions that the request is to have; refuses those that there is no room for, now or ever."""
+        most = self.caller.max_sessions
+        if most is not None and sessions > most:
+            raise RequestError(f"n: {sessions} sessions are more than the {most} that this key may have", "n")
+        if most is not None and self.caller.sessions + sessions > most:
+            raise CapacityError(f"this key has {self.caller.sessions} of {most} sessions in flight; try again later")
+        self.caller.sessions += sessions
+        self.sessions += sessions
+
+
+@dataclass(frozen=True)
+class Callers:
+    """All whose keys are known."""
+
+    by_digest: Mapping[bytes, Caller] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, keys: Mapping[str, ApiKey]) -> "Callers":
+        return cls({bytes.fromhex(key.sha256): _caller(name, key) for name, key in keys.items()})
+
+    @property
+    def need_keys(self) -> bool:
+        return bool(self.by_digest)
+
+    def find(self, key: str) -> Caller | None:
+        """Who shows this key. Every digest is compared, and whole: the time tells nothing of any key."""
+        shown = hashlib.sha256(key.encode()).digest()
+        found = [caller for digest, caller in self.by_digest.items() if hmac.compare_digest(digest, shown)]
+        return found[0] if found else None
+
+
+def _caller(name: str, key: ApiKey) -> Caller:
+    salt = f"key {name}" if key.cache_salt is None else f"salt {key.cache_salt}"
+    return Caller(name, key.max_sessions, key.max_tokens, salt)
+
+
+def _both(salt: str, asked: str) -> str:
+    """One salt of a key's and a request's, which tells of neither and is no longer than one may be."""
+    return hashlib.sha256(f"{salt}\n{asked}".encode()).hexdigest()
+
+
+PATHS = frozenset({"/", "/metrics"})
+FOLDER = "/page/"
+OPERATORS = "slipstream.operators"  # in an ASGI scope: it came to their address
+BACKLOG = 128
+LAST_ANSWERS_S = 5
+
+
+class OperatorsDoor:
+    """Answers 404 to whoever asks for what is the operators' at another address than theirs."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and OPERATORS not in scope and _is_theirs(scope["path"]):
+            await _elsewhere(scope["path"])(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class OperatorsAddress:
+    """Serves the whole application, the operators' part included, on a port of its own.
+
+    Routers on one machine share the port, for it makes no difference which of them answers.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        """Listens at once, and answers as soon as the event loop lets it; raises ConfigError where it cannot."""
+        self._app = app
+        listening = _listening(host, port)
+        self.port: int = listening.getsockname()[1]
+        self._server = _Server(
+            uvicorn.Config(
+                self, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=LAST_ANSWERS_S
+            )
+        )
+        self._work = asyncio.create_task(self._server.serve([listening]))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, OPERATORS: True}, receive, send)
+
+    async def close(self) -> None:
+        """Takes no more, and returns once what came is answered, if that does not take long."""
+        self._server.should_exit = True
+        await self._work
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are for the process that this is a part of."""
+        yield
+
+
+def _is_theirs(path: str) -> bool:
+    return path in PATHS or path.startswith(FOLDER)
+
+
+def _elsewhere(path: str) -> Response:
+    message = f"{path} is answered at another address, which server.operators names"
+    detail = ErrorDetail(message=message, type="invalid_request_error", code="not_found")
+    return error_response(404, detail)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=True)
+    except OSError as error:
+        raise ConfigError(f"server.operators: nothing can listen on {host}:{port}: {error.strerror}") from error
+
+
+class CrossOrigin(CORSMiddleware):
+    """Answers a browser that asks whether it may send a request."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Returns Starlette's answer; a refusal, which Starlette words as plain text, as an error."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        words = bytes(answer.body).decode()
+        headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+        detail = ErrorDetail(message=words, type="invalid_request_error", code="cross_origin")
+        return error_response(answer.status_code, detail, headers)
+
+
+OPEN_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/docs", "/"}
+)
+OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # of the live page, which asks for a key itself
+READING = frozenset({"GET", "HEAD"})
+CALLER = "slipstream.caller"  # in an ASGI scope
+SCHEME = "bearer"
+
+
+class KeyGuard:
+    """Puts the caller into the scope, or answers 401. Whoever is behind it finds a caller in every scope."""
+
+    def __init__(self, app: ASGIApp, callers: Callers) -> None:
+        self._app = app
+        self._callers = callers
+        self._anybody = Caller()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        caller = self._caller(scope)
+        if caller is None:
+            await _refusal(scope)(scope, receive, send)
+            return
+        scope[CALLER] = caller
+        await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller | None:
+        if not self._callers.need_keys or _is_open(scope):
+            return self._anybody
+        key = _shown_key(scope)
+        return None if key is None else self._callers.find(key)
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    return scope["method"] in READING and (path in OPEN_PATHS or OPEN_FILES.fullmatch(path) is not None)
+
+
+def _shown_key(scope: Scope) -> str | None:
+    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == SCHEME and key.strip() else None
+
+
+def _refusal(scope: Scope) -> Response:
+    if _shown_key(scope) is None:
+        message = "an API key is needed; send it as a header, Authorization: Bearer KEY"
+    else:
+        message = "the API key is not known here"
+    detail = ErrorDetail(message=message, type="invalid_request_error", code="invalid_api_key")
+    return error_response(401, detail, {"WWW-Authenticate": "Bearer"})
+
+
+REQUEST_ID = "X-Request-Id"
+
+
+def asked_name(request: Request) -> str | None:
+    """What the request's header calls it. Behind Serve there always is one, and nothing tells whether a client's."""
+    name = request.headers.get(REQUEST_ID, "")
+    return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
+
+
+def check_name(request: Request) -> None:
+    """Refuses a header that is no name."""
+    if REQUEST_ID in request.headers and asked_name(request) is None:
+        raise RequestError(f"{REQUEST_ID} is not a plain name of 1 to 128 characters", REQUEST_ID)
+
+
+class NamedByServe:
+    """Leaves the header to Serve's proxy, which adds one to every answer; before the operators' address is no proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_unnamed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)[REQUEST_ID]
+            await send(message)
+
+        await self._app(scope, receive, send if OPERATORS in scope else send_unnamed)

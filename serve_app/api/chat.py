@@ -1,0 +1,107 @@
+"""Conversations: messages and tools into a prompt by the model's chat template, and what it says into its parts.
+
+What a chat request asks of the model's chat template, and what it asks that this model cannot do.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.errors import RequestError
+from serve_app.api.chat_template import ChatTemplate, Message, TemplateOptions
+from serve_app.api.schemas import ChatMessage, ChatRequest, NamedTool, ToolCall
+from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, ResponseReaders
+
+
+def check_talk(request: ChatRequest, template: ChatTemplate, *, reads_answers: bool) -> None:
+    """Refuses what this model cannot do; `reads_answers`: whether its answers are told apart into their parts."""
+    _check_choice(request)
+    if request.offered and not template.takes("tools", with_tools=True):
+        raise RequestError("tools: this model's chat template takes no tools", "tools")
+    if request.offered and not reads_answers:
+        message = "tools: nothing tells how this model writes its calls; server.response_template can"
+        raise RequestError(message, "tools")
+    effort = request.reasoning_effort
+    if effort not in (None, "none") and not any(map(template.takes, effort_variables(effort))):
+        raise RequestError("reasoning_effort: this model's chat template takes none", "reasoning_effort")
+
+
+def check_calls(request: ChatRequest, form: CallForm | None) -> None:
+    """Refuses calls that are held to something, where nothing is known of the `form` that they would have."""
+    if form is not None:
+        return
+    unknown = "is not served: nothing is known of how this model writes calls that a grammar could have"
+    if request.must_call:
+        raise RequestError(f"tool_choice: that a tool must be called {unknown}; expected auto or none", "tool_choice")
+    if strict := [n for n, tool in enumerate(request.offered) if tool.function.strict]:
+        field = request.strict_field.format(strict[0])
+        raise RequestError(f"{field} {unknown}; expected false", field)
+
+
+def _check_choice(request: ChatRequest) -> None:
+    if not request.must_call:
+        return
+    names = [tool.function.name for tool in request.tools]
+    if not names:
+        raise RequestError("tool_choice: there are no tools to call; expected auto or none", "tool_choice")
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        message = f"tool_choice: {choice.function.name!r} is none of the tools, expected one of {', '.join(names[:8])}"
+        raise RequestError(message, "tool_choice")
+
+
+def messages_for(request: ChatRequest, template: ChatTemplate) -> list[Message]:
+    """The conversation as the template takes it."""
+    developer = "developer" if template.takes("developer") else "system"
+    return [_message(message, developer) for message in request.messages]
+
+
+def options_for(request: ChatRequest) -> TemplateOptions:
+    """How the template is to put it."""
+    begins = request.add_generation_prompt
+    return TemplateOptions(
+        tools=[tool.model_dump() for tool in request.offered],
+        variables=effort_variables(request.reasoning_effort) | request.chat_template_kwargs,
+        begins_answer=not request.continue_final_message if begins is None else begins,
+        continues_last=request.continue_final_message,
+    )
+
+
+def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: ResponseReaders) -> ReasoningInPrompt:
+    """What the request's prompt, which is not written yet, has of reasoning: as any other put in the same way."""
+    options = options_for(request)
+    if options.continues_last:
+        return "over"
+    put = TemplateOptions(variables=options.variables, begins_answer=options.begins_answer)
+    return readers.reasoning_in(template.written([{"role": "user", "content": "x"}], put))
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """How templates are told of it: by its name, or whether there is to be any."""
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def _message(message: ChatMessage, developer: str) -> Message:
+    given = {
+        "tool_calls": [_call(call) for call in message.tool_calls],
+        "tool_call_id": message.tool_call_id,
+        "name": message.name if message.role == "tool" else None,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+    }
+    role = developer if message.role == "developer" else message.role
+    return {"role": role, "content": message.text} | {name: value for name, value in given.items() if value}
+
+
+def _call(call: ToolCall) -> Mapping[str, Any]:
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    identity = {} if call.id is None else {"id": call.id}
+    return identity | {"type": call.type, "function": function}
+
+
+def _arguments(written: str) -> Any:
+    """Templates take an object; what a model wrote that is none, they get as it was."""
+    try:
+        read = json.loads(written or "{}")
+    except (ValueError, RecursionError):
+        return written
+    return read if isinstance(read, dict) else written

@@ -1,0 +1,203 @@
+"""The model's chat template: from a conversation to the tokens of a prompt.
+
+Chat templates in this process: which one a tokenizer has, and the text that one makes.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cluster.errors import ModelError, RequestError, SlipstreamError
+
+MAX_MESSAGE_CHARS = 1000
+
+Values = Mapping[str, Any]
+"""Keyword arguments of transformers' `render_jinja_template`, apart from the template and its conversations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A template and all that it sees."""
+
+    template: str
+    messages: list[dict[str, Any]]
+    values: Values
+    max_chars: int  # of the text
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the fields; `asdict` would copy the conversation."""
+        return {
+            "template": self.template,
+            "messages": self.messages,
+            "values": self.values,
+            "max_chars": self.max_chars,
+        }
+
+
+Render = Callable[[Rendering], str]
+"""Returns the text of a conversation; raises whatever the template raises, or TemplateFailure."""
+
+
+class TemplateFailure(Exception):
+    """A template raised, or exceeded a limit; the message says which."""
+
+
+def render_here(rendering: Rendering) -> str:
+    """Renders without a limit on time, for tools and tests that trust their templates."""
+    texts, _ = render_jinja_template(
+        conversations=[rendering.messages], chat_template=rendering.template, **rendering.values
+    )
+    text = str(texts[0])
+    if len(text) > rendering.max_chars:
+        raise TemplateFailure(f"its text has {len(text)} characters, more than fit the context")
+    return text
+
+
+def describe(error: BaseException) -> str:
+    """Returns an error's message; the type precedes it unless the template itself worded it."""
+    if isinstance(error, TemplateError | TemplateFailure | ValueError | TypeError):
+        return str(error)[:MAX_MESSAGE_CHARS]
+    return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS].removesuffix(": ")
+
+
+MadeT = TypeVar("MadeT")
+
+Message = Mapping[str, Any]
+"""As chat templates take them: role, content, and what else there is."""
+
+DEFAULT = "default"  # the names that transformers knows
+TOOL_USE = "tool_use"
+MAX_CHARS = 1 << 25  # of a conversation's text, where nothing bounds the context
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """How a conversation is put."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)  # beside those that every template has
+    begins_answer: bool = True
+    continues_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """The templates of a tokenizer; both may be the same."""
+
+    plain: str
+    with_tools: str
+
+
+def templates_of(tokenizer: Any) -> Templates | None:
+    """Returns the tokenizer's templates, None if it has none.
+
+    Raises ModelError for several named templates of which none is the default.
+    """
+    found = tokenizer.chat_template
+    if not found:
+        return None
+    if isinstance(found, str):
+        return Templates(found, found)
+    plain = found.get(DEFAULT) or (next(iter(found.values())) if len(found) == 1 else None)
+    if plain is None:
+        names = ", ".join(sorted(found))
+        raise ModelError(
+            f"the tokenizer has several chat templates ({names}) and none is named '{DEFAULT}';"
+            " rename the one for ordinary chats to that"
+        )
+    return Templates(plain, found.get(TOOL_USE, plain))
+
+
+class ChatTemplate:
+    """Renders and tokenises conversations."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        special_tokens_in_text: bool = False,
+        render: Render = render_here,
+        max_chars: int = MAX_CHARS,
+    ) -> None:
+        """Raises ModelError for templates of which none is the default.
+
+        `special_tokens_in_text`: whether control tokens that are spelled in a message are taken as tokens.
+        `max_chars`: how long the text of a conversation may be.
+        """
+        self._tokenizer = tokenizer
+        self._special_tokens_in_text = special_tokens_in_text
+        self._render = render
+        self._max_chars = max_chars
+        self._templates = templates_of(tokenizer)
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = frozenset(parameters) | {"messages"}
+
+    def encode(self, messages: Sequence[Message], options: TemplateOptions) -> tuple[int, ...]:
+        """Returns the tokens of a conversation, up to where the assistant begins or goes on.
+
+        Raises RequestError, which names the messages, for whatever the template raises.
+        """
+        sanitized = not self._special_tokens_in_text
+        return self._attempt(lambda: self._tokens(self._text(messages, options, sanitized=sanitized), sanitized))
+
+    def written(self, messages: Sequence[Message], options: TemplateOptions) -> str:
+        """Returns the same as text; the conversation is one's own."""
+        return self._attempt(lambda: self._text(messages, options, sanitized=False))
+
+    def takes(self, variable: str, *, with_tools: bool = False) -> bool:
+        """Returns whether the template mentions a variable or a role of that name."""
+        if self._templates is None:
+            return False
+        text = self._templates.with_tools if with_tools else self._templates.plain
+        return re.search(rf"\b{re.escape(variable)}\b", text) is not None
+
+    def _attempt(self, work: Callable[[], MadeT]) -> MadeT:
+        try:
+            return work()
+        except SlipstreamError:
+            raise
+        except Exception as error:  # a template is a program: it may raise anything
+            message = f"messages: the model's chat template refuses them: {describe(error)}"
+            raise RequestError(message, "messages") from error
+
+    def _text(self, messages: Sequence[Message], options: TemplateOptions, *, sanitized: bool) -> str:
+        """Does what transformers' `apply_chat_template` does up to tokens, with a renderer of one's own."""
+        if self._templates is None:
+            raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
+        self._check_variables(options.variables)
+        template = self._templates.with_tools if options.tools else self._templates.plain
+        # Templates handle what is missing, and rarely what is None.
+        chat = [{name: part for name, part in message.items() if part is not None} for message in messages]
+        if not chat:
+            raise ValueError("there is no message")
+        if options.continues_last and options.begins_answer:
+            raise ValueError("continue_final_message continues the last one, so add_generation_prompt must be false")
+        tools = [dict(tool) for tool in options.tools] or None
+        variables: Any = dict(options.variables)
+        if sanitized:
+            (chat,), tools, _, variables = self._tokenizer._mark_chat_inputs(
+                template, [chat], tools, None, variables, tokenize=True, assistant_mask=False
+            )
+        values = {
+            **self._tokenizer.special_tokens_map,
+            **variables,
+            "tools": tools,
+            "continue_final_message": options.continues_last,
+            "add_generation_prompt": options.begins_answer,
+        }
+        return self._render(Rendering(template, chat, values, self._max_chars))
+
+    def _tokens(self, text: str, sanitized: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=sanitized).input_ids)
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        if taken := sorted(self._reserved & variables.keys()):
+            message = (
+                f"chat_template_kwargs: {taken[0]} is not for the client to set; expected the template's own names"
+            )
+            raise RequestError(message, "chat_template_kwargs")

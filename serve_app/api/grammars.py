@@ -1,0 +1,429 @@
+"""Structured output: the grammar that a request's answer is to keep to, and whether it can be.
+
+The grammar that a request asks its answer to keep to, as text for the compiler; pure.
+
+The part of a grammar that a call's arguments keep to: one JSON object, or values between tags; pure.
+
+The grammar of an answer that must call a tool, or whose calls must keep to their schemas; pure.
+
+It is written in the model's own form of calls, so that what the response parser reads are calls of the tools that were
+offered, with arguments by their schemas.
+
+Which of a chat's calls are held to something, and the grammar that then holds the whole answer.
+
+Whether a request's grammar can be kept to, found out by compiling it; beside the event loop.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher, grammar_from
+
+from actors.grammars import GrammarCompiler
+from cluster.errors import GrammarError, RequestError
+from protos.messages import MAX_GRAMMAR_BYTES
+from serve_app.api.fields import AnswerFormat, StructuredOutputs
+from serve_app.api.schemas import ChatRequest, NamedTool, Tool
+from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, TaggedArguments
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: a small model may like to go on with it for ever
+
+
+@dataclass(frozen=True, slots=True)
+class AskedGrammar:
+    """A grammar and the request's field that holds it."""
+
+    text: str
+    field: str
+
+
+def asked_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) -> AskedGrammar | None:
+    """None: the answer may be any text. Raises RequestError for what is no grammar, or a too large one."""
+    by_form = None if form is None else _by_form(form)
+    by_outputs = None if outputs is None else _by_outputs(outputs)
+    if form is not None and by_form is not None and by_outputs is not None:
+        message = f"{form.field} and structured_outputs both ask for a form of the answer, expected one of them"
+        raise RequestError(message, "structured_outputs")
+    asked = by_form or by_outputs
+    return None if asked is None else within_bounds(asked)
+
+
+def within_bounds(asked: AskedGrammar) -> AskedGrammar:
+    """The same; raises RequestError for one that is too large."""
+    if (size := len(asked.text.encode())) > MAX_GRAMMAR_BYTES:
+        message = f"{asked.field} has {size} bytes as a grammar, expected at most {MAX_GRAMMAR_BYTES}"
+        raise RequestError(message, asked.field)
+    return asked
+
+
+def check_end(asked: AskedGrammar | None, *, ignore_eos: bool) -> None:
+    """Refuses an answer that is to go on where its grammar ends."""
+    if asked is not None and ignore_eos:
+        message = f"ignore_eos is true, expected false: with {asked.field} the answer ends where its grammar does"
+        raise RequestError(message, "ignore_eos")
+
+
+def json_with_options(schema: Mapping[str, Any]) -> str:
+    """A JSON schema inside of another grammar: what the compiler cannot keep to is refused, as in one by itself."""
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}})
+
+
+def _by_form(form: AnswerFormat) -> AskedGrammar | None:
+    if form.type == "text":
+        return None
+    spacing = {"whitespace_pattern": WHITESPACE}
+    if form.asked_schema is None:
+        return _json({"type": "object"}, spacing, form.field)
+    return _json(form.asked_schema, spacing, form.schema_field)
+
+
+def _by_outputs(outputs: StructuredOutputs) -> AskedGrammar:
+    whitespace = {"whitespace_pattern": outputs.whitespace_pattern or WHITESPACE}
+    spacing = {"whitespace_flexible": False} if outputs.disable_any_whitespace else whitespace
+    if outputs.json_ is not None:
+        return _json(outputs.json_, spacing, "structured_outputs.json")
+    if outputs.regex is not None:
+        return AskedGrammar(LLMatcher.grammar_from_regex(outputs.regex), "structured_outputs.regex")
+    if outputs.choice is not None:
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
+        return AskedGrammar(LLMatcher.grammar_from_lark(f"start: {choices}"), "structured_outputs.choice")
+    if outputs.grammar is not None:
+        return _notation(outputs.grammar, "structured_outputs.grammar")
+    return _json({"type": "object"}, spacing, "structured_outputs.json_object")
+
+
+def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any], field: str) -> AskedGrammar:
+    """What the compiler cannot keep to is refused, never left out."""
+    overrides: Any = {**spacing, "lenient": False}
+    return AskedGrammar(LLMatcher.grammar_from_json_schema(dict(schema), overrides=overrides), field)
+
+
+def _notation(text: str, field: str) -> AskedGrammar:
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise RequestError(f"{field} has {len(text)} characters, expected at most {MAX_GRAMMAR_BYTES}", field)
+    try:
+        return AskedGrammar(grammar_from("grammar", text), field)
+    except ValueError as error:
+        raise RequestError(f"{field}: {error}", field) from error
+
+
+Spelt = Callable[[str], str]
+"""Text as a grammar has it."""
+
+REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # that ask for nothing
+OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
+READ_AS_JSON = frozenset({"integer", "number", "boolean", "null", "object", "array"})
+
+
+def arguments_rule(
+    rule: str, function: str, schema: Mapping[str, Any], form: CallForm, spelt: Spelt
+) -> tuple[str, list[str]]:
+    """What stands for the arguments in a rule of that name, and the rules that it needs. Raises RequestError."""
+    if form.tags is None:
+        return f"{rule}_json", [f"{rule}_json: %json {json_with_options(schema)}"]
+    return _Tagged(rule, function, schema, form.tags, form.closing, spelt).rules()
+
+
+class _Tagged:
+    """Arguments between tags: what is text is read as it is, all else as JSON of its type."""
+
+    def __init__(
+        self, rule: str, function: str, schema: Mapping[str, Any], tags: TaggedArguments, closing: str, spelt: Spelt
+    ) -> None:
+        self._rule = rule
+        self._function = function
+        self._schema = schema
+        self._tags = tags
+        self._end = closing.split()[-1]  # with which a call ends, wherever it stands
+        self._spelt = spelt
+
+    def rules(self) -> tuple[str, list[str]]:
+        schema = self._schema
+        if unknown := sorted(schema.keys() - OF_OBJECTS - REMARKS):
+            raise self._refusal(f"have {unknown[0]!r}, which this model's calls cannot be held to")
+        properties: Mapping[str, Any] = schema.get("properties", {})
+        if missing := sorted(set(schema.get("required", ())) - properties.keys()):
+            raise self._refusal(f"require {missing[0]!r}, which is none of their properties")
+        arguments: list[str] = []
+        rules: list[str] = []
+        for n, (key, value) in enumerate(properties.items()):
+            name = f"{self._rule}_{n}"
+            rules += self._value(name, key, value)
+            begin = self._spelt(f"{self._tags.before_key}{key}{self._tags.before_value}")
+            is_required = key in schema.get("required", ())
+            arguments.append(f"{begin} {name}" if is_required else f"({begin} {name})?")
+        return " ".join(arguments), rules
+
+    def _value(self, name: str, key: str, schema: Any) -> list[str]:
+        kinds = _kinds(schema)
+        after = self._tags.after_value
+        if kinds and kinds <= READ_AS_JSON:
+            shared = {part: self._schema[part] for part in ("$defs", "definitions") if part in self._schema}
+            return [f"{name}: %json {json_with_options({**shared, **schema})} {self._spelt(after)}"]
+        if kinds and kinds <= {"string", "null"} and schema.keys() <= REMARKS | {"type", "anyOf", "nullable"}:
+            return self._text(name)
+        choices = schema.get("enum", [schema["const"]] if "const" in schema else []) if kinds == {"string"} else []
+        if choices and schema.keys() <= REMARKS | {"type", "enum", "const"} and all(map(self._is_plain, choices)):
+            return [f"{name}: ({' | '.join(map(self._spelt, choices))}) {self._spelt(after)}"]
+        raise self._refusal(f"have {key!r}, the schema of which this model's calls cannot be held to")
+
+    def _text(self, name: str) -> list[str]:
+        """Any text up to what ends it, but for one that would end the call."""
+        mark = self._tags.after_value.strip()
+        after = self._tags.after_value.partition(mark)[2]
+        terminal = name.upper()
+        return [
+            f"{terminal}: {text_without(self._end)}",
+            f"{name}_text[lazy]: {terminal} {self._spelt(mark)}",
+            f"{name}: {name}_text {self._spelt(after)}",
+        ]
+
+    def _is_plain(self, choice: Any) -> bool:
+        """Whether a text is read as it is written."""
+        return isinstance(choice, str) and choice == choice.strip() and self._tags.after_value.strip() not in choice
+
+    def _refusal(self, why: str) -> RequestError:
+        return RequestError(f"tools: the parameters of {self._function} {why}", "tools")
+
+
+def _kinds(schema: Any) -> frozenset[str]:
+    """The types that a response parser casts a text to; none where it cannot tell."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    declared = schema.get("type")
+    kinds = {declared} if isinstance(declared, str) else set(declared or ())
+    parts = [_kinds(part) for part in schema.get("anyOf", ())]
+    if not all(parts):
+        return frozenset()
+    return frozenset(kinds.union(*parts))
+
+
+def text_without(*marks: str) -> str:
+    """A terminal: any text that spells none of these."""
+    others = (f" & ~/(?s:.*){_literal(mark)}(?s:.*)/" for mark in marks)
+    return f"/(?s:.*)/{''.join(others)}"
+
+
+def _literal(text: str) -> str:
+    """In a regular expression between slashes."""
+    return "".join(char if char.isalnum() else f"\\u{{{ord(char):X}}}" for char in text)
+
+
+COMPILE_S = 5.0  # with those that are compiled before it
+
+
+class GrammarCheck:
+    """Compiles what is asked for, as the target will; each grammar once."""
+
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
+        """Without a compiler, for a model whose texts cannot have any, all is refused."""
+        self._compiler = compiler
+
+    async def check(self, asked: AskedGrammar) -> None:
+        """Raises RequestError that names the field."""
+        if self._compiler is None:
+            message = f"{asked.field} is not served for this model; the server's log says why at its start"
+            raise RequestError(message, asked.field)
+        compiling = asyncio.wrap_future(self._compiler.begin(asked.text))
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                await asyncio.shield(compiling)  # others may ask for the same
+        except GrammarError as error:
+            raise RequestError(f"{asked.field}: {error}", asked.field) from error
+        except TimeoutError as error:
+            message = f"{asked.field} was not compiled within {COMPILE_S} s; ask for something simpler, or try again"
+            raise RequestError(message, asked.field) from error
+
+
+PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)
+ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedCall:
+    """A tool that may be called; without a schema its arguments are any."""
+
+    name: str
+    schema: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """Which calls an answer has."""
+
+    tools: Sequence[OfferedCall]
+    must: bool  # it calls, and says nothing else
+    several: bool
+    content: AskedGrammar | None  # what it is where it does not call; None: any text
+
+
+class CallGrammar:
+    """Writes grammars for one model."""
+
+    def __init__(self, form: CallForm) -> None:
+        self._form = form
+        self._special_ids = form.special_ids
+
+    def asked(self, calling: Calling, reasoning: ReasoningInPrompt) -> AskedGrammar:
+        """The grammar of an answer to a prompt that has this of its reasoning. Raises RequestError."""
+        content = calling.content
+        rules = [self._start(calling, reasoning), *self._calls(calling), *self._texts()]
+        grammars: list[Any] = [{"name": "answer", "lark_grammar": "\n".join(rules)}]
+        if content is not None and not calling.must:
+            grammars.append({**_first(content), "name": "content"})
+        return within_bounds(AskedGrammar(json.dumps({"grammars": grammars}, ensure_ascii=False), "tools"))
+
+    def _start(self, calling: Calling, reasoning: ReasoningInPrompt) -> str:
+        thinking = self._form.thinking
+        is_begun = thinking is not None and reasoning == "begun"
+        if not calling.must and calling.content is None:
+            free = self._free(calling)
+            return f"start: after_thought {free} | unfinished_thought" if is_begun else f"start: {free}"
+        said = "calls" if calling.must else "(calls | @content)"
+        if thinking is None or reasoning == "over":
+            return f"start: {said}"
+        first = "after_thought GAP?"
+        return f"start: {first if is_begun else f'({self._spelt(thinking[0])} {first})?'} {said}"
+
+    def _free(self, calling: Calling) -> str:
+        """Text, thoughts and calls as they come."""
+        thinks = self._form.thinking is not None
+        loop = ["aside", *(["until_thought after_thought"] if thinks else [])]
+        last = ["TEXT", *(["until_thought unfinished_thought"] if thinks else [])]
+        (loop if calling.several else last).append("until_call further_calls")
+        return f"({' | '.join(loop)})* ({' | '.join(last)})"
+
+    def _calls(self, calling: Calling) -> list[str]:
+        form = self._form
+        more = f" ({self._spelt(form.between)} one_call)*" if calling.several else ""
+        listed = f"one_call{more} {self._spelt(form.closing)}"
+        names = [f"call_{n}" for n in range(len(calling.tools))]
+        rules = [
+            f"calls: {self._spelt(form.opening)} {listed}",
+            f"further_calls: {self._spelt(form.opening.removeprefix(self._trigger))} {listed}",
+            f"one_call: {' | '.join(names)}",
+        ]
+        for name, tool in zip(names, calling.tools, strict=True):
+            rules += self._call(name, tool)
+        return rules
+
+    def _call(self, rule: str, tool: OfferedCall) -> list[str]:
+        if PLAIN_NAME.fullmatch(tool.name) is None:
+            message = f"tools: {tool.name!r} is no plain name, expected letters, digits and - _ . : / only: calls of it"
+            raise RequestError(f"{message} cannot be held to a form", "tools")
+        schema = ANY_ARGUMENTS if tool.schema is None else _of_object(tool.name, tool.schema)
+        arguments, rules = arguments_rule(rule, tool.name, schema, self._form, self._spelt)
+        return [f"{rule}: {self._spelt(tool.name + self._form.middle)} {arguments}", *rules]
+
+    def _texts(self) -> list[str]:
+        """Texts with any other special tokens in them, and the marks that end them."""
+        thinking = self._form.thinking
+        marks = [self._trigger, *(thinking[:1] if thinking else ())]
+        rules = [
+            f"TEXT: {text_without(*marks)}",
+            f"aside: TEXT {self._special_but(marks)}",
+            self._until("until_call", "TEXT", self._trigger),
+        ]
+        if thinking is not None:
+            opening, closing = thinking
+            rules += [
+                r"GAP: /[ \n]{1,4}/",
+                f"THOUGHT: {text_without(closing)}",
+                self._until("until_thought", "TEXT", opening),
+                self._until("end_of_thought", "THOUGHT", closing),
+                f"aside_in_thought: THOUGHT {self._special_but([closing])}",
+                "after_thought: aside_in_thought* end_of_thought",
+                "unfinished_thought: aside_in_thought* THOUGHT",
+            ]
+        return rules
+
+    def _special_but(self, marks: Sequence[str]) -> str:
+        """Any special token but these."""
+        others = [str(token) for text, token in self._special_ids.items() if text not in marks]
+        return f"<[{','.join(others)}]>" if others else '""'
+
+    @property
+    def _trigger(self) -> str:
+        """By which free text ends: a special token, or what comes before one."""
+        first, *_ = self._pieces(self._form.trigger)
+        return first
+
+    def _until(self, rule: str, text: str, mark: str) -> str:
+        return f"{rule}{'' if mark in self._special_ids else '[lazy]'}: {text} {self._spelt(mark)}"
+
+    def _spelt(self, text: str) -> str:
+        """As the grammar has it: strings, and special tokens by their numbers."""
+        parts = [
+            f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else json.dumps(piece, ensure_ascii=False)
+            for piece in self._pieces(text)
+        ]
+        return " ".join(parts)
+
+    def _pieces(self, text: str) -> list[str]:
+        if not self._special_ids:
+            return [text] if text else []
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        return [piece for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if piece]
+
+
+def _first(asked: AskedGrammar) -> dict[str, Any]:
+    """A grammar as one of several."""
+    try:
+        (only,) = json.loads(asked.text)["grammars"]
+    except ValueError:  # in Lark's notation, as it is
+        return {"lark_grammar": asked.text}
+    return dict(only)
+
+
+def _of_object(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = schema.get("type", "object")
+    if kind != "object":
+        message = f"tools: the parameters of {name} are of type {kind!r}, expected 'object'"
+        raise RequestError(message, "tools")
+    return {"type": "object", **schema}
+
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def held_calls(
+    request: ChatRequest,
+    form: CallForm | None,
+    asked: AskedGrammar | None,
+    reasoning: Callable[[], ReasoningInPrompt],
+) -> AskedGrammar | None:
+    """`asked` itself where no call is held to anything; `reasoning` is that of the prompt. Raises RequestError."""
+    strict = any(tool.function.strict for tool in request.offered)
+    is_held = request.must_call or strict or not request.parallel_tool_calls or asked is not None
+    if form is None or not request.offered or not is_held:
+        return asked
+    if asked is not None and request.structured_outputs is not None and request.must_call:
+        message = "structured_outputs and tool_choice both ask for a form of the answer, expected one of them"
+        raise RequestError(message, "structured_outputs")
+    calling = Calling(
+        tools=[_offered(tool, must=request.must_call) for tool in _callable(request)],
+        must=request.must_call,
+        several=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
+        content=asked,
+    )
+    grammar = CallGrammar(form).asked(calling, reasoning())
+    check_end(grammar, ignore_eos=request.ignore_eos)
+    return grammar
+
+
+def _callable(request: ChatRequest) -> tuple[Tool, ...]:
+    choice = request.tool_choice
+    if not isinstance(choice, NamedTool):
+        return request.offered
+    return tuple(tool for tool in request.offered if tool.function.name == choice.function.name)[:1]
+
+
+def _offered(tool: Tool, *, must: bool) -> OfferedCall:
+    function = tool.function
+    if not must and not function.strict:
+        return OfferedCall(function.name, None)
+    return OfferedCall(function.name, NO_PARAMETERS if function.parameters is None else function.parameters)

@@ -1,0 +1,265 @@
+"""What is told of requests to those who watch: records, traces, and sums by the version of a prompt.
+
+What is known of a request while it runs: for counters and traces, which look at it when it is over.
+
+A line in the log for each request that has ended: numbers, ids, the version of its prompt, and nothing it said.
+
+What the API tells whoever traces requests. Without tracing it tells it to nobody.
+
+Spans of HTTP requests by OpenTelemetry's conventions for generative AI: parameters, usage and end; never a text.
+
+What came of requests by the version of the prompt that clients name, of which only so many are told apart.
+
+Acceptance by version:
+
+    sum by (prompt_version) (rate(slipstream_prompt_version_tokens_total{kind="accepted"}[1h]))
+      / sum by (prompt_version) (rate(slipstream_prompt_version_tokens_total{kind="drafted"}[1h]))
+
+Mean time to the first token by version:
+
+    sum by (prompt_version) (rate(slipstream_prompt_version_seconds_total{until="first token"}[1h]))
+      / sum by (prompt_version) (rate(slipstream_prompt_version_choices_total[1h]))
+"""
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from actors.tracing import TRACEPARENT, ServiceTracing, context_of, traceparent_of
+from serve_app.api.replies import FinishReason
+from serve_app.api.schemas import GenerationRequest
+
+CLIENT_LEFT = 499
+"""The status under which requests are counted whose client did not wait for the answer."""
+
+
+class ChoiceRecord(Protocol):
+    """One choice of an answer, as far as it has come."""
+
+    tokens: int
+    accepted: int
+    rejected: int
+    finish: FinishReason | None
+    first_token_s: float | None  # after its session's start
+
+
+@dataclass
+class RequestRecord:
+    """What a running request is and how it ends, so far."""
+
+    status: int = CLIENT_LEFT
+    traceparent: str = ""  # of what is done for it; empty: it is not traced
+    request: GenerationRequest | None = None  # once it is understood
+    name: str = ""  # which the answer tells in a header
+    response_id: str = ""  # empty until the request is taken
+    sessions: Sequence[str] = ()
+    prompt_tokens: int = 0
+    choices: Sequence[ChoiceRecord] = ()
+
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Lasts as long as the request. `sessions` are what other processes' lines call its choices."""
+    began = clock()
+    try:
+        yield
+    finally:
+        if log.isEnabledFor(logging.INFO):
+            choices = record.choices
+            told: dict[str, object] = {
+                "request": record.response_id or record.name,
+                "endpoint": endpoint,
+                "status": record.status,
+                "seconds": round(clock() - began, 6),
+                "prompt_tokens": record.prompt_tokens,
+                "completion_tokens": sum(choice.tokens for choice in choices),
+                "accepted_tokens": sum(choice.accepted for choice in choices),
+                "rejected_tokens": sum(choice.rejected for choice in choices),
+                "sessions": " ".join(record.sessions),
+            }
+            if record.request is not None and record.request.prompt_version is not None:
+                told["prompt_version"] = record.request.prompt_version
+            log.info("a request has ended: %s", _in_words(told), extra=told)
+
+
+def _in_words(told: Mapping[str, object]) -> str:
+    """For lines of text, which have nothing of a record's extras: a word for each fact."""
+    return " ".join(f"{name}={str(value).replace(' ', ',')}" for name, value in told.items())
+
+
+class RequestSpans(Protocol):
+    """Traces requests, by what they say of themselves and by what becomes of them."""
+
+    def request(
+        self, endpoint: str, path: str, headers: Mapping[str, str], record: RequestRecord
+    ) -> AbstractContextManager[None]:
+        """Lasts as long as the request, and sets the record's `traceparent` where the request is traced."""
+        ...
+
+
+class NoRequestSpans:
+    """Nothing is traced."""
+
+    def request(
+        self, endpoint: str, path: str, headers: Mapping[str, str], record: RequestRecord
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def request_spans(tracing: ServiceTracing) -> RequestSpans:
+    """Whoever is told of requests, as configured."""
+    if tracing.service is None:
+        return NoRequestSpans()
+
+    return GenAiSpans(tracing.service.tracer)
+
+
+OPERATIONS: Mapping[str, str] = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
+"""GenAI's name of what each endpoint does."""
+
+PROVIDER = "slipstream"
+
+Attribute = str | int | float | bool | list[str]
+
+
+class GenAiSpans:
+    """Implements `RequestSpans`."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    @contextmanager
+    def request(self, endpoint: str, path: str, headers: Mapping[str, str], record: RequestRecord) -> Iterator[None]:
+        operation = OPERATIONS[endpoint]
+        given = headers.get(TRACEPARENT)
+        context = context_of(given) if given is not None else Context()
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "http.request.method": "POST",
+            "http.route": path,
+            "url.path": path,
+        }
+        span = self._tracer.start_span(operation, context, SpanKind.SERVER, attributes)
+        if span.is_recording():
+            record.traceparent = traceparent_of(span)
+        try:
+            yield
+        finally:
+            if span.is_recording():
+                _describe(span, operation, record)
+            span.end()
+
+
+def _describe(span: Span, operation: str, record: RequestRecord) -> None:
+    """All that is known of the request when it is over."""
+    span.set_attribute("http.response.status_code", record.status)
+    if record.request is not None:
+        span.update_name(f"{operation} {record.request.model}")
+        span.set_attributes(_asked(record.request))
+    if record.choices:
+        span.set_attributes(_answered(record))
+    if record.status >= 500 or record.status == CLIENT_LEFT:
+        span.set_attribute("error.type", str(record.status))
+        span.set_status(Status(StatusCode.ERROR))
+
+
+def _asked(request: GenerationRequest) -> dict[str, Attribute]:
+    found: dict[str, Attribute | None] = {
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.temperature": request.temperature,
+        "gen_ai.request.top_p": request.top_p,
+        "gen_ai.request.top_k": request.top_k or None,
+        "gen_ai.request.frequency_penalty": request.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": request.presence_penalty or None,
+        "gen_ai.request.seed": request.seed,
+        "gen_ai.request.choice.count": request.n if request.n > 1 else None,
+        "gen_ai.request.max_tokens": min(request.token_limits.values(), default=None),
+        "gen_ai.request.stream": request.stream,
+        "slipstream.prompt_version": request.prompt_version,
+        "slipstream.max_draft_tokens": request.speculation.max_draft_tokens,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _answered(record: RequestRecord) -> dict[str, Attribute]:
+    choices = record.choices
+    firsts = [choice.first_token_s for choice in choices if choice.first_token_s is not None]
+    found: dict[str, Attribute] = {
+        "gen_ai.response.id": record.response_id,
+        "gen_ai.response.finish_reasons": [choice.finish or "error" for choice in choices],
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": sum(choice.tokens for choice in choices),
+        "slipstream.accepted_tokens": sum(choice.accepted for choice in choices),
+        "slipstream.rejected_tokens": sum(choice.rejected for choice in choices),
+    }
+    if record.request is not None:
+        found["gen_ai.response.model"] = record.request.model
+    if firsts:
+        found["gen_ai.response.time_to_first_chunk"] = min(firsts)
+    return found
+
+
+MOST_VERSIONS = 32  # of one router; each is some ten series
+OTHER = "other"
+"""All versions that came after these."""
+
+VERSION = "prompt_version"
+
+
+class PromptVersions(Collector):
+    """Sums by version, since the router began."""
+
+    def __init__(self, most: int = MOST_VERSIONS) -> None:
+        self._most = most
+        self._requests: Counter[str] = Counter()
+        self._choices: Counter[str] = Counter()  # that have had a token
+        self._tokens: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    def ended(self, record: RequestRecord, seconds: float) -> None:
+        """A request that was understood is over, after so long."""
+        asked = record.request
+        if asked is None or asked.prompt_version is None:
+            return
+        named = asked.prompt_version
+        version = named if named in self._requests or len(self._requests) < self._most else OTHER
+        self._requests[version] += 1
+        tokens = self._tokens[version]
+        tokens["prompt"] += record.prompt_tokens
+        for choice in record.choices:
+            tokens["completion"] += choice.tokens
+            tokens["drafted"] += choice.accepted + choice.rejected
+            tokens["accepted"] += choice.accepted
+            if choice.first_token_s is not None:
+                self._choices[version] += 1
+                self._seconds[version]["first token"] += choice.first_token_s
+        self._seconds[version]["end"] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Of copies, for it is called in another thread than requests end in."""
+        prefix = "slipstream_prompt_version"
+        requests = CounterMetricFamily(f"{prefix}_requests", "Requests that have ended", labels=(VERSION,))
+        choices = CounterMetricFamily(f"{prefix}_choices", "Choices that have had a token", labels=(VERSION,))
+        tokens = CounterMetricFamily(f"{prefix}_tokens", "Tokens, by kind", labels=(VERSION, "kind"))
+        seconds = CounterMetricFamily(f"{prefix}_seconds", "From request to end of answer", labels=(VERSION, "until"))
+        for version, count in dict(self._requests).items():
+            requests.add_metric((version,), count)
+            choices.add_metric((version,), self._choices[version])
+            for kind, sum_of in dict(self._tokens[version]).items():
+                tokens.add_metric((version, kind), sum_of)
+            for until, sum_of_s in dict(self._seconds[version]).items():
+                seconds.add_metric((version, until), sum_of_s)
+        yield from (requests, choices, tokens, seconds)

@@ -1,0 +1,95 @@
+"""What Serve's proxy says by itself, in OpenAI's form. The proxy loads it, where its node's environment says so.
+
+A request that no router takes gets its answer from the proxy: the routers' queue is full, or none is there. Serve has
+plain text for that.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.api.replies import RETRY_AFTER_S, ErrorDetail, error_response
+
+# Serve reads it as it starts, of its own environment: that of `ray start`, or of whoever starts Ray.
+PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
+OF_SERVE = "/-/"  # where Serve tells those who run it of its state
+ROUTES = "/-/routes"  # there: the applications by prefix
+NOTHING_SERVED = b"nothing is served here now: the server is starting or stopping; try again later"
+KINDS = {  # by status: OpenAI's type and code
+    404: ("invalid_request_error", "not_found"),
+    408: ("server_error", "request_timeout"),
+    429: ("rate_limit_error", "capacity"),
+    503: ("server_error", "unavailable"),
+}
+TRANSIENT = frozenset({429, 503})
+
+
+def middlewares() -> list[Middleware]:
+    """What Serve is to put around its proxy."""
+    return [Middleware(ProxyWords)]
+
+
+class ProxyWords:
+    """Around Serve's proxy. What routers answer passes as it is: none of their errors is plain text."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(OF_SERVE):
+            await self._app(scope, receive, send)
+            return
+        begun: Message | None = None  # by the proxy itself
+
+        async def send_in_form(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start" and _is_by_proxy(message):
+                begun = message
+            elif begun is not None:
+                words = message["body"]
+                if begun["status"] == 404 and not await self._serves(scope):
+                    begun = {**begun, "status": 503}
+                    words = NOTHING_SERVED
+                await _in_form(begun, words)(scope, receive, send)
+            else:
+                await send(message)
+
+        await self._app(scope, receive, send_in_form)
+
+    async def _serves(self, scope: Scope) -> bool:
+        """Returns whether any application is there; one that is withdrawn has no route from the beginning on."""
+        messages: list[Mapping[str, Any]] = []
+
+        async def collect(message: Message) -> None:
+            messages.append(message)
+
+        root = scope.get("root_path", "")
+        await self._app(
+            {**scope, "method": "GET", "path": root + ROUTES, "raw_path": (root + ROUTES).encode()}, _nothing, collect
+        )
+        if messages[0]["status"] != 200:
+            return False
+        return bool(json.loads(b"".join(message.get("body", b"") for message in messages)))
+
+
+async def _nothing() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+def _is_by_proxy(start: Message) -> bool:
+    return start["status"] in KINDS and Headers(raw=start["headers"]).get("content-type", "").startswith("text/plain")
+
+
+def _in_form(start: Message, words: bytes) -> Response:
+    status = start["status"]
+    kind, code = KINDS[status]
+    headers = {name: text for name, text in Headers(raw=start["headers"]).items() if not name.startswith("content-")}
+    if status in TRANSIENT:
+        headers.setdefault("retry-after", str(RETRY_AFTER_S))
+    detail = ErrorDetail(message=words.decode(errors="replace"), type=kind, code=code)
+    return error_response(status, detail, headers)

@@ -1,0 +1,451 @@
+"""The wire format of requests: OpenAI's completions and chat completions, with this project's extensions.
+
+Requests are strict: an unknown field, a wrong type or a feature that is not served is refused by name, never ignored.
+`null` means "not given", as in OpenAI's API.
+
+The wire format of a conversation: its messages, the tools that are offered, and which of them must be called.
+
+The wire format of /tokenize and /detokenize, as vLLM has them.
+"""
+
+import json
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
+from pydantic_core import PydanticCustomError
+
+from protos.draft_tree import MAX_BLOCK_TOKENS
+from serve_app.api.fields import (
+    AnswerFormat,
+    Count,
+    Flag,
+    Integer,
+    Number,
+    RequestPart,
+    ResponseFormat,
+    SamplingFields,
+    Seed,
+    StructuredOutputs,
+    Top,
+    UnservedChatFields,
+    UnservedCompletionFields,
+    UnservedFields,
+    UnservedMessageFields,
+    as_list,
+    bounded,
+    is_text,
+    unserved,
+)
+
+MAX_NAME_CHARS = 256
+MAX_CALL_ID_CHARS = 512
+
+FunctionName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+CallId = Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class TextPart(RequestPart):
+    type: Literal["text"]
+    text: str
+
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted and not used
+
+
+class CalledFunction(RequestPart):
+    name: FunctionName
+    arguments: str = "{}"  # JSON, as the model wrote it
+
+    parsed_arguments: Any = None  # OpenAI's client sends its own reading back; not used
+
+
+class ToolCall(RequestPart):
+    """One that an assistant made earlier."""
+
+    id: CallId | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    index: Integer | None = None  # a streamed call that is sent back as it came; not used
+
+
+class ChatMessage(UnservedMessageFields):
+    role: Role
+    content: Annotated[
+        tuple[TextPart, ...] | None,
+        Field(fail_fast=True, validate_default=True),
+        bounded(lambda most: most.parts),
+        BeforeValidator(
+            lambda value: [{"type": "text", "text": value}] if is_text(value) else value,
+            json_schema_input_type=str | list[TextPart] | None,
+        ),
+    ] = None
+    tool_calls: Annotated[
+        tuple[ToolCall, ...], Field(fail_fast=True), bounded(lambda most: most.parts)
+    ] = ()  # of an assistant
+    tool_call_id: CallId | None = None  # of a tool's answer
+    reasoning: str = ""  # vLLM's, of an assistant
+    reasoning_content: str = ""  # the same, as others call it
+
+    @field_validator("content")
+    @classmethod
+    def _only_assistants_say_nothing(cls, value: object, info: ValidationInfo) -> object:
+        if value is None and info.data.get("role", "assistant") != "assistant":
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
+    @field_validator("tool_calls", "reasoning", "reasoning_content")
+    @classmethod
+    def _only_of_assistants(cls, value: object, info: ValidationInfo) -> object:
+        if value and info.data.get("role", "assistant") != "assistant":
+            raise PydanticCustomError("not_an_assistant", "only a message of the assistant has this")
+        return value
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or ())
+
+    @property
+    def chars(self) -> int:
+        """Characters that this adds to a prompt, beside what the template adds."""
+        called = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls)
+        return len(self.text) + len(self.reasoning or self.reasoning_content) + called
+
+
+class Function(RequestPart):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # JSON Schema
+    strict: Flag | None = None  # whether the arguments of any call are held to the schema
+
+
+class Tool(RequestPart):
+    type: Literal["function"]
+    function: Function
+
+    @model_serializer
+    def _as_sent(self) -> dict[str, Any]:
+        """As a chat template takes it: with what the client gave, and nothing else."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True)}
+
+    @property
+    def chars(self) -> int:
+        return len(json.dumps(self.model_dump(), ensure_ascii=False))
+
+
+class NamedFunction(RequestPart):
+    name: FunctionName
+
+
+class NamedTool(RequestPart):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
+    Discriminator(lambda value: "word" if is_text(value) else "named"),
+]
+
+
+MAX_CHOICES = 128
+MAX_STOP_CHARS = 256
+MAX_MODEL_CHARS = 512
+PROMPT_VERSION = "prompt_version"  # of `metadata`: what it says is told by metrics and traces
+VERSION_PATTERN = r"[\w.:/@+-]{1,64}"
+MAX_EFFORT_CHARS = 32
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII: a header tells it
+
+TokenIds = Annotated[
+    tuple[Annotated[Integer, Field(ge=0)], ...],
+    Field(fail_fast=True),
+    bounded(lambda most: most.prompt_tokens, least=1),
+]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[
+    tuple[StopString, ...],
+    Field(fail_fast=True),
+    bounded(lambda most: most.stops),
+    as_list(is_text, StopString | list[StopString]),
+]
+Prompt = Annotated[
+    Annotated[Annotated[str, Field(min_length=1)], Tag("text")] | Annotated[TokenIds, Tag("token_ids")],
+    Discriminator(lambda value: "text" if is_text(value) else "token_ids"),
+]
+
+
+def _is_prompt(value: Any) -> bool:
+    token_ids = isinstance(value, list) and value and type(value[0]) is int
+    return is_text(value) or bool(token_ids)
+
+
+class StreamOptions(RequestPart):
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False  # vLLM's: with include_usage, every chunk tells the usage so far
+
+    include_obfuscation: Annotated[Any, unserved(False)] = None
+
+
+class SpeculationOptions(RequestPart):
+    """Extension: how this request is speculated."""
+
+    max_draft_tokens: Annotated[Integer, Field(ge=0, le=MAX_BLOCK_TOKENS)] | None = None  # 0: plain decoding
+    acceptance: Literal["ratio", "coupled"] | None = None
+    trace: Flag = False  # streamed chunks tell drafted tokens from the target's own
+    rejected: Flag = False  # and the draft tokens that were rejected, beside the target's own that took their place
+
+
+class GenerationRequest(SamplingFields, UnservedFields):
+    """What both endpoints take."""
+
+    prompt_field: ClassVar[str]
+    default_max_tokens: ClassVar[int | None]  # None: the rest of the context
+
+    model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
+    max_tokens: Count | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] = 0  # vLLM's; 0 and -1: all tokens
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0  # vLLM's
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    seed: Seed | None = None
+    stop: StopStrings = ()
+    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
+    stream: Flag = False
+    stream_options: StreamOptions = StreamOptions()
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: in the answer's id
+    ignore_eos: Flag = False  # vLLM's: go on to max_tokens
+    metadata: Annotated[dict[str, str] | None, bounded(lambda most: most.labels)] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's
+    speculation: SpeculationOptions = SpeculationOptions()  # extension
+
+    @property
+    def prompt_version(self) -> str | None:
+        """Which version of its prompt the client says that this is."""
+        return (self.metadata or {}).get(PROMPT_VERSION)
+
+    @property
+    def answer_format(self) -> AnswerFormat | None:
+        """OpenAI's way to ask for a form of the answer."""
+        return self.response_format
+
+    @property
+    def prompt_count(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def prompt_chars(self) -> int:
+        """Characters of the longest prompt, as far as it is text."""
+        raise NotImplementedError
+
+    @property
+    def token_limits(self) -> dict[str, int]:
+        """The limits on generated tokens that the client gave, by field."""
+        return {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
+
+    @field_validator("metadata")
+    @classmethod
+    def _version_is_short(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        version = (value or {}).get(PROMPT_VERSION)
+        if version is not None and re.fullmatch(VERSION_PATTERN, version) is None:
+            rule = "prompt_version has to be 1 to 64 letters, digits or any of _.:/@+-"
+            raise PydanticCustomError("prompt_version", rule)
+        return value
+
+    @property
+    def top_of_tokens(self) -> int | None:
+        """How many likeliest tokens are told beside each generated one; None: nothing is told of them."""
+        raise NotImplementedError
+
+    @property
+    def is_echoed(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        """The same as `top_of_tokens`, of the prompt's tokens."""
+        echoed = self.top_of_tokens if self.is_echoed else None
+        asked = [top for top in (self.prompt_logprobs, echoed) if top is not None]
+        return max(asked, default=None)
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_in_streams(cls, value: StreamOptions, info: ValidationInfo) -> StreamOptions:
+        if info.data.get("stream") is False:
+            raise PydanticCustomError("not_a_stream", "this is only allowed when stream is true")
+        return value
+
+    @field_validator("speculation")
+    @classmethod
+    def _trace_only_in_streams(cls, value: SpeculationOptions, info: ValidationInfo) -> SpeculationOptions:
+        for name in ("trace", "rejected"):
+            if getattr(value, name) and info.data.get("stream") is False:
+                raise PydanticCustomError("not_a_stream", "{name} is only allowed when stream is true", {"name": name})
+        return value
+
+
+class CompletionRequest(UnservedCompletionFields, GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt_field: ClassVar[str] = "prompt"
+    default_max_tokens: ClassVar[int | None] = 16
+
+    prompt: Annotated[
+        tuple[Prompt, ...],
+        Field(fail_fast=True),
+        bounded(lambda most: most.prompts, least=1),
+        as_list(_is_prompt, Prompt | list[Prompt]),
+    ]
+
+    echo: Flag = False
+    logprobs: Top | None = None
+
+    @property
+    def top_of_tokens(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def is_echoed(self) -> bool:
+        return self.echo
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def prompt_chars(self) -> int:
+        return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompt)
+
+
+class ChatRequest(UnservedChatFields, GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    prompt_field: ClassVar[str] = "messages"
+    strict_field: ClassVar[str] = "tools[{}].function.strict"
+    default_max_tokens: ClassVar[int | None] = None
+
+    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), bounded(lambda most: most.messages, least=1)]
+    max_completion_tokens: Count | None = None
+    tools: Annotated[tuple[Tool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: Flag = True
+    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None  # what the template makes of it
+    include_reasoning: Flag = True  # vLLM's
+    chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})  # vLLM's
+    add_generation_prompt: Flag | None = None  # vLLM's: unless the final message is continued
+    continue_final_message: Flag = False  # vLLM's
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _begins_no_message(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("add_generation_prompt"):
+            message = "a message is continued, or another begun: add_generation_prompt is true, expected false"
+            raise PydanticCustomError("two_beginnings", message)
+        return value
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the model may call."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is to be a call."""
+        return self.tool_choice not in ("auto", "none")
+
+    logprobs: Flag = False
+    top_logprobs: Top | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and info.data.get("logprobs") is False:
+            raise PydanticCustomError("no_logprobs", "this is only allowed when logprobs is true")
+        return value
+
+    @property
+    def top_of_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt_count(self) -> int:
+        return 1
+
+    @property
+    def prompt_chars(self) -> int:
+        return sum(message.chars for message in self.messages) + sum(tool.chars for tool in self.tools)
+
+    @property
+    def token_limits(self) -> dict[str, int]:
+        newer = self.max_completion_tokens
+        return super().token_limits | ({"max_completion_tokens": newer} if newer is not None else {})
+
+
+class TokenizeRequest(RequestPart):
+    """POST /tokenize: a prompt, or a conversation as /v1/chat/completions would put it."""
+
+    model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None
+    prompt: str | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), bounded(lambda most: most.messages)] = Field(
+        (), validate_default=True
+    )
+    tools: Annotated[tuple[Tool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
+    chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag = False
+    add_special_tokens: Flag | None = None  # around a prompt: true; a chat template writes its own
+    return_token_strs: Flag = False
+
+    chat_template: Annotated[Any, unserved()] = None
+    media_io_kwargs: Annotated[Any, unserved({})] = None
+    mm_processor_kwargs: Annotated[Any, unserved({})] = None
+
+    @field_validator("messages")
+    @classmethod
+    def _one_of_both(cls, value: tuple[ChatMessage, ...], info: ValidationInfo) -> tuple[ChatMessage, ...]:
+        if bool(value) is (info.data.get("prompt") is not None):
+            raise PydanticCustomError("one_of_both", "expected either prompt or messages")
+        return value
+
+    @property
+    def chars(self) -> int:
+        spoken = sum(message.chars for message in self.messages) + sum(tool.chars for tool in self.tools)
+        return spoken + len(self.prompt or "")
+
+
+class TokenizeReply(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: tuple[str, ...] | None = None
+
+
+class DetokenizeRequest(RequestPart):
+    """POST /detokenize."""
+
+    model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None
+    tokens: TokenIds
+
+
+class DetokenizeReply(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt: str

@@ -1,0 +1,59 @@
+"""What is served: the model's names, and a fingerprint of all that decides its answers beside the request."""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from importlib import metadata
+
+from cluster.config import SlipstreamConfig
+from cluster.errors import RequestError
+from serve_app.api.replies import ModelCard, ModelList
+
+DISTRIBUTION = "slipstream-serving"
+SERVER_DECIDES = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # how requests are read
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
+
+
+def version() -> str:
+    return metadata.version(DISTRIBUTION)
+
+
+def model_list(config: SlipstreamConfig) -> ModelList:
+    """A card for each name."""
+    created = int(time.time())
+    context = config.model.max_context
+    cards = (
+        ModelCard(id=name, created=created, root=config.model.name, max_model_len=context)
+        for name in config.served_names
+    )
+    return ModelList(data=tuple(cards))
+
+
+def check_model(name: str, served: Sequence[str]) -> None:
+    """Raises UnknownModelError for a name that is none of those served."""
+    if name not in served:
+        known = ", ".join(f"'{one}'" for one in served)
+        raise UnknownModelError(f"model '{name}' does not exist; {known} is served", "model")
+
+
+def find_card(models: ModelList, name: str) -> ModelCard:
+    """The card of a name."""
+    check_model(name, [card.id for card in models.data])
+    return next(card for card in models.data if card.id == name)
+
+
+def fingerprint(config: SlipstreamConfig, checkpoint: str) -> str:
+    """Of all that decides an answer beside its request. Drafts have no say."""
+    decisive = {
+        "version": version(),
+        "weights": checkpoint or config.model.target,
+        "model": config.model.model_dump(include={"dtype", "max_context"}),
+        "target": config.target.model_dump(include={"engine", "vllm", "tensor_parallel"}),
+        "server": config.server.model_dump(include=SERVER_DECIDES),
+    }
+    text = json.dumps(decisive, sort_keys=True, default=str)
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"

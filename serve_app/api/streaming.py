@@ -1,0 +1,146 @@
+"""HTTP beyond routes: event streams, clients that disconnect."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve_app.api.failures import Failure, failure_of
+from serve_app.api.limits import Deadline, RequestTimeoutError
+from serve_app.api.observability import RequestRecord
+
+T = TypeVar("T")
+
+
+LAST_WORDS_S = 1.0  # for what a client is told whose time is over
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which no client shows
+
+
+class EventStream(Response):
+    """Sends events as they come, comments while none does, and closes their source when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: asyncio.Future[str],
+        events: AsyncGenerator[str, None],
+        record: RequestRecord,
+        keep_alive_s: float,
+        deadline: Deadline,
+        as_failure: Callable[[Failure], str],
+    ) -> None:
+        """`first` is the first of the events, come or coming."""
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._record = record
+        self._keep_alive_s = keep_alive_s
+        self._deadline = deadline
+        self._as_failure = as_failure
+        self._is_quiet = True  # since the last look
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events), _ended(self._first):
+            await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with self._deadline.kept(), _ended(asyncio.create_task(self._keep_alive(send))):
+                async for event in self._guarded():
+                    self._is_quiet = False
+                    await _send_part(send, event)
+                await _send_part(send, "", more=False)
+        except RequestTimeoutError as error:
+            with suppress(TimeoutError):  # who has stopped reading is hung up on
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await _send_part(send, self._failed(error))
+                    await _send_part(send, "", more=False)
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Beside the events, which it costs nothing."""
+        while True:
+            await asyncio.sleep(self._keep_alive_s)
+            if self._is_quiet:
+                await _send_part(send, KEEP_ALIVE)
+            self._is_quiet = True
+
+    async def _guarded(self) -> AsyncGenerator[str, None]:
+        """All events; a failure becomes the last one."""
+        try:
+            yield await self._first
+            async for event in self._events:
+                yield event
+            self._record.status = 200
+        except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
+            yield self._failed(error)
+
+    def _failed(self, error: Exception) -> str:
+        failure = failure_of(error)
+        self._record.status = failure.status  # the client was told 200 long ago
+        return self._as_failure(failure)
+
+
+async def first_of(events: AsyncGenerator[str, None], receive: Receive, patience_s: float) -> asyncio.Future[str]:
+    """The first event, come or, after so long, coming. Raises what kept it from coming; then nothing more comes."""
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await while_connected(receive, asyncio.wait((first,), timeout=patience_s))
+        if first.done():
+            first.result()
+    except BaseException:
+        async with aclosing(events), _ended(first):
+            raise
+    return first
+
+
+@asynccontextmanager
+async def _ended(task: asyncio.Future[Any]) -> AsyncGenerator[None, None]:
+    """A task that does not outlive the block."""
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def as_event(data: str) -> str:
+    """A server-sent event."""
+    return f"data: {data}\n\n"
+
+
+def as_json(body: BaseModel, status: int = 200) -> Response:
+    """A JSON response."""
+    return Response(body.model_dump_json(), status, media_type="application/json")
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Awaits `work`; cancels it and raises ClientDisconnect when the client leaves first."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect("the client left")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait((working, leaving))
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_part(send: Send, text: str, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": more})

@@ -1,0 +1,119 @@
+"""Chat templates in a process of their own, which bounds what they cost.
+
+A template is a program that comes with a model, and messages decide how long it runs. In a thread nothing stops an
+endless loop, and a single `9**9**9` or a repeated string holds the interpreter's lock, or takes all memory, within one
+C call. A process ends by its kernel limits, and its computing never delays the event loop.
+"""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+
+from cluster.errors import EngineError
+from serve_app.api.chat_template import Rendering, TemplateFailure
+from serve_app.api.template_worker import HEAD, MEMORY_BYTES, SIZE
+from serve_app.api.template_worker import __name__ as PROGRAM
+
+CPU_S = 1.0  # of processor time, for one conversation
+ANSWERS_S = 60.0  # by the wall clock, with the program's own start: a machine may be busy
+STOPS_S = 5.0
+
+
+class TemplateProcess:
+    """Starts the program that renders, gives each caller a worker of it, and replaces workers that were ended.
+
+    Threads may call it at once.
+    """
+
+    def __init__(self, cpu_s: float = CPU_S) -> None:
+        """Starts the program, which is ready some seconds later; `cpu_s` bounds the processor time of a rendering."""
+        self._cpu_s = cpu_s
+        self._idle: list[socket.socket] = []  # one for each worker that waits for work
+        self._starting = threading.Lock()
+        self._program, self._control = _start(cpu_s)
+
+    def __call__(self, rendering: Rendering) -> str:
+        """Returns the text; raises TemplateFailure for a template that raises or exceeds a limit."""
+        try:
+            request = json.dumps(rendering.as_json()).encode()
+        except RecursionError:
+            raise TemplateFailure("they are nested too deeply") from None
+        worker = self._worker()
+        try:
+            text = self._exchange(worker, request)
+        except BaseException:  # a worker ends with its first failure
+            worker.close()
+            raise
+        self._idle.append(worker)
+        return text
+
+    def close(self) -> None:
+        """Ends the program and its workers."""
+        self._control.close()
+        while self._idle:
+            self._idle.pop().close()
+        try:
+            self._program.wait(STOPS_S)
+        except subprocess.TimeoutExpired:
+            self._program.kill()
+            self._program.wait()
+
+    def _worker(self) -> socket.socket:
+        """Returns one that is alive."""
+        while self._idle:
+            try:
+                worker = self._idle.pop()
+            except IndexError:  # another thread took it
+                break
+            if not select.select((worker,), (), (), 0)[0]:
+                return worker
+            worker.close()  # readable though nothing was asked: it has ended
+        ours, theirs = socket.socketpair()
+        with theirs, self._starting:
+            try:
+                socket.send_fds(self._control, (b"w",), (theirs.fileno(),))
+            except OSError:  # the program was killed, and is started once more
+                self._control.close()
+                self._program.wait()
+                self._program, self._control = _start(self._cpu_s)
+                socket.send_fds(self._control, (b"w",), (theirs.fileno(),))
+        ours.settimeout(ANSWERS_S)
+        return ours
+
+    def _exchange(self, worker: socket.socket, request: bytes) -> str:
+        """Returns the text; raises TemplateFailure for the error that came instead, or if the worker was ended."""
+        over = TemplateFailure(
+            f"it takes more than {self._cpu_s:g} s of processor time or {MEMORY_BYTES >> 20} MiB of memory"
+        )
+        try:
+            worker.sendall(SIZE.pack(len(request)) + request)
+            with worker.makefile("rb") as reply:
+                head = reply.read(HEAD.size)
+                if len(head) < HEAD.size:
+                    raise over
+                is_text, length = HEAD.unpack(head)
+                body = reply.read(length)
+        except TimeoutError as error:
+            raise EngineError(
+                f"the process that renders chat templates did not answer within {ANSWERS_S:g} s"
+            ) from error
+        except ConnectionError as error:
+            raise over from error
+        if len(body) < length:
+            raise over
+        if not is_text:
+            raise TemplateFailure(body.decode())
+        return body.decode()
+
+
+def _start(cpu_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
+        command = (sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno()), str(cpu_s))
+        program = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment)
+    return program, ours

@@ -1,0 +1,294 @@
+"""Text to tokens and back: prompts, chat templates, incremental detokenisation, stop strings."""
+
+import logging
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+from llguidance import LLTokenizer
+from tokenizers import Tokenizer
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+from actors.grammars import GrammarCompiler, grammar_vocabulary, grammars_of
+from actors.models.checkpoint import surplus_tokens, vocabulary
+from actors.models.config_reader import read_config
+from actors.models.tokenizer_reader import end_of_text, id_limit, load_tokenizer
+from cluster.config import ServerConfig
+from cluster.errors import ModelError
+from serve_app.api.chat_template import MAX_CHARS, ChatTemplate, Message, Render, TemplateOptions, render_here
+from serve_app.api.tool_calls import CallForm, ResponseReaders, find_call_form, find_template
+
+log = logging.getLogger("ray.serve")
+
+_UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
+_MOST_TOKENS_OF_A_CHARACTER = 4  # one for each of its bytes
+_SHORT_WINDOW = 8  # tokens
+_LONG_WINDOW = 16
+_LONGEST_WINDOW = 32  # at which linear time goes before equality; only bytes that are no text get there
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, given out in whole characters.
+
+    All that it gave out equals the decoding of all tokens at once, where they spell text. Each token costs the decoding
+    of a bounded window, whatever the tokens are. (`tokenizers.DecodeStream` holds back all of a text that ends in
+    U+FFFD, decodes it again with each token, and never gives out a tail of bytes that makes no character.)
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, special_ids: frozenset[int], joined_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """Texts of `special_ids` are left out, between two of `joined_ids` is no space."""
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._joined_ids = joined_ids
+        # The window begins with tokens that were given out already: some decoders treat the very first token
+        # differently, for instance by dropping its leading space.
+        self._window: list[int] = []
+        self._given = 0  # characters of the window's text that were given out
+        self._new = 0  # tokens since the text last ended in a character that is no U+FFFD
+        # Characters of the window's text after each of the newest tokens. It may shrink: where single bytes are tokens,
+        # an unfinished character makes U+FFFD of every byte beside it, until it is finished.
+        self._lengths: deque[int] = deque(maxlen=_MOST_TOKENS_OF_A_CHARACTER)
+
+    def push(self, token: int) -> str:
+        """The text that has become final with this token."""
+        if token in self._special_ids:
+            return ""
+        self._window.append(token)
+        self._new += 1
+        text = self._decode(self._window)
+        self._lengths.append(len(text))
+        if not text.endswith(_UNFINISHED):
+            given_out = self._give(text, len(text))
+            self._begin_anew()
+            return given_out
+        if self._new < _MOST_TOKENS_OF_A_CHARACTER:
+            return ""
+        given_out = self._give(text, min(self._lengths))  # the newest tokens but one may be bytes of one character
+        if len(self._window) >= _LONG_WINDOW and len(self._window) % _SHORT_WINDOW == 0:
+            self._narrow()
+        return given_out
+
+    def finish(self) -> str:
+        """What is left when no token follows."""
+        text = self._decode(self._window)
+        return self._give(text, len(text))
+
+    def preview(self, tokens: Sequence[int]) -> str:
+        """What these tokens would read as if they came next; special ones by their names."""
+        return self._decode([*self._window, *tokens])[self._given :]
+
+    def _give(self, text: str, end: int) -> str:
+        """The window's text up to `end`, as far as it was not given out."""
+        given_out = text[self._given : end]
+        self._given = max(self._given, end)
+        return given_out
+
+    def _begin_anew(self) -> None:
+        """All is given out; the newest tokens stay, for the next ones to be decoded with."""
+        self._window = self._window[-self._new :]
+        self._given = len(self._decode(self._window))
+        self._new = 0
+        self._lengths.clear()
+
+    def _narrow(self) -> None:
+        """Drops the window's first tokens at a border, where both sides read alone as they do together."""
+        shortest = min(range(len(self._lengths)), key=lambda age: self._lengths[-1 - age])
+        end = len(self._window) - shortest  # where no character was unfinished, if there is such a place
+        whole = self._decode(self._window[:end])
+        starts = range(end - _SHORT_WINDOW, end - _SHORT_WINDOW + _MOST_TOKENS_OF_A_CHARACTER)
+        borders = (start for start in starts if self._is_border(start, end, whole))
+        start = next(borders, None if len(self._window) < _LONGEST_WINDOW else starts[0])
+        if start is not None:
+            self._given = len(self._decode(self._window[start:end]))
+            self._window = self._window[start:]
+            ends = range(len(self._window) - len(self._lengths) + 1, len(self._window) + 1)
+            self._lengths.extend([len(self._decode(self._window[:end])) for end in ends])
+
+    def _is_border(self, start: int, end: int, whole: str) -> bool:
+        return self._decode(self._window[:start]) + self._decode(self._window[start:end]) == whole
+
+    def _decode(self, tokens: list[int]) -> str:
+        if self._joined_ids.isdisjoint(tokens):
+            return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        starts = [n for n in range(1, len(tokens)) if self._joined_ids.issuperset(tokens[n - 1 : n + 1])]
+        parts = [tokens[start:end] for start, end in pairwise((0, *starts, len(tokens)))]
+        return "".join(self._tokenizer.decode(part, skip_special_tokens=False) for part in parts)
+
+
+class StopMatcher:
+    """Cuts a growing text at the first stop string to be complete, holding back what may be the beginning of one.
+
+    However the text is cut into pieces, the outcome is the same. Of stop strings that end together the longest counts.
+    """
+
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
+        """With `keeps_stop`, the stop string itself is given out too."""
+        self._stops = sorted(set(stops))
+        self._firsts = frozenset(stop[0] for stop in self._stops)
+        self._keeps_stop = keeps_stop
+        self._held = ""
+        self._starts: list[int] = []  # in `_held`, rising: from each on, it reads like the beginning of a stop string
+        self.match: str | None = None  # the stop string that was complete first
+
+    @property
+    def matched(self) -> bool:
+        return self.match is not None
+
+    def push(self, text: str) -> str:
+        """The text that is safe to give out now; nothing after a match."""
+        if self.matched:
+            return ""
+        if not self._starts and self._firsts.isdisjoint(text):
+            return text
+        begin = len(self._held)
+        self._held += text
+        for end in range(begin + 1, begin + len(text) + 1):
+            if self._held[end - 1] in self._firsts:
+                self._starts.append(end - 1)
+            if self._starts and self._completes(end):
+                return self._release(end if self._keeps_stop else self._starts[0])
+        return self._release(self._starts[0] if self._starts else len(self._held))
+
+    def finish(self) -> str:
+        """What was held back, when no text follows."""
+        return "" if self.matched else self._release(len(self._held))
+
+    def _completes(self, end: int) -> bool:
+        """Whether a stop string ends here; if so its start is the first of those left."""
+        left: list[int] = []
+        for start in self._starts:
+            tail = self._held[start:end]
+            nearest = bisect_left(self._stops, tail)
+            if nearest == len(self._stops) or not self._stops[nearest].startswith(tail):
+                continue
+            if self._stops[nearest] == tail:
+                self.match = tail
+                self._starts = [start]
+                return True
+            left.append(start)
+        self._starts = left
+        return False
+
+    def _release(self, count: int) -> str:
+        released = self._held[:count]
+        self._held = self._held[count:]
+        self._starts = [start - count for start in self._starts]
+        return released
+
+
+class TextCodec:
+    """The served model's tokenizer, as the API uses it."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        response_template: ResponseTemplate | None = None,
+        *,
+        special_tokens_in_text: bool = False,
+        vocabulary: int | None = None,
+        render: Render = render_here,
+        max_context: int | None = None,
+    ) -> None:
+        """Takes a Hugging Face tokenizer that is backed by the tokenizers library.
+
+        Token ids from `vocabulary` on are refused; by default the tokenizer's own limit. `render` renders its chat
+        templates, to no more text than `max_context` tokens can spell.
+        """
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self.vocabulary = vocabulary or id_limit(tokenizer)
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()))
+        self.template = ChatTemplate(
+            tokenizer,
+            special_tokens_in_text=special_tokens_in_text,
+            render=render,
+            max_chars=MAX_CHARS if max_context is None else max_context * self.max_token_chars,
+        )
+        self.readers = ResponseReaders(tokenizer, response_template)
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token.content: token_id for token_id, token in added.items()}
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        server: ServerConfig | None = None,
+        *,
+        render: Render = render_here,
+        max_context: int | None = None,
+    ) -> Self:
+        """Loads a checkpoint's codec. Raises ModelError when it has no tokenizer that can be served."""
+        options = server or ServerConfig()
+        tokenizer = load_tokenizer(folder)
+        response = find_template(options.response_template, tokenizer, read_config(folder).model_type)
+        special = options.allow_special_tokens_in_text
+        ends = end_of_text(folder)
+        log.info("%s", ends)
+        if warning := surplus_tokens(folder):
+            log.warning("%s", warning)
+        return cls(
+            tokenizer,
+            ends.ids,
+            response,
+            special_tokens_in_text=special,
+            vocabulary=max(vocabulary(folder)) + 1,
+            render=render,
+            max_context=max_context,
+        )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of a prompt, with the special tokens that the model expects around it."""
+        return tuple(self.tokenizer(text).input_ids)
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Tokens of a piece of text, with nothing around it."""
+        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def token_text(self, token: int) -> str:
+        """Of one token by itself."""
+        return str(self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int], skips_special: bool = True) -> str:
+        """Text of all tokens at once."""
+        return str(self.tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=skips_special))
+
+    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> tuple[int, ...]:
+        """Tokens of a conversation in the model's own chat template, up to where the assistant begins."""
+        return self.template.encode(messages, options or TemplateOptions())
+
+    def grammars(self) -> GrammarCompiler | None:
+        """A compiler of the grammars that answers may have to keep to; None where there are none."""
+        return grammars_of(lambda: self._grammar_vocabulary)
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How the model writes calls, where a grammar can have them so."""
+        try:
+            is_special = self._grammar_vocabulary.is_special_token
+        except ModelError:
+            return None
+        special = {
+            text: token for text, token in self._added.items() if is_special(token) and token not in self.eos_ids
+        }
+        return find_call_form(self.template, self.readers, special)
+
+    @cached_property
+    def _grammar_vocabulary(self) -> LLTokenizer:
+        return grammar_vocabulary(self.tokenizer, self.eos_ids)
+
+    def detokenizer(self, skips_special: bool = True, spaces_special: bool = True) -> Detokenizer:
+        """For one answer; a reader knows its parts by special tokens, and is to have them.
+
+        Without `spaces_special` there is no space between added tokens, where some decoders put one.
+        """
+        skipped = self._special_ids if skips_special else frozenset()
+        joined = frozenset[int]() if spaces_special else frozenset(self._added.values())
+        return Detokenizer(self.tokenizer.backend_tokenizer, skipped, joined)

@@ -1,0 +1,314 @@
+"""From a request to the sessions that it asks for, with all parameters resolved.
+
+Pure: randomness comes in as a function. Every refusal is a RequestError that names the field.
+Knows nothing of HTTP.
+
+What a request asks for by token: which may come, how they are scored, how much of a prompt is kept.
+
+Pure. Every refusal names the field.
+
+What a checkpoint's `generation_config.json` has for requests that leave a sampling parameter out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import GenerationConfig
+
+from cluster.config import SlipstreamConfig
+from cluster.errors import ConfigError, RequestError
+from cluster.routing.ledger import Generation
+from protos.from_pb import REPETITION_PENALTIES
+from protos.messages import Acceptance, Sampling, Scoring, TokenRules
+from serve_app.api.grammars import AskedGrammar, asked_grammar, check_end
+from serve_app.api.schemas import GenerationRequest
+from serve_app.api.served_model import check_model
+from serve_app.api.text import TextCodec
+
+MAX_PROMPT_NUMBERS = 1 << 20  # that are told of one prompt: its tokens, times those told of each, in one message
+
+
+def check_rules(request: GenerationRequest) -> None:
+    """Refuses what contradicts itself, before anything is tokenised."""
+    for field, limit in request.token_limits.items():
+        if request.min_tokens > limit:
+            raise RequestError(f"min_tokens is {request.min_tokens}, expected at most {field}, {limit}", "min_tokens")
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("prompt_logprobs: this is only allowed when stream is false", "prompt_logprobs")
+
+
+def rules_of(
+    request: GenerationRequest, prompt_len: int, bad_words: tuple[tuple[int, ...], ...], vocabulary: int
+) -> TokenRules:
+    """For a prompt of so many tokens."""
+    words = max(map(max, bad_words), default=0)
+    for field, token in (*_named(request), ("bad_words", words)):
+        if token >= vocabulary:
+            raise RequestError(f"{field}: token id {token} is outside the vocabulary of {vocabulary} tokens", field)
+    return TokenRules(
+        logit_bias=tuple(request.logit_bias.items()),
+        allowed=tuple(sorted(set(request.allowed_token_ids))),
+        bad_words=bad_words,
+        min_len=prompt_len + request.min_tokens if request.min_tokens else 0,
+    )
+
+
+def scoring_of(request: GenerationRequest, prompt_len: int) -> Scoring:
+    """What is to be told of tokens, for a prompt of so many."""
+    scoring = Scoring(request.top_of_tokens, request.top_of_prompt)
+    numbers = prompt_len * (scoring.prompt_top + 1) if scoring.prompt_top is not None else 0
+    if numbers > MAX_PROMPT_NUMBERS:
+        field = "prompt_logprobs" if request.prompt_logprobs is not None else "echo"
+        message = f"{field}: {numbers} log probabilities of a prompt of {prompt_len} tokens are asked for, expected at"
+        raise RequestError(f"{message} most {MAX_PROMPT_NUMBERS}", field)
+    return scoring
+
+
+def bad_words_of(request: GenerationRequest, text: TextCodec) -> tuple[tuple[int, ...], ...]:
+    """Each word as it begins a text, and as it follows a space; both as tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in request.bad_words:
+        forms = [tokens for form in (word, f" {word.lstrip()}") if (tokens := text.encode_plain(form))]
+        if not forms:
+            raise RequestError(f"bad_words: {word!r} has no tokens", "bad_words")
+        found |= dict.fromkeys(forms)
+    return tuple(found)
+
+
+def truncated(request: GenerationRequest, prompt: tuple[int, ...], context: int) -> tuple[int, ...]:
+    """What is kept of a prompt: by default its end."""
+    kept = request.truncate_prompt_tokens
+    if kept is None:
+        return prompt
+    if kept < 0:
+        kept = max(1, context - min(request.token_limits.values(), default=1))
+    return prompt[:kept] if request.truncation_side == "right" else prompt[-kept:]
+
+
+def _named(request: GenerationRequest) -> Iterator[tuple[str, int]]:
+    """The highest token id of each field that names some."""
+    fields: dict[str, Sequence[int]] = {
+        "logit_bias": list(request.logit_bias),
+        "allowed_token_ids": request.allowed_token_ids,
+        "stop_token_ids": request.stop_token_ids,
+    }
+    return ((field, max(tokens)) for field, tokens in fields.items() if tokens)
+
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
+
+
+class GenerationDefaults(BaseModel):
+    """The parameters that are taken over; None: the checkpoint has none."""
+
+    model_config = ConfigDict(frozen=True)
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] | None = None
+
+    def applied(self, request: RequestT) -> RequestT:
+        """The request with these in the place of what it leaves out."""
+        defaults = self.model_dump(exclude_none=True)
+        missing = {name: value for name, value in defaults.items() if name not in request.model_fields_set}
+        return request.model_copy(update=missing) if missing else request
+
+
+NO_DEFAULTS = GenerationDefaults()
+
+
+def load_defaults(model: str) -> GenerationDefaults:
+    """Of a Hugging Face model id or folder; a checkpoint without the file has none."""
+    try:
+        known = GenerationConfig.from_pretrained(model).to_diff_dict()
+    except OSError:
+        return NO_DEFAULTS
+    try:
+        return GenerationDefaults.model_validate({name: known.get(name) for name in GenerationDefaults.model_fields})
+    except ValidationError as error:
+        raise ConfigError(
+            f"the generation_config.json of {model} has parameters that no request may have: {error}; correct it, or"
+            " set server.generation_defaults to none"
+        ) from error
+
+
+Draw = Callable[[], int]
+"""Gives 64 random bits."""
+
+TOO_LONG = "context_length_exceeded"
+_SEED_MASK = (1 << 64) - 1  # a negative seed is the unsigned one of the same bits
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What can be said of a request before its prompts are tokens."""
+
+    sessions: int
+    acceptance: Acceptance
+    max_draft_tokens: int
+    sampling: Sampling
+    grammar: AskedGrammar | None
+
+
+def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> Terms:
+    """The terms of a request; refuses all that needs no tokenising to be refused.
+
+    `max_token_chars` is the length of the vocabulary's longest token.
+    """
+    check_model(request.model, config.served_names)
+    _check_count(request, min(config.server.max_request_sessions, config.server.max_requests))
+    _check_limits(request, config.model.max_context)
+    _check_text(request, config.model.max_context, max_token_chars)
+    check_rules(request)
+    return Terms(
+        sessions=request.prompt_count * request.n,
+        acceptance=_acceptance(request, config),
+        max_draft_tokens=_max_draft_tokens(request, config),
+        sampling=_sampling(request),
+        grammar=_grammar(request),
+    )
+
+
+def resolve(
+    request: GenerationRequest,
+    terms: Terms,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    context: int,
+    eos_ids: tuple[int, ...],
+    vocabulary: int,
+    draw: Draw,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    traceparent: str = "",
+) -> list[Generation]:
+    """The sessions to run: `n` for each prompt, in the order of the answer's choices."""
+    generations = []
+    for prompt in prompts:
+        _check_prompt(request, prompt, vocabulary)
+        prompt_len = len(prompt)
+        max_len = _max_len(request, prompt_len, context)
+        rules = rules_of(request, prompt_len, bad_words, vocabulary)
+        scoring = scoring_of(request, prompt_len)
+        seed = draw() if request.seed is None else request.seed & _SEED_MASK
+        generations += [
+            Generation(
+                session=f"{draw():016x}{draw():016x}",
+                prompt=prompt,
+                max_len=max_len,
+                stop_ids=_stop_ids(request, eos_ids),
+                sampling=terms.sampling,
+                seed=seed,
+                draft_seed=draw(),
+                choice=choice,
+                hash_key=draw(),
+                acceptance=terms.acceptance,
+                max_draft_tokens=terms.max_draft_tokens,
+                grammar=terms.grammar.text if terms.grammar is not None else "",
+                rules=rules,
+                scoring=scoring,
+                priority=request.priority,
+                cache_salt=request.cache_salt or "",
+                wants_rejected=request.speculation.rejected,
+                traceparent=traceparent,
+            )
+            for choice in range(request.n)
+        ]
+    return generations
+
+
+def _check_count(request: GenerationRequest, most: int) -> None:
+    count = request.prompt_count
+    if count * request.n > most:
+        field = request.prompt_field if count > most else "n"
+        asked = f"{field}: {count} prompts with n = {request.n}"
+        raise RequestError(f"{asked} are more than the {most} sessions that one request may have", field)
+
+
+def _check_limits(request: GenerationRequest, context: int) -> None:
+    """Refuses what no prompt leaves room for."""
+    for field, limit in request.token_limits.items():
+        if limit >= context:
+            message = f"{field} is {limit}, expected less than {context}: the context holds the prompt too"
+            raise RequestError(message, field, TOO_LONG)
+
+
+def _check_text(request: GenerationRequest, context: int, max_token_chars: int) -> None:
+    """Refuses text that cannot be few enough tokens, however they fall."""
+    most = context * max_token_chars
+    if request.prompt_chars > most:
+        field = request.prompt_field
+        message = f"{field} has {request.prompt_chars} characters, expected at most {most}: "
+        message += f"the context holds {context} tokens of up to {max_token_chars}"
+        raise RequestError(message, field, TOO_LONG)
+
+
+def _check_prompt(request: GenerationRequest, prompt: tuple[int, ...], vocabulary: int) -> None:
+    field = request.prompt_field
+    if not prompt:
+        raise RequestError(f"{field} is empty; expected at least one token", field)
+    if max(prompt) >= vocabulary:
+        raise RequestError(f"{field}: token id {max(prompt)} is outside the vocabulary of {vocabulary} tokens", field)
+
+
+def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
+    room = context - prompt_len
+    if room < 1:
+        message = f"{request.prompt_field} has {prompt_len} tokens, expected at most {context - 1}: "
+        message += f"the context of {context} must hold the answer too"
+        raise RequestError(message, request.prompt_field, TOO_LONG)
+    for field, limit in request.token_limits.items():
+        if limit > room:
+            message = f"{field} is {limit}, expected at most {room}: the context holds {context} tokens"
+            raise RequestError(f"{message} and the prompt has {prompt_len}", field, TOO_LONG)
+    default = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+    return prompt_len + min(request.token_limits.values(), default=default)
+
+
+def _grammar(request: GenerationRequest) -> AskedGrammar | None:
+    asked = asked_grammar(request.answer_format, request.structured_outputs)
+    check_end(asked, ignore_eos=request.ignore_eos)
+    return asked
+
+
+def _stop_ids(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Each once."""
+    return tuple(dict.fromkeys((*(() if request.ignore_eos else eos_ids), *request.stop_token_ids)))
+
+
+def _acceptance(request: GenerationRequest, config: SlipstreamConfig) -> Acceptance:
+    asked = request.speculation.acceptance
+    if request.seed is not None and asked == "ratio":
+        message = (
+            "speculation.acceptance is ratio, expected coupled: with a seed the answer must not depend on the draft"
+        )
+        raise RequestError(message, "speculation.acceptance")
+    if request.seed is not None:
+        return Acceptance.COUPLED
+    return Acceptance[(asked or config.speculation.acceptance).upper()]
+
+
+def _max_draft_tokens(request: GenerationRequest, config: SlipstreamConfig) -> int:
+    asked = request.speculation.max_draft_tokens
+    most = config.speculation.max_draft_tokens
+    if asked is None:
+        return most
+    if asked > most:
+        field = "speculation.max_draft_tokens"
+        raise RequestError(f"{field} is {asked}, expected at most {most}, which this server is configured for", field)
+    return asked
+
+
+def _sampling(request: GenerationRequest) -> Sampling:
+    return Sampling(
+        temperature=request.temperature,
+        top_k=max(request.top_k, 0),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty,
+    )

@@ -1,1 +1,0 @@
-"""What a request may take of the server: memory and time."""

@@ -1,1 +1,0 @@
-"""What goes over the wire in HTTP: schemas of requests and of answers."""

@@ -1,0 +1,232 @@
+"""Which nodes of a Ray cluster could hold a pool's replicas, and what is missing where none can. Pure.
+
+It refuses only what cannot be: that a pool fits by these sums does not say that Ray finds room while others use it.
+
+What a config needs of Ray against what a machine offers. Pure.
+
+Whether an endpoint that others can reach has a key before it.
+"""
+
+import ipaddress
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.config import OperatorsConfig, Replicas, Resources, ServerConfig, SlipstreamConfig
+from cluster.errors import ConfigError
+from cluster.placement import rank_bundle, target_group_options
+
+ROUTER_CPUS = 0.1
+
+
+def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[str, float]:
+    """What Ray must offer for the pools at the size that `size` picks from their bounds."""
+    target = config.target
+    draft = config.draft
+    total: Counter[str] = Counter()
+    bundles = [(bundle, target.replicas) for bundle in target_group_options(target)["placement_group_bundles"]]
+    for bundle, replicas in [*bundles, (rank_bundle(draft.resources), draft.replicas)]:
+        total.update({name: amount * size(replicas) for name, amount in bundle.items()})
+    return {**total, "CPU": total["CPU"] + ROUTER_CPUS * config.server.routers}
+
+
+def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> None:
+    """Raises ConfigError when this machine, a cluster that cannot grow, does not offer what the pools need."""
+    elsewhere = "ask for less, or give the --address of a cluster that has it"
+    needed = demand(config, lambda replicas: replicas.min)
+    missing = [
+        f"{amount:g} {name} where there is {offered.get(name, 0):g}"
+        for name, amount in needed.items()
+        if amount > offered.get(name, 0)
+    ]
+    if missing:
+        raise ConfigError(f"target.resources_per_rank and draft.resources need {', '.join(missing)}; {elsewhere}")
+    if config.target.resources_per_rank.labels or config.draft.resources.labels:
+        raise ConfigError(f"resources.labels: a local cluster has no labels; {elsewhere}")
+
+
+LOOPBACK = "127.0.0.1"
+
+
+def check_keys(server: ServerConfig) -> None:
+    """Raises ConfigError for an address that others can reach, where anybody would be served unsaid."""
+    for name, host in (("server.host", server.host), ("server.operators.host", server.operators.host)):
+        if not is_loopback(host) and not is_guarded(server):
+            raise ConfigError(f"{name} is {host}, which others can reach, and {missing_keys()}")
+
+
+def for_this_machine(config: SlipstreamConfig) -> SlipstreamConfig:
+    """The same, but on loopback and without keys: for a server that is started to be measured."""
+    alone = {"host": LOOPBACK, "keys": {}, "operators": OperatorsConfig()}
+    return config.model_copy(update={"server": config.server.model_copy(update=alone)})
+
+
+def is_guarded(server: ServerConfig) -> bool:
+    """Whether clients need a key, or somebody has said that they need none."""
+    return bool(server.keys) or server.insecure
+
+
+def missing_keys() -> str:
+    """What is wrong where it is not, as the end of a sentence."""
+    return (
+        "server.keys is empty: anybody would be served; set keys (`slipstream key` makes one), or say server.insecure:"
+        " true"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+SLACK = 1e-6  # Ray counts in ten-thousandths, we in floats
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a node offers to Ray, whoever uses it now."""
+
+    node_id: str
+    address: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaNeed:
+    """One replica of a pool: all of it on one node."""
+
+    pool: str
+    section: str  # of the configuration
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+    replicas: int  # that must fit at the same time
+
+    def fits(self, node: Node) -> bool:
+        """Whether the node could hold one."""
+        return carries(node.labels, self.labels) and room(node.resources, self.resources) > 0
+
+
+def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
+    """Of targets, drafters and routers."""
+    target = config.target
+    draft = config.draft
+    group: Counter[str] = Counter()
+    for bundle in target_group_options(target)["placement_group_bundles"]:
+        group.update(bundle)
+    return (
+        _pool_need("a target replica", "target.resources_per_rank", group, target.resources_per_rank, target.replicas),
+        _pool_need("a drafter", "draft.resources", rank_bundle(draft.resources), draft.resources, draft.replicas),
+        ReplicaNeed("a router", "server.routers", {"CPU": ROUTER_CPUS}, {}, config.server.routers),
+    )
+
+
+def _pool_need(
+    pool: str, section: str, resources: Mapping[str, float], asked: Resources, replicas: Replicas
+) -> ReplicaNeed:
+    """A pool that may be empty must have room for its first replica all the same."""
+    return ReplicaNeed(pool, section, dict(resources), asked.labels, max(replicas.min, 1))
+
+
+def carries(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether labels satisfy a selector of Ray's: `value`, `!value`, `in(a,b)` or `!in(a,b)` for each key."""
+    return all(_satisfies(labels.get(key), wanted) for key, wanted in selector.items())
+
+
+def _satisfies(value: str | None, wanted: str) -> bool:
+    if wanted.startswith("!"):
+        return not _satisfies(value, wanted[1:])
+    if wanted.startswith("in(") and wanted.endswith(")"):
+        return value in [one.strip() for one in wanted[3:-1].split(",")]
+    return value == wanted
+
+
+def room(offered: Mapping[str, float], needed: Mapping[str, float]) -> int:
+    """How many times `needed` fits into `offered`."""
+    times = [(offered.get(name, 0.0) + SLACK) / amount for name, amount in needed.items() if amount > 0]
+    return math.floor(min(times)) if times else 1
+
+
+def misfits(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
+    """One line for each pool that the cluster cannot hold at its least size: what is missing, what there is, and what
+    to do."""
+    wanted = needs(config)
+    alone = [line for need in wanted if (line := _misfit(need, nodes)) is not None]
+    return alone or _too_much_together(wanted, nodes)
+
+
+def check_fit(config: SlipstreamConfig, nodes: Sequence[Node]) -> None:
+    """Raises ConfigError when a pool can be placed on no node that there is."""
+    lines = misfits(config, nodes)
+    if lines:
+        kept = "nothing was changed; where the cluster adds such nodes by itself, `slipstream up --autoscaled` waits"
+        raise ConfigError("\n  ".join(["the cluster cannot hold this configuration", *lines, kept]))
+
+
+def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
+    labelled = [node for node in nodes if carries(node.labels, need.labels)]
+    if not labelled:
+        return (
+            f"{need.section}.labels: {need.pool} needs a node with {_labels(need.labels)}, but of"
+            f" {len(nodes)} nodes none has; the labels there are: {_all_labels(nodes)}; start a node with them"
+            " (`ray start --labels`), or change the labels asked for"
+        )
+    places = sum(room(node.resources, need.resources) for node in labelled)
+    if places >= need.replicas:
+        return None
+    among = f" with {_labels(need.labels)}" if need.labels else ""
+    if places:
+        return (
+            f"{need.section}: {need.replicas} times {need.pool} is to be there always, but {_have(nodes)}"
+            f" room for {places} of {_amounts(need.resources)} each{among}; add nodes, or lower replicas.min"
+        )
+    most = {name: max(node.resources.get(name, 0.0) for node in labelled) for name in need.resources}
+    missing = {name: amount for name, amount in need.resources.items() if most[name] + SLACK < amount}
+    what = _lacking(missing or need.resources, most, bool(missing))
+    return f"{need.section}: {need.pool} needs {_amounts(need.resources)} on one node{among}, but {what}"
+
+
+def _lacking(missing: Mapping[str, float], most: Mapping[str, float], is_alone: bool) -> str:
+    if not is_alone:
+        return "no node has all of it; add a node that has, or ask for less"
+    has = ", ".join(f"{most[name]:g} {name}" for name in missing)
+    return f"no node has more than {has}; add a node that has, or ask for less"
+
+
+def _too_much_together(wanted: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
+    """Each pool fits alone; whether the sum of all does."""
+    total: Counter[str] = Counter()
+    for need in wanted:
+        for name, amount in need.resources.items():
+            total[name] += amount * need.replicas  # type: ignore[assignment]  # a counter of fractions
+    offered = {name: sum(node.resources.get(name, 0.0) for node in nodes) for name in total}
+    missing = [name for name, amount in total.items() if amount > offered[name] + SLACK]
+    if not missing:
+        return []
+    asked = _amounts({name: total[name] for name in missing})
+    there = _amounts({name: offered[name] for name in missing})
+    return [
+        f"the pools at their least size need {asked} together, but {_have(nodes)} {there}; add nodes, or ask for less"
+    ]
+
+
+def _have(nodes: Sequence[Node]) -> str:
+    return "1 node has" if len(nodes) == 1 else f"{len(nodes)} nodes have"
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{round(amount, 4):g} {name}" for name, amount in resources.items())
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in labels.items())
+
+
+def _all_labels(nodes: Iterable[Node]) -> str:
+    """What tells nodes apart; Ray's own label of each node's id would only be long."""
+    found = {f"{key}={value}" for node in nodes for key, value in node.labels.items() if key != "ray.io/node-id"}
+    return ", ".join(sorted(found)) or "none"

@@ -1,0 +1,378 @@
+"""`slipstream status`: the state of a running deployment, as terminal tables.
+
+`report.py` is the entry point: it reads the HTTP endpoint and, through Ray, what replicas answer to `inspect`. The
+other modules make its tables: acceptance, pool sizes and versions of prompts. `watch.py` is `slipstream status
+--watch`.
+
+`slipstream status`: what a running deployment reports, over HTTP and through Ray.
+
+Tables of `slipstream status` about acceptance: load checks of drafters, remedies for bad ones, and counts.
+
+All tables are made from what replicas answer to `inspect`.
+
+Table of `slipstream status` about pool sizes: how many replicas each pool needs now, and why.
+
+The policy is applied to the latest report of each replica. Serve's controller, which decides, averages over seconds.
+
+Table of `slipstream status` about the versions of prompts that clients name.
+
+`slipstream status --watch`: the content of the live page in a terminal, refreshed every second.
+"""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.audit import OUTCOMES
+from cluster.autoscaling import (
+    DRAFT,
+    POOLS,
+    TARGET,
+    DraftReport,
+    DraftScaling,
+    Pool,
+    PoolDecision,
+    TargetReport,
+    TargetScaling,
+    decide_drafters,
+    decide_targets,
+)
+from cluster.routing.session_router import LOST, PLANNED
+from serve_app.endpoint_client import ChatEndpoint, Counters
+from serve_app.operations.deploying import serve_details
+from serve_app.operations.ray_cluster import ClusterError, broadcast, connected, deployed
+from serve_app.tables import shown, table
+
+Inspected = Sequence[Mapping[str, Any]]
+Bounds = Mapping[str, tuple[int, int]]  # (least, most) replicas by deployment, for pools only
+
+
+def told_bounds(details: Mapping[str, Any]) -> Bounds:
+    """Reads the bounds from Serve's details of an application.
+
+    Raises ClusterError if a pool is missing, which means that it has ended.
+    """
+    deployments = details.get("deployments", {})
+    if missing := [name for name in POOLS if name not in deployments]:
+        raise ClusterError(f"Serve knows no {' and no '.join(missing)} of it any more")
+    found = {name: deployments[name]["deployment_config"]["autoscaling_config"] for name in POOLS}
+    return {name: (one["min_replicas"], one["max_replicas"]) for name, one in found.items()}
+
+
+def pools_table(targets: Inspected, drafters: Inspected, bounds: Bounds) -> Table:
+    """Tabulates the pools from what replicas answer to `inspect`; targets report the scaling settings of both."""
+    made = table("Pools", "pool", "replicas", "bounds", "needed", "why")
+    if not targets:
+        return made
+    settings = targets[0]["scaling"]
+    reports = [TargetReport(**one["report"]) for one in targets]
+    scaling = TargetScaling(**settings[TARGET])
+    wanted = decide_targets(Pool(len(targets), *bounds["Target"]), reports, scaling, 0.0)
+    _add(made, "targets", bounds["Target"], targets, wanted)
+    follows = DraftScaling(**settings[DRAFT])
+    own = [DraftReport(**one["report"]) for one in drafters]
+    pool = Pool(len(drafters), *bounds["Drafter"])
+    drafts = decide_drafters(pool, own, follows, reports, wanted.wished, 0.0)
+    _add(made, "drafters", bounds["Drafter"], drafters, drafts)
+    return made
+
+
+def _add(made: Table, name: str, bounds: tuple[int, int], replicas: Inspected, wanted: PoolDecision) -> None:
+    made.add_row(name, str(len(replicas)), f"{bounds[0]} to {bounds[1]}", str(wanted.wished), wanted.why)
+
+
+REMEDIES = ("resynced", "replaced", "plain", "given up")
+POSITIONS = 6  # number of positions in a block that are shown
+
+
+def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
+    """Tabulates drafters with their load checks; a warning stays for the life of the drafter."""
+    made = table("Drafters", "drafter", "address", "method", "expected", "accepted", "check at load")
+    for one in drafters:
+        check = one["load_check"]
+        shares = shown(check["expected"]), shown(check["reached"])
+        made.add_row(one["name"], one["address"], one["method"], *shares, _found(check))
+    return made
+
+
+def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
+    """Tabulates what routers did about drafters whose blocks became bad.
+
+    Remedies are counted in sessions; "given up" counts the times that a drafter was given up.
+    """
+    made = table("Blocks that became bad", "drafter", *REMEDIES)
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in routers:
+        counts.update(one["remedies"])
+    for drafter in sorted({drafter for drafter, _ in counts}):
+        made.add_row(drafter, *(str(counts[drafter, remedy]) for remedy in REMEDIES))
+    return made
+
+
+def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
+    """Tabulates sessions that left a target or a drafter before their end, planned or because it was lost."""
+    made = table("Sessions that went on elsewhere", "pool", PLANNED, LOST)
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in routers:
+        counts.update(one["handovers"])
+    for pool in ("target", "drafter"):
+        made.add_row(pool, str(counts[pool, PLANNED]), str(counts[pool, LOST]))
+    return made
+
+
+def acceptance_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
+    """Tabulates the acceptance of each position of a block, given those before it, by kind of block."""
+    places = [str(position) for position in range(1, POSITIONS + 1)]
+    made = table("Acceptance by position", "drafter", "method", "context", "prefix", "blocks", *places)
+    methods = {one["name"]: one["method"] for one in drafters}
+    sums: dict[tuple[str, int, bool], tuple[Counter[int], Counter[int]]] = {}
+    for row in (row for target in targets for row in target["tally"]):
+        kind = (row["drafter"], row["context"], row["is_prefix_cached"])
+        reached, accepted = sums.setdefault(kind, (Counter(), Counter()))
+        reached.update(dict(enumerate(row["reached"])))
+        accepted.update(dict(enumerate(row["accepted"])))
+    for (drafter, context, is_cached), (reached, accepted) in sorted(sums.items()):
+        shares = [shown(accepted[at] / reached[at] if reached[at] else None) for at in range(POSITIONS)]
+        octave = f"{context}-{2 * context - 1}"
+        prefix = "cached" if is_cached else "computed"
+        made.add_row(drafter, methods.get(drafter, "-"), octave, prefix, str(reached[0]), *shares)
+    return made
+
+
+def _found(check: Mapping[str, Any]) -> str:
+    if check["warning"] is not None:
+        return f"far below: {check['warning']}"
+    return "as expected" if check["is_over"] else f"{check['tokens']} tokens so far"
+
+
+FAMILY = "slipstream_prompt_version_"
+VERSION = "prompt_version"
+
+
+def versions_table(exposition: str) -> Table | None:
+    """Sums counters by version over all routers; None if no client has named a version."""
+    sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples if family.name.startswith(FAMILY) else ():
+            labels = sample.labels
+            what = labels.get("kind") or labels.get("until") or family.name.removeprefix(FAMILY)
+            sums[labels[VERSION]][what] += sample.value
+    if not sums:
+        return None
+    made = table(
+        "Versions of prompts", "version", "requests", "acceptance rate", "first token s", "request s", "tokens"
+    )
+    for version, sum_of in sorted(sums.items()):
+        made.add_row(
+            version,
+            str(int(sum_of["requests"])),
+            shown(_ratio(sum_of["accepted"], sum_of["drafted"])),
+            shown(_ratio(sum_of["first token"], sum_of["choices"]), ".3f"),
+            shown(_ratio(sum_of["end"], sum_of["requests"]), ".3f"),
+            f"{int(sum_of['prompt'])} + {int(sum_of['completion'])}",
+        )
+    return made
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+PERIOD_S = 1.0
+BAR_CHARS = 24
+State = dict[str, Any]
+
+
+async def watch(url: str, key: str | None, console: Console) -> None:
+    """Shows the state until interrupted. Raises EndpointError if nothing answers."""
+    async with ChatEndpoint.at(url, key) as endpoint:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(watched(url, await endpoint.page_state()), refresh=True)
+                await asyncio.sleep(PERIOD_S)
+
+
+def watched(url: str, state: State) -> Group:
+    """Renders one snapshot of the server's state."""
+    figures = table(f"{state['model']} at {url}", "now", "")
+    figures.add_row("tokens/s", shown(state["tokens_per_s"], ".1f"))
+    figures.add_row("target busy", _percent(state["busy"]))
+    figures.add_row("draft tokens accepted", _percent(state["accepted"]))
+    return Group(figures, _targets(state["targets"]), _drafters(state["drafters"]), _acceptance(state["acceptance"]))
+
+
+def _targets(targets: Sequence[State]) -> Table:
+    made = table("Targets", "replica", "sessions", "queued", "busy", "tokens/s", "cache held", "speculation", "gain")
+    for one in targets:
+        speculation = "on" if one["is_drafted_for"] else "off"
+        rates = _percent(one["busy"]), shown(one["tokens_per_s"], ".1f"), _percent(one["cache"])
+        made.add_row(one["name"], str(one["sessions"]), str(one["queued"]), *rates, speculation, shown(one["gain"]))
+    return made
+
+
+def _drafters(drafters: Sequence[State]) -> Table:
+    made = table("Drafters", "replica", "sessions", "method", "draft tokens/s", "passes ahead of a verdict")
+    for one in drafters:
+        rates = shown(one["draft_tokens_per_s"], ".1f"), _percent(one["ahead"])
+        made.add_row(one["name"], str(one["sessions"]), one["method"], *rates)
+    return made
+
+
+def _acceptance(chances: Sequence[float]) -> Table:
+    made = Table(title="Acceptance by position in a block", title_justify="left", show_header=False)
+    for position, chance in enumerate(chances, 1):
+        made.add_row(str(position), _percent(chance), Text("█" * round(BAR_CHARS * chance), style="green"))
+    return made
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+async def endpoint_status(url: str) -> Group:
+    """Returns health, model, counters and versions of prompts. Raises EndpointError if nothing answers."""
+    async with ChatEndpoint.at(url) as endpoint:
+        health = await endpoint.health()
+        model = await endpoint.model()
+        exposition = await endpoint.exposition()
+    versions = versions_table(exposition)
+    whole = _endpoint_table(url, health, model, Counters.parse(exposition))
+    return Group(whole, *([versions] if versions is not None else []))
+
+
+def ray_status(address: str, application: str) -> Group | str:
+    """Returns the deployments of all applications on the cluster, or why there are none.
+
+    For `application`, the tables of its replicas' counters are included.
+    """
+    try:
+        with connected(address):
+            applications = serve.status().applications
+            counted = [_counted(application)] if application in applications else []
+    except ClusterError as error:
+        return f"Ray: {error}"
+    if not applications:
+        return f"Ray: nothing is deployed on the cluster at '{address}'"
+    return Group(*(_application_table(name, status) for name, status in applications.items()), *counted)
+
+
+def _counted(application: str) -> Group | str:
+    try:
+        targets, drafters, routers = (
+            broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter", "Router")
+        )
+        bounds = told_bounds(serve_details()["applications"].get(application, {}))
+    except (ClusterError, RayServeException, TimeoutError) as error:
+        return f"The replicas of {application} do not say what they have counted: {error}"
+    return Group(
+        pools_table(targets, drafters, bounds),
+        targets_table(targets),
+        drafters_table(drafters),
+        replicas_table(targets, drafters),
+        remedies_table(routers),
+        handovers_table(routers),
+        acceptance_table(targets, drafters),
+        audits_table(routers),
+    )
+
+
+def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
+    """Tabulates counters since replicas began, from what they answer to `inspect`."""
+    made = table("Since the replicas began", "what", "value")
+    drafting = sum((Counter(one["counts"]) for one in drafters), Counter[str]())
+    passes = drafting["passes"] + drafting["passes_ahead"]
+    made.add_row("drafting passes ahead of a verdict", _share(drafting["passes_ahead"], passes))
+    made.add_row("guess hit rate", _share(drafting["guess_hit"], drafting["guess_hit"] + drafting["guess_miss"]))
+    accepted, wasted, step_s, idle_s, rebased, desyncs = (
+        sum(one[name] for one in targets)
+        for name in ("accepted_tokens", "wasted_tokens", "step_s", "idle_s", "rebased", "desyncs")
+    )
+    made.add_row("wasted draft tokens", _share(wasted, accepted + wasted))
+    made.add_row("late blocks of use", str(rebased))
+    dropped = sum((Counter(one["dropped"]) for one in targets), Counter[str]())
+    made.add_row("dropped blocks", str(dropped.total()))
+    for cause, count in dropped.most_common():
+        made.add_row(f"of them {cause}", str(count))
+    made.add_row("desyncs", str(desyncs))
+    states = sum((Counter(one.get("states", {})) for one in targets), Counter[str]())
+    if rows := states["verdict"] + states["apart"]:
+        sent = states["verdict_bytes"] + states["apart_bytes"]
+        made.add_row("hidden states sent, bytes a token", f"{shown(sent / rows)} ({rows} tokens)")
+        made.add_row("of them with verdicts", _share(states["verdict"], rows))
+    if "again" in states:
+        made.add_row("tokens computed again for hidden states", str(states["again"]))
+        made.add_row("drafters too slow for them, sessions", str(states["lost"]))
+    made.add_row("target idle", shown(_ratio(idle_s, idle_s + step_s)))
+    return made
+
+
+def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
+    """Tabulates each target replica's attention backend and measured gain of speculation."""
+    made = table("Targets", "pid", "attention", "plain tokens/s", "gain by speculation", "speculation")
+    for target in targets:
+        speculation = target["speculation"]
+        is_on = "on" if speculation["on"] else "off"
+        reports = dict.fromkeys(_attention(report) for report in target["attention"])  # equal reports once
+        measured = shown(speculation["plain_rate"], ".1f"), shown(speculation["gain"])
+        made.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
+    return made
+
+
+def audits_table(routers: Sequence[Mapping[str, Any]]) -> Table:
+    """Tabulates the outcomes of audited requests."""
+    made = table("Audits since the routers began", "what", "requests")
+    for outcome in OUTCOMES:
+        made.add_row(outcome, str(sum(one["audits"][outcome] for one in routers)))
+    made.add_row("waiting", str(sum(one["audits_waiting"] for one in routers)))
+    widest = max((one["widest_near_tie"] for one in routers), default=None)
+    made.add_row("widest near-tie, in logits", shown(widest, ".4g"))
+    return made
+
+
+def _attention(report: Mapping[str, Any]) -> str:
+    """Describes the chosen backend and each one that was tried; on a CPU there is no choice."""
+    slow = (
+        " (SLOW: on a GPU, only where nothing else works)" if report["tried"] and report["chosen"] == "gathered" else ""
+    )
+    tried = (
+        f"{one['name']}: {shown(one['step_ms'])} ms"
+        if one["step_ms"] is not None
+        else f"{one['name']}: {one['refused']}"
+        for one in report["tried"]
+    )
+    return "\n  ".join([f"{report['chosen']}{slow}", *tried])
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{shown(_ratio(part, whole))} ({part} of {whole})"
+
+
+def _endpoint_table(url: str, health: dict[str, Any], model: str, counters: Counters) -> Table:
+    made = table(url, "what", "value")
+    tally = counters.tally
+    made.add_row("model", model)
+    for name, value in health.items():
+        made.add_row(name, str(value))
+    made.add_row("running requests", str(counters.running_requests))
+    made.add_row("committed tokens", str(tally.tokens))
+    made.add_row("drafted, accepted", f"{tally.drafted}, {tally.accepted}")
+    made.add_row("acceptance rate", shown(tally.acceptance_rate))
+    made.add_row("acceptance length", shown(tally.acceptance_length))
+    return made
+
+
+def _application_table(name: str, application: Any) -> Table:
+    made = table(f"Ray application {name}: {application.status.value}", "deployment", "status", "replicas", "message")
+    for deployment, status in application.deployments.items():
+        replicas = ", ".join(f"{count} {state}" for state, count in status.replica_states.items() if count)
+        made.add_row(deployment, status.status.value, replicas, status.message)
+    return made

@@ -1,0 +1,323 @@
+"""Measurement of drafts in one process: a real target and real methods, without network or Ray.
+
+`measured_target.py` decodes texts once, `replay.py` replays each with a drafting method at every position, and
+`measures.py` computes agreement and tokens per verification. Start with `replay.py`.
+
+A target that is loaded once, decodes in lock step, and provides hidden states for any drafting method.
+
+Replay of a decided text, requesting drafts from a method at each position.
+
+Under Gumbel coupling the committed tokens do not depend on the drafts: the target's token is a function of the tokens
+before it and of the seed. So a verification is a comparison with the text, and many drafts are measured over one text.
+
+Measures of a draft over replayed texts: agreement, tokens per verification, and time.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from actors.compute.hidden_states import StateCapture
+from actors.compute.kv_cache import FeedRow
+from actors.drafters.lookup.ngram import PromptLookup
+from actors.drafters.registry import DraftSetup, capture_spec, states_format
+from actors.engine.executor import StepExecutor
+from actors.engine.process import device_of
+from actors.engine.runner import ModelRunner
+from actors.models.checkpoint import load_model, local_folder, vocabulary
+from actors.models.decoder import decoder_for
+from actors.models.tokenizer_reader import end_ids, load_tokenizer
+from cluster.config import DraftPool, ModelConfig, Resources
+from cluster.drafting.method import DraftingMethod, ReadsStates
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.drafting.session_table import DrafterLimits
+from cluster.errors import ConfigError
+from cluster.reference_loop import lock_step
+from cluster.routing.ledger import Emit, Generation, Session
+from cluster.speculation.controller import LockStep
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from protos.draft_tree import NO_TREE, DraftTree
+from protos.messages import Acceptance, DraftRequest, Open, Sampling, Shape
+from protos.prefix import Prefix
+
+PAGE_SIZE = 16
+STEP_TOKENS = 512
+HASH_KEY = 1
+SEED = 1000  # seed of the first prompt; later prompts count up
+DRAFT_SEED = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedText:
+    """The target's continuation of a prompt."""
+
+    open: Open  # for a session that begins with the prompt
+    tokens: tuple[int, ...]  # prompt included
+    states: bytes = field(default=b"", repr=False)  # encoded, of all tokens but the last; empty if unused
+
+
+class MeasuredTarget:
+    """A loaded target; `context` bounds the tokens of a text, prompt included."""
+
+    def __init__(self, model: ModelConfig, resources: Resources, context: int) -> None:
+        self._model_config = model
+        self._context = context
+        self._folder = local_folder(model.target)
+        self._device = device_of(resources)
+        self._model = load_model(self._folder, model.dtype, self._device)
+        self._decoder = decoder_for(self._model.eval())
+        self._pages = -(-context // PAGE_SIZE)
+        self._runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder)
+        self._stops = end_ids(self._folder)
+        self._vocabulary = vocabulary(self._folder)
+        self._steps: list[float] = []  # durations of one-token steps, in seconds
+
+    @property
+    def step_s(self) -> float:
+        """Median duration of a one-token step, in seconds, over all that was decoded so far."""
+        return median(self._steps)
+
+    def prompt(self, text: str) -> tuple[int, ...]:
+        """Tokenizes `text` as the first message of a chat, or unchanged if the target has no chat template."""
+        tokenizer = load_tokenizer(self._folder)
+        if tokenizer.chat_template is None:
+            return tuple(tokenizer(text)["input_ids"])
+        chat = [{"role": "user", "content": text}]
+        return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])
+
+    def setup(self, draft: DraftPool, max_draft_tokens: int) -> DraftSetup:
+        """Returns the deployment facts that a method receives for this target."""
+        return DraftSetup(
+            self._model_config.dtype,
+            self._context,
+            max_draft_tokens,
+            self._vocabulary,
+            self._model_config.target,
+            states_format(draft, self._folder),
+        )
+
+    def generation(
+        self,
+        index: int,
+        prompt: tuple[int, ...],
+        tokens: int,
+        temperature: float,
+        max_draft_tokens: int,
+        acceptance: Acceptance = Acceptance.COUPLED,
+    ) -> Generation:
+        """Requests `tokens` tokens after prompt number `index`. Raises ConfigError if the context is too small."""
+        if len(prompt) + tokens > self._context:
+            raise ConfigError(
+                f"prompt {index} has {len(prompt)} tokens, and {tokens} are to follow, expected at most"
+                f" {self._context} in all; measure fewer tokens, or raise model.max_context"
+            )
+        return Generation(
+            session=f"s{index}",
+            prompt=prompt,
+            max_len=len(prompt) + tokens,
+            stop_ids=self._stops,
+            sampling=Sampling(temperature=temperature),
+            seed=SEED + index,
+            draft_seed=DRAFT_SEED + index,
+            choice=0,
+            hash_key=HASH_KEY,
+            acceptance=acceptance,
+            max_draft_tokens=max_draft_tokens,
+        )
+
+    def run(self, generation: Generation, method: DraftingMethod, *, trees: bool) -> Iterator[Emit]:
+        """Decodes in lock step with a method that reads no hidden states."""
+        limits = VerificationLimits(
+            self._runner.vocabulary, self._context, 1, STEP_TOKENS, self._pages, PAGE_SIZE, trees=trees
+        )
+        target = VerificationScheduler(limits, LockStep())
+        drafter = DraftScheduler(DrafterLimits(self._runner.vocabulary, self._context, 1), draft_ahead=False)
+        executor = StepExecutor(self._runner, self._runner.vocabulary)
+        return lock_step(Session(generation), drafter, method, target, executor)
+
+    def decode(self, generation: Generation) -> DecodedText:
+        """Decodes with minimal speculation; under Gumbel coupling the committed text is the same for any drafts."""
+        tokens = list(generation.prompt)
+        ends = []
+        for emit in self.run(generation, PromptLookup(1, 1), trees=False):
+            tokens += emit.tokens
+            ends.append(time.perf_counter())
+        self._steps += [end - began for began, end in pairwise(ends)]  # without the first step, which reads the prompt
+        return DecodedText(_opened(generation), tuple(tokens))
+
+    @torch.inference_mode()
+    def states(self, draft: DraftPool, texts: Sequence[DecodedText]) -> list[bytes]:
+        """Returns, for each text, the encoded states that a method reads; empty for most methods."""
+        spec = capture_spec(draft, self._folder, self._model_config.dtype)
+        if spec is None:
+            return [b""] * len(texts)
+        kept = replace(spec, is_kept=True)  # whole texts are read after they have ended
+        capture = StateCapture(kept, self._pages, PAGE_SIZE, self._device, spec.projection_on(self._device))
+        runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder, capture=capture)
+        return [self._captured(runner, text.tokens[:-1]) for text in texts]
+
+    def _captured(self, runner: ModelRunner, tokens: tuple[int, ...]) -> bytes:
+        pages = tuple(range(self._pages))
+        for start in range(0, len(tokens), STEP_TOKENS):
+            part = tokens[start : start + STEP_TOKENS]
+            runner.forward([FeedRow(part, start, 1, pages[: -(-(start + len(part)) // PAGE_SIZE)])])
+        return runner.read_states(range(len(tokens)))
+
+
+def _opened(generation: Generation) -> Open:
+    """Returns the Open that a drafter would receive."""
+    is_ratio = generation.acceptance is Acceptance.RATIO and not generation.sampling.greedy
+    return Open(
+        session=generation.session,
+        attempt=1,
+        tokens=generation.prompt,
+        prompt_len=len(generation.prompt),
+        max_len=generation.max_len,
+        stop_ids=generation.stop_ids,
+        sampling=generation.sampling,
+        seed=generation.draft_seed if is_ratio else generation.seed,
+        choice=generation.choice,
+        hash_key=generation.hash_key,
+        acceptance=generation.acceptance,
+        max_draft_tokens=generation.max_draft_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPlace:
+    """A method's drafts after a prefix of a text, and what the text continued with."""
+
+    room: int  # most tokens of a block here
+    coming: tuple[int, ...]  # the text's own next tokens
+    chain: DraftTree
+    tree: DraftTree
+    chain_s: float  # seconds to draft the chain
+    tree_s: float
+
+
+def replay(
+    method: DraftingMethod,
+    text: DecodedText,
+    block_len: int,
+    nodes: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[AskedPlace]:
+    """Requests a chain of `block_len` and a tree of `nodes` tokens at each position after the prompt.
+
+    A method that reads hidden states gets those of all tokens but the last. It has none right after the prompt, which
+    the target has not read at that point.
+    """
+    opened = text.open
+    method.open(opened)
+    prefix = Prefix(opened.hash_key, opened.tokens)
+    row_bytes = method.states_format.row_bytes if isinstance(method, ReadsStates) else 0
+    sent = 0
+    found = []
+    for length in range(opened.prompt_len, len(text.tokens)):
+        if length > opened.prompt_len:
+            method.committed(opened.session, text.tokens[length - 1 : length])
+            prefix.extend(text.tokens[length - 1 : length])
+            if isinstance(method, ReadsStates):
+                method.states(opened.session, sent, text.states[sent * row_bytes : (length - 1) * row_bytes])
+                sent = length - 1
+        is_ready = length > opened.prompt_len or not row_bytes
+        found.append(_asked(method, text, prefix, block_len if is_ready else 0, nodes if is_ready else 0, clock))
+    method.close([opened.session])
+    return found
+
+
+def _asked(
+    method: DraftingMethod, text: DecodedText, prefix: Prefix, block_len: int, nodes: int, clock: Callable[[], float]
+) -> AskedPlace:
+    room = text.open.max_len - prefix.length - 1
+
+    def ask(shape: Shape, most: int) -> tuple[DraftTree, float]:
+        if min(most, room) < 1 or shape not in method.shapes:
+            return NO_TREE, 0.0
+        request = DraftRequest(text.open.session, 1, prefix.length, prefix.hash, min(most, room), shape=shape)
+        began = clock()
+        (proposal,) = method.draft([request])
+        return proposal.tree, clock() - began
+
+    (chain, chain_s) = ask(Shape.CHAIN, block_len)
+    (tree, tree_s) = ask(Shape.TREE, nodes)
+    return AskedPlace(room, text.tokens[prefix.length :], chain, tree, chain_s, tree_s)
+
+
+def committed_by(place: AskedPlace, draft: DraftTree, most: int) -> int:
+    """Returns how many tokens one verification of the draft's first `most` tokens would have committed."""
+    accepted = len(draft.first(min(most, place.room)).along(place.coming))
+    return min(accepted + 1, len(place.coming))
+
+
+def verifies(places: Sequence[AskedPlace], most: int, *, trees: bool) -> int:
+    """Counts the verifications needed for a text with blocks of `most` tokens."""
+    count = 0
+    at = 0
+    while at < len(places):
+        place = places[at]
+        at += committed_by(place, place.tree if trees else place.chain, most)
+        count += 1
+    return count
+
+
+BEST = 4  # agreement is reported for up to this many first tokens of a tree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMeasures:
+    """Measures of one draft at one temperature."""
+
+    draft: str
+    method: str
+    temperature: float
+    positions: int  # positions where a draft was requested
+    offered: float  # share of positions with a proposal
+    agreement: tuple[float, ...]  # share where the right token is among a tree's first 1, 2, ... tokens
+    chains: Mapping[int, float]  # tokens per verification, by block length
+    trees: Mapping[int, float]  # tokens per verification, by number of nodes
+    token_s: float | None  # seconds per token of a chain; None: it drafted nothing
+    tree_s: float | None  # seconds per tree
+    states_bytes: int  # per token, on the wire
+
+
+def measures(
+    draft: str,
+    method: str,
+    temperature: float,
+    texts: Sequence[Sequence[AskedPlace]],
+    block_lens: Sequence[int],
+    nodes: Sequence[int],
+    states_bytes: int,
+) -> DraftMeasures:
+    """Computes the measures over all positions of all texts where a block has room."""
+    places = [place for text in texts for place in text if place.room > 0]
+    chained = sum(len(place.chain) for place in places)
+    grown = sum(len(place.tree) > 0 for place in places)
+    return DraftMeasures(
+        draft=draft,
+        method=method,
+        temperature=temperature,
+        positions=len(places),
+        offered=sum(len(place.chain) + len(place.tree) > 0 for place in places) / len(places),
+        agreement=tuple(sum(_rank(place) < best for place in places) / len(places) for best in range(1, BEST + 1)),
+        chains={most: _tokens_a_verify(texts, most, trees=False) for most in block_lens},
+        trees={most: _tokens_a_verify(texts, most, trees=True) for most in nodes},
+        token_s=sum(place.chain_s for place in places) / chained if chained else None,
+        tree_s=sum(place.tree_s for place in places) / grown if grown else None,
+        states_bytes=states_bytes,
+    )
+
+
+def _rank(place: AskedPlace) -> float:
+    """Returns the rank of the right token among the tokens offered next, from 0; infinity if absent."""
+    first = place.tree.children(-1) or place.chain.children(-1)
+    return first.index(place.coming[0]) if place.coming[0] in first else float("inf")
+
+
+def _tokens_a_verify(texts: Sequence[Sequence[AskedPlace]], most: int, *, trees: bool) -> float:
+    return sum(map(len, texts)) / sum(verifies(text, most, trees=trees) for text in texts)

@@ -1,0 +1,478 @@
+"""Reader of a checkpoint's folder without its weights: tensors with names, shapes and dtypes, but no memory.
+
+These and the configuration determine what a head is, so functions that resolve a loaded head work on them too.
+
+Recognition of a draft checkpoint's published layout, from its content and never from its name.
+
+Facts about a draft checkpoint as one value that can be shown, serialized, and compared with a target.
+
+Collects facts from a checkpoint's headers, with the functions that resolve a head when it is loaded.
+
+Without a target, a head is resolved for the target that it claims to be made for.
+"""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from actors.drafters.heads.dflash.config import DFlashConfig, resolve_dflash
+from actors.drafters.heads.dflash.drafting import MAX_POSITIONS
+from actors.drafters.heads.dflash.weights import ALIASES as DFLASH_ALIASES
+from actors.drafters.heads.eagle.config import ALIASES as EAGLE_ALIASES
+from actors.drafters.heads.eagle.config import SECTION, EagleConfig, canonical, overrides_of, resolve
+from actors.drafters.heads.eagle.mtp import layout_in, module_files, resolve_mtp
+from actors.drafters.heads.files import EMBEDDING, PICKLES, HeadFiles, read_config
+from actors.drafters.heads.medusa import MedusaConfig, heads_alone, resolve_medusa
+from actors.drafters.heads.medusa import borrowed_tensors_of as borrowed_by_medusa
+from actors.drafters.heads.mlp_speculator import ALIASES as MLP_ALIASES
+from actors.drafters.heads.mlp_speculator import MlpSpeculatorConfig, resolve_mlp_speculator
+from actors.drafters.heads.rope import TargetShape, rope_of, target_shape
+from actors.drafters.model.forwards import MASK_KEYS
+from actors.models.weights import read_tensors, stored_tensors
+from cluster.config import DraftPool
+from cluster.errors import ModelError
+from protos.messages import StateDtype, StatesFormat, StatesNeeded
+
+ID_TABLES = ("d2t", "token_map")  # tables of the tokens that a head proposes: small, and needed to describe it
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSize:
+    """Size of all tensors of a checkpoint."""
+
+    parameters: int  # floating-point elements
+    bytes: int
+
+
+def read_headers(folder: Path) -> HeadFiles:
+    """Reads a folder like `read_head`, but on the device `meta`; only the tables of draft ids are loaded.
+
+    Pickles are read as tensors only, so none of their code runs. Raises ModelError if the folder holds no checkpoint.
+    """
+    config = read_config(folder / "config.json")
+    paths = sorted({entry.path for entry in stored_tensors(folder).values()}) or sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor for path in paths for name, tensor in _safetensors_header(path).items()}
+    if not tensors:
+        pickles = sorted({path for pattern in PICKLES for path in folder.glob(pattern)})
+        tensors = {name: tensor for path in pickles for name, tensor in _pickle_header(path).items()}
+    if not tensors:
+        raise ModelError(f"{folder} holds no tensors; expected *.safetensors or {', '.join(PICKLES)}")
+    return HeadFiles(folder, config, tensors)
+
+
+def stored_size(tensors: Mapping[str, Tensor]) -> StoredSize:
+    """Returns the size; tables of ids and masks count as bytes, not as parameters."""
+    numbers = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    return StoredSize(
+        parameters=sum(tensor.numel() for tensor in numbers),
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+    )
+
+
+def _safetensors_header(path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as shard:
+            for name in list(shard.keys()):
+                found[name] = _without_memory(path, name, shard.get_slice(name))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is no safetensors file: {error}") from error
+    return found | read_tensors(path, [name for name in found if _is_id_table(name)])
+
+
+def _without_memory(path: Path, name: str, part: Any) -> Tensor:
+    dtype = DTYPES.get(part.get_dtype())
+    if dtype is None:
+        raise ModelError(f"{name} in {path} is of type {part.get_dtype()}, expected one of {', '.join(DTYPES)}")
+    return torch.empty(tuple(part.get_shape()), dtype=dtype, device="meta")
+
+
+def _pickle_header(path: Path) -> dict[str, Tensor]:
+    """Reads the tensors of a pickle. Files of torch before 1.6 are one stream, so they are read whole."""
+    is_mapped = zipfile.is_zipfile(path)
+    try:
+        found = torch.load(path, map_location="meta", mmap=is_mapped, weights_only=True)
+        tables = torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=True) if _has_tables(found) else {}
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise ModelError(f"{path} cannot be read as tensors alone: {error}; convert it to safetensors") from error
+    if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise ModelError(f"{path} holds something else than tensors by name; convert it to safetensors")
+    return {str(name): tables[name].clone() if _is_id_table(name) else tensor for name, tensor in found.items()}
+
+
+def _has_tables(found: Any) -> bool:
+    return isinstance(found, Mapping) and any(map(_is_id_table, found))
+
+
+def _is_id_table(name: str) -> bool:
+    return name.rpartition(".")[2] in ID_TABLES
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayout:
+    """Kind of a checkpoint, and the drafting method that uses it."""
+
+    name: str
+    method: str | None  # a value of draft.method; None: not supported
+
+
+SPECULATORS_KEY = "speculators_model_type"
+CAUSAL = DraftLayout("causal language model", "draft_model")
+PARD = DraftLayout("causal language model with mask tokens (PARD)", "draft_model")
+LAYER_SKIP = DraftLayout("the target itself, some of whose layers can draft", "layer_skip")
+UNKNOWN = DraftLayout("no draft checkpoint that is known here", None)
+MLP_SPECULATOR = DraftLayout("MLPSpeculator", "mlp_speculator")
+WITH_MTP = DraftLayout("a target with multi-token prediction of its own", "mtp")
+MTP = r"(?:model\.)?(?:mtp\.|mtp_layers\.|(?:layers\.\d+\.)?eh_proj\.)"  # prefix of names in such a module
+
+MEDUSA: Mapping[str, DraftLayout] = MappingProxyType(
+    {
+        r"\d+\.\d+\.linear\.weight": DraftLayout("Medusa heads, FasterDecoding's layout", "medusa"),
+        r"medusa_head\.\d+\.\d+\.": DraftLayout("Medusa heads merged with their target (Medusa-2)", "medusa"),
+        r"(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.": DraftLayout("Medusa heads, vLLM's layout", "medusa"),
+    }
+)
+"""Layouts by prefix of a tensor's name."""
+
+WITHOUT_METHOD: Mapping[str, DraftLayout] = MappingProxyType(
+    {
+        r"(?:hydra_head\.)?hydra_mlp\.": DraftLayout("Hydra heads", None),
+        r"(?:markov_head\.)?markov_w1\.": DraftLayout("DSpark head", None),
+        r"candidate_selector\.": DraftLayout("DFlash2 head", None),
+        r"prefix_gru\.": DraftLayout("Domino head", None),
+        r"lilicorr\.": DraftLayout("LiLiCorr head", None),
+        r"xpress_head\.": DraftLayout("XPress head", None),
+        r"parallel_draft_heads\.": DraftLayout("EAGLE with Medusa heads, ModelOpt's", None),
+        MTP: DraftLayout("multi-token prediction without its target", None),
+    }
+)
+
+
+def layout_of(files: HeadFiles) -> DraftLayout:
+    """Recognizes the layout from a folder's tensors and configuration."""
+    names = tuple(files.tensors)
+    has_embedding = any(name in files.tensors for name in EMBEDDING)
+    if has_embedding and _any(names, MTP):
+        return WITH_MTP
+    if found := _by_name(names, MEDUSA) or _by_name(names, WITHOUT_METHOD):
+        return found
+    if _any(names, r"(?:speculator\.)?emb\.\d+\.weight"):
+        return MLP_SPECULATOR
+    if _is_dflash(files):
+        return DraftLayout(f"DFlash head, {_dflash_publisher(files.config)} layout", "dflash")
+    if found := _eagle(files):
+        return found
+    if not has_embedding:
+        return UNKNOWN
+    return PARD if any(files.config.get(key) is not None for key in MASK_KEYS) else CAUSAL
+
+
+def _is_dflash(files: HeadFiles) -> bool:
+    tensors = files.renamed(DFLASH_ALIASES).tensors
+    return "hidden_norm.weight" in tensors and "fc.weight" in tensors
+
+
+def _eagle(files: HeadFiles) -> DraftLayout | None:
+    """Recognizes EAGLE heads by the first layer's inputs: two concatenated rows, or a projection of them."""
+    tensors = files.renamed(EAGLE_ALIASES).tensors
+    queries = tensors.get("layers.0.self_attn.q_proj.weight")
+    if queries is None:
+        return None
+    body = {**files.config, **(files.config.get("transformer_layer_config") or {})}
+    if queries.shape[-1] == 2 * int(body.get("hidden_size") or 0):
+        kind = "P-EAGLE" if "mask_hidden" in tensors else "EAGLE-3"
+        return DraftLayout(f"{kind} head, {_eagle3_publisher(files.tensors, files.config)} layout", "eagle")
+    if "fc.weight" not in tensors:
+        return None
+    return DraftLayout(f"EAGLE-1/2 head, {_eagle_publisher(files.tensors)} layout", "eagle")
+
+
+def _dflash_publisher(config: Mapping[str, Any]) -> str:
+    return "speculators'" if SPECULATORS_KEY in config else "z-lab's"
+
+
+def _eagle3_publisher(names: Iterable[str], config: Mapping[str, Any]) -> str:
+    if SPECULATORS_KEY in config:
+        return "speculators'"
+    if SECTION in config:
+        return "ModelOpt's or SpecForge's"
+    if "LlamaForCausalLMEagle3" in (config.get("architectures") or ()):
+        return "SpecForge's"
+    return "SafeAILab's" if _any(names, r"(?:model\.)?midlayer\.") else "vLLM's"
+
+
+def _eagle_publisher(names: Iterable[str]) -> str:
+    if _any(names, r"fusion_fc\.|transformer\."):
+        return "speculators'"
+    return "HASS's" if _any(names, r"(?:model\.)?embed_layernorm\.") else "SafeAILab's"
+
+
+def _by_name(names: Iterable[str], layouts: Mapping[str, DraftLayout]) -> DraftLayout | None:
+    return next((layout for pattern, layout in layouts.items() if _any(names, pattern)), None)
+
+
+def _any(names: Iterable[str], pattern: str) -> bool:
+    return any(re.match(pattern, name) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRead:
+    """Hidden states of the target that a head reads for each token."""
+
+    layers: tuple[int, ...]  # numbered as in `StatesNeeded`; empty: they depend on the target's depth
+    is_final: bool  # True: the last state, after the final norm; False: residual streams before any norm
+    hidden: int  # of the target
+    width: int  # elements of an unprojected row
+    projected: int | None  # elements after the head's own projection, if it has one
+
+    @property
+    def row_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes per token on the wire, by where it is projected, then by type."""
+        widths = {"drafter": self.width} | ({} if self.projected is None else {"target": self.projected})
+        return {
+            where: {dtype.name.lower(): StatesFormat(width, dtype).row_bytes for dtype in StateDtype}
+            for where, width in widths.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """Facts about one checkpoint; those that its layout leaves open are None or empty."""
+
+    layout: DraftLayout
+    size: StoredSize
+    shape: Mapping[str, int] = field(default_factory=dict)  # sizes by name
+    vocabulary: int | None = None  # vocabulary size of the target that it was made for
+    proposes: int | None = None  # size of the draft vocabulary
+    states: StatesRead | None = None
+    embedding: str = ""  # where it comes from
+    lm_head: str = ""
+    positions: int | None = None  # positions that it was made for
+    rope: str = ""
+    longest_block: int | None = None  # most tokens that it predicts after a prefix; None: unlimited
+    conventions: tuple[str, ...] = ()  # one line each, as described by the head's loader
+    ends_at_positions: bool = False  # True if it drafts nothing beyond its positions
+    made_for: str = ""  # name of the target, if the checkpoint states it
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Reason why a checkpoint cannot draft, or cannot draft for a target."""
+
+    what: str
+    expected: str = ""
+    found: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: expected {self.expected}, found {self.found}" if self.expected else self.what
+
+
+HeadConfig = EagleConfig | DFlashConfig | MedusaConfig | MlpSpeculatorConfig
+DEPTHS = (1 << 10, 1 << 11)  # two target depths: facts that differ between them depend on the depth
+SAID_BY_FACTS = ("reads the target's state", "proposes ", "positions up to ", "embedding of ")
+COUNT = 3  # default number of states that an EAGLE-3 head reads
+
+
+def canonical_files(files: HeadFiles, method: str) -> HeadFiles:
+    """Renames tensors to the names that the method's loader uses. Raises ModelError as the loader does."""
+    return _CANONICAL[method](files)
+
+
+def resolved(files: HeadFiles, draft: DraftPool, target: TargetShape) -> HeadConfig:
+    """Resolves a head in canonical names for a target, with the options of its method.
+
+    Raises ModelError if it does not fit.
+    """
+    return _RESOLVE[draft.method](files, target, draft)
+
+
+def presumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) -> TargetShape:
+    """Returns the target that a head in canonical names was made for; few heads state its depth."""
+    body = {**files.config, **(files.config.get("transformer_layer_config") or {})}
+    method = draft.method
+    if method == "medusa":
+        return _of_heads(files, depth)
+    if method == "mlp_speculator":
+        (vocabulary, _) = files.tensor("emb.0.weight").shape
+        return TargetShape(int(files.tensor("proj.0.weight").shape[-1]), int(vocabulary), depth)
+    own = int(body.get("hidden_size") or 0)
+    if method != "eagle":
+        return TargetShape(own, int(body.get("vocab_size") or 0), depth)
+    states = len(draft.eagle.states or ()) or COUNT
+    hidden = _hidden_read(files, int(body.get("target_hidden_size") or own), states)
+    return TargetShape(hidden, int(body.get("vocab_size") or 0), depth)
+
+
+def head_facts(files: HeadFiles, layout: DraftLayout, draft: DraftPool) -> DraftFacts:
+    """Collects facts about a head in canonical names. Raises ModelError if it is inconsistent."""
+    config = resolved(files, draft, presumed_target(files, draft))
+    deeper = resolved(files, draft, presumed_target(files, draft, DEPTHS[1]))
+    needs = config.needs if config.needs == deeper.needs else replace(config.needs, layers=())
+    found = DraftFacts(layout, stored_size(files.tensors), conventions=conventions_of(config))
+    return _described(found, files, config, draft, needs)
+
+
+def conventions_of(config: HeadConfig) -> tuple[str, ...]:
+    """Returns the loader's description of the head, without the lines that have facts of their own."""
+    return tuple(line for line in config.describe() if not line.startswith(SAID_BY_FACTS))
+
+
+def _described(
+    facts: DraftFacts, files: HeadFiles, config: HeadConfig, draft: DraftPool, needs: StatesNeeded
+) -> DraftFacts:
+    target = presumed_target(files, draft)
+    states = _states_read(config, needs, target)
+    facts = replace(facts, vocabulary=config.vocabulary, proposes=config.columns, states=states)
+    if isinstance(config, EagleConfig):
+        return replace(
+            facts,
+            shape=_decoder_shape(config) | {"layers": config.layers},
+            embedding=config.embedding.value,
+            lm_head=config.lm_head.value,
+            positions=config.max_positions,
+            ends_at_positions=True,
+            rope=str(config.rope),
+        )
+    if isinstance(config, DFlashConfig):
+        return replace(
+            facts,
+            shape=_decoder_shape(config) | {"layers": len(config.layers), "block_size": config.block_size},
+            embedding=_whose(files, "embed_tokens.weight"),
+            lm_head=_whose(files, "lm_head.weight"),
+            positions=int(files.config.get("max_position_embeddings") or MAX_POSITIONS),
+            rope=str(config.rope),
+            longest_block=config.block_size - 1,
+        )
+    if isinstance(config, MedusaConfig):
+        is_open = bool(borrowed_by_medusa(files)) and "vocab_size" not in files.config
+        return replace(
+            facts,
+            vocabulary=None if is_open else config.vocabulary,
+            proposes=None if is_open else config.columns,
+            shape={"hidden": config.hidden, "heads": config.heads, "blocks": config.blocks},
+            embedding="none",
+            lm_head="the target" if borrowed_by_medusa(files) else "the head",
+            longest_block=config.heads,
+        )
+    return replace(
+        facts,
+        shape={"hidden": config.hidden, "inner": config.inner, "steps": config.steps},
+        embedding="the head",
+        lm_head="the head",
+        longest_block=config.steps,
+    )
+
+
+def causal_facts(files: HeadFiles, layout: DraftLayout) -> DraftFacts:
+    """Collects facts about a causal language model. Raises ModelError for an unknown kind of rotary positions."""
+    text: Mapping[str, Any] = files.config.get("text_config") or files.config
+    names = {
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+    }
+    vocabulary = int(text["vocab_size"]) if "vocab_size" in text else None
+    return DraftFacts(
+        layout=layout,
+        size=stored_size(files.tensors),
+        shape={short: int(text[key]) for short, key in names.items() if isinstance(text.get(key), int)},
+        vocabulary=vocabulary,
+        proposes=vocabulary,
+        embedding="its own",
+        lm_head="its own" if "lm_head.weight" in files.tensors else "its own embedding",
+        positions=text.get("max_position_embeddings"),
+        rope=str(rope_of(text)),
+    )
+
+
+def _states_read(config: HeadConfig, needs: StatesNeeded, target: TargetShape) -> StatesRead:
+    return StatesRead(
+        layers=needs.layers,
+        is_final=config.needs.layers == (target.layers,),
+        hidden=target.hidden,
+        width=needs.width,
+        projected=needs.projected_width,
+    )
+
+
+def _hidden_read(files: HeadFiles, said: int, states: int) -> int:
+    """Returns the hidden size of an EAGLE head's target; `fc` is as wide as all states that it reads."""
+    fc = files.tensors.get("fc.weight")
+    if fc is None or not said or fc.shape[-1] % said == 0:
+        return said
+    return int(fc.shape[-1]) // states
+
+
+def _of_heads(files: HeadFiles, depth: int) -> TargetShape:
+    """Returns the target's shape from Medusa heads, whose last matrix is an LM head."""
+    shapes = [tensor.shape for name, tensor in files.tensors.items() if name.endswith(".weight")]
+    rows = [int(shape[0]) for shape in shapes]
+    return TargetShape(int(shapes[0][-1]), int(files.config.get("vocab_size") or max(rows)), depth)
+
+
+def _decoder_shape(config: EagleConfig | DFlashConfig) -> dict[str, int]:
+    return {
+        "hidden": config.hidden,
+        "intermediate": config.intermediate,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+    }
+
+
+def _whose(files: HeadFiles, name: str) -> str:
+    return "the head" if name in files.tensors else "the target"
+
+
+def _first_module(files: HeadFiles) -> HeadFiles:
+    """Returns the first MTP module of a target's folder."""
+    layout = layout_in(files.tensors, target_shape(files.folder).layers, str(files.folder))
+    return module_files(files.folder, layout, files.tensors)
+
+
+_CANONICAL: Mapping[str, Callable[[HeadFiles], HeadFiles]] = MappingProxyType(
+    {
+        "eagle": canonical,
+        "dflash": lambda files: files.renamed(DFLASH_ALIASES),
+        "medusa": heads_alone,
+        "mlp_speculator": lambda files: files.renamed(MLP_ALIASES),
+        "mtp": _first_module,
+    }
+)
+_RESOLVE: Mapping[str, Callable[[HeadFiles, TargetShape, DraftPool], HeadConfig]] = MappingProxyType(
+    {
+        "eagle": lambda files, target, draft: resolve(files, target, overrides_of(draft.eagle)),
+        "dflash": lambda files, target, _: resolve_dflash(files, target),
+        "medusa": lambda files, target, _: resolve_medusa(files, target),
+        "mlp_speculator": lambda files, target, _: resolve_mlp_speculator(files, target),
+        "mtp": lambda files, target, _: resolve_mtp(files, target),
+    }
+)

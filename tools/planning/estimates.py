@@ -1,0 +1,262 @@
+"""Formulas for a load: steady states, and drafting inside the target's own process without overhead.
+
+Mean gain of speculation in closed form.
+
+Every draft token is accepted with the same probability, independent of what came before (Leviathan et al. 2023, arXiv
+2211.17192; Chen et al. 2023, arXiv 2302.01318). Pure arithmetic without queues, loads or the simulator, which applies
+where these formulas end.
+
+Questions to the planner, and the candidate fleets. Data only.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+
+from cluster.costs import CostModel
+from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
+from tools.simulation.setting import Mode
+
+BLOCK_LENS = (2, 3, 5, 8)
+RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # (targets, drafters)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of one replica, per hour."""
+
+    target: float
+    drafter: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """Load and costs to plan for; the load is that of one target replica."""
+
+    costs: CostModel
+    draft: DraftQuality
+    arrivals: ClosedLoop | Poisson
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+    prices: Prices | None = None
+    block_lens: tuple[int, ...] = BLOCK_LENS
+    ratios: tuple[tuple[int, int], ...] = RATIOS
+    seed: int = 0
+    acceptance_is: str = "given"  # source of the acceptance of `draft`
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateFleet:
+    """A fleet, and how it speculates."""
+
+    targets: int
+    drafters: int
+    block_len: int
+    mode: Mode
+
+    @property
+    def name(self) -> str:
+        return self.mode.value if self.block_len else "plain"
+
+    @property
+    def fleet(self) -> tuple[int, int]:
+        """Numbers of targets and drafters."""
+        return self.targets, self.drafters
+
+    @property
+    def drafters_per_target(self) -> float:
+        return self.drafters / self.targets
+
+    def is_roomier_than(self, other: "CandidateFleet") -> bool:
+        """Returns whether it speculates like the other, with more drafters per target."""
+        speculates_so = (self.block_len, self.mode) == (other.block_len, other.mode)
+        return speculates_so and self.drafters_per_target > other.drafters_per_target
+
+
+PLAIN = CandidateFleet(1, 0, 0, Mode.ADAPTIVE)
+
+
+def candidates(question: PlanQuestion) -> Iterator[CandidateFleet]:
+    """Yields non-speculative decoding, then all speculating candidates."""
+    yield PLAIN
+    for (targets, drafters), block_len, mode in product(question.ratios, question.block_lens, Mode):
+        yield CandidateFleet(targets, drafters, block_len, mode)
+
+
+def cost_per_million(prices: Prices | None, candidate: CandidateFleet, tokens_per_s: float) -> float | None:
+    """Returns the cost of a million tokens from the whole fleet; None without prices."""
+    if prices is None:
+        return None
+    per_s = (candidate.targets * prices.target + candidate.drafters * prices.drafter) / 3600
+    return 1e6 * per_s / tokens_per_s
+
+
+PRECISION = 1e-9  # of bisection
+
+
+def expected_tokens(acceptance: float, block_len: int) -> float:
+    """Mean tokens that verifying a block commits: (1 - g^(K+1)) / (1 - g), with the recovered or bonus token.
+
+    Leviathan et al., equation 1, for acceptance g of every draft token and blocks of K tokens.
+    """
+    if acceptance == 1.0:
+        return block_len + 1.0
+    return (1 - math.pow(acceptance, block_len + 1)) / (1 - acceptance)
+
+
+def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
+    """Mean tokens per block if the k-th draft token has its own acceptance, given those before it."""
+    return 1.0 + sum(accumulate(acceptances, lambda reached, this: reached * this))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """Costs of one round for an unchanging batch."""
+
+    plain_s: float  # a target step without drafts
+    verify_s: float  # a target step over blocks
+    draft_s: float  # a drafting pass for those blocks
+    hop_s: float = 0.0  # one way between drafter and target
+
+
+RoundTime = Callable[[RoundCosts], float]
+"""Seconds from one verification to the next."""
+
+
+def lock_step(costs: RoundCosts) -> float:
+    """Returns the time of a round that drafts, sends, verifies and sends the verdict in sequence."""
+    return costs.draft_s + costs.verify_s + 2 * costs.hop_s
+
+
+def in_process(costs: RoundCosts) -> float:
+    """Returns the time of a round that drafts and verifies alternately on the target's own device.
+
+    There is no hop and no overlap; `draft_s` is the cost of a pass on that device.
+    """
+    return costs.draft_s + costs.verify_s
+
+
+def draft_ahead(costs: RoundCosts) -> float:
+    """Returns the time of a round with perfect guesses: drafting and network overlap with verification."""
+    return max(costs.verify_s, costs.draft_s)
+
+
+def speed_up(tokens: float, round_s: float, plain_s: float) -> float:
+    """Returns the throughput relative to non-speculative decoding, which yields one token per `plain_s`."""
+    return tokens * plain_s / round_s
+
+
+def break_even_draft_s(tokens: float, costs: RoundCosts, round_time: RoundTime = lock_step) -> float:
+    """Returns the drafting time that cancels the gain of committing `tokens` per round.
+
+    0 if verification alone costs as much as it gains. It is always finite, because a round takes at least as long as
+    its draft.
+    """
+    worth = tokens * costs.plain_s
+
+    def too_long(draft_s: float) -> bool:
+        return round_time(replace(costs, draft_s=draft_s)) > worth
+
+    return 0.0 if too_long(0.0) else _least(too_long, 0.0, _first_doubled(too_long, worth))
+
+
+def _first_doubled(holds: Callable[[float], bool], start: float) -> float:
+    value = start
+    while not holds(value):
+        value *= 2
+        assert math.isfinite(value), "a condition that must hold somewhere holds nowhere"
+    return value
+
+
+def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Returns the least value from which on the condition holds, by bisection; it must hold at `high`."""
+    if holds(low):
+        return low
+    while high - low > PRECISION * max(1.0, high):
+        middle = (low + high) / 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+CROWD = 4096  # a target with more concurrent sessions than this does not keep up
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """Result of the formula for drafting on the target's own device."""
+
+    block_len: int
+    tokens_per_s: float
+    latency_s: float
+    cost_per_million: float | None
+    keeps_up: bool = True
+
+
+def round_costs(costs: CostModel, rows: float, block_len: int) -> RoundCosts:
+    """Returns the costs of a round of `rows` sessions if one drafter drafts for all of them."""
+    return RoundCosts(
+        plain_s=costs.plain_s(rows),
+        verify_s=costs.target.seconds(rows, rows * (block_len + 1)),
+        draft_s=costs.draft.seconds(rows, block_len),
+        hop_s=costs.hop_s,
+    )
+
+
+def expected(question: PlanQuestion, block_len: int) -> float:
+    """Returns the mean tokens that verifying a block of this length commits."""
+    return expected_tokens_by_position([question.draft.chances(index)[0] for index in range(block_len)])
+
+
+def plain_sessions(question: PlanQuestion, arrivals: Poisson) -> float:
+    """Returns the concurrent sessions on one target without speculation, whose steps also feed prompts.
+
+    CROWD means too many.
+    """
+    fed = 1 + question.prompt_tokens / question.new_tokens  # tokens fed per decided token
+    costs = question.costs
+
+    def step_s(rows: float) -> float:
+        return costs.plain_s(rows) + costs.target.seconds(rows, rows * fed) - costs.target.seconds(rows, rows)
+
+    return steady_sessions(arrivals.per_s * question.new_tokens, lambda rows: 1 / step_s(rows))
+
+
+def best_in_process(question: PlanQuestion) -> InProcess:
+    """Picks the block length with the least latency for in-process drafting."""
+    return min((_in_process(question, block_len) for block_len in question.block_lens), key=lambda one: one.latency_s)
+
+
+def _in_process(question: PlanQuestion, block_len: int) -> InProcess:
+    tokens = expected(question, block_len)
+
+    def round_s(rows: float) -> float:
+        return in_process(round_costs(question.costs, rows, block_len))
+
+    if isinstance(question.arrivals, ClosedLoop):
+        rows = float(question.arrivals.concurrency)
+    else:
+        rows = steady_sessions(question.arrivals.per_s * question.new_tokens, lambda n: tokens / round_s(n))
+    tokens_per_s = rows * tokens / round_s(rows)
+    latency_s = question.new_tokens * round_s(rows) / tokens
+    cost = cost_per_million(question.prices, PLAIN, tokens_per_s)
+    return InProcess(block_len, tokens_per_s, latency_s, cost, keeps_up=rows < CROWD)
+
+
+def steady_sessions(tokens_per_s: float, session_rate: Callable[[float], float]) -> float:
+    """Returns the concurrent sessions at a demand of `tokens_per_s`, by Little's law; at most CROWD.
+
+    `session_rate` returns the tokens per second of one session among n concurrent ones.
+    """
+    low = 0.0
+    high = float(CROWD)
+    while high - low > 1e-6 * CROWD:
+        middle = (low + high) / 2
+        if middle * session_rate(middle) < tokens_per_s:
+            low = middle
+        else:
+            high = middle
+    return high

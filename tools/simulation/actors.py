@@ -1,0 +1,526 @@
+"""Simulated drafter: the real scheduler and search ahead, with a drafting method that uses the oracle and costs time.
+
+The counterpart of `actors/drafter.py`.
+
+Simulated target replica: the real scheduler, with an engine that uses the oracle and costs time.
+
+The counterpart of `actors/target.py`. The engine checks its inputs as a real cache would require.
+
+Simulated router: the real ledgers and the real choice of replicas.
+
+The counterpart of `serve_app/router.py`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cluster.costs import CostModel, DraftCost
+from cluster.drafting.draft_state import BlockDraft
+from cluster.drafting.lookahead import AheadSearch, ForwardTime, proposals
+from cluster.drafting.method import tell
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.envelope import Send, stream_name
+from cluster.errors import SlipstreamError
+from cluster.routing.ledger import Emit, Ended, Event, Failed, Session
+from cluster.routing.session_router import Assignment, Assignments, Peers
+from cluster.verification.scheduler import VerificationScheduler
+from cluster.verification.step import Outcome, Row, StepPlan
+from protos.frozen import value
+from protos.messages import Block, DraftRequest, Hello, Open
+from tools.simulation.network import Door, Frame, Network, Process, SimulatedLink, Wire
+from tools.simulation.oracle import OracleMethod, Script
+
+
+@value
+class _Forward:
+    """A forward, or several without anything in between, and the lengths of its blocks before it."""
+
+    began_s: float
+    ends_s: float
+    before: tuple[tuple[BlockDraft, int], ...] = ()
+
+    def undo(self) -> None:
+        for draft, tokens in self.before:
+            del draft.drafted[tokens:]
+
+
+@value
+class _Pass:
+    """A drafting pass in progress; its result is known from the beginning."""
+
+    began_s: float
+    ready_s: float  # start of its first forward
+    forwards: tuple[_Forward, ...]
+    blocks: tuple[Proposal, ...] = ()  # of a pass that cannot be interrupted
+    search: AheadSearch[BlockDraft] | None = None  # of a pass ahead of verdicts
+
+    @property
+    def ends_s(self) -> float:
+        return self.forwards[-1].ends_s if self.forwards else self.ready_s
+
+    @property
+    def proposals(self) -> Sequence[Proposal]:
+        return self.blocks if self.search is None else proposals(self.search.drafts)
+
+    def interrupted(self, now: float) -> "_Pass":
+        """Returns the pass cut after the forward that is running at `now`, with the blocks made up to there."""
+        made = tuple([forward for forward in self.forwards if forward.began_s < now])
+        for forward in reversed(self.forwards[len(made) :]):
+            forward.undo()
+        return replace(self, forwards=made)
+
+
+class SimulatedDrafter:
+    """The drafting loop. `dial` opens a link to a target, `limit` is the most sessions of one pass."""
+
+    def __init__(
+        self,
+        process: Process,
+        scheduler: DraftScheduler,
+        method: OracleMethod,
+        cost: DraftCost,
+        limit: int,
+        dial: Callable[["SimulatedDrafter", str], SimulatedLink],
+    ) -> None:
+        self.process = process
+        self.scheduler = scheduler
+        self.busy_s = 0.0
+        self._method = method
+        self._cost = cost
+        self._limit = limit
+        self._dial = dial
+        self._routers: dict[str, Wire] = {}  # by stream
+        self._targets: dict[str, SimulatedLink] = {}  # by address
+        self._streams: Counter[str] = Counter()
+        self._pass: _Pass | None = None
+        self._is_leaving = False
+        self._forward_time = ForwardTime()  # of forwards ahead of verdicts
+        self.door = Door(process, self._router_up, self.receive, self._router_down)
+
+    def draft_noise(self, seconds: float) -> None:
+        """Drafts only wrong tokens for `seconds`."""
+        self._method.is_noise = True
+        self.process.after(seconds, self._recover)
+
+    def leave(self, within_s: float, over: Callable[[], None]) -> None:
+        """Leaves as planned after `within_s`; `over` is called then."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._send(self.scheduler.leave())
+            self.process.after(within_s, self.process.die)
+            self.process.clock.after(within_s, over)
+
+    def _recover(self) -> None:
+        self._method.is_noise = False
+
+    # ------------------------------------------------------------ the loop
+
+    def _go_on(self) -> None:
+        """Begins a pass if there is something to draft; requested blocks interrupt drafting ahead."""
+        if self._pass is not None:
+            is_ahead = self._pass.search is not None
+            if is_ahead and (self.scheduler.has_requests or self.scheduler.is_ahead_vain):
+                self._begin(self._pass.interrupted(self.process.clock.now))
+            return
+        drafting = self.scheduler.next_pass(self._limit, self._limit)
+        tell(self._method, drafting.news)
+        if drafting.news.closed:
+            self._drop_unused_targets()
+        if drafting.requests:
+            self._begin(self._now(drafting.requests))
+        elif drafting.ahead:
+            self._begin(self._ahead(drafting.ahead))
+
+    def _now(self, requests: Sequence[DraftRequest]) -> _Pass:
+        blocks = self._method.draft(requests)
+        longest = max(block.tree.depth for block in blocks)
+        began_s = self.process.clock.now
+        ready_s = began_s + self._per_pass_s
+        ends_s = ready_s + self._cost.forwards(longest) * self._forward_s(len(requests), longest)
+        return _Pass(began_s, ready_s, (_Forward(ready_s, ends_s),), tuple(blocks))
+
+    def _ahead(self, requests: Sequence[AheadRequest]) -> _Pass:
+        """Runs the search of real drafters, at the virtual times at which they would."""
+        search = AheadSearch(self._method, requests, self._forward_time, never)
+        began_s = self.process.clock.now
+        ready_s = began_s + self._per_pass_s
+        forwards: list[_Forward] = []
+        now = ready_s
+        while chosen := search.choose(now):
+            before = tuple([(draft, len(draft.drafted)) for draft in chosen])
+            seconds = self._forward_s(len(chosen), max(draft.missing for draft in chosen))
+            search.extended(chosen, self._method.extend(chosen, never), seconds)
+            forwards.append(_Forward(now, now + seconds, before))
+            now += seconds
+        return _Pass(began_s, ready_s, tuple(forwards), search=search)
+
+    @property
+    def _per_pass_s(self) -> float:
+        return self.process.stalls_s + self.process.slowness * self._cost.per_pass_s
+
+    def _forward_s(self, rows: int, tokens: int) -> float:
+        return self.process.slowness * self._cost.forward_s(rows, tokens)
+
+    def _begin(self, drafting: _Pass) -> None:
+        """Starts a pass, or replaces it by the same pass with less to do."""
+        self._pass = drafting
+        self.process.after(drafting.ends_s - self.process.clock.now, partial(self._end, drafting))
+
+    def _end(self, drafting: _Pass) -> None:
+        if drafting is not self._pass:
+            return  # it was interrupted
+        self.busy_s += drafting.ends_s - drafting.began_s
+        self._send(self.scheduler.proposed(drafting.proposals, self.process.clock.now))
+        self._pass = None
+        self.process.after(0.0, self._go_on)  # messages that arrived meanwhile are handled first
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        for receiver, message in sends:
+            if wire := self._routers.get(receiver):
+                wire.put(message)
+            elif link := self._targets.get(receiver):
+                link.send(message)
+
+    # ------------------------------------------------------------ streams
+
+    def _router_up(self, hello: Hello, wire: Wire) -> str:
+        self._streams[hello.peer_id] += 1
+        stream = stream_name(hello.peer_id, self._streams[hello.peer_id])
+        self._routers[stream] = wire
+        self.scheduler.receive(stream, hello, self.process.clock.now)
+        self._go_on()
+        return stream
+
+    def receive(self, peer: str, frame: Frame) -> None:
+        """Handles everything that a router or a target sent at one instant."""
+        for message in frame:
+            sends = self.scheduler.receive(peer, message, self.process.clock.now)
+            if isinstance(message, Open):
+                self._connect(message.target_address)
+            self._send(sends)
+        self._go_on()
+
+    def _router_down(self, stream: str) -> None:
+        self.scheduler.gone(stream)
+        del self._routers[stream]
+        self._go_on()
+
+    def _connect(self, address: str) -> None:
+        if address not in self._targets:
+            self._targets[address] = self._dial(self, address)
+
+    def _drop_unused_targets(self) -> None:
+        for address in sorted(self._targets.keys() - self.scheduler.targets):
+            self._targets.pop(address).close()
+
+    def target_up(self, address: str) -> None:
+        self._send(self.scheduler.connected(address))
+        self._go_on()
+
+    def target_down(self, address: str) -> None:
+        self.scheduler.gone(address)
+
+
+def never() -> bool:
+    """Never interrupts: a search runs to its end, and is cut afterwards if it turns out to have been interrupted."""
+    return False
+
+
+ENDS_S = 0.5  # time to send pending messages to peers
+NOTHING = -1  # in a page: no token was written here
+
+
+class OracleEngine:
+    """Answers steps from the scripts; its pages hold the tokens that were fed, as a cache would."""
+
+    def __init__(self, scripts: Mapping[str, Script], page_size: int) -> None:
+        self._scripts = scripts
+        self._page_size = page_size
+        self._sessions: dict[str, list[list[int]]] = {}  # expected page contents by session
+        self._pages: dict[int, list[int]] = {}  # tokens by page
+
+    def step(self, plan: StepPlan) -> list[Outcome]:
+        for name in plan.closes:
+            self._sessions.pop(name, None)
+        for request in plan.opens:
+            assert request.session not in self._sessions, f"{request.session} is opened twice in one cache"
+            self._sessions[request.session] = self._scripts[request.session].in_pages(self._page_size)
+        size = self._page_size
+        moved = [self._pages[move.source // size][move.source % size] for move in plan.moves]
+        for move, token in zip(plan.moves, moved, strict=True):
+            self._pages[move.to // size][move.to % size] = token
+        for copy in plan.copies:
+            self._pages[copy.to] = list(self._pages[copy.source])
+        outcomes = [self._answer(row) for row in plan.rows]
+        return [outcome for row, outcome in zip(plan.rows, outcomes, strict=True) if row.decide]
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no session is open; page contents stay until they are overwritten."""
+        return not self._sessions
+
+    def _answer(self, row: Row) -> Outcome:
+        assert row.session in self._sessions, f"{row.session} was closed, or never opened"
+        script = self._scripts[row.session]
+        base = row.base_len
+        self._write(row)
+        assert self._has_cached(row, base), f"{row.session}: its cache is not what was decided"
+        path = row.draft.along(script.tokens[base : base + row.drafted])
+        return Outcome(row.session, path, script.tokens[base + len(path)])
+
+    def _has_cached(self, row: Row, length: int) -> bool:
+        """Returns whether the row's pages hold the first `length` tokens of the script."""
+        pages = [self._pages[page] for page in row.pages]
+        known = self._sessions[row.session]
+        whole, rest = divmod(length, self._page_size)
+        return pages[:whole] == known[:whole] and (not rest or pages[whole][:rest] == known[whole][:rest])
+
+    def _write(self, row: Row) -> None:
+        """Writes the row's tokens, page by page."""
+        size = self._page_size
+        tokens = row.tokens
+        written = 0
+        while written < len(tokens):
+            index, offset = divmod(row.start + written, size)
+            name = row.pages[index]
+            part = tokens[written : written + size - offset]
+            if name not in self._pages:
+                self._pages[name] = [NOTHING] * size
+            self._pages[name][offset : offset + len(part)] = part
+            written += len(part)
+
+
+class SimulatedTarget:
+    """The verification loop."""
+
+    def __init__(
+        self, process: Process, scheduler: VerificationScheduler, engine: OracleEngine, costs: CostModel
+    ) -> None:
+        self.process = process
+        self.scheduler = scheduler
+        self.engine = engine
+        self.busy_s = 0.0
+        self.steps = 0
+        self.received_tokens = 0  # draft tokens received in blocks
+        self._costs = costs
+        self._wires: dict[str, Wire] = {}  # by stream
+        self._streams: Counter[str] = Counter()
+        self._in_step = False
+        self._over: Callable[[], None] | None = None  # callback for its planned end
+        self._wakes_at: float | None = None
+        self.door = Door(process, self._up, self._frame, self._down)
+
+    # ------------------------------------------------------------ the loop
+
+    def _go_on(self) -> None:
+        """Plans a step if one is due, otherwise schedules a wake-up."""
+        if self._in_step:
+            return
+        if self.scheduler.departure.is_complete:
+            self._end()
+        now = self.process.clock.now
+        plan = self.scheduler.plan(now)
+        if plan is None:
+            self._wake_at(self.scheduler.next_due())
+            return
+        self._in_step = True
+        outcomes = self.engine.step(plan)
+        seconds = self.process.stalls_s + self.process.slowness * self._seconds(plan)
+        self.busy_s += seconds
+        self.steps += bool(plan.rows)
+        self.process.after(seconds, partial(self._decided, outcomes, now))
+
+    def _seconds(self, plan: StepPlan) -> float:
+        rows = len(plan.rows)
+        tokens = sum(len(row.tokens) for row in plan.rows)
+        if rows == 0:
+            return 0.0
+        is_plain = tokens == rows and not self.scheduler.is_drafted_for
+        return self._costs.plain_s(rows) if is_plain else self._costs.target.seconds(rows, tokens)
+
+    def _decided(self, outcomes: Sequence[Outcome], began: float) -> None:
+        now = self.process.clock.now
+        self._send(self.scheduler.apply(outcomes, now - began, now))
+        self._in_step = False
+        self.process.after(0.0, self._go_on)  # messages that arrived meanwhile are handled first
+
+    def _wake_at(self, due: float | None) -> None:
+        now = self.process.clock.now
+        if due is None or (self._wakes_at is not None and now < self._wakes_at <= due):
+            return
+        self._wakes_at = max(due, now)
+        self.process.after(self._wakes_at - now, self._go_on)
+
+    def leave(self, within_s: float, over: Callable[[], None]) -> None:
+        """Leaves as planned, once its sessions have moved or time is up; `over` is called then."""
+        if not self.scheduler.departure.is_under_way:
+            self._over = over
+            self._send(self.scheduler.departure.begin())
+            self.process.after(within_s, self._end)
+            self._go_on()
+
+    def _end(self) -> None:
+        if self._over is not None:
+            self._send(self.scheduler.departure.end())
+            self.process.after(ENDS_S, self.process.die)
+            self.process.clock.after(ENDS_S, self._over)
+            self._over = None
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        for stream, message in sends:
+            if wire := self._wires.get(stream):
+                wire.put(message)
+
+    # ------------------------------------------------------------ streams
+
+    def _up(self, hello: Hello, wire: Wire) -> str:
+        self._streams[hello.peer_id] += 1
+        stream = stream_name(hello.peer_id, self._streams[hello.peer_id])
+        self._wires[stream] = wire
+        self.scheduler.receive(stream, hello, self.process.clock.now)
+        self._go_on()
+        return stream
+
+    def _frame(self, stream: str, frame: Frame) -> None:
+        now = self.process.clock.now
+        for message in frame:
+            if isinstance(message, Block):
+                self.received_tokens += message.size
+            self._send(self.scheduler.receive(stream, message, now))
+        self._go_on()
+
+    def _down(self, stream: str) -> None:
+        self.scheduler.gone(stream, self.process.clock.now)
+        del self._wires[stream]
+        self._go_on()
+
+
+MEMBERSHIP_PERIOD_S = 0.25
+
+
+@dataclass(eq=False)
+class SimulatedAssignment(Assignment):
+    """One session from its arrival on, with its client's measurements."""
+
+    arrived_s: float = 0.0
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    error: SlipstreamError | None = None
+    longest_gap_s: float = 0.0
+    heard_s: float = 0.0  # time of the latest commit
+
+    @property
+    def latency_s(self) -> float | None:
+        return self.ended_s - self.arrived_s if self.ended_s is not None else None
+
+    @property
+    def waited_s(self) -> float | None:
+        """Time to the first token."""
+        return self.first_token_s - self.arrived_s if self.first_token_s is not None else None
+
+
+class SimulatedRouter:
+    """One router's sessions. `on_commit` receives the number of committed tokens, `on_over` each ended session."""
+
+    def __init__(
+        self,
+        process: Process,
+        target_wait_s: float,
+        on_commit: Callable[[int], None],
+        on_over: Callable[[SimulatedAssignment], None],
+    ) -> None:
+        self.process = process
+        self._on_commit = on_commit
+        self._on_over = on_over
+        self._assignments: Assignments[SimulatedAssignment] = Assignments(process.address, target_wait_s, self._tell)
+        self._links: dict[str, SimulatedLink] = {}  # by address
+        self._ticking = False
+
+    @property
+    def assignments(self) -> list[SimulatedAssignment]:
+        return list(self._assignments)
+
+    @property
+    def given_up(self) -> int:
+        """Number of times that a drafter was given up as silent."""
+        return self._assignments.given_up.total()
+
+    @property
+    def remedies(self) -> Counter[str]:
+        """Remedies that were taken because drafters' blocks had become bad, by name."""
+        counts: Counter[str] = Counter()
+        for (_, remedy), count in self._assignments.remedies.counts.items():
+            counts[f"bad: {remedy.value}"] += count
+        return counts
+
+    def generate(self, session: Session) -> None:
+        now = self.process.clock.now
+        self._go_on(self._assignments.add(SimulatedAssignment(session, now, arrived_s=now, heard_s=now), now))
+
+    def _tell(self, assignment: SimulatedAssignment, event: Event) -> None:
+        if isinstance(event, Emit):
+            self._hear(assignment, len(event.tokens))
+        else:
+            self._end(assignment, event)
+
+    def _go_on(self, sends: Sequence[Send]) -> None:
+        """Sends messages and schedules a tick while one is awaited; the simulation ends when no event is left."""
+        for address, message in sends:
+            self._links[address].send(message)
+        if self._assignments.awaits_tick and not self._ticking:
+            self._ticking = True
+            self.process.after(MEMBERSHIP_PERIOD_S, self._tick)
+
+    def _hear(self, assignment: SimulatedAssignment, tokens: int) -> None:
+        now = self.process.clock.now
+        if assignment.first_token_s is None:
+            assignment.first_token_s = now
+        else:
+            assignment.longest_gap_s = max(assignment.longest_gap_s, now - assignment.heard_s)
+        assignment.heard_s = now
+        self._on_commit(tokens)
+
+    def _end(self, assignment: SimulatedAssignment, end: Ended | Failed) -> None:
+        assignment.ended_s = self.process.clock.now
+        assignment.error = end.error if isinstance(end, Failed) else None
+        self._assignments.forget(assignment)
+        self._on_over(assignment)
+
+    # ------------------------------------------------------------ peers
+
+    def connect_target(self, network: Network, door: Door) -> None:
+        """Keeps a stream to a target from now on."""
+        self._connect(network, door, self._assignments.targets)
+
+    def connect_drafter(self, network: Network, door: Door) -> None:
+        """Keeps a stream to a drafter from now on."""
+        self._connect(network, door, self._assignments.drafters)
+
+    def _connect(self, network: Network, door: Door, pool: Peers) -> None:
+        address = door.process.address
+        self._links[address] = SimulatedLink(
+            network,
+            self.process,
+            door,
+            live=partial(self._assignments.live_at, address),
+            on_up=partial(self._up, pool, address),
+            on_frame=partial(self._frame, address),
+            on_down=lambda: self._go_on(self._assignments.gone(address, self.process.clock.now)),
+        )
+
+    def _up(self, pool: Peers, address: str) -> None:
+        pool.up(address)
+        self._go_on(self._assignments.tick(self.process.clock.now))
+
+    def _frame(self, address: str, frame: Frame) -> None:
+        sends: list[Send] = []
+        for message in frame:
+            sends += self._assignments.receive(address, message, self.process.clock.now)
+        self._go_on(sends)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self._go_on(self._assignments.tick(self.process.clock.now))
