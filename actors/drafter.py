@@ -27,7 +27,7 @@ from cluster.envelope import Send, states_stream, stream_name
 from cluster.telemetry import Timeline
 from cluster.tracing import NoTracing, SessionTracer
 from cluster.trust import PeerRole, Refusals
-from cluster.watchdog import Patience, ProgressWatch
+from cluster.watchdog import TimeoutPolicy, Watchdog
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
 from protos.messages import Block, DraftRequest, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
@@ -64,7 +64,7 @@ class Drafter:
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(profile)
         self._reporter = DraftReporter(profile)
-        self._progress = ProgressWatch(Patience())
+        self._progress = Watchdog(TimeoutPolicy())
         self.refused: Counter[str] = Counter()  # malformed messages, by kind
         self.pass_s: defaultdict[str, float] = defaultdict(float)  # in passes, asked or ahead
         self._credentials = credentials or NoCredentials()

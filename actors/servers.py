@@ -8,7 +8,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from actors.drafter import Drafter
-from actors.net.auth_interceptor import Context, Gate
+from actors.net.auth_interceptor import AuthInterceptor, Context
 from actors.net.credentials import SERVER_OPTIONS, credentials_of
 from actors.net.streams import converse, read_hello
 from actors.target import TargetReplica
@@ -28,7 +28,7 @@ TRUST = TrustConfig()  # what a server is told that is told nothing: it listens 
 class TargetServicer(TargetServiceServicer):
     """Streams of a target replica."""
 
-    def __init__(self, replica: TargetReplica, gate: Gate) -> None:
+    def __init__(self, replica: TargetReplica, gate: AuthInterceptor) -> None:
         self._replica = replica
         self._gate = gate
 
@@ -66,7 +66,7 @@ class TargetServicer(TargetServiceServicer):
 class DraftServicer(DraftServiceServicer):
     """Streams of a drafter."""
 
-    def __init__(self, drafter: Drafter, gate: Gate) -> None:
+    def __init__(self, drafter: Drafter, gate: AuthInterceptor) -> None:
         self._drafter = drafter
         self._gate = gate
 
@@ -84,7 +84,7 @@ class DraftServicer(DraftServiceServicer):
 class GrpcServer:
     """A started server; `address` is what peers dial."""
 
-    def __init__(self, server: grpc.aio.Server, address: str, gate: Gate) -> None:
+    def __init__(self, server: grpc.aio.Server, address: str, gate: AuthInterceptor) -> None:
         self._server = server
         self.address = address
         self.gate = gate
@@ -122,14 +122,14 @@ async def serve_drafter(drafter: Drafter, host: str, port: int = 0, trust: Trust
 async def _start(
     role: PeerRole,
     service: str,
-    add: Callable[[grpc.aio.Server, Gate], None],
+    add: Callable[[grpc.aio.Server, AuthInterceptor], None],
     refusals: Refusals,
     host: str,
     port: int,
     trust: TrustConfig,
 ) -> GrpcServer:
     credentials = credentials_of(trust, role)
-    gate = Gate(credentials, refusals, trust.max_streams_per_host)
+    gate = AuthInterceptor(credentials, refusals, trust.max_streams_per_host)
     server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
     add(server, gate)
     checker = health.aio.HealthServicer()

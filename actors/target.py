@@ -21,13 +21,13 @@ from cluster.costs import ForwardCost
 from cluster.envelope import Send, peer_of, states_stream, stream_name
 from cluster.errors import EngineError
 from cluster.page_allocator import SessionMemory
-from cluster.speculation.controller import Pacing
+from cluster.speculation.controller import PacingPolicy
 from cluster.telemetry import Timeline
 from cluster.tracing import NoTracing, SessionTracer
 from cluster.trust import Refusals, not_permitted
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import StepPlan
-from cluster.watchdog import Patience, ProgressWatch
+from cluster.watchdog import TimeoutPolicy, Watchdog
 from protos.codec import Decoded
 from protos.messages import Block, Close, Hello, Message, Open, Refusal, RefusalReason, Welcome
 
@@ -156,7 +156,7 @@ class TargetReplica:
         vocabulary: str,
         target_model: str,
         step_timeout_s: float,
-        pacing: Pacing | None = None,
+        pacing: PacingPolicy | None = None,
         step_cost: ForwardCost | None = None,
         clock: Callable[[], float] = time.monotonic,
         tracer: SessionTracer | None = None,
@@ -174,7 +174,7 @@ class TargetReplica:
         self._gate = GrammarGate(
             engine.prepare, self._take, self._refuse, self.scheduler.router_of, self.refusals, limits.max_queued
         )
-        self._progress = ProgressWatch(Patience(most_s=step_timeout_s))
+        self._progress = Watchdog(TimeoutPolicy(most_s=step_timeout_s))
         self._clock = clock
         self._tracer = tracer or NoTracing()
         self._outboxes: dict[str, Outbox] = {}  # by stream

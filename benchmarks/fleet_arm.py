@@ -27,7 +27,7 @@ from cluster.audit import Audits
 from cluster.config import AuditConfig, SlipstreamConfig, validated
 from cluster.costs import ForwardCost
 from cluster.drafting.session_table import DrafterLimits
-from cluster.routing.ledger import Emit, Generation
+from cluster.routing.ledger import CommittedTokens, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.speculation.controller import Adaptive
 from cluster.verification.scheduler import VerificationLimits
@@ -112,7 +112,7 @@ class FleetArm:
         )
         first_s = 0.0
         async for event in self._router.generate(generation):
-            if isinstance(event, Emit) and not first_s:
+            if isinstance(event, CommittedTokens) and not first_s:
                 first_s = time.perf_counter() - began
         return first_s
 

@@ -38,9 +38,9 @@ from cluster.audit import Audits
 from cluster.config import AuditConfig, SlipstreamConfig
 from cluster.drafting.session_table import DrafterLimits
 from cluster.errors import SlipstreamError
-from cluster.routing.ledger import Emit, Generation
+from cluster.routing.ledger import CommittedTokens, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.controller import LockStep
+from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits
 from protos import speculation_pb2 as pb
 from protos.messages import Acceptance, Frame, Sampling, States
@@ -189,8 +189,8 @@ async def wire_of(arm: Arm, config: SlipstreamConfig, model: Any, asked: Sequenc
     )
 
 
-async def emitted(router: Router, generation: Generation) -> list[Emit]:
-    return [event async for event in router.generate(generation) if isinstance(event, Emit)]
+async def emitted(router: Router, generation: Generation) -> list[CommittedTokens]:
+    return [event async for event in router.generate(generation) if isinstance(event, CommittedTokens)]
 
 
 @asynccontextmanager
@@ -203,7 +203,7 @@ async def connected(config: SlipstreamConfig, model: Any, spec: CaptureSpec) -> 
     limits = VerificationLimits(
         runner.vocabulary, CONTEXT, 1, max_step_tokens=512, pages=PAGES, page_size=PAGE_SIZE, states=spec.format
     )
-    target = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 60, LockStep())
+    target = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 60, ReferenceLoop())
     setup = DraftSetup(config.model.dtype, CONTEXT, BLOCK, vocabulary(folder), config.model.target, spec.format)
     drafter = Drafter(
         create_method(config.draft, setup),

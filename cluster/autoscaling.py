@@ -72,7 +72,7 @@ def tellers(names: Iterable[str], metrics: Mapping[str, Mapping[Any, float]]) ->
     return sorted(set.intersection(*(set(values) for values in told)), key=str)
 
 
-class Growth:
+class CounterDeltas:
     """Growth of counters between calls."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ def share(part: float, whole: float) -> float:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StabilizationWindow:
     """Sizes that a pool needed so far, by level: a need for three counts for two and for one, too.
 
     This damps noise. The size grows to the smallest need throughout the upward delay, and shrinks to the largest need
@@ -102,14 +102,14 @@ class Wishes:
     last: Mapping[int, float] = field(default_factory=dict)  # by level: last time that at least this size was needed
 
     @classmethod
-    def at_start(cls, present: int, now: float) -> "Wishes":
+    def at_start(cls, present: int, now: float) -> "StabilizationWindow":
         """Returns an empty history, as if the present size had been needed until now."""
         return cls({}, dict.fromkeys(range(1, present + 1), now))
 
-    def after(self, wished: int, now: float) -> "Wishes":
+    def after(self, wished: int, now: float) -> "StabilizationWindow":
         """Returns the history with the latest need added."""
         levels = range(1, wished + 1)
-        return Wishes(
+        return StabilizationWindow(
             {level: self.since.get(level, now) for level in levels}, {**self.last, **dict.fromkeys(levels, now)}
         )
 
@@ -243,7 +243,7 @@ class Pool:
     size: int
     least: int
     most: int
-    wishes: Wishes | None = None  # None: no history
+    wishes: StabilizationWindow | None = None  # None: no history
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class PoolDecision:
     size: int  # now
     wished: int  # size to have once the need has lasted long enough
     why: str
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: StabilizationWindow = field(default_factory=StabilizationWindow)
 
 
 def decide_targets(pool: Pool, reports: Sequence[TargetReport], scaling: TargetScaling, now: float) -> PoolDecision:
@@ -288,7 +288,7 @@ def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_d
     """Decides a pool's size. Without reports the size stays, because losing the reports must not shrink the pool."""
     need = need or Need(pool.size, "no target replica has reported")
     wished = min(max(need.size(pool.size), pool.least), pool.most)
-    wishes = (pool.wishes or Wishes.at_start(pool.size, now)).after(wished, now)
+    wishes = (pool.wishes or StabilizationWindow.at_start(pool.size, now)).after(wished, now)
     size = wishes.size(pool.size, now, up_delay_s, down_delay_s)
     return PoolDecision(min(max(size, pool.least), pool.most), wished, need.why, wishes)
 
@@ -389,7 +389,7 @@ def _drafters(
 
 
 def _pool(observed: Observed) -> Pool:
-    wishes: Wishes | None = observed.policy_state.get("wishes")
+    wishes: StabilizationWindow | None = observed.policy_state.get("wishes")
     least = observed.capacity_adjusted_min_replicas
     return Pool(observed.target_num_replicas, least, observed.capacity_adjusted_max_replicas, wishes)
 

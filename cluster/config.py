@@ -24,11 +24,11 @@ from cluster.config_sections import (
     DraftModelOptions,
     EagleOptions,
     HeadOptions,
+    HybridOptions,
     KubernetesOptions,
     LayerSkipOptions,
-    LookupFirstOptions,
+    NgramOptions,
     Positive,
-    PromptLookupOptions,
     StatesOptions,
     SuffixOptions,
     TracingConfig,
@@ -268,10 +268,10 @@ class DraftPool(_Frozen):
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()
-    prompt_lookup: PromptLookupOptions = PromptLookupOptions()
+    prompt_lookup: NgramOptions = NgramOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()
     suffix: SuffixOptions = SuffixOptions()
-    lookup_first: LookupFirstOptions = LookupFirstOptions()
+    lookup_first: HybridOptions = HybridOptions()
     medusa: HeadOptions = HeadOptions()
     mlp_speculator: HeadOptions = HeadOptions()
     dflash: HeadOptions = HeadOptions()
@@ -348,7 +348,7 @@ class AuditConfig(_Frozen):
     max_record_bytes: Positive = Field(1 << 20, description="size at which nothing more is appended")
 
 
-class OperatorsConfig(_Frozen):
+class AdminConfig(_Frozen):
     """A separate address for `/metrics` and the live page; the API is served there, too."""
 
     host: str = Field("127.0.0.1", description="address to listen on, of each machine with a router")
@@ -414,7 +414,7 @@ class ServerConfig(_Frozen):
     log_format: Literal["text", "json"] = Field(
         "text", description="what a line of a replica's log is; `json`: an object, in which each fact has a name"
     )
-    operators: OperatorsConfig = OperatorsConfig()
+    operators: AdminConfig = AdminConfig()
     audit: AuditConfig = AuditConfig()
 
 

@@ -46,7 +46,7 @@ class DraftModelOptions(_Options):
     draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
 
 
-class PromptLookupOptions(_Options):
+class NgramOptions(_Options):
     """Options of the methods that search the text for its continuation: prompt_lookup and lookup_first."""
 
     max_ngram: Positive = Field(4, description="longest suffix of the text that is searched for")
@@ -98,7 +98,7 @@ class SuffixOptions(_Options):
         return self
 
 
-class LookupFirstOptions(_Options):
+class HybridOptions(_Options):
     """Options of lookup_first; those of the method that it asks when unsure are in that method's section."""
 
     then: Literal["draft_model", "medusa", "mlp_speculator", "dflash", "eagle", "mtp"] = Field(

@@ -51,7 +51,7 @@ def kind_of(length: int, is_prefix_cached: bool) -> BlockKind:
     return BlockKind(1 << (length.bit_length() - 1), is_prefix_cached)
 
 
-class AcceptanceTally:
+class AcceptanceStats:
     """Counts by drafter and kind. They only grow, until a drafter is dropped for more recent ones."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ COLLAPSED = 0.15  # share of that left to a drafter that is out of step, since s
 
 
 @value
-class AcceptanceDrift:
+class CusumDetector:
     """Acceptance history of a session's blocks and the evidence that it has dropped.
 
     A block with an accepted token is good.
@@ -121,15 +121,15 @@ class AcceptanceDrift:
         """Usual share of good blocks."""
         return (self._proven + 0.5) / (self._blocks + 1)
 
-    def after(self, accepted: int) -> "AcceptanceDrift":
+    def after(self, accepted: int) -> "CusumDetector":
         """Returns the drift after a verified block. While there is evidence, blocks do not enter the history."""
         good = accepted > 0
         history = self.history if self.evidence else self.history.after(good, 1 / HISTORY)
         evidence = self._evidence_after(good)
         latest = self.latest.after(good, 0.0) if evidence else Mean()
-        return AcceptanceDrift(history, evidence, latest)
+        return CusumDetector(history, evidence, latest)
 
-    def anew(self) -> "AcceptanceDrift":
+    def anew(self) -> "CusumDetector":
         """Returns the drift with the history kept and the evidence reset."""
         return replace(self, evidence=0.0, latest=Mean())
 
@@ -224,7 +224,7 @@ MOST_SUSPECTS = 64  # drafters kept: those that were replaced do not come back
 class CollapseWatch:
     """The test of one session's blocks at its target, and the steps taken so far."""
 
-    drift: AcceptanceDrift = AcceptanceDrift()
+    drift: CusumDetector = CusumDetector()
     is_resynced: bool = False  # whether a drafter was sent a Resync for the session
     is_waiting: bool = False  # whether a drafter has yet to attach after a collapse: until then blocks prove nothing
 
@@ -252,7 +252,7 @@ class CollapseWatch:
         """
         drift = self.drift.anew()
         if suspected is not None and not drift.is_proven:
-            drift = AcceptanceDrift(suspected)
+            drift = CusumDetector(suspected)
         return CollapseWatch(drift, self.is_resynced)
 
 

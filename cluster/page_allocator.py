@@ -44,7 +44,7 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceMove:
+class SlotMove:
     """Copy the single place `source` to the place `to`, in every layer; place n is in page n // page size."""
 
     source: int

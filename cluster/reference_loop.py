@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from cluster.drafting.method import DraftingMethod, make_pass, tell
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.envelope import Scheduler, Send
-from cluster.routing.ledger import Command, Emit, Phase, Session, ToDrafter, ToTarget
+from cluster.routing.ledger import Command, CommittedTokens, Phase, Session, ToDrafter, ToTarget
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import StepEngine
 
@@ -21,21 +21,21 @@ STEP_S = 0.01  # duration of every step
 
 def lock_step(
     session: Session, drafter: DraftScheduler, method: DraftingMethod, target: VerificationScheduler, engine: StepEngine
-) -> Iterator[Emit]:
+) -> Iterator[CommittedTokens]:
     """Yields the committed tokens of one session, round after round, until it is over."""
     now = 0.0
     schedulers: dict[str, Scheduler] = {DRAFTER: drafter, TARGET: target}
 
-    def deliver(sender: str, sends: Iterable[Send]) -> Iterator[Emit]:
+    def deliver(sender: str, sends: Iterable[Send]) -> Iterator[CommittedTokens]:
         for receiver, message in sends:
             if receiver == ROUTER:
                 yield from carry_out(session.receive(sender, message))
             else:
                 yield from deliver(receiver, schedulers[receiver].receive(sender, message, now))
 
-    def carry_out(commands: Iterable[Command]) -> Iterator[Emit]:
+    def carry_out(commands: Iterable[Command]) -> Iterator[CommittedTokens]:
         for command in commands:
-            if isinstance(command, Emit):
+            if isinstance(command, CommittedTokens):
                 yield command
             elif isinstance(command, ToTarget | ToDrafter):
                 yield from deliver(ROUTER, [(command.address, command.message)])

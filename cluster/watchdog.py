@@ -9,7 +9,7 @@ MOST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class TimeoutPolicy:
     """Time limits for one piece of work."""
 
     most_s: float = MOST_S
@@ -31,10 +31,10 @@ class _Work(NamedTuple):
     limit_s: float
 
 
-class ProgressWatch:
+class Watchdog:
     """Watches a worker that does one piece of work at a time and may be idle in between. Any thread may query it."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: TimeoutPolicy) -> None:
         self._patience = patience
         self._work: _Work | None = None  # replaced as a whole, for readers on other threads
 

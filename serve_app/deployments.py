@@ -33,12 +33,12 @@ from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.errors import EngineError
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership, addresses, running_replicas
 from cluster.routing.session_router import PrefixOptions
-from cluster.speculation.controller import Adaptive, LockStep, Pacing
+from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
 from cluster.telemetry import Actor, pack
 from cluster.trust import PeerRole
 from serve_app.api.replies import HealthReport
 from serve_app.page.routes import DraftSample, TargetSample, draft_sample, target_sample
-from serve_app.publishing.aggregate_metrics import WholeExposition
+from serve_app.publishing.aggregate_metrics import AggregateMetrics
 from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels
 from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.publishing.serve_replicas import own_deployment, packed, replicas_metrics
@@ -70,9 +70,9 @@ OWN_STOP_PERIOD_S = 0.5
 DRAFTER_LEAVES_S = 5.0  # for routers to give its sessions to others; where there are none, their targets go on alone
 
 
-def pacing_of(speculation: SpeculationConfig) -> Pacing:
+def pacing_of(speculation: SpeculationConfig) -> PacingPolicy:
     """The policy that the configuration names."""
-    return LockStep() if speculation.is_lock_step else Adaptive()
+    return ReferenceLoop() if speculation.is_lock_step else Adaptive()
 
 
 async def run_logged(name: str, loop: Coroutine[Any, Any, None]) -> None:
@@ -337,7 +337,7 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         self._ending = AsyncExitStack()  # as a target's
-        from serve_app.api.access import NamedByServe, OperatorsAddress
+        from serve_app.api.access import AdminAddress, NamedByServe
         from serve_app.api.app import create_api
         from serve_app.api.failures import RefuseWhenStopped
         from serve_app.api.metrics import Metrics
@@ -384,7 +384,7 @@ class RouterDeployment:
         )
         self._counters = ReplicaCounters(self._counts)
         self._mirror = RayMirror(self._levels)
-        self._whole = WholeExposition([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)])
+        self._whole = AggregateMetrics([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)])
         watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
         self._api = create_api(
             self._router,
@@ -402,7 +402,7 @@ class RouterDeployment:
         self._api.add_middleware(NamedByServe)
         at = config.server.operators
         if at.port:
-            self._ending.push_async_callback(OperatorsAddress(self._api, at.host, at.port).close)
+            self._ending.push_async_callback(AdminAddress(self._api, at.host, at.port).close)
         self._work = asyncio.create_task(run_logged("the router's membership loop", self._router.run()))
         following = self._follow_own_stop(config.server.drain_s)
         self._stop_watch = asyncio.create_task(run_logged("the watch for this router's own stop", following))

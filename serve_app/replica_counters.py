@@ -36,7 +36,7 @@ from actors.attention.select_backend import AttentionReport
 from actors.drafter import Drafter
 from actors.target import TargetReplica
 from cluster.audit import Audits
-from cluster.draft_quality import AcceptanceTally
+from cluster.draft_quality import AcceptanceStats
 
 Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
 """Values that only grow, by name of the family and cause, or by all labels of a family that has others."""
@@ -100,7 +100,7 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
     }
 
 
-def _positions(tally: AcceptanceTally, method: str) -> dict[tuple[str, ...], float]:
+def _positions(tally: AcceptanceStats, method: str) -> dict[tuple[str, ...], float]:
     """By the labels of the family. A position is accepted or rejected if it was reached at all."""
     found: dict[tuple[str, ...], float] = {}
     for drafter, kinds in tally.counts.items():

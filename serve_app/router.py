@@ -17,9 +17,9 @@ from actors.net.streams import Link
 from cluster.audit import Audits
 from cluster.envelope import Send
 from cluster.errors import CapacityError, DrainingError
-from cluster.routing.ledger import Emit, Ended, Event, Failed, Generation, Phase, Session
+from cluster.routing.ledger import CommittedTokens, Ended, Event, Failed, Generation, Phase, Session
 from cluster.routing.membership import Endpoint, Membership
-from cluster.routing.session_router import Assignment, Assignments, PrefixOptions
+from cluster.routing.session_router import Assignment, PrefixOptions, SessionRouter
 from cluster.telemetry import Timeline
 from cluster.tracing import NoTracing, SessionTracer
 from cluster.trust import KEY_BYTES, PeerRole
@@ -62,7 +62,7 @@ class RouterActivity:
 class ClientAssignment(Assignment):
     """A session and whoever waits for its tokens."""
 
-    out: asyncio.Queue[Emit | Ended | Failed] = field(default_factory=asyncio.Queue)
+    out: asyncio.Queue[CommittedTokens | Ended | Failed] = field(default_factory=asyncio.Queue)
 
 
 class Router:
@@ -90,7 +90,7 @@ class Router:
         self._draining = False
         self._ended = False
         self._end: asyncio.TimerHandle | None = None
-        self._assignments: Assignments[ClientAssignment] = Assignments(
+        self._assignments: SessionRouter[ClientAssignment] = SessionRouter(
             self.peer_id, limits.target_wait_s, self._tell, limits.prefixes
         )
         self._targets: dict[str, Link] = {}  # by address
@@ -109,7 +109,7 @@ class Router:
         if self._assignments.are_targets_full(self._clock()):
             raise CapacityError("every target replica is full; try again later")
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[CommittedTokens | Ended, None]:
         """See `Generator`."""
         self.check_room(1)
         name = generation.session

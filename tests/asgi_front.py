@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from cluster.config import SlipstreamConfig, validated
-from cluster.routing.ledger import Emit
+from cluster.routing.ledger import CommittedTokens
 from serve_app.api.app import create_api
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
@@ -35,10 +35,10 @@ class AsgiFront:
     def plays(self, *scripts: Script) -> None:
         self.generator.scripts = list(scripts)
 
-    def emits(self, text: str, size: int = 1) -> list[Emit]:
+    def emits(self, text: str, size: int = 1) -> list[CommittedTokens]:
         """The text as a model commits it, so many tokens at once."""
         tokens = self.codec.encode(text)
-        return [Emit(tokens[start : start + size], 0, 0) for start in range(0, len(tokens), size)]
+        return [CommittedTokens(tokens[start : start + size], 0, 0) for start in range(0, len(tokens), size)]
 
     @property
     def prompt(self) -> tuple[int, ...]:

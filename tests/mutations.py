@@ -16,15 +16,15 @@ from google.protobuf.message import Message as ProtoMessage
 from hypothesis import strategies as st
 
 from actors.drafter import Drafter
-from actors.drafters.lookup.ngram import PromptLookup
+from actors.drafters.lookup.ngram import NgramDraft
 from actors.net.streams import UnfitFrame, decode_greeted
 from actors.target import TargetReplica
 from cluster.audit import Audits
 from cluster.config import AuditConfig
 from cluster.drafting.method import make_pass
 from cluster.drafting.session_table import DrafterLimits
-from cluster.routing.ledger import Emit, Event, Generation, Session
-from cluster.routing.session_router import Assignment, Assignments
+from cluster.routing.ledger import CommittedTokens, Event, Generation, Session
+from cluster.routing.session_router import Assignment, SessionRouter
 from cluster.trust import issue
 from cluster.verification.block_buffer import BufferLimits
 from cluster.verification.scheduler import VerificationLimits
@@ -285,7 +285,7 @@ class UnconnectedDrafter(Drafter):
 
 def at_drafter(sent: Sequence[Sent]) -> None:
     """Frames of hostile routers, and of a target of theirs that lies, each followed by a pass."""
-    method = PromptLookup(4, 1)
+    method = NgramDraft(4, 1)
     drafter = UnconnectedDrafter(method, DrafterLimits(VOCABULARY, 40, 4), "v", "m", clock=lambda: 0.0)
     honest, _ = drafter.router_up(Hello("honest-router", "v", "m"))
     request = an_open(HONEST, target_address=TARGET, stop_ids=())
@@ -328,7 +328,7 @@ def at_drafter(sent: Sequence[Sent]) -> None:
 def at_router(sent: Sequence[Sent]) -> None:
     """Frames of a target and a drafter that the session is not at. Their own sessions they may fail; not this one."""
     heard: list[Event] = []
-    assignments: Assignments[Assignment] = Assignments("router", 60.0, lambda _, event: heard.append(event))
+    assignments: SessionRouter[Assignment] = SessionRouter("router", 60.0, lambda _, event: heard.append(event))
     audits = Audits(AuditConfig(share=1.0), "float32", lambda _: None)
     assignments.targets.up(TARGET)
     generation = Generation(
@@ -357,8 +357,8 @@ def at_router(sent: Sequence[Sent]) -> None:
             assignments.receive(TARGET, Verdict(HONEST, 1, len(prefix), prefix.hash, (token,), 0, 0), 0.0)
             prefix.extend((token,))
             decided.append(token)
-    assert [token for event in heard if isinstance(event, Emit) for token in event.tokens] == decided
-    assert all(isinstance(event, Emit) for event in heard)
+    assert [token for event in heard if isinstance(event, CommittedTokens) for token in event.tokens] == decided
+    assert all(isinstance(event, CommittedTokens) for event in heard)
     assignments.cancel(assignment)
     assert not assignments
     assert not assignments.awaits_tick

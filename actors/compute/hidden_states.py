@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import to_device
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from protos.messages import SCALE_BYTES, StateDtype, StatesFormat
 
 
@@ -34,7 +34,7 @@ class StateStore(Protocol):
         """Returns the rows of these places, concatenated."""
         ...
 
-    def move(self, moves: Sequence[PlaceMove]) -> None:
+    def move(self, moves: Sequence[SlotMove]) -> None:
         """Moves rows as the KV cache does, before the forward."""
         ...
 
@@ -62,7 +62,7 @@ class LatestStates:
         (at,) = to_device([[self._index[place] for place in places]], self._device)
         return self._rows.index_select(0, at).cpu().numpy().tobytes()
 
-    def move(self, moves: Sequence[PlaceMove]) -> None:
+    def move(self, moves: Sequence[SlotMove]) -> None:
         """Does nothing: the next forward replaces all rows."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
@@ -86,7 +86,7 @@ class StateCache:
         (at,) = to_device([places], self._device)
         return self._rows.index_select(0, at).cpu().numpy().tobytes()
 
-    def move(self, moves: Sequence[PlaceMove]) -> None:
+    def move(self, moves: Sequence[SlotMove]) -> None:
         """Copies single places, all at once."""
         if not moves:
             return

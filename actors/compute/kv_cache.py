@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from protos.draft_tree import DraftTree
 
 
@@ -105,7 +105,7 @@ class PagedCache:
             self._layers[index][self.nowhere :] = 0
         return self._layers[index]
 
-    def move(self, moves: Sequence[PlaceMove]) -> None:
+    def move(self, moves: Sequence[SlotMove]) -> None:
         """Copies single places, all at once, in all layers. Keys contain their positions, wherever they are stored."""
         if not moves:
             return

@@ -22,7 +22,7 @@ from actors.models.decoder import Decoder, ForwardOutput, decoder_for
 from actors.models.reference_check import check_class
 from cluster.costs import ForwardCost
 from cluster.errors import ModelError
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 
 
 class Runner(Protocol):
@@ -34,7 +34,7 @@ class Runner(Protocol):
     vocabulary: int
 
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[PlaceMove] = ()
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
     ) -> ForwardOutput: ...
 
     def read_states(self, places: Sequence[int]) -> bytes:
@@ -100,7 +100,7 @@ class ModelRunner:
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-        moves: Sequence[PlaceMove] = (),
+        moves: Sequence[SlotMove] = (),
     ) -> ForwardOutput:
         self._cache.move(moves)
         self._cache.copy(copies)

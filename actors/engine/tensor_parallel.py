@@ -52,7 +52,7 @@ from actors.models.weights import LoadReport
 from cluster.config import CacheConfig, Resources
 from cluster.costs import ForwardCost
 from cluster.errors import EngineError
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from cluster.placement import actor_options
 from cluster.verification.step import Outcome, StateRead, StepPlan
 
@@ -142,7 +142,7 @@ PLAN_HEADER = 4  # length, rows, copies, moves
 ROW_FIELDS = 5  # tokens, start, logits, pages, parents
 
 
-def to_tensor(rows: Sequence[FeedRow], copies: Sequence[PageCopy], moves: Sequence[PlaceMove] = ()) -> Tensor:
+def to_tensor(rows: Sequence[FeedRow], copies: Sequence[PageCopy], moves: Sequence[SlotMove] = ()) -> Tensor:
     """Rows, copies, moves; shape (length,), the first number is the length itself."""
     numbers = [0, len(rows), len(copies), len(moves)]
     for row in rows:
@@ -159,7 +159,7 @@ def to_tensor(rows: Sequence[FeedRow], copies: Sequence[PageCopy], moves: Sequen
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def from_tensor(tensor: Tensor) -> tuple[list[FeedRow], list[PageCopy], list[PlaceMove]]:
+def from_tensor(tensor: Tensor) -> tuple[list[FeedRow], list[PageCopy], list[SlotMove]]:
     """What `to_tensor` was given; numbers beyond the length are ignored."""
     numbers = tensor.tolist()
     _, row_count, copy_count, move_count = numbers[:PLAN_HEADER]
@@ -176,7 +176,7 @@ def from_tensor(tensor: Tensor) -> tuple[list[FeedRow], list[PageCopy], list[Pla
         at = end
     pairs = [numbers[first : first + 2] for first in range(at, at + 2 * (copy_count + move_count), 2)]
     copies = [PageCopy(*pair) for pair in pairs[:copy_count]]
-    return rows, copies, [PlaceMove(*pair) for pair in pairs[copy_count:]]
+    return rows, copies, [SlotMove(*pair) for pair in pairs[copy_count:]]
 
 
 STEP_NUMBERS = 4096  # of a step's first message: 16 KiB, enough for all but long prompts
@@ -219,7 +219,7 @@ class LeadingRunner:
         self.vocabulary = runner.vocabulary
 
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[PlaceMove] = ()
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
     ) -> ForwardOutput:
         send_step(to_tensor(rows, copies, moves), self._group, self._device)
         return self._runner.forward(rows, copies, moves=moves)

@@ -33,7 +33,7 @@ from actors.compute.kv_cache import FeedRow
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
 from cluster.errors import ModelError
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 
 
 class ForwardOutput(NamedTuple):
@@ -107,7 +107,7 @@ class ToyRunner:
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-        moves: Sequence[PlaceMove] = (),
+        moves: Sequence[SlotMove] = (),
     ) -> ForwardOutput:
         wanted = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
         return ForwardOutput(self._table[torch.tensor(wanted, dtype=torch.int64)], None)

@@ -30,7 +30,7 @@ from actors.models.decoder import check_positions, decoder_for
 from actors.models.sharding import shard
 from actors.models.small_config import SMALL_VOCABULARY, TEXT_TOKENS, small_config
 from cluster.errors import ModelError
-from cluster.page_allocator import PlaceMove
+from cluster.page_allocator import SlotMove
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what attention backends compute
 NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
@@ -293,7 +293,7 @@ class _CheckedRank:
         )
         self._step("a tree", [tree, self._chain(texts, 1, b[:91], 90, 1)])
         places = [PAGES[0][at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(BASE, BASE + len(TREE))]
-        self._cache.move((PlaceMove(places[2], places[0]), PlaceMove(places[3], places[1])))
+        self._cache.move((SlotMove(places[2], places[0]), SlotMove(places[3], places[1])))
         after = [self._chain(texts, 0, a, BASE + 2, 3), self._chain(texts, 1, b, 91, 2)]
         self._step("tokens after a tree", after)
 

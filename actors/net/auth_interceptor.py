@@ -57,7 +57,7 @@ class Handshakes:
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor of one server."""
 
     def __init__(self, credentials: Credentials, refusals: Refusals, max_streams_per_host: int) -> None:

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from actors.compute.hidden_states import CaptureSpec
 from actors.vllm_engine.arguments import VERSION, engine_arguments
-from actors.vllm_engine.coupled_sampler import Told, extra_args
+from actors.vllm_engine.coupled_sampler import ExtraResults, extra_args
 from cluster.config import SlipstreamConfig
 from cluster.errors import EngineError, ModelError
 from cluster.page_allocator import EnginePages
@@ -165,8 +165,8 @@ class VllmCore:
     def _with_what_is_told(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not any(outcome.session in self._asking for outcome in outcomes):
             return outcomes
-        told: dict[str, Told] = self._core.collective_rpc("told")[0]  # all ranks make the same decisions
-        answers = [(outcome, told.get(outcome.session, Told())) for outcome in outcomes]
+        told: dict[str, ExtraResults] = self._core.collective_rpc("told")[0]  # all ranks make the same decisions
+        answers = [(outcome, told.get(outcome.session, ExtraResults())) for outcome in outcomes]
         return [replace(outcome, scores=more.scores, margin=more.margin) for outcome, more in answers]
 
     def _open(self, request: Open) -> None:
@@ -193,7 +193,7 @@ class VllmCore:
         )
         self._core.add_request(*self._core.preprocess_add_request(asked))
         self._names[request.session] = name
-        if Told.is_asked_by(request):
+        if ExtraResults.is_asked_by(request):
             self._asking.add(request.session)
 
 

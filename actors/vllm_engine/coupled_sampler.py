@@ -37,7 +37,7 @@ def request_in(args: Mapping[str, Any] | None) -> Open | None:
 
 
 @value
-class Told:
+class ExtraResults:
     """Additional results of a step beside the decided tokens, if the session's Open requests them."""
 
     scores: tuple[TokenScore, ...] = ()
@@ -74,18 +74,18 @@ class SessionDraws:
 
 def decide_all(
     sessions: Sequence[SessionDraws], blocks: Sequence[PendingBlock], logits: Tensor
-) -> tuple[list[BlockDecision], dict[str, Told]]:
+) -> tuple[list[BlockDecision], dict[str, ExtraResults]]:
     """Decides all blocks; also returns, by session, the additional results that sessions request."""
     decisions = decide(blocks, logits)
     asking = [session.request for session in sessions]
-    if not any(Told.is_asked_by(request) for request in asking):
+    if not any(ExtraResults.is_asked_by(request) for request in asking):
         return decisions, {}
     scores = decided_scores(blocks, decisions, [request.scoring.top for request in asking], logits)
     told = {}
     at = 0
     for request, block, score in zip(asking, blocks, scores, strict=True):
-        if Told.is_asked_by(request):
-            told[request.session] = Told(score, _margin(request, block, logits[at]))
+        if ExtraResults.is_asked_by(request):
+            told[request.session] = ExtraResults(score, _margin(request, block, logits[at]))
         at += block.positions
     return decisions, told
 

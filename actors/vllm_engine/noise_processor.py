@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from actors.sampling.processors import MAKERS
 from actors.sampling.rejection_sampler import PendingBlock
-from actors.vllm_engine.coupled_sampler import SessionDraws, Told, decide_all, request_in
+from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, request_in
 
 VOCABULARY_KEY = "slipstream_vocabulary"  # in vLLM's additional_config
 
@@ -22,7 +22,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.makers = MAKERS
-        self.told: dict[str, Told] = {}  # reports of the latest step
+        self.told: dict[str, ExtraResults] = {}  # reports of the latest step
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
         self._states = req_states
         self._sessions: dict[int, SessionDraws] = {}  # by slot

@@ -19,7 +19,7 @@ from actors.compute.hidden_states import CaptureSpec, StateCapture
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.sampling.processors import MAKERS, Maker
 from actors.sampling.rejection_sampler import PendingBlock
-from actors.vllm_engine.coupled_sampler import SessionDraws, Told, decide_all, request_in
+from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, request_in
 from cluster.errors import ModelError
 
 
@@ -153,9 +153,9 @@ class DrawingWorker:
         if self._slipstream_grammars is not None:
             self._slipstream_grammars.begin(grammar)
 
-    def told(self) -> dict[str, Told]:
+    def told(self) -> dict[str, ExtraResults]:
         """Returns the latest step's additional results, by session."""
-        found: dict[str, Told] = self._slipstream_draws.told
+        found: dict[str, ExtraResults] = self._slipstream_draws.told
         return found
 
 
@@ -163,7 +163,7 @@ class FirstRunnerDraws:
     """Replaces the first runner's sampler."""
 
     def __init__(self, runner: Any, vocabulary: int, makers: tuple[Maker, ...]) -> None:
-        self.told: dict[str, Told] = {}
+        self.told: dict[str, ExtraResults] = {}
         self._runner = runner
         self._vocabulary = vocabulary
         self._makers = makers

@@ -9,7 +9,7 @@ from protos.prefix import Prefix
 
 
 @dataclass(eq=False)
-class DraftedSession:
+class DraftSequence:
     """A session from its Open until it is closed or replaced. Lengths are in tokens, prompt included."""
 
     open: Open

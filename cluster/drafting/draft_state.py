@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from cluster.drafting.requests import AheadRequest, Proposal, SessionText
-from cluster.drafting.trees import Choices, Limb, least_of, likeliest_paths, tree_of
+from cluster.drafting.trees import Branch, Choices, least_of, likeliest_paths, tree_of
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.frozen import value
 from protos.messages import Acceptance, DraftRequest, Shape
@@ -48,7 +48,7 @@ class BlockDraft:
     main: "BlockDraft | None" = None  # of a root that reads a token beside the main path: the root of the main path
     stem: tuple[int, ...] = ()  # of a limb: the tokens before it, the last of them beside the main path
     limbs: list["BlockDraft"] = field(default_factory=list)
-    grown: list[Limb] = field(default_factory=list)  # limbs that are finished
+    grown: list[Branch] = field(default_factory=list)  # limbs that are finished
     min_confidence: float = 0.0  # cumulative probability below which the block ends
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # number of leading final tokens; a draft head's predictions after them may change
@@ -177,9 +177,9 @@ class BlockDraft:
         """Paths to the nodes of the tree so far with their probabilities, in falling order."""
         return likeliest_paths(self._limbs(), self.max_tokens, self.least_chance)
 
-    def _limbs(self) -> list[Limb]:
-        whole = Limb((), 1.0, self.tokens, self.choices)
-        return [whole, *[Limb(limb.stem, limb.chance, limb.tokens, limb.choices) for limb in self.limbs], *self.grown]
+    def _limbs(self) -> list[Branch]:
+        whole = Branch((), 1.0, self.tokens, self.choices)
+        return [whole, *[Branch(limb.stem, limb.chance, limb.tokens, limb.choices) for limb in self.limbs], *self.grown]
 
     def append(
         self,

@@ -3,8 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
-from cluster.drafting.draft_sequence import DraftedSession
-from cluster.drafting.requests import NewsCollector
+from cluster.drafting.draft_sequence import DraftSequence
+from cluster.drafting.requests import UpdateCollector
 from cluster.envelope import Send, states_stream
 from protos.frozen import value
 from protos.messages import States, StatesAck, StatesFormat
@@ -24,7 +24,7 @@ class StateBounds:
 NO_BOUNDS = StateBounds()
 
 
-class StateIntake:
+class HiddenStateReceiver:
     """Receives the hidden states of all sessions; drops and counts those that do not fit. With no format nothing fits.
 
     `attach` makes the message that asks for missing states. `give_up` ends a session whose states exceed the bound, and
@@ -35,11 +35,11 @@ class StateIntake:
         self,
         layout: StatesFormat | None,
         bounds: StateBounds,
-        sessions: Mapping[str, DraftedSession],
-        news: NewsCollector,
+        sessions: Mapping[str, DraftSequence],
+        news: UpdateCollector,
         counts: Counter[str],
-        attach: Callable[[DraftedSession], Send],
-        give_up: Callable[[DraftedSession, str], list[Send]],
+        attach: Callable[[DraftSequence], Send],
+        give_up: Callable[[DraftSequence, str], list[Send]],
     ) -> None:
         self._layout = layout
         self._bounds = bounds
@@ -51,7 +51,7 @@ class StateIntake:
         self._early: defaultdict[str, list[States]] = defaultdict(list)  # by session, in order of arrival
         self._asked: dict[str, tuple[int, int]] = {}  # latest request for states: position, text length
 
-    def opened(self, session: DraftedSession) -> None:
+    def opened(self, session: DraftSequence) -> None:
         """Resets a session that begins, or begins again, to having no states."""
         self.forget(session.open.session)
         if self._layout is not None:
@@ -89,7 +89,7 @@ class StateIntake:
             return ""
         return f"hidden states of {kept} tokens are kept, and there is room for {most}"
 
-    def _kept(self, session: DraftedSession) -> int:
+    def _kept(self, session: DraftSequence) -> int:
         return self._of((session.states_len or 0) - session.states_first)
 
     def _of(self, tokens: int) -> int:
@@ -97,7 +97,7 @@ class StateIntake:
         window = self._bounds.window
         return tokens if window is None else min(window, tokens)
 
-    def heard(self, session: DraftedSession) -> list[Send]:
+    def heard(self, session: DraftSequence) -> list[Send]:
         """Retries states that arrived before the verdict with their tokens."""
         waiting = self._early.pop(session.open.session, None)
         if not waiting:
@@ -107,7 +107,7 @@ class StateIntake:
             return self._give_up(session, why)
         return self._answer(session, is_gap=bool(gaps))
 
-    def _take(self, session: DraftedSession, states: States) -> bool:
+    def _take(self, session: DraftSequence, states: States) -> bool:
         """Keeps, queues or drops states; returns True if earlier states are missing and must be requested."""
         if states.format != self._layout or session.states_len is None or session.states_by is None:
             self._counts["states_unfit"] += 1
@@ -124,7 +124,7 @@ class StateIntake:
             self._keep(session, max(session.states_len, states.first), states)
         return False
 
-    def _answer(self, session: DraftedSession, is_gap: bool) -> list[Send]:
+    def _answer(self, session: DraftSequence, is_gap: bool) -> list[Send]:
         if is_gap:
             return [self._attach(session)]
         if not session.states_len:
@@ -138,7 +138,7 @@ class StateIntake:
         else:
             self._counts["states_early"] += 1
 
-    def _is_new_gap(self, session: DraftedSession, states_len: int) -> bool:
+    def _is_new_gap(self, session: DraftSequence, states_len: int) -> bool:
         """Returns True once for each length of the text.
 
         States that were under way when the missing ones were requested arrive after the same gap.
@@ -148,7 +148,7 @@ class StateIntake:
         self._asked[session.open.session] = missing
         return is_new
 
-    def _keep(self, session: DraftedSession, first: int, states: States) -> None:
+    def _keep(self, session: DraftSequence, first: int, states: States) -> None:
         """Passes on the rows from position `first`, which follows the states kept so far or begins them."""
         if first != session.states_len:
             session.states_first = first

@@ -54,7 +54,7 @@ Place = tuple[int, tuple[int, ...]]
 T = TypeVar("T")
 
 
-class OpenPlaces(Generic[T]):
+class PendingPositions(Generic[T]):
     """Predictions by session and place."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from cluster.drafting.requests import AheadRequest, News, Proposal
+from cluster.drafting.requests import AheadRequest, Proposal, SessionUpdates
 from protos.frozen import value
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
@@ -83,7 +83,7 @@ class ReadsStates(Protocol):
 class DraftingPass:
     """Changes for a method to apply, then its work: blocks that are wanted now, or else blocks ahead of verdicts."""
 
-    news: News
+    news: SessionUpdates
     requests: tuple[DraftRequest, ...] = ()
     ahead: tuple[AheadRequest, ...] = ()
 
@@ -97,7 +97,7 @@ class DraftingPass:
         return [request.session for request in self.requests or self.ahead]
 
 
-def tell(method: DraftingMethod, news: News) -> None:
+def tell(method: DraftingMethod, news: SessionUpdates) -> None:
     """Applies changes to a method's sessions, as required before it drafts."""
     if news.closed:
         method.close(news.closed)

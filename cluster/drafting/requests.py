@@ -91,7 +91,7 @@ def max_block_len(request: Open, length: int) -> int:
 
 
 @value
-class News:
+class SessionUpdates:
     """Changes to sessions since the previous pass, to be applied in this order: closed, opened, committed, states."""
 
     closed: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class News:
     states: tuple[tuple[str, int, bytes], ...] = ()  # session, and the target's hidden states from this position on
 
 
-class NewsCollector:
+class UpdateCollector:
     """Changes that no pass has taken yet."""
 
     def __init__(self) -> None:
@@ -136,11 +136,11 @@ class NewsCollector:
         self._states.pop(session, None)
         self._closed[session] = None
 
-    def take(self) -> News:
+    def take(self) -> SessionUpdates:
         """Returns all pending changes and clears them."""
         committed = tuple([(session, tuple(tokens)) for session, tokens in self._committed.items()])
         states = tuple([(session, first, b"".join(rows)) for session, (first, rows) in self._states.items()])
-        news = News(tuple(self._closed), tuple(self._opened.values()), committed, states)
+        news = SessionUpdates(tuple(self._closed), tuple(self._opened.values()), committed, states)
         self._closed.clear()
         self._opened.clear()
         self._committed.clear()

@@ -7,13 +7,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from cluster.autoscaling import DraftReport, Growth, share
+from cluster.autoscaling import CounterDeltas, DraftReport, share
 from cluster.costs import DraftCost
 from cluster.draft_quality import LoadCheck
-from cluster.drafting.draft_sequence import DraftedSession
+from cluster.drafting.draft_sequence import DraftSequence
 from cluster.drafting.method import DraftingPass
-from cluster.drafting.requests import AheadRequest, News, Proposal, max_block_len
-from cluster.drafting.session_table import DrafterLimits, FollowedSessions
+from cluster.drafting.requests import AheadRequest, Proposal, SessionUpdates, max_block_len
+from cluster.drafting.session_table import DrafterLimits, SessionTable
 from cluster.envelope import Send
 from cluster.trust import Refusals, not_permitted
 from protos.draft_tree import DraftTree
@@ -38,7 +38,7 @@ class DraftScheduler:
         self._draft_ahead = draft_ahead
         self._shapes = shapes  # shapes that the method can make
         self._known_targets = known_targets
-        self._sessions = FollowedSessions(limits, draft_ahead, self.counts, LoadCheck(published_acceptance))
+        self._sessions = SessionTable(limits, draft_ahead, self.counts, LoadCheck(published_acceptance))
 
     # ------------------------------------------------------------ messages from peers
 
@@ -78,7 +78,7 @@ class DraftScheduler:
         ahead = () if requests else self.ahead_requests(ahead_limit)
         collected = self._sessions.news
         is_news_due = requests or ahead or collected.has_closed or collected.has_states
-        news = collected.take() if is_news_due else News()
+        news = collected.take() if is_news_due else SessionUpdates()
         return DraftingPass(news, requests, ahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:
@@ -179,7 +179,7 @@ class DraftScheduler:
         """
         return self._known_targets is None or target in self._known_targets() or target in self.targets
 
-    def _request(self, session: DraftedSession) -> DraftRequest:
+    def _request(self, session: DraftSequence) -> DraftRequest:
         """Returns the target's request, bounded by the session's remaining length."""
         length = session.prefix.length
         return DraftRequest(
@@ -192,7 +192,7 @@ class DraftScheduler:
             shape=self._shape(session),
         )
 
-    def _ahead_request(self, session: DraftedSession, unverified: DraftTree) -> AheadRequest:
+    def _ahead_request(self, session: DraftSequence, unverified: DraftTree) -> AheadRequest:
         return AheadRequest(
             session=session.open.session,
             base_len=session.prefix.length,
@@ -205,10 +205,10 @@ class DraftScheduler:
             chances=session.chances,
         )
 
-    def _shape(self, session: DraftedSession) -> Shape:
+    def _shape(self, session: DraftSequence) -> Shape:
         return session.shape if session.shape in self._shapes else Shape.CHAIN
 
-    def _send_ahead(self, session: DraftedSession, proposal: Proposal) -> list[Send]:
+    def _send_ahead(self, session: DraftSequence, proposal: Proposal) -> list[Send]:
         """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile.
 
         Sends nothing if the same block was sent before.
@@ -227,7 +227,7 @@ class DraftScheduler:
             session.guesses[address] = proposal
         return [self._block(session, proposal)]
 
-    def _block(self, session: DraftedSession, proposal: Proposal) -> Send:
+    def _block(self, session: DraftSequence, proposal: Proposal) -> Send:
         self.counts["blocks"] += 1
         p = proposal
         block = Block(p.session, p.base_len, p.prefix_hash, p.tree)
@@ -241,7 +241,7 @@ def _not_known(request: Open) -> Refusal:
     return Refusal(request.session, request.attempt, RefusalReason.OVERLOADED, why)
 
 
-def _no_draft(session: DraftedSession, proposal: Proposal) -> list[Send]:
+def _no_draft(session: DraftSequence, proposal: Proposal) -> list[Send]:
     """Reports to the target that there is no block. Sends nothing for a draft ahead, which may be requested again."""
     if proposal.outcome:
         return []
@@ -253,7 +253,7 @@ class DraftReporter:
 
     def __init__(self, profile: DraftCost) -> None:
         self._profile = profile
-        self._growth = Growth()
+        self._growth = CounterDeltas()
         self._shared_s = 0.0
 
     def pass_made(self, sessions: int, tokens: int, seconds: float) -> None:

@@ -17,9 +17,9 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from cluster.draft_quality import LoadCheck
-from cluster.drafting.draft_sequence import DraftedSession
-from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds, StateIntake
-from cluster.drafting.requests import NewsCollector, Proposal
+from cluster.drafting.draft_sequence import DraftSequence
+from cluster.drafting.hidden_state_receiver import NO_BOUNDS, HiddenStateReceiver, StateBounds
+from cluster.drafting.requests import Proposal, UpdateCollector
 from cluster.envelope import Send, peer_of
 from cluster.speculation.estimators import blend
 from protos.frozen import value
@@ -111,19 +111,19 @@ class DrafterLimits:
     state_bounds: StateBounds = NO_BOUNDS
 
 
-class FollowedSessions:
+class SessionTable:
     """All sessions of one drafter; `counts` counts events."""
 
     def __init__(self, limits: DrafterLimits, draft_ahead: bool, counts: Counter[str], load_check: LoadCheck) -> None:
-        self.all: OrderedDict[str, DraftedSession] = OrderedDict()  # longest without a block first
-        self.news = NewsCollector()  # for the drafting method, with the next pass
+        self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # longest without a block first
+        self.news = UpdateCollector()  # for the drafting method, with the next pass
         self.ahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
         self.load_check = load_check
         self.is_leaving = False  # if True, new sessions are refused
         self._limits = limits
         self._draft_ahead = draft_ahead
         self._counts = counts
-        self._states = StateIntake(
+        self._states = HiddenStateReceiver(
             limits.states, limits.state_bounds, self.all, self.news, counts, self._attach, self._give_up
         )
         self._capacity = Capacity(limits.max_sessions)
@@ -197,7 +197,7 @@ class FollowedSessions:
             return []
         if known is not None:
             self.news.closed(request.session)  # the method's copy may be the one that is wrong
-        session = DraftedSession(request, router, Prefix(request.hash_key, request.tokens))
+        session = DraftSequence(request, router, Prefix(request.hash_key, request.tokens))
         self._states.opened(session)
         if request.target_address in self._resting:
             session.asked = 0  # until the target answers the Attach: reading a prompt takes long, and may be wasted
@@ -250,7 +250,7 @@ class FollowedSessions:
             sends += self.note_block(late=verdict.answer is DraftAnswer.MISSED)
         return sends
 
-    def _follow(self, session: DraftedSession, tokens: tuple[int, ...], now: float) -> None:
+    def _follow(self, session: DraftSequence, tokens: tuple[int, ...], now: float) -> None:
         """Applies a verdict's tokens; a block sent ahead may already be at the target."""
         self.ahead.discard(session.open.session)
         if session.step_began_s is not None:
@@ -297,12 +297,12 @@ class FollowedSessions:
 
     # ------------------------------------------------------------ results of passes
 
-    def verdict_due(self, session: DraftedSession) -> float:
+    def verdict_due(self, session: DraftSequence) -> float:
         """Returns the earliest likely time of the pending verdict; infinity while nothing is known."""
         least_s = self._step_interval(session.target).least_s
         return math.inf if least_s is None or session.step_began_s is None else session.step_began_s + least_s
 
-    def hit(self, session: DraftedSession, proposal: Proposal) -> None:
+    def hit(self, session: DraftSequence, proposal: Proposal) -> None:
         """Records that a block drafted ahead is the one wanted now."""
         self._counts["guess_hit"] += 1
         self.all.move_to_end(proposal.session)
@@ -321,7 +321,7 @@ class FollowedSessions:
 
     # ------------------------------------------------------------ helpers
 
-    def _session_at(self, target: str, message: Verdict | DraftRequest) -> DraftedSession | None:
+    def _session_at(self, target: str, message: Verdict | DraftRequest) -> DraftSequence | None:
         """Returns the session that a target's message refers to.
 
         None if the session is unknown, has another target, or the message is from an earlier attempt.
@@ -334,7 +334,7 @@ class FollowedSessions:
     def _step_interval(self, target: str) -> StepIntervalEstimate:
         return self._step_intervals.get(target) or StepIntervalEstimate()
 
-    def _attach(self, session: DraftedSession) -> Send:
+    def _attach(self, session: DraftSequence) -> Send:
         return session.target, session.begin_anew()
 
     def _refuse(self, request: Open) -> Refusal | None:
@@ -357,7 +357,7 @@ class FollowedSessions:
             reason = RefusalReason.OVERLOADED
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
-    def _give_up(self, session: DraftedSession, why: str) -> list[Send]:
+    def _give_up(self, session: DraftSequence, why: str) -> list[Send]:
         """Refuses a session that another drafter may have capacity for."""
         self._counts["given_up"] += 1
         name = session.open.session
@@ -372,9 +372,9 @@ class FollowedSessions:
         self._states.forget(name)
 
 
-def _detach(session: DraftedSession) -> Send:
+def _detach(session: DraftSequence) -> Send:
     return session.target, Detach(session.open.session)
 
 
-def _resync(session: DraftedSession) -> Send:
+def _resync(session: DraftSequence) -> Send:
     return session.router, Resync(session.open.session, session.prefix.length, session.prefix.hash)

@@ -96,7 +96,7 @@ TokenPath = tuple[int, ...]
 
 
 @value
-class Limb:
+class Branch:
     """A branch of a growing tree: the tokens after the path `stem`, which has the probability `chance`.
 
     Each of `tokens` was chosen from the entry of `choices` at its place.
@@ -108,7 +108,7 @@ class Limb:
     choices: Sequence[Choices]
 
 
-def likeliest_tree(limbs: Iterable[Limb], most: int, least_chance: float) -> DraftTree:
+def likeliest_tree(limbs: Iterable[Branch], most: int, least_chance: float) -> DraftTree:
     """Returns a tree of at most `most` nodes, likeliest first; the first is kept even if it is below `least_chance`."""
     return tree_of(likeliest_paths(limbs, most, least_chance))
 
@@ -119,7 +119,7 @@ def tree_of(paths: Sequence[tuple[TokenPath, float]]) -> DraftTree:
     return DraftTree(tuple([path[-1] for path, _ in paths]), tuple([places[path[:-1]] for path, _ in paths]))
 
 
-def likeliest_paths(limbs: Iterable[Limb], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
+def likeliest_paths(limbs: Iterable[Branch], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
     """Returns at most `most` paths with their probabilities, in falling order."""
     chances: dict[TokenPath, float] = {}
     for limb in limbs:
@@ -162,7 +162,7 @@ def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: 
     return found
 
 
-def grow_limbs(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[Limb]:
+def grow_limbs(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[Branch]:
     """Returns the result of `grown_paths` as limbs, each with the possible tokens after one path.
 
     The first limb is there however unlikely its tokens are.
@@ -175,11 +175,11 @@ def grow_limbs(after: Callable[[TokenPath], Choices], most: int, least_chance: f
 
     chances = {(): 1.0, **dict(grown_paths(noted, most, least_chance))}
     return [
-        Limb(path, chances[path], tuple(there.tokens[:1]), (there,)) for path, there in known.items() if there.tokens
+        Branch(path, chances[path], tuple(there.tokens[:1]), (there,)) for path, there in known.items() if there.tokens
     ]
 
 
-def limbs_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Limb]:
+def limbs_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Branch]:
     """Returns the limbs of a block in which the choices at a position do not depend on the tokens before it."""
     return grow_limbs(lambda path: choices[len(path)] if len(path) < len(choices) else NOTHING, most, least_chance)
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.routing.ledger import Session
-from cluster.speculation.circuit_breaker import Breakers
+from cluster.speculation.circuit_breaker import CircuitBreakers
 from protos.messages import Collapse, DraftAnswer, Verdict
 
 log = logging.getLogger(__name__)
 
 
-class Remedy(Enum):
+class RecoveryStep(Enum):
     """Steps, in order; the last one concerns not a session but its drafter."""
 
     RESYNCED = "resynced"
@@ -30,9 +30,9 @@ class Remedy(Enum):
 
 
 MEANING = {
-    Remedy.RESYNCED: "it begins the session anew",
-    Remedy.REPLACED: "another drafter takes the session",
-    Remedy.PLAIN: "the session goes on plainly",
+    RecoveryStep.RESYNCED: "it begins the session anew",
+    RecoveryStep.REPLACED: "another drafter takes the session",
+    RecoveryStep.PLAIN: "the session goes on plainly",
 }
 
 
@@ -45,20 +45,20 @@ class Complaint:
     collapse: Collapse
 
 
-def next_remedy(collapse: Collapse, was_replaced: bool, has_other: bool) -> Remedy:
+def next_remedy(collapse: Collapse, was_replaced: bool, has_other: bool) -> RecoveryStep:
     """Returns the next step for a session; `has_other`: another drafter accepts sessions."""
     if not collapse.is_resynced:
-        return Remedy.RESYNCED
-    return Remedy.REPLACED if has_other and not was_replaced else Remedy.PLAIN
+        return RecoveryStep.RESYNCED
+    return RecoveryStep.REPLACED if has_other and not was_replaced else RecoveryStep.PLAIN
 
 
-class Remedies:
+class RecoveryLog:
     """Counts and logs every step, by drafter address."""
 
     def __init__(self) -> None:
-        self.counts: Counter[tuple[str, Remedy]] = Counter()
+        self.counts: Counter[tuple[str, RecoveryStep]] = Counter()
 
-    def taken(self, complaint: Complaint, remedy: Remedy) -> None:
+    def taken(self, complaint: Complaint, remedy: RecoveryStep) -> None:
         """Records a step for one session."""
         self.counts[complaint.drafter, remedy] += 1
         collapse = complaint.collapse
@@ -73,7 +73,7 @@ class Remedies:
 
     def given_up(self, drafter: str) -> None:
         """Records that a drafter is given up because its blocks became bad in several sessions."""
-        self.counts[drafter, Remedy.GIVEN_UP] += 1
+        self.counts[drafter, RecoveryStep.GIVEN_UP] += 1
         log.warning("drafter %s has become bad in one session after the other; it gets no more for a while", drafter)
 
 
@@ -83,7 +83,7 @@ WELL = 8  # draft tokens accepted in a session that count as good drafting
 class DrafterWatch:
     """Watches all drafters of a router. Recording a verdict is cheap, because it is on the path of every round."""
 
-    def __init__(self, breakers: Breakers) -> None:
+    def __init__(self, breakers: CircuitBreakers) -> None:
         self.given_up: Counter[str] = Counter()  # times that a drafter was silent too long
         self._breakers = breakers
         self._answered: dict[str, Session] = {}  # sessions whose drafters were asked for blocks since the last tick

@@ -64,7 +64,7 @@ class Generation:
     scoring: Scoring = NO_SCORING
     priority: int = 0
     cache_salt: str = ""
-    wants_rejected: bool = False  # whether `Emit` contains rejected draft tokens
+    wants_rejected: bool = False  # whether `CommittedTokens` contains rejected draft tokens
 
 
 @value
@@ -84,7 +84,7 @@ class ToDrafter:
 
 
 @value
-class Emit:
+class CommittedTokens:
     """Newly committed tokens for the client; the first `accepted` of them were drafted."""
 
     tokens: tuple[int, ...]
@@ -110,7 +110,7 @@ class Failed:
     error: SlipstreamError
 
 
-Event = Emit | Ended | Failed
+Event = CommittedTokens | Ended | Failed
 """Events for the client's stream of the session."""
 
 Command = ToTarget | ToDrafter | Event
@@ -243,7 +243,7 @@ class Session:
             self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
         cached = min(verdict.prefix_cached, prompt_len) if is_first else 0
         commands: list[Command] = [
-            Emit(
+            CommittedTokens(
                 verdict.tokens,
                 verdict.accepted,
                 verdict.drafted,

@@ -29,10 +29,10 @@ from typing import Generic, TypeVar
 from cluster.envelope import Send
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.page_allocator import page_hash
-from cluster.routing.drafter_health import Complaint, DrafterWatch, Remedies, Remedy, next_remedy
+from cluster.routing.drafter_health import Complaint, DrafterWatch, RecoveryLog, RecoveryStep, next_remedy
 from cluster.routing.ledger import Command, Ended, Event, Phase, Session, ToDrafter, ToTarget
 from cluster.routing.membership import Endpoint
-from cluster.speculation.circuit_breaker import Breakers
+from cluster.speculation.circuit_breaker import CircuitBreakers
 from protos.messages import Leaving, LiveSession, Message, Refusal, RefusalReason, Verdict
 
 MOST_PAGES = 4096  # pages of a text that are hashed; its beginning is enough to place it
@@ -62,7 +62,7 @@ def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b
     return keys
 
 
-class PrefixHomes:
+class PrefixAffinity:
     """The record of one router."""
 
     def __init__(self, key: bytes, options: PrefixOptions) -> None:
@@ -233,7 +233,7 @@ SAME_NODE = 4.0  # extra sessions for which a drafter on the target's node is st
 SAME_ZONE = 2.0
 
 
-class Nearness:
+class Locality:
     """Nearness of the current drafters to the current targets."""
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ class TargetChoice:
     def __init__(self, targets: Peers, options: PrefixOptions) -> None:
         self.routed: Counter[str] = Counter()  # by reason: `prefix` if the target has part of the text, else `load`
         self._targets = targets
-        self._homes = PrefixHomes(secrets.token_bytes(KEY_BYTES), options)
+        self._homes = PrefixAffinity(secrets.token_bytes(KEY_BYTES), options)
         self._prompts: dict[str, Sequence[bytes]] = {}  # page keys, by session
         self._full_until: dict[str, float] = {}  # by address, for targets that reported that they are full
 
@@ -349,7 +349,7 @@ class Assignment:
 F = TypeVar("F", bound=Assignment)
 
 
-class Assignments(Generic[F]):
+class SessionRouter(Generic[F]):
     """Gives every session a target and a drafter, and replacements when they fail.
 
     Calls `tell` with events for clients. The caller keeps `targets` and `drafters` current: the replicas that may be
@@ -361,8 +361,8 @@ class Assignments(Generic[F]):
     ) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
-        self.remedies = Remedies()  # against drafters whose blocks became bad
-        self.nearness = Nearness()
+        self.remedies = RecoveryLog()  # against drafters whose blocks became bad
+        self.nearness = Locality()
         self._choice = TargetChoice(self.targets, prefixes)
         self.routed = self._choice.routed  # sessions by the reason for their target
         self.handovers: Counter[tuple[str, str]] = Counter()  # of sessions, by the pool that they left and the reason
@@ -370,7 +370,7 @@ class Assignments(Generic[F]):
         self._tell = tell
         self._assignments: dict[str, F] = {}  # by session
         self._waiting: dict[str, F] = {}  # those that may lack a target or a drafter
-        self.breakers = Breakers()  # one for each drafter
+        self.breakers = CircuitBreakers()  # one for each drafter
         self._watch = DrafterWatch(self.breakers)
         self.given_up = self._watch.given_up  # times that a drafter was silent too long
 
@@ -573,10 +573,10 @@ class Assignments(Generic[F]):
         other = self._choose_drafter(assignment.session, now, avoid=left)
         remedy = next_remedy(complaint.collapse, assignment.was_replaced, other is not None)
         self.remedies.taken(complaint, remedy)
-        if remedy is Remedy.RESYNCED:
+        if remedy is RecoveryStep.RESYNCED:
             return []  # the target has sent the drafter a Resync
         assignment.was_replaced = True
-        assignment.session.drafts = remedy is not Remedy.PLAIN
+        assignment.session.drafts = remedy is not RecoveryStep.PLAIN
         sends = self._carry_out(assignment, assignment.session.leave_drafter())
         if other is not None and assignment.session.wants_drafter:
             sends += self._assign_drafter(assignment, other, now)

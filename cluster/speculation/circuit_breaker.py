@@ -19,7 +19,7 @@ SILENT_S = 2.0  # silence after which a drafter that drafted for the session bef
 FIRST_BLOCK_S = 10.0  # the same for one that has yet to read the session's prompt
 
 
-class Breaker:
+class CircuitBreaker:
     """A router's circuit breaker for one drafter.
 
     While closed, the drafter is used. It opens when blocks are missed for too long, when the drafter reports overload,
@@ -131,12 +131,12 @@ class SilentDrafters:
         return rest == 0 and (steps + 1).bit_count() == 1 and self.is_silent(drafter)
 
 
-class Breakers:
+class CircuitBreakers:
     """A router's breakers, by drafter address."""
 
     def __init__(self) -> None:
         self.opened: Counter[tuple[str, str]] = Counter()  # by address and cause
-        self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
+        self._breakers: defaultdict[str, CircuitBreaker] = defaultdict(CircuitBreaker)
 
     def takes(self, address: str, now: float) -> bool:
         """Returns True if a session may be given to the drafter."""

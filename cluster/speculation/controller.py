@@ -49,7 +49,7 @@ class Awaited:
     in_s: float  # from the earliest start of the step to the expected arrival of the block
 
 
-class Pacing(Protocol):
+class PacingPolicy(Protocol):
     """Interface of pacing policies, which decide for the target's leader at every step."""
 
     def decide(
@@ -150,7 +150,7 @@ class Adaptive:
 
 
 @dataclass(frozen=True, slots=True)
-class LockStep:
+class ReferenceLoop:
     """The executable specification: draft for all sessions, verify all, commit, with one fixed draft length.
 
     `patience` bounds the wait for a lost drafter, in seconds.
@@ -233,7 +233,7 @@ class _AtLoad:
         self.looks += 1
 
 
-class SpeculationGate:
+class KillSwitch:
     """Gates speculation by load: the number of concurrent sessions, in octaves.
 
     Trials of single sessions share one budget.
@@ -308,17 +308,17 @@ class StepShape:
     is_open_to_drafts: bool = False  # True if the request of any of its sessions allows drafts
 
 
-class Pacer:
+class SpeculationController:
     """Learns from steps, blocks and answers; decides the request to each session's drafter."""
 
-    def __init__(self, policy: Pacing, profile: ForwardCost | None) -> None:
+    def __init__(self, policy: PacingPolicy, profile: ForwardCost | None) -> None:
         self.load = Load(StepCost.profiled(profile))
         self.acceptance = AcceptanceCounts()  # all blocks since startup
         self.chosen: Counter[int] = Counter()  # number of requests by draft length
         self.blocks_timed = 0  # blocks that arrived after they were requested
         self.block_delay_s = 0.0  # sum of their delays
         self._policy = policy
-        self._gate = SpeculationGate()
+        self._gate = KillSwitch()
         self._chances = Chances()  # over all sessions' blocks
         # seconds over tokens, by octave of the number of sessions, which are drafted for together
         self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)

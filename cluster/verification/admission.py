@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from cluster.envelope import Send
 from cluster.page_allocator import PageCopy, SessionMemory
-from cluster.verification.sequence import TargetSession
+from cluster.verification.sequence import TargetSequence
 from protos.messages import Leaving, Open, Refusal, RefusalReason
 
 LEAVES = "this target replica is stopping"
@@ -19,8 +19,8 @@ class Admission:
     """All sessions of a replica; collects what the engine has to open and close in the next step."""
 
     def __init__(self, limit: int, pages: SessionMemory) -> None:
-        self.running: dict[str, TargetSession] = {}  # in the cache, oldest first
-        self.waiting: dict[str, TargetSession] = {}  # opened, not admitted yet, in order of arrival
+        self.running: dict[str, TargetSequence] = {}  # in the cache, oldest first
+        self.waiting: dict[str, TargetSequence] = {}  # opened, not admitted yet, in order of arrival
         self.order: OrderedDict[str, None] = OrderedDict()  # admitted sessions, longest unserved first
         self.pages = pages
         self.preempted = 0  # times that a session lost its pages to an older one
@@ -32,10 +32,10 @@ class Admission:
 
     # ------------------------------------------------------------ lookup
 
-    def __iter__(self) -> Iterator[TargetSession]:
+    def __iter__(self) -> Iterator[TargetSequence]:
         return iter([*self.running.values(), *self.waiting.values()])
 
-    def find(self, name: str) -> TargetSession | None:
+    def find(self, name: str) -> TargetSequence | None:
         return self.running.get(name) or self.waiting.get(name)
 
     def router_of(self, name: str) -> str | None:
@@ -54,7 +54,7 @@ class Admission:
 
     # ------------------------------------------------------------ opening and closing
 
-    def admit(self) -> Iterator[TargetSession]:
+    def admit(self) -> Iterator[TargetSequence]:
         """Admits queued sessions to the cache while they fit, and yields each.
 
         Lower priority numbers come first, then earlier arrivals.
@@ -79,7 +79,7 @@ class Admission:
                 self._opens.append(session.open)
             yield session
 
-    def _count_prefix(self, session: TargetSession) -> None:
+    def _count_prefix(self, session: TargetSequence) -> None:
         if not session.open.audit:
             self.prefix_tokens += session.prefix.length
             self.prefix_hits += session.cached_len
@@ -105,7 +105,7 @@ class Admission:
 
     # ------------------------------------------------------------ pages
 
-    def reserve(self, session: TargetSession, start: int, end: int, in_step: set[str]) -> list[PageCopy] | None:
+    def reserve(self, session: TargetSequence, start: int, end: int, in_step: set[str]) -> list[PageCopy] | None:
         """Reserves pages for positions `start` to `end`; preempts younger sessions if there are too few.
 
         Returns None if the session is the youngest itself, or if all younger ones are in the step already (`in_step`).
@@ -173,7 +173,7 @@ class Departure:
         """
         return [(router, _left(request)), (router, Leaving())] if self.is_under_way else []
 
-    def _give_back(self, sessions: list[TargetSession]) -> list[Send]:
+    def _give_back(self, sessions: list[TargetSequence]) -> list[Send]:
         for session in sessions:
             self._forget(session.open.session)
         return [(session.router, _left(session.open)) for session in sessions]

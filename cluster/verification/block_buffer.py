@@ -171,7 +171,7 @@ class Waiting:
     bytes: int = 0  # size of the blocks
 
 
-class EarlyMessages:
+class OrphanBuffer:
     """All messages that wait for an Open; those that do not fit or that expire are counted."""
 
     def __init__(self, limits: BufferLimits, counts: BlockCounts) -> None:

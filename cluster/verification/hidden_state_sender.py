@@ -2,7 +2,7 @@
 
 Pages serve as the queue. States are read from them only when a drafter's window has capacity, so nothing waits in
 memory, and unsent states stay in the pages. If pages keep no states, the states of a step are sent before the next
-step, and `FreshStates` recomputes what is missing after that. Pure; the engine reads.
+step, and `StateRecompute` recomputes what is missing after that. Pure; the engine reads.
 
 Hidden states without pages that keep them: those of the latest step are readable, earlier ones are recomputed.
 
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from cluster.envelope import Send, peer_of, states_stream
 from cluster.verification.admission import Admission
-from cluster.verification.sequence import StateFeed, TargetSession
+from cluster.verification.sequence import StateFeed, TargetSequence
 from cluster.verification.step import Outcome, Row, StateRead, places_of
 from protos.messages import Attach, DraftRequest, States, StatesAck, StatesFormat, Verdict
 
 MOST_TRIES = 2
 
 
-class FreshStates:
+class StateRecompute:
     """Tracks readable states of all sessions of a target.
 
     The engine holds the rows of one step until it makes the next.
@@ -38,7 +38,7 @@ class FreshStates:
         self._page_size = page_size
         self._reads: dict[str, StateRead] = {}  # readable states of the latest step, by session
 
-    def step_made(self, rows: Sequence[tuple[TargetSession, Row]], decided: Mapping[str, Outcome]) -> None:
+    def step_made(self, rows: Sequence[tuple[TargetSequence, Row]], decided: Mapping[str, Outcome]) -> None:
         """Replaces the readable states by those of this step."""
         self._reads = {}
         for session, row in rows:
@@ -60,7 +60,7 @@ class FreshStates:
         read = self._reads[session]
         return read.places[first - read.first : end - read.first]
 
-    def begin(self, session: TargetSession, feed: StateFeed) -> None:
+    def begin(self, session: TargetSequence, feed: StateFeed) -> None:
         """Moves the beginning of a feed to the first readable state, or as late as its drafter accepts.
 
         Does nothing if the drafter needs no later beginning or all that it lacks is readable.
@@ -68,7 +68,7 @@ class FreshStates:
         if feed.begin_by > feed.sent and not self._are_there(session, feed.sent):
             feed.begin(max(feed.sent, min(feed.begin_by, self._first_there(session))))
 
-    def rewind(self, sessions: Iterable[TargetSession]) -> None:
+    def rewind(self, sessions: Iterable[TargetSequence]) -> None:
         """Rolls back sessions whose drafters lack states that are not readable. Call it before a step is planned."""
         for session in sessions:
             feed = session.live_feed
@@ -81,16 +81,16 @@ class FreshStates:
             if not self._are_there(session, feed.sent):
                 self._roll_back(session, feed)
 
-    def _are_there(self, session: TargetSession, first: int) -> bool:
+    def _are_there(self, session: TargetSequence, first: int) -> bool:
         """Returns True if the states of all cached tokens from a position on can be read."""
         return self.end(session.open.session, first) >= session.cached_len
 
-    def _first_there(self, session: TargetSession) -> int:
+    def _first_there(self, session: TargetSequence) -> int:
         """Returns the first position from which the states of all cached tokens can be read."""
         read = self._reads.get(session.open.session)
         return session.cached_len if read is None or read.end < session.cached_len else read.first
 
-    def _roll_back(self, session: TargetSession, feed: StateFeed) -> None:
+    def _roll_back(self, session: TargetSequence, feed: StateFeed) -> None:
         if feed.tries >= MOST_TRIES:
             session.feed = None
             self.lost += 1
@@ -108,7 +108,7 @@ UNKEPT_WINDOW_BYTES = 64 << 20  # the same if no page keeps what cannot be sent 
 class _Lack:
     """States that a session's drafter lacks and that can be read now."""
 
-    session: TargetSession
+    session: TargetSequence
     feed: StateFeed
     end: int
 
@@ -117,7 +117,7 @@ class _Lack:
         return self.end - self.feed.sent
 
 
-class StateFeeds:
+class HiddenStateSender:
     """Feeds of all sessions of a target; with no format, no drafter reads states and nothing is sent.
 
     `is_kept`: pages beside the cache keep the states.
@@ -125,7 +125,7 @@ class StateFeeds:
 
     def __init__(self, layout: StatesFormat | None, admission: Admission, is_kept: bool = True) -> None:
         self.rows: Counter[str] = Counter()  # rows sent, with verdicts or apart
-        self.fresh = None if is_kept else FreshStates(admission.pages.page_size)
+        self.fresh = None if is_kept else StateRecompute(admission.pages.page_size)
         self._layout = layout
         self._admission = admission
         self._pages = admission.pages
@@ -146,7 +146,7 @@ class StateFeeds:
         if self.fresh is not None:
             self.fresh.rewind(self._admission.running.values())
 
-    def step_made(self, rows: Sequence[tuple[TargetSession, Row]], decided: Mapping[str, Outcome]) -> None:
+    def step_made(self, rows: Sequence[tuple[TargetSequence, Row]], decided: Mapping[str, Outcome]) -> None:
         """Makes the step's states readable for the sessions that are still open."""
         if self.fresh is not None and rows:
             running = self._admission.running
@@ -154,7 +154,7 @@ class StateFeeds:
 
     # ------------------------------------------------------------ messages from drafters
 
-    def attached(self, session: TargetSession, drafter: str, attach: Attach) -> None:
+    def attached(self, session: TargetSequence, drafter: str, attach: Attach) -> None:
         """Starts a feed of everything that the attaching drafter does not report to have."""
         first = attach.states_from
         if first is None or self._layout is None:
@@ -174,7 +174,7 @@ class StateFeeds:
 
     # ------------------------------------------------------------ with verdicts
 
-    def to_ride(self, session: TargetSession, row: Row) -> tuple[int, ...]:
+    def to_ride(self, session: TargetSequence, row: Row) -> tuple[int, ...]:
         """Returns the places of the states that are to come back with the row's outcome, if they are few enough."""
         feed = session.live_feed
         if self._layout is None or feed is None or session.paused or not row.decide:
@@ -185,7 +185,7 @@ class StateFeeds:
         return self._places(session, feed.sent, row.start + len(row.tokens))
 
     def with_states(
-        self, session: TargetSession, row: Row, outcome: Outcome, news: list[Verdict | DraftRequest]
+        self, session: TargetSequence, row: Row, outcome: Outcome, news: list[Verdict | DraftRequest]
     ) -> list[Verdict | States | DraftRequest]:
         """Inserts the states that go with a verdict between the verdict and the next request.
 
@@ -195,7 +195,7 @@ class StateFeeds:
             return [*news]
         return [news[0], *self._riding(session, row, outcome), *news[1:]]
 
-    def _riding(self, session: TargetSession, row: Row, outcome: Outcome) -> list[States]:
+    def _riding(self, session: TargetSequence, row: Row, outcome: Outcome) -> list[States]:
         """Returns the states to send with a verdict.
 
         Returns none while earlier ones are under way on the states stream, which these would overtake, or if the
@@ -254,7 +254,7 @@ class StateFeeds:
             if end > feed.sent:
                 yield _Lack(session, feed, end)
 
-    def _readable_to(self, session: TargetSession, feed: StateFeed) -> int:
+    def _readable_to(self, session: TargetSequence, feed: StateFeed) -> int:
         if self.fresh is not None:
             return self.fresh.end(session.open.session, feed.sent)
         end = self._pages.held(session.open.session, session.cached_len)
@@ -268,10 +268,10 @@ class StateFeeds:
                 found[feed.drafter] += feed.sent - feed.acked
         return found
 
-    def _places(self, session: TargetSession, first: int, end: int) -> tuple[int, ...]:
+    def _places(self, session: TargetSequence, first: int, end: int) -> tuple[int, ...]:
         return tuple(places_of(range(first, end), self._pages.table(session.open.session), self._pages.page_size))
 
-    def _messages(self, session: TargetSession, first: int, rows: bytes) -> Iterator[States]:
+    def _messages(self, session: TargetSequence, first: int, rows: bytes) -> Iterator[States]:
         layout = self._layout
         assert layout is not None, "states come from an engine that captures them"
         size = layout.row_bytes * layout.rows_in_message

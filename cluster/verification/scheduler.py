@@ -25,20 +25,20 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.autoscaling import Growth, TargetReport, share
+from cluster.autoscaling import CounterDeltas, TargetReport, share
 from cluster.costs import ForwardCost
-from cluster.draft_quality import AcceptanceTally, Suspects, kind_of
+from cluster.draft_quality import AcceptanceStats, Suspects, kind_of
 from cluster.drafting.requests import max_block_len
 from cluster.envelope import Send, peer_of
-from cluster.page_allocator import OwnPages, PageCopy, PlaceMove, SessionMemory
+from cluster.page_allocator import OwnPages, PageCopy, SessionMemory, SlotMove
 from cluster.speculation.circuit_breaker import SilentDrafters
-from cluster.speculation.controller import Adaptive, Awaited, Pacer, Pacing, StepShape
+from cluster.speculation.controller import Adaptive, Awaited, PacingPolicy, SpeculationController, StepShape
 from cluster.speculation.estimators import AcceptanceCounts, Load, StepCost
 from cluster.trust import Refusals, not_permitted
 from cluster.verification.admission import Admission, Departure
-from cluster.verification.block_buffer import BlockBuffer, BlockCounts, BufferLimits, EarlyMessages
-from cluster.verification.hidden_state_sender import StateFeeds
-from cluster.verification.sequence import Decision, TargetSession
+from cluster.verification.block_buffer import BlockBuffer, BlockCounts, BufferLimits, OrphanBuffer
+from cluster.verification.hidden_state_sender import HiddenStateSender
+from cluster.verification.sequence import Decision, TargetSequence
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import (
     Acceptance,
@@ -63,21 +63,21 @@ from protos.messages import (
 from protos.prefix import Prefix
 
 
-class StepTiming:
+class StepDeadline:
     """Computes due times. Blocks of silent drafters are not waited for, except as a probe."""
 
-    def __init__(self, pacing: Pacing, silent: SilentDrafters) -> None:
+    def __init__(self, pacing: PacingPolicy, silent: SilentDrafters) -> None:
         self._pacing = pacing
         self._silent = silent
 
-    def dues(self, sessions: Mapping[str, TargetSession], load: Load) -> tuple[dict[str, float], float]:
+    def dues(self, sessions: Mapping[str, TargetSequence], load: Load) -> tuple[dict[str, float], float]:
         """Returns when each session goes into a step, and when the next step begins if no further block arrives.
 
         A session is due at once, unless it should skip steps until its block arrives. The step is held for awaited
         blocks. Without sessions it never begins (infinity).
         """
         dues: dict[str, float] = {}
-        awaited: list[TargetSession] = []
+        awaited: list[TargetSequence] = []
         for name, session in sessions.items():
             drafter = session.awaited_drafter
             if drafter is None:
@@ -99,7 +99,7 @@ class StepTiming:
         ]
         return dues, first + self._pacing.hold_for_s(blocks, load)
 
-    def _probe_s(self, session: TargetSession, drafter: str, load: Load) -> float:
+    def _probe_s(self, session: TargetSequence, drafter: str, load: Load) -> float:
         """Returns how long the session skips steps for the block of a silent drafter."""
         is_probed = session.drafting.hold_step and self._silent.is_probed(drafter)
         return load.step.plain_s(load.sessions) if is_probed else 0.0
@@ -147,19 +147,19 @@ class VerificationLimits:
         return None
 
 
-class AcceptanceSentinel:
+class DraftQualityMonitor:
     """Monitors the drafters of one target replica."""
 
     def __init__(self) -> None:
-        self.tally = AcceptanceTally()
+        self.tally = AcceptanceStats()
         self.desyncs = 0  # Resyncs sent to drafters because their blocks became bad
         self._suspects = Suspects()
 
-    def attached(self, session: TargetSession, drafter: str) -> None:
+    def attached(self, session: TargetSequence, drafter: str) -> None:
         """Records that a drafter begins to draft for the session, for the first time or again."""
         session.watch = session.watch.attached(self._suspects.usual(peer_of(drafter)))
 
-    def block_verified(self, session: TargetSession, length: int, asked: int, accepted: int) -> Collapse | None:
+    def block_verified(self, session: TargetSequence, length: int, asked: int, accepted: int) -> Collapse | None:
         """Records a block of up to `asked` tokens after `length` tokens; returns the collapse to report, or None."""
         if session.drafter is None:
             return None  # the drafter has left
@@ -196,15 +196,15 @@ class TargetActivity:
 class TargetReporter:
     """Reports on one replica's sessions. Audits are left out of autoscaling reports, as no reason for more replicas."""
 
-    def __init__(self, limits: VerificationLimits, admission: Admission, pacer: Pacer) -> None:
+    def __init__(self, limits: VerificationLimits, admission: Admission, pacer: SpeculationController) -> None:
         self._limits = limits
         self._admission = admission
         self._pacer = pacer
-        self._growth = Growth()
+        self._growth = CounterDeltas()
         self._first_tokens = 0  # sessions that have had their first token
         self._first_token_s = 0.0  # sum of the times that they waited for it
 
-    def deciding(self, session: TargetSession, now: float) -> None:
+    def deciding(self, session: TargetSequence, now: float) -> None:
         """Records that tokens are decided for a session, to measure the time to its first token since it was opened
         here."""
         if not session.decided_at and not session.open.audit:
@@ -254,7 +254,7 @@ class TargetReporter:
             prefix_hits=self._admission.prefix_hits,
         )
 
-    def _backlog_s(self, unread: list[TargetSession]) -> float:
+    def _backlog_s(self, unread: list[TargetSequence]) -> float:
         """Returns the seconds that full steps would take to feed the prompts of these sessions."""
         tokens = sum(session.prefix.length - session.cached_len for session in unread)
         step_tokens = self._limits.max_step_tokens
@@ -268,10 +268,10 @@ class Intake:
         self,
         limits: VerificationLimits,
         admission: Admission,
-        pacer: Pacer,
+        pacer: SpeculationController,
         silent: SilentDrafters,
         counts: BlockCounts,
-        sentinel: AcceptanceSentinel,
+        sentinel: DraftQualityMonitor,
         refusals: Refusals,
     ) -> None:
         self._limits = limits
@@ -281,9 +281,9 @@ class Intake:
         self._counts = counts
         self._sentinel = sentinel
         self._refusals = refusals
-        self.feeds = StateFeeds(limits.states, admission, limits.keeps_states)
+        self.feeds = HiddenStateSender(limits.states, admission, limits.keeps_states)
         self.departure = Departure(admission, self.forget)
-        self._early = EarlyMessages(limits.buffer, counts)
+        self._early = OrphanBuffer(limits.buffer, counts)
         self.unasked = 0  # blocks for sessions that are not open, or assigned to another drafter
 
     # ------------------------------------------------------------ messages from peers
@@ -358,7 +358,7 @@ class Intake:
         buffer = BlockBuffer(self._limits.buffer.blocks, self._counts)
         prefix = Prefix(request.hash_key, request.tokens)
         shape = self._block_shape(request)
-        session = TargetSession(request, router, prefix, buffer, shape, opened_s=now, waiting_since=now)
+        session = TargetSequence(request, router, prefix, buffer, shape, opened_s=now, waiting_since=now)
         if known is not None:
             session.replaced = known.drafters_so_far
         self._admission.waiting[name] = session
@@ -469,7 +469,7 @@ class Intake:
             session.waiting_since = now
             self.ask(session)
 
-    def ask(self, session: TargetSession) -> None:
+    def ask(self, session: TargetSequence) -> None:
         """Decides the draft length of the drafter's next request."""
         limit = session.open.max_draft_tokens
         if limit > 0:
@@ -507,7 +507,7 @@ class Intake:
             why = f"{len(self._admission.waiting)} sessions are queued already"
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
-    def _note_answer(self, session: TargetSession, answer: Block | NoDraft, tokens: int, now: float) -> None:
+    def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
         """Records an answer's delay, unless the block was drafted ahead or is the first, which includes reading the
         prompt."""
         session.has_answered = True
@@ -538,19 +538,19 @@ class VerificationScheduler:
     def __init__(
         self,
         limits: VerificationLimits,
-        pacing: Pacing | None = None,
+        pacing: PacingPolicy | None = None,
         step_cost: ForwardCost | None = None,
         memory: SessionMemory | None = None,
     ) -> None:
         self._limits = limits
         policy = pacing or Adaptive()
-        self._pacer = Pacer(policy, step_cost)
+        self._pacer = SpeculationController(policy, step_cost)
         self._silent = SilentDrafters()
-        self._timing = StepTiming(policy, self._silent)
+        self._timing = StepDeadline(policy, self._silent)
         self._pages = memory or OwnPages(limits.pages, limits.page_size, secrets.token_bytes(16))
         self._admission = Admission(limits.max_sessions, self._pages)
         self._counts = BlockCounts()
-        self.sentinel = AcceptanceSentinel()
+        self.sentinel = DraftQualityMonitor()
         self.refusals = Refusals(log)
         self._intake = Intake(
             limits, self._admission, self._pacer, self._silent, self._counts, self.sentinel, self.refusals
@@ -559,8 +559,8 @@ class VerificationScheduler:
         self.feeds = self._intake.feeds
         self.departure = self._intake.departure
         self.router_of = self._admission.router_of
-        self._in_step: list[tuple[TargetSession, Row]] = []
-        self._moves: list[PlaceMove] = []  # for the latest step's accepted nodes; made before other cache changes
+        self._in_step: list[tuple[TargetSequence, Row]] = []
+        self._moves: list[SlotMove] = []  # for the latest step's accepted nodes; made before other cache changes
         self._step_shape = StepShape(0, 0, 0)  # latest step that computed anything
         self._start: float | None = None  # next step, unless a message arrives before; None: to be computed
         self._free_since = 0.0  # time since which sessions could have been in a step and were in none
@@ -764,7 +764,7 @@ class VerificationScheduler:
         self._step_shape = _shape_of(self._in_step, self._admission.running.values())
         return copies
 
-    def _decide(self, session: TargetSession, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
+    def _decide(self, session: TargetSequence, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """Applies a row's outcome; returns the messages for its drafter and its router."""
         request = session.open
         drafted = row.drafted
@@ -792,7 +792,7 @@ class VerificationScheduler:
             self._intake.forget(request.session)
         return sends, (session.router, session.for_router(verdict, row, outcome))
 
-    def _end_nonfinite(self, session: TargetSession, now: float) -> Send:
+    def _end_nonfinite(self, session: TargetSequence, now: float) -> Send:
         """Ends a session whose logits are NaN or infinite; its router releases its drafter.
 
         No other session may read what it cached. Another replica with the same weights would compute the same.
@@ -815,7 +815,7 @@ class VerificationScheduler:
 
 
 def _verdict(
-    session: TargetSession, decision: Decision, outcome: Outcome, drafted: int, collapse: Collapse | None
+    session: TargetSequence, decision: Decision, outcome: Outcome, drafted: int, collapse: Collapse | None
 ) -> Verdict:
     """Builds the part of a verdict that both router and drafter receive."""
     return Verdict(
@@ -834,14 +834,14 @@ def _verdict(
     )
 
 
-def _as_fed(planned: list[tuple[TargetSession, Row]], memory: SessionMemory) -> list[tuple[TargetSession, Row]]:
+def _as_fed(planned: list[tuple[TargetSequence, Row]], memory: SessionMemory) -> list[tuple[TargetSequence, Row]]:
     """Replaces planned rows by the rows that were fed; drops those that were not fed, which are due again."""
     for session, _ in planned:
         session.in_step = False
     return [(session, row) for session, at_first in planned if (row := memory.fed(at_first)) is not None]
 
 
-def _shape_of(in_step: Sequence[tuple[TargetSession, Row]], running: Collection[TargetSession]) -> StepShape:
+def _shape_of(in_step: Sequence[tuple[TargetSequence, Row]], running: Collection[TargetSequence]) -> StepShape:
     """Returns the shape of the step, with which pacing interprets the step's time."""
     prompts = [row for _, row in in_step if row.feeds_prompt]
     return StepShape(

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.draft_quality import CollapseWatch
-from cluster.page_allocator import PlaceMove
+from cluster.page_allocator import SlotMove
 from cluster.speculation.controller import DraftingDecision
 from cluster.speculation.estimators import SessionStats
 from cluster.trust import is_valid
@@ -56,7 +56,7 @@ class StateFeed:
 
 
 @dataclass(eq=False, slots=True)
-class TargetSession:
+class TargetSequence:
     """A session from its Open until it ends or is replaced."""
 
     open: Open
@@ -287,7 +287,7 @@ class TargetSession:
             stats.verdict_sent(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
 
-    def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[PlaceMove]:
+    def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[SlotMove]:
         """Returns the cache moves that bring a row's accepted nodes into order.
 
         Until they are made, the cache ends before them.

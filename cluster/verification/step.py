@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.frozen import value
 from protos.messages import Open, TokenScore
@@ -83,12 +83,12 @@ class Row:
         known = len(self.state_places) - self.drafted
         return [*self.state_places[:known], *[self.state_places[known + node] for node in path]]
 
-    def kept(self, path: Sequence[int], page_size: int) -> list[PlaceMove]:
+    def kept(self, path: Sequence[int], page_size: int) -> list[SlotMove]:
         """Returns the moves that place the nodes on a path one after the other, behind the tokens decided before."""
         if not path or path[-1] == len(path) - 1:
             return []  # the first nodes are there already
         places = places_of(range(self.base_len, self.base_len + path[-1] + 1), self.pages, page_size)
-        return [PlaceMove(places[node], places[step]) for step, node in enumerate(path) if node != step]
+        return [SlotMove(places[node], places[step]) for step, node in enumerate(path) if node != step]
 
 
 @value
@@ -100,7 +100,7 @@ class StepPlan:
     opens: tuple[Open, ...]
     rows: tuple[Row, ...]
     copies: tuple[PageCopy, ...] = ()  # made after all moves
-    moves: tuple[PlaceMove, ...] = ()  # for accepted nodes of the latest step with rows
+    moves: tuple[SlotMove, ...] = ()  # for accepted nodes of the latest step with rows
 
 
 @value

@@ -31,8 +31,8 @@ from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
-from cluster.routing.ledger import Emit, Generation, Session
-from cluster.speculation.controller import LockStep
+from cluster.routing.ledger import CommittedTokens, Generation, Session
+from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from examples.train_head.answers import prompt_ids
 from protos.messages import Acceptance, DraftRequest, Sampling
@@ -99,10 +99,12 @@ class Pair:
             answers=[[token for emit in answer for token in emit.tokens] for answer in rounds],
         )
 
-    def _rounds(self, method: Any, index: int, prompt: Sequence[int], block_len: int, tokens: int) -> list[Emit]:
+    def _rounds(
+        self, method: Any, index: int, prompt: Sequence[int], block_len: int, tokens: int
+    ) -> list[CommittedTokens]:
         rows = self._runner.vocabulary
         limits = VerificationLimits(rows, CONTEXT, 1, 512, PAGES, PAGE_SIZE, trees=False, states=self._layout)
-        target = VerificationScheduler(limits, LockStep())
+        target = VerificationScheduler(limits, ReferenceLoop())
         drafter = DraftScheduler(DrafterLimits(rows, CONTEXT, 1, self._layout), draft_ahead=False)
         generation = Generation(
             session=f"s{index}",

@@ -129,7 +129,7 @@ BACKLOG = 128
 LAST_ANSWERS_S = 5
 
 
-class OperatorsDoor:
+class AdminPort:
     """Answers 404 to whoever asks for what is the operators' at another address than theirs."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -142,7 +142,7 @@ class OperatorsDoor:
             await self._app(scope, receive, send)
 
 
-class OperatorsAddress:
+class AdminAddress:
     """Serves the whole application, the operators' part included, on a port of its own.
 
     Routers on one machine share the port, for it makes no difference which of them answers.
@@ -217,7 +217,7 @@ CALLER = "slipstream.caller"  # in an ASGI scope
 SCHEME = "bearer"
 
 
-class KeyGuard:
+class AuthMiddleware:
     """Puts the caller into the scope, or answers 401. Whoever is behind it finds a caller in every scope."""
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:

@@ -32,29 +32,29 @@ from cluster.routing.ledger import Generation
 from serve_app.api.access import (
     CALLER,
     REQUEST_ID,
+    AdminPort,
+    AuthMiddleware,
     Caller,
     Callers,
     CrossOrigin,
     Exchange,
-    KeyGuard,
-    OperatorsDoor,
     asked_name,
     check_name,
 )
-from serve_app.api.choice_stream import Telling
+from serve_app.api.choice_stream import ChoiceStream
 from serve_app.api.endpoints import (
-    ChatDialect,
-    CompletionDialect,
-    Dialect,
+    ApiFormat,
+    ChatFormat,
+    CompletionFormat,
     EventWriter,
     Head,
-    ResponsesDialect,
+    ResponsesFormat,
     Tokenizing,
     ToldChoice,
 )
 from serve_app.api.failures import failure_of
 from serve_app.api.fields import RequestBounds, RequestPart, parse
-from serve_app.api.generation import AnswerForm, Choice, Delta, Generator, Transcript, follow, metrics_of, usage_of
+from serve_app.api.generation import AnswerForm, Choice, ChoiceText, Delta, Generator, follow, metrics_of, usage_of
 from serve_app.api.grammars import GrammarCheck
 from serve_app.api.limits import Bodies, Deadline
 from serve_app.api.metrics import Metrics
@@ -69,7 +69,7 @@ from serve_app.api.validation import (
     NO_DEFAULTS,
     Draw,
     GenerationDefaults,
-    Terms,
+    ValidatedRequest,
     agree,
     bad_words_of,
     resolve,
@@ -151,9 +151,9 @@ def create_api(
         spans or NoRequestSpans(),
     )
     for endpoint in (
-        ApiEndpoint(CompletionDialect(), service),
-        ApiEndpoint(ChatDialect(), service),
-        ApiEndpoint(ResponsesDialect(), service),
+        ApiEndpoint(CompletionFormat(), service),
+        ApiEndpoint(ChatFormat(), service),
+        ApiEndpoint(ResponsesFormat(), service),
     ):
         api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
     tokenizing = Tokenizing(text.tokenizer, text.template, config, text.max_token_chars, text.vocabulary)
@@ -188,9 +188,9 @@ def create_api(
         if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
             route.methods.add("HEAD")  # the server sends no body then; Starlette does this for its own routes alone
 
-    api.add_middleware(KeyGuard, callers=Callers.of(server.keys))
+    api.add_middleware(AuthMiddleware, callers=Callers.of(server.keys))
     if server.operators.port:
-        api.add_middleware(OperatorsDoor)
+        api.add_middleware(AdminPort)
     if server.cors_origins:  # before the door: a browser asks without a key whether it may ask
         api.add_middleware(
             CrossOrigin, allow_origins=server.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
@@ -240,7 +240,7 @@ class Service:
 class ApiEndpoint(Generic[RequestT]):
     """One endpoint that generates, as an ASGI application: the whole exchange is one call."""
 
-    def __init__(self, dialect: Dialect[RequestT], service: Service) -> None:
+    def __init__(self, dialect: ApiFormat[RequestT], service: Service) -> None:
         self.path = dialect.path
         self._dialect = dialect
         self._service = service
@@ -302,14 +302,16 @@ class ApiEndpoint(Generic[RequestT]):
         record.name = header or request.request_id or record.name
         return await self._service.aside(self._resolve, request, terms, exchange.caller, record)
 
-    def _agree(self, body: bytes) -> tuple[RequestT, Terms]:
+    def _agree(self, body: bytes) -> tuple[RequestT, ValidatedRequest]:
         service = self._service
         request = service.defaults.applied(self._dialect.parse(body, service.bounds))
         terms = agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
         self._dialect.check(request, service.text)
         return request, replace(terms, grammar=self._dialect.held(request, service.text, terms.grammar))
 
-    def _resolve(self, request: RequestT, terms: Terms, caller: Caller, record: RequestRecord) -> "ApiAnswer":
+    def _resolve(
+        self, request: RequestT, terms: ValidatedRequest, caller: Caller, record: RequestRecord
+    ) -> "ApiAnswer":
         service = self._service
         dialect = self._dialect
         context = service.config.model.max_context
@@ -355,11 +357,11 @@ class ApiEndpoint(Generic[RequestT]):
         )
         stops = StopMatcher(request.stop, request.include_stop_str_in_output)
         interval = self._service.config.server.stream_interval
-        transcript = Transcript(
+        transcript = ChoiceText(
             index, text.detokenizer(skips, request.spaces_between_special_tokens), stops, interval, form
         )
         reader = dialect.reader(request, text, generation.prompt)
-        telling = Telling(index, reader, dialect.telling(request), self._service.draw)
+        telling = ChoiceStream(index, reader, dialect.telling(request), self._service.draw)
         return ToldChoice(Choice(generation, transcript), telling)
 
 

@@ -22,7 +22,7 @@ from serve_app.api.replies import (
     ToolCallReply,
     Trace,
 )
-from serve_app.api.tool_calls import Call, Content, Reader, Reasoning, Saying
+from serve_app.api.tool_calls import Call, Content, Reader, Reasoning, Segment
 
 LEAST = -9999.0  # JSON has no infinity
 
@@ -163,7 +163,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class TellingOptions:
+class ChoiceStreamOptions:
     """What of an answer is told."""
 
     reasoning: bool = True
@@ -180,10 +180,10 @@ class Stretch:
     text: str
 
 
-class Telling:
+class ChoiceStream:
     """One choice: takes what it has gained and gives its parts."""
 
-    def __init__(self, index: int, reader: Reader, options: TellingOptions, draw: Callable[[], int]) -> None:
+    def __init__(self, index: int, reader: Reader, options: ChoiceStreamOptions, draw: Callable[[], int]) -> None:
         """`draw` gives 64 random bits, for the ids of calls."""
         self.index = index
         self.told: list[Stretch | ToolCallReply] = []  # in the order in which it was said
@@ -220,12 +220,12 @@ class Telling:
         opening = [Part(self.index, opening=True)] if gain.is_first and self._options.opening else []
         return opening + self._traced(parts, gain)
 
-    def _push(self, text: str) -> list[Saying]:
+    def _push(self, text: str) -> list[Segment]:
         sayings = self._reader.push(text)
         self.reasoning_tokens += any(isinstance(saying, Reasoning) for saying in sayings)
         return sayings
 
-    def _part(self, saying: Saying) -> list[Part]:
+    def _part(self, saying: Segment) -> list[Part]:
         match saying:
             case Content(text):
                 self._tell(Stretch("content", text))
@@ -269,9 +269,9 @@ class Telling:
         return [replace(parts[0], trace=trace, offset=gain.offset, scored=gain.scored), *parts[1:]] if parts else []
 
 
-def _joined(sayings: Iterable[Saying]) -> list[Saying]:
+def _joined(sayings: Iterable[Segment]) -> list[Segment]:
     """Neighbours of one kind as one."""
-    joined: list[Saying] = []
+    joined: list[Segment] = []
     for saying in sayings:
         match joined[-1:], saying:
             case [Content(before)], Content(text):

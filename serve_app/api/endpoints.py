@@ -18,10 +18,10 @@ from cluster.errors import RequestError
 from serve_app.api.chat import check_calls, check_talk, messages_for, options_for, reasoning_before
 from serve_app.api.chat_template import ChatTemplate
 from serve_app.api.choice_stream import (
+    ChoiceStream,
+    ChoiceStreamOptions,
     Part,
     ScoredToken,
-    Telling,
-    TellingOptions,
     TokenText,
     chat_logprobs,
     completion_logprobs,
@@ -30,7 +30,7 @@ from serve_app.api.choice_stream import (
 from serve_app.api.failures import Failure
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.generation import Choice, metrics_of
-from serve_app.api.grammars import AskedGrammar, held_calls
+from serve_app.api.grammars import RequestedGrammar, held_calls
 from serve_app.api.replies import (
     AnswerMessage,
     ChatChoice,
@@ -92,7 +92,7 @@ class ToldChoice(NamedTuple):
     """A choice, and how it is told."""
 
     choice: Choice
-    telling: Telling
+    telling: ChoiceStream
 
 
 class EventWriter(Protocol):
@@ -115,7 +115,7 @@ class EventWriter(Protocol):
         ...
 
 
-class Dialect(ABC, Generic[RequestT]):
+class ApiFormat(ABC, Generic[RequestT]):
     """One endpoint's wire format."""
 
     endpoint: ClassVar[str]
@@ -127,7 +127,7 @@ class Dialect(ABC, Generic[RequestT]):
         """Refuses what the model cannot do, before anything becomes tokens."""
         del request, codec
 
-    def held(self, request: RequestT, codec: TextCodec, asked: AskedGrammar | None) -> AskedGrammar | None:
+    def held(self, request: RequestT, codec: TextCodec, asked: RequestedGrammar | None) -> RequestedGrammar | None:
         """The grammar that the answer keeps to, where `asked` is that of its content."""
         del request, codec
         return asked
@@ -142,10 +142,10 @@ class Dialect(ABC, Generic[RequestT]):
         del request, codec, prompt
         return PlainReader()
 
-    def telling(self, request: RequestT) -> TellingOptions:
+    def telling(self, request: RequestT) -> ChoiceStreamOptions:
         """What of an answer is told."""
         del request
-        return TellingOptions()
+        return ChoiceStreamOptions()
 
     def parse(self, body: bytes, bounds: RequestBounds) -> RequestT:
         """The request in a body."""
@@ -175,7 +175,7 @@ class Dialect(ABC, Generic[RequestT]):
 class ChunkWriter(Generic[RequestT]):
     """Tells an answer in chunks, each of which is an event."""
 
-    def __init__(self, dialect: Dialect[RequestT], request: RequestT, head: Head, text_of: TokenText) -> None:
+    def __init__(self, dialect: ApiFormat[RequestT], request: RequestT, head: Head, text_of: TokenText) -> None:
         self._dialect = dialect
         self._scores = ScoreForm(request.top_of_tokens, request.prompt_logprobs, text_of)
         self._head = head
@@ -213,7 +213,7 @@ def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]
     return left_out
 
 
-class CompletionDialect(Dialect[CompletionRequest]):
+class CompletionFormat(ApiFormat[CompletionRequest]):
     """/v1/completions."""
 
     endpoint = "completions"
@@ -242,7 +242,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
         return CompletionChunk(**head, choices=(), usage=usage, metrics=metrics)
 
 
-class ChatDialect(Dialect[ChatRequest]):
+class ChatFormat(ApiFormat[ChatRequest]):
     """/v1/chat/completions."""
 
     endpoint = "chat"
@@ -254,7 +254,7 @@ class ChatDialect(Dialect[ChatRequest]):
         check_talk(request, codec.template, reads_answers=codec.readers.tells_parts)
         check_calls(request, codec.call_form)
 
-    def held(self, request: ChatRequest, codec: TextCodec, asked: AskedGrammar | None) -> AskedGrammar | None:
+    def held(self, request: ChatRequest, codec: TextCodec, asked: RequestedGrammar | None) -> RequestedGrammar | None:
         reasoning = partial(reasoning_before, request, codec.template, codec.readers)
         return held_calls(request, codec.call_form, asked, reasoning)
 
@@ -267,8 +267,8 @@ class ChatDialect(Dialect[ChatRequest]):
     def reader(self, request: ChatRequest, codec: TextCodec, prompt: Sequence[int]) -> Reader:
         return codec.readers.reader(prompt, [tool.model_dump() for tool in request.offered])
 
-    def telling(self, request: ChatRequest) -> TellingOptions:
-        return TellingOptions(
+    def telling(self, request: ChatRequest) -> ChoiceStreamOptions:
+        return ChoiceStreamOptions(
             reasoning=request.include_reasoning,
             most_calls=None if request.parallel_tool_calls else 1,
             opening=True,
@@ -297,7 +297,7 @@ class ChatDialect(Dialect[ChatRequest]):
         return ChatChunk(**head, choices=(), usage=usage, metrics=metrics)
 
 
-class ResponsesDialect(ChatDialect):
+class ResponsesFormat(ChatFormat):
     """/v1/responses: a chat that is told in another way."""
 
     endpoint = "responses"

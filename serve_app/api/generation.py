@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from cluster.errors import SlipstreamError
-from cluster.routing.ledger import Emit, Ended, Generation
+from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from protos.messages import Finish, TokenScore
 from serve_app.api.choice_stream import ScoredToken
 from serve_app.api.metrics import Metrics
@@ -38,7 +38,7 @@ class Generator(Protocol):
         """Raises CapacityError or DrainingError where so many more sessions would not be taken now."""
         ...
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Emit | Ended, None]:
+    def generate(self, generation: Generation) -> AsyncGenerator[CommittedTokens | Ended, None]:
         """Yields committed tokens as they come, then exactly one `Ended`.
 
         Closing the iterator early (a client that left, a stop string that was found) cancels the session
@@ -89,7 +89,7 @@ class AnswerForm:
     echoed_text: str = ""
 
 
-class Transcript:
+class ChoiceText:
     """One choice as it grows: its text up to a stop string, and what it cost.
 
     Its first text is given out at once, and then what `interval` tokens or more have brought.
@@ -128,7 +128,7 @@ class Transcript:
         self._told: tuple[int, int] | None = None  # tokens and accepted at the last delta
         self._last = -1  # token
 
-    def extend(self, emit: Emit) -> Delta | None:
+    def extend(self, emit: CommittedTokens) -> Delta | None:
         """Adds committed tokens; None while there is no text that is to be given out."""
         self.rejected += emit.drafted - emit.accepted
         if emit.drafted:
@@ -221,7 +221,7 @@ class Choice:
     """A session and the text that it becomes."""
 
     generation: Generation
-    transcript: Transcript
+    transcript: ChoiceText
 
 
 async def follow(
@@ -264,7 +264,7 @@ async def _follow_one(
     try:
         async with aclosing(outputs):
             async for output in outputs:
-                if isinstance(output, Emit):
+                if isinstance(output, CommittedTokens):
                     now = clock()
                     first = transcript.first_token_s is None
                     if first:

@@ -34,14 +34,14 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: a small m
 
 
 @dataclass(frozen=True, slots=True)
-class AskedGrammar:
+class RequestedGrammar:
     """A grammar and the request's field that holds it."""
 
     text: str
     field: str
 
 
-def asked_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) -> AskedGrammar | None:
+def asked_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
     """None: the answer may be any text. Raises RequestError for what is no grammar, or a too large one."""
     by_form = None if form is None else _by_form(form)
     by_outputs = None if outputs is None else _by_outputs(outputs)
@@ -52,7 +52,7 @@ def asked_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) 
     return None if asked is None else within_bounds(asked)
 
 
-def within_bounds(asked: AskedGrammar) -> AskedGrammar:
+def within_bounds(asked: RequestedGrammar) -> RequestedGrammar:
     """The same; raises RequestError for one that is too large."""
     if (size := len(asked.text.encode())) > MAX_GRAMMAR_BYTES:
         message = f"{asked.field} has {size} bytes as a grammar, expected at most {MAX_GRAMMAR_BYTES}"
@@ -60,7 +60,7 @@ def within_bounds(asked: AskedGrammar) -> AskedGrammar:
     return asked
 
 
-def check_end(asked: AskedGrammar | None, *, ignore_eos: bool) -> None:
+def check_end(asked: RequestedGrammar | None, *, ignore_eos: bool) -> None:
     """Refuses an answer that is to go on where its grammar ends."""
     if asked is not None and ignore_eos:
         message = f"ignore_eos is true, expected false: with {asked.field} the answer ends where its grammar does"
@@ -72,7 +72,7 @@ def json_with_options(schema: Mapping[str, Any]) -> str:
     return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}})
 
 
-def _by_form(form: AnswerFormat) -> AskedGrammar | None:
+def _by_form(form: AnswerFormat) -> RequestedGrammar | None:
     if form.type == "text":
         return None
     spacing = {"whitespace_pattern": WHITESPACE}
@@ -81,32 +81,32 @@ def _by_form(form: AnswerFormat) -> AskedGrammar | None:
     return _json(form.asked_schema, spacing, form.schema_field)
 
 
-def _by_outputs(outputs: StructuredOutputs) -> AskedGrammar:
+def _by_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
     whitespace = {"whitespace_pattern": outputs.whitespace_pattern or WHITESPACE}
     spacing = {"whitespace_flexible": False} if outputs.disable_any_whitespace else whitespace
     if outputs.json_ is not None:
         return _json(outputs.json_, spacing, "structured_outputs.json")
     if outputs.regex is not None:
-        return AskedGrammar(LLMatcher.grammar_from_regex(outputs.regex), "structured_outputs.regex")
+        return RequestedGrammar(LLMatcher.grammar_from_regex(outputs.regex), "structured_outputs.regex")
     if outputs.choice is not None:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
-        return AskedGrammar(LLMatcher.grammar_from_lark(f"start: {choices}"), "structured_outputs.choice")
+        return RequestedGrammar(LLMatcher.grammar_from_lark(f"start: {choices}"), "structured_outputs.choice")
     if outputs.grammar is not None:
         return _notation(outputs.grammar, "structured_outputs.grammar")
     return _json({"type": "object"}, spacing, "structured_outputs.json_object")
 
 
-def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any], field: str) -> AskedGrammar:
+def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any], field: str) -> RequestedGrammar:
     """What the compiler cannot keep to is refused, never left out."""
     overrides: Any = {**spacing, "lenient": False}
-    return AskedGrammar(LLMatcher.grammar_from_json_schema(dict(schema), overrides=overrides), field)
+    return RequestedGrammar(LLMatcher.grammar_from_json_schema(dict(schema), overrides=overrides), field)
 
 
-def _notation(text: str, field: str) -> AskedGrammar:
+def _notation(text: str, field: str) -> RequestedGrammar:
     if len(text) > MAX_GRAMMAR_BYTES:
         raise RequestError(f"{field} has {len(text)} characters, expected at most {MAX_GRAMMAR_BYTES}", field)
     try:
-        return AskedGrammar(grammar_from("grammar", text), field)
+        return RequestedGrammar(grammar_from("grammar", text), field)
     except ValueError as error:
         raise RequestError(f"{field}: {error}", field) from error
 
@@ -223,7 +223,7 @@ class GrammarCheck:
         """Without a compiler, for a model whose texts cannot have any, all is refused."""
         self._compiler = compiler
 
-    async def check(self, asked: AskedGrammar) -> None:
+    async def check(self, asked: RequestedGrammar) -> None:
         """Raises RequestError that names the field."""
         if self._compiler is None:
             message = f"{asked.field} is not served for this model; the server's log says why at its start"
@@ -258,7 +258,7 @@ class Calling:
     tools: Sequence[OfferedCall]
     must: bool  # it calls, and says nothing else
     several: bool
-    content: AskedGrammar | None  # what it is where it does not call; None: any text
+    content: RequestedGrammar | None  # what it is where it does not call; None: any text
 
 
 class CallGrammar:
@@ -268,14 +268,14 @@ class CallGrammar:
         self._form = form
         self._special_ids = form.special_ids
 
-    def asked(self, calling: Calling, reasoning: ReasoningInPrompt) -> AskedGrammar:
+    def asked(self, calling: Calling, reasoning: ReasoningInPrompt) -> RequestedGrammar:
         """The grammar of an answer to a prompt that has this of its reasoning. Raises RequestError."""
         content = calling.content
         rules = [self._start(calling, reasoning), *self._calls(calling), *self._texts()]
         grammars: list[Any] = [{"name": "answer", "lark_grammar": "\n".join(rules)}]
         if content is not None and not calling.must:
             grammars.append({**_first(content), "name": "content"})
-        return within_bounds(AskedGrammar(json.dumps({"grammars": grammars}, ensure_ascii=False), "tools"))
+        return within_bounds(RequestedGrammar(json.dumps({"grammars": grammars}, ensure_ascii=False), "tools"))
 
     def _start(self, calling: Calling, reasoning: ReasoningInPrompt) -> str:
         thinking = self._form.thinking
@@ -370,7 +370,7 @@ class CallGrammar:
         return [piece for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if piece]
 
 
-def _first(asked: AskedGrammar) -> dict[str, Any]:
+def _first(asked: RequestedGrammar) -> dict[str, Any]:
     """A grammar as one of several."""
     try:
         (only,) = json.loads(asked.text)["grammars"]
@@ -393,9 +393,9 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 def held_calls(
     request: ChatRequest,
     form: CallForm | None,
-    asked: AskedGrammar | None,
+    asked: RequestedGrammar | None,
     reasoning: Callable[[], ReasoningInPrompt],
-) -> AskedGrammar | None:
+) -> RequestedGrammar | None:
     """`asked` itself where no call is held to anything; `reasoning` is that of the prompt. Raises RequestError."""
     strict = any(tool.function.strict for tool in request.offered)
     is_held = request.must_call or strict or not request.parallel_tool_calls or asked is not None

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.routing.ledger import Emit
+from cluster.routing.ledger import CommittedTokens
 from serve_app.api.observability import CLIENT_LEFT, ChoiceRecord, PromptVersions, RequestRecord
 from serve_app.publishing.aggregate_metrics import VllmNames, exposition
 
@@ -153,7 +153,7 @@ class Metrics:
         self._prompt_tokens.inc(tokens)
         self._prompt_lengths.observe(tokens)
 
-    def committed(self, emit: Emit, seconds: float, *, first: bool) -> None:
+    def committed(self, emit: CommittedTokens, seconds: float, *, first: bool) -> None:
         """Counts a verdict that came `seconds` after the one before, or after the start for the first."""
         (self._first_token if first else self._gap).observe(seconds)
         self._completion_tokens.inc(len(emit.tokens))

@@ -31,10 +31,10 @@ TRANSIENT = frozenset({429, 503})
 
 def middlewares() -> list[Middleware]:
     """What Serve is to put around its proxy."""
-    return [Middleware(ProxyWords)]
+    return [Middleware(ProxyErrors)]
 
 
-class ProxyWords:
+class ProxyErrors:
     """Around Serve's proxy. What routers answer passes as it is: none of their errors is plain text."""
 
     def __init__(self, app: ASGIApp) -> None:

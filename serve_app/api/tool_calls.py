@@ -125,7 +125,7 @@ class Call:
     arguments: str  # JSON
 
 
-Saying = Content | Reasoning | Call
+Segment = Content | Reasoning | Call
 
 
 class Parser(Protocol):
@@ -145,11 +145,11 @@ class Pattern(Protocol):
 class Reader(Protocol):
     """Takes an answer's text as it grows."""
 
-    def push(self, text: str) -> list[Saying]:
+    def push(self, text: str) -> list[Segment]:
         """What has become certain with this text."""
         ...
 
-    def finish(self) -> list[Saying]:
+    def finish(self) -> list[Segment]:
         """What is left when no text follows."""
         ...
 
@@ -157,10 +157,10 @@ class Reader(Protocol):
 class PlainReader:
     """For models whose answers are content and nothing else."""
 
-    def push(self, text: str) -> list[Saying]:
+    def push(self, text: str) -> list[Segment]:
         return [Content(text)] if text else []
 
-    def finish(self) -> list[Saying]:
+    def finish(self) -> list[Segment]:
         return []
 
 
@@ -183,22 +183,22 @@ class ResponseReader:
         self._call: CallText | None = None  # the one that has begun
         self._unread = ""  # text since the last that was given out, markers included
 
-    def push(self, text: str) -> list[Saying]:
+    def push(self, text: str) -> list[Segment]:
         pieces = text if self._may_call(text) else [text]
         return [saying for piece in pieces for saying in self._feed(piece)]
 
-    def finish(self) -> list[Saying]:
+    def finish(self) -> list[Segment]:
         return self._read("", lambda: self._parser.finalize()[1])
 
     def _may_call(self, text: str) -> bool:
         opening = self._json_opening
         return self._call is not None or (opening is not None and opening.search(self._unread + text) is not None)
 
-    def _feed(self, text: str) -> list[Saying]:
+    def _feed(self, text: str) -> list[Segment]:
         seen = text if self._call is None else self._call.take(text)
         return self._read(text, lambda: self._parser.feed(seen))
 
-    def _read(self, text: str, step: Callable[[], list[dict[str, Any]]]) -> list[Saying]:
+    def _read(self, text: str, step: Callable[[], list[dict[str, Any]]]) -> list[Segment]:
         self._unread += text
         had_begun = self._call is not None
         try:
@@ -209,7 +209,7 @@ class ResponseReader:
             return self._as_written()
         return [saying for event in events for saying in self._said(event, had_begun)]
 
-    def _said(self, event: dict[str, Any], had_begun: bool) -> list[Saying]:
+    def _said(self, event: dict[str, Any], had_begun: bool) -> list[Segment]:
         match event:
             case {"type": "region_chunk", "field": field, "text": text, "dirty": False}:
                 self._unread = self._unread[self._unread.rfind(text) + len(text) :]  # what may begin a marker is left
@@ -223,7 +223,7 @@ class ResponseReader:
                 return self._called(value)
         return []
 
-    def _called(self, value: Any) -> list[Saying]:
+    def _called(self, value: Any) -> list[Segment]:
         call = self._call
         self._call = None
         try:
@@ -235,13 +235,13 @@ class ResponseReader:
         self._unread = ""
         return list(calls)
 
-    def _as_written(self) -> list[Saying]:
+    def _as_written(self) -> list[Segment]:
         text = self._unread
         self._unread = ""
         return [Content(text)] if text else []
 
 
-def read_whole(reader: Reader, texts: Iterable[str]) -> list[Saying]:
+def read_whole(reader: Reader, texts: Iterable[str]) -> list[Segment]:
     """An answer that has come to its end."""
     return [*(saying for text in texts for saying in reader.push(text)), *reader.finish()]
 

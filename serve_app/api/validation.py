@@ -22,7 +22,7 @@ from cluster.errors import ConfigError, RequestError
 from cluster.routing.ledger import Generation
 from protos.from_pb import REPETITION_PENALTIES
 from protos.messages import Acceptance, Sampling, Scoring, TokenRules
-from serve_app.api.grammars import AskedGrammar, asked_grammar, check_end
+from serve_app.api.grammars import RequestedGrammar, asked_grammar, check_end
 from serve_app.api.schemas import GenerationRequest
 from serve_app.api.served_model import check_model
 from serve_app.api.text import TextCodec
@@ -144,17 +144,17 @@ _SEED_MASK = (1 << 64) - 1  # a negative seed is the unsigned one of the same bi
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ValidatedRequest:
     """What can be said of a request before its prompts are tokens."""
 
     sessions: int
     acceptance: Acceptance
     max_draft_tokens: int
     sampling: Sampling
-    grammar: AskedGrammar | None
+    grammar: RequestedGrammar | None
 
 
-def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> Terms:
+def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> ValidatedRequest:
     """The terms of a request; refuses all that needs no tokenising to be refused.
 
     `max_token_chars` is the length of the vocabulary's longest token.
@@ -164,7 +164,7 @@ def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_cha
     _check_limits(request, config.model.max_context)
     _check_text(request, config.model.max_context, max_token_chars)
     check_rules(request)
-    return Terms(
+    return ValidatedRequest(
         sessions=request.prompt_count * request.n,
         acceptance=_acceptance(request, config),
         max_draft_tokens=_max_draft_tokens(request, config),
@@ -175,7 +175,7 @@ def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_cha
 
 def resolve(
     request: GenerationRequest,
-    terms: Terms,
+    terms: ValidatedRequest,
     prompts: Sequence[tuple[int, ...]],
     *,
     context: int,
@@ -268,7 +268,7 @@ def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
     return prompt_len + min(request.token_limits.values(), default=default)
 
 
-def _grammar(request: GenerationRequest) -> AskedGrammar | None:
+def _grammar(request: GenerationRequest) -> RequestedGrammar | None:
     asked = asked_grammar(request.answer_format, request.structured_outputs)
     check_end(asked, ignore_eos=request.ignore_eos)
     return asked

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.config import OperatorsConfig, Replicas, Resources, ServerConfig, SlipstreamConfig
+from cluster.config import AdminConfig, Replicas, Resources, ServerConfig, SlipstreamConfig
 from cluster.errors import ConfigError
 from cluster.placement import rank_bundle, target_group_options
 
@@ -58,7 +58,7 @@ def check_keys(server: ServerConfig) -> None:
 
 def for_this_machine(config: SlipstreamConfig) -> SlipstreamConfig:
     """The same, but on loopback and without keys: for a server that is started to be measured."""
-    alone = {"host": LOOPBACK, "keys": {}, "operators": OperatorsConfig()}
+    alone = {"host": LOOPBACK, "keys": {}, "operators": AdminConfig()}
     return config.model_copy(update={"server": config.server.model_copy(update=alone)})
 
 

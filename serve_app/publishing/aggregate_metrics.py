@@ -28,7 +28,7 @@ Gather = Callable[[], Awaitable[Sequence[Sequence[Metric]]]]
 """Collects the families of all replicas of one deployment; each replica labels its own."""
 
 
-class WholeExposition:
+class AggregateMetrics:
     """Produces the response to Prometheus at `/metrics`."""
 
     def __init__(self, pools: Iterable[Gather]) -> None:

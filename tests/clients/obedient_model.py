@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from cluster.routing.ledger import Emit, Ended, Generation
+from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from protos.messages import Finish
 from serve_app.api.app import create_api
 from serve_app.api.metrics import Metrics
@@ -39,13 +39,13 @@ class ObedientModel:
     def check_room(self, sessions: int) -> None:
         """There always is."""
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Emit | Ended]:
+    async def generate(self, generation: Generation) -> AsyncIterator[CommittedTokens | Ended]:
         texts = answers(self._codec.tokenizer.decode(list(generation.prompt)))
         room = generation.max_len - len(generation.prompt)
         wished = [(*self._codec.encode(text), *self._codec.eos_ids) for text in texts]
         tokens = self._formed(generation.grammar, wished, room) if generation.grammar else wished[0]
         for start in range(0, min(room, len(tokens)), TOKENS_AT_ONCE):
-            yield Emit(tokens[start : min(room, start + TOKENS_AT_ONCE)], 0, 0)
+            yield CommittedTokens(tokens[start : min(room, start + TOKENS_AT_ONCE)], 0, 0)
             await asyncio.sleep(0)
         yield Ended(Finish.LENGTH if room < len(tokens) else Finish.STOP)
 

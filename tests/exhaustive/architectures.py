@@ -25,7 +25,7 @@ from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import load_model
 from cluster.errors import ModelError
-from cluster.page_allocator import PlaceMove
+from cluster.page_allocator import SlotMove
 from tests.unit.trees import grown
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -285,7 +285,7 @@ def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
     return worst
 
 
-def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[FeedRow, Tensor, list[PlaceMove]]:
+def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[FeedRow, Tensor, list[SlotMove]]:
     """Draws a prompt chunk, a token, a partly accepted block or a tree.
 
     Also returns the expected logits and the cache moves after acceptance.
@@ -306,7 +306,7 @@ def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[FeedRo
         session.text = text[:tree_at] + tuple(tree.tokens[node] for node in chosen) + text[tree_at + len(chosen) :]
         session.cached = tree_at + len(chosen)
         places = [session.place(tree_at + step) for step in range(len(tree))]
-        return row, wanted, [PlaceMove(places[node], places[i]) for i, node in enumerate(chosen) if node != i]
+        return row, wanted, [SlotMove(places[node], places[i]) for i, node in enumerate(chosen) if node != i]
     length = {"part": rng.randrange(3, 8), "token": 1, "block": rng.randrange(2, 7)}[kind]
     right = rng.randrange(length + 1) if kind == "block" else length
     wrong = tuple(rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length - right))

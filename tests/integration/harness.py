@@ -26,9 +26,9 @@ from cluster.config_sections import TrustConfig
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.session_table import DrafterLimits
-from cluster.routing.ledger import Emit, Ended, Generation
+from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.controller import Adaptive, LockStep
+from cluster.speculation.controller import Adaptive, ReferenceLoop
 from cluster.tracing import NoTracing, SessionTracer
 from cluster.trust import PeerRole
 from cluster.verification.scheduler import VerificationLimits
@@ -91,7 +91,7 @@ class Cluster:
         """Everything that the session commits; fails unless it ends properly."""
         tokens: list[int] = []
         async for event in self.router.generate(generation):
-            if isinstance(event, Emit):
+            if isinstance(event, CommittedTokens):
                 tokens += event.tokens
             else:
                 assert isinstance(event, Ended)
@@ -200,7 +200,7 @@ async def cluster(
             VOCABULARY, CONTEXT, sessions, max_step_tokens=4 * sessions, pages=pages, page_size=PAGE_SIZE, states=layout
         )
         engine = wrap_engine(PacedEngine(engines[-1], pace))
-        pacing = LockStep() if lock_step else Adaptive()
+        pacing = ReferenceLoop() if lock_step else Adaptive()
         replica = TargetReplica(
             engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30, pacing, tracer=tracer("target")
         )

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import validated
-from cluster.routing.ledger import Emit
+from cluster.routing.ledger import CommittedTokens
 from cluster.speculation.estimators import AcceptanceCounts
 from cluster.telemetry import Actor, Timeline, pack
 from serve_app.api.app import create_api
@@ -56,9 +56,9 @@ class Front:
     def plays(self, *scripts: Script) -> None:
         self.generator.scripts = list(scripts)
 
-    def emit(self, text: str, accepted: int = 0, rejected: str = "") -> Emit:
+    def emit(self, text: str, accepted: int = 0, rejected: str = "") -> CommittedTokens:
         tokens = self.codec.encode(rejected)
-        return Emit(self.codec.encode(text), accepted, accepted + len(tokens), rejected=tokens)
+        return CommittedTokens(self.codec.encode(text), accepted, accepted + len(tokens), rejected=tokens)
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from cluster.routing.ledger import Emit, Ended, Generation
+from cluster.routing.ledger import CommittedTokens, Ended, Generation
 
 STALL = "stall"
 """In a script: nothing more comes."""
 
-Script = list[Emit | Ended | Exception | str]
+Script = list[CommittedTokens | Ended | Exception | str]
 
 
 class ScriptedGenerator:
@@ -28,7 +28,7 @@ class ScriptedGenerator:
         if self.refusal is not None and sessions > self.room:
             raise self.refusal
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Emit | Ended]:
+    async def generate(self, generation: Generation) -> AsyncIterator[CommittedTokens | Ended]:
         self.generations.append(generation)
         self.running.add(generation.session)
         self.left.clear()

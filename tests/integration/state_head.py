@@ -19,7 +19,7 @@ from actors.models.decoder import ForwardOutput
 from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, nothing_ahead
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
 from tests.integration.harness import PAGE_SIZE, VOCABULARY, StateReading
@@ -63,7 +63,7 @@ class StateTarget(RememberingRunner):
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-        moves: Sequence[PlaceMove] = (),
+        moves: Sequence[SlotMove] = (),
     ) -> ForwardOutput:
         super().forward(rows, copies, interrupted, moves)
         wanted = [(row, place) for row in rows for place in row.places[len(row.tokens) - row.logits :]]

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import validated
 from cluster.errors import CapacityError, DrainingError, NonFiniteLogitsError, RequestError, TargetLostError
-from cluster.routing.ledger import Emit, Ended
+from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Acceptance, Finish, Scoring, TokenRules, TokenScore
 from serve_app.api.app import create_api
 from serve_app.api.fields import parse
@@ -53,8 +53,8 @@ class Front:
     def plays(self, *scripts: Script) -> None:
         self.generator.scripts = list(scripts)
 
-    def emit(self, text: str, accepted: int = 0, drafted: int = 0) -> Emit:
-        return Emit(self.codec.encode(text), accepted, drafted)
+    def emit(self, text: str, accepted: int = 0, drafted: int = 0) -> CommittedTokens:
+        return CommittedTokens(self.codec.encode(text), accepted, drafted)
 
     def count(self, metric: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"slipstream_{metric}", labels) or 0.0
@@ -151,7 +151,7 @@ async def front(shared: SharedServer) -> AsyncIterator[Front]:
 
 
 async def test_a_chat_completion(front: Front) -> None:
-    eos = Emit(front.codec.eos_ids, 0, 2)
+    eos = CommittedTokens(front.codec.eos_ids, 0, 2)
     front.plays([front.emit("Hél", 2, 4), front.emit("lo", 2, 2), eos, Ended(Finish.STOP)])
     answer = await front.openai.chat.completions.create(model="toy", messages=USER)
     assert answer.object == "chat.completion"
@@ -189,7 +189,9 @@ async def test_every_prompt_of_a_list_has_its_choices(front: Front) -> None:
 
 
 async def test_a_chat_stream(front: Front) -> None:
-    front.plays([front.emit("He", 1, 3), front.emit("y"), Emit(front.codec.eos_ids, 0, 0), Ended(Finish.STOP)])
+    front.plays(
+        [front.emit("He", 1, 3), front.emit("y"), CommittedTokens(front.codec.eos_ids, 0, 0), Ended(Finish.STOP)]
+    )
     stream = await front.openai.chat.completions.create(
         model="toy", messages=USER, stream=True, stream_options={"include_usage": True}
     )
@@ -256,7 +258,7 @@ def told(front: Front, text: str) -> tuple[TokenScore, ...]:
 
 
 async def test_logprobs_of_a_chat_whole_and_streamed(front: Front) -> None:
-    parts = [Emit(front.codec.encode(part), 0, 0, told(front, part)) for part in ("ab", "c")]
+    parts = [CommittedTokens(front.codec.encode(part), 0, 0, told(front, part)) for part in ("ab", "c")]
     front.plays([*parts, Ended(Finish.LENGTH)])
     answer = await front.openai.chat.completions.create(model="toy", messages=USER, logprobs=True, top_logprobs=2)
     assert front.generator.generations[0].scoring == Scoring(2)
@@ -283,7 +285,7 @@ async def test_logprobs_of_a_chat_whole_and_streamed(front: Front) -> None:
 
 
 async def test_an_echoed_completion_with_logprobs(front: Front) -> None:
-    emit = Emit(front.codec.encode("ab"), 0, 0, told(front, "ab"), told(front, "i"))
+    emit = CommittedTokens(front.codec.encode("ab"), 0, 0, told(front, "ab"), told(front, "i"))
     front.plays([emit, Ended(Finish.LENGTH)])
     answer = await front.openai.completions.create(model="toy", prompt="hi", echo=True, logprobs=1, max_tokens=2)
     assert front.generator.generations[0].scoring == Scoring(1, 1)
@@ -301,7 +303,7 @@ async def test_an_echoed_completion_with_logprobs(front: Front) -> None:
 
 
 async def test_logprobs_of_a_prompt(front: Front) -> None:
-    front.plays([Emit(front.codec.encode("a"), 0, 0, (), told(front, "i")), Ended(Finish.LENGTH)])
+    front.plays([CommittedTokens(front.codec.encode("a"), 0, 0, (), told(front, "i")), Ended(Finish.LENGTH)])
     (token,) = front.codec.encode("i")
     expected = [None, {str(token): {"logprob": -0.5, "rank": 1, "decoded_token": "i"}}]
     answer = await front.http.post(COMPLETIONS, json={"model": "toy", "prompt": "hi", "prompt_logprobs": 0})
@@ -360,13 +362,13 @@ async def test_events_on_the_wire(front: Front) -> None:
 
 async def test_a_character_is_never_split_over_chunks(front: Front) -> None:
     first, second = front.codec.encode("é")
-    front.plays([Emit((first,), 0, 0), Emit((second,), 0, 0), Ended(Finish.STOP)])
+    front.plays([CommittedTokens((first,), 0, 0), CommittedTokens((second,), 0, 0), Ended(Finish.STOP)])
     stream = await front.openai.completions.create(model="toy", prompt="hi", stream=True)
     assert [choice.text async for chunk in stream for choice in chunk.choices] == ["é", ""]
 
 
 async def test_a_traced_stream_tells_drafted_tokens(front: Front) -> None:
-    front.plays([front.emit("abc", 2, 4), Emit(front.codec.eos_ids, 0, 0), Ended(Finish.STOP)])
+    front.plays([front.emit("abc", 2, 4), CommittedTokens(front.codec.eos_ids, 0, 0), Ended(Finish.STOP)])
     *events, _ = await front.events(CHAT, messages=USER, speculation={"trace": True})
     assert [json.loads(event)["slipstream"] for event in events] == [
         {"tokens": 0, "accepted": 0, "pieces": []},

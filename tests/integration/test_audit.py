@@ -10,7 +10,7 @@ from actors.compute.kv_cache import FeedRow
 from actors.engine.runner import ModelRunner
 from actors.models.decoder import ForwardOutput
 from cluster.config import AuditConfig
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from protos.messages import Acceptance, Sampling
 from tests.integration.harness import PAGE_SIZE, PAGES, Cluster, cluster, eventually
 from tests.unit.actors.tiny_models import MODELS, jittered
@@ -30,7 +30,7 @@ class DamagedRunner:
 
     @torch.inference_mode()
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[PlaceMove] = ()
+        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
     ) -> ForwardOutput:
         for layer in self._runner._cache._layers.values():
             for row in rows:

@@ -7,7 +7,7 @@ from llguidance import LLMatcher
 
 from cluster.config import AuditConfig
 from cluster.errors import RequestError
-from cluster.routing.ledger import Emit
+from cluster.routing.ledger import CommittedTokens
 from protos.messages import Acceptance, Sampling
 from tests.integration.harness import VOCABULARY, Cluster, cluster, eventually, plain_greedy
 from tests.lossless.test_grammars import LETTERS, LISTS, compiler
@@ -49,7 +49,7 @@ async def test_losing_one_in_mid_stream_changes_no_token(lost):
     async with cluster(targets=2, drafters=2, grammars=GRAMMARS) as c:
         tokens: list[int] = []
         async for event in c.router.generate(c.generation(**asked(LONG))):
-            if isinstance(event, Emit):
+            if isinstance(event, CommittedTokens):
                 tokens += event.tokens
                 if len(tokens) >= 20 and len(c.router.reachable) == 4:
                     await stop_one(c, lost)

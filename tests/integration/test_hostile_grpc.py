@@ -12,7 +12,7 @@ import pytest
 from actors.net import streams
 from actors.target import TargetReplica
 from cluster.envelope import Send
-from cluster.routing.ledger import Emit
+from cluster.routing.ledger import CommittedTokens
 from cluster.trust import issue
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
@@ -222,7 +222,7 @@ async def test_a_target_whose_verdicts_cannot_be_read_loses_the_session_to_anoth
         tokens: list[int] = []
         garbled: TargetReplica | None = None
         async for event in c.router.generate(c.generation(max_len=103)):
-            tokens += event.tokens if isinstance(event, Emit) else ()
+            tokens += event.tokens if isinstance(event, CommittedTokens) else ()
             if len(tokens) >= 20 and garbled is None:
                 garbled = next(target for target in c.targets.values() if not target.is_idle)
                 garble(garbled, monkeypatch)

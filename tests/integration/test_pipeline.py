@@ -11,7 +11,7 @@ from actors.engine.executor import Engine
 from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.errors import DrainingError, TargetLostError
-from cluster.routing.ledger import Emit, Generation
+from cluster.routing.ledger import CommittedTokens, Generation
 from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, DraftRequest, Sampling, Verdict
@@ -128,7 +128,7 @@ async def test_a_drafter_that_misses_a_verdict_catches_up_and_drafts_again():
         accepted: list[int] = []
         tokens: list[int] = []
         async for event in c.router.generate(c.generation(max_len=203)):
-            if isinstance(event, Emit):
+            if isinstance(event, CommittedTokens):
                 tokens += event.tokens
                 accepted.append(event.accepted)
         (drafter,) = c.drafters.values()
@@ -143,7 +143,7 @@ async def test_a_drafter_with_wrong_tokens_is_reopened_from_the_ledger():
         (drafter,) = c.drafters.values()
         accepted: list[int] = []
         async for event in c.router.generate(c.generation(max_len=203)):
-            if isinstance(event, Emit):
+            if isinstance(event, CommittedTokens):
                 accepted.append(event.accepted)
                 if len(accepted) == 5:
                     (held,) = drafter.scheduler._sessions.all.values()
@@ -198,8 +198,8 @@ async def test_lock_step_answers_as_the_adaptive_loop_does():
     assert counted["guesses"] > 0, "the other loop does"
 
 
-async def emitted(c: Cluster, generation: Generation) -> list[Emit]:
-    return [event async for event in c.router.generate(generation) if isinstance(event, Emit)]
+async def emitted(c: Cluster, generation: Generation) -> list[CommittedTokens]:
+    return [event async for event in c.router.generate(generation) if isinstance(event, CommittedTokens)]
 
 
 async def test_a_useless_drafter_changes_nothing_but_speed():
@@ -218,7 +218,7 @@ async def test_losing_a_drafter_in_mid_stream_changes_no_token(temperature):
         tokens: list[int] = []
         lost: str | None = None
         async for event in c.router.generate(asked):
-            if isinstance(event, Emit):
+            if isinstance(event, CommittedTokens):
                 tokens += event.tokens
                 if len(tokens) >= 20 and lost is None:
                     lost = next((a for a, d in c.drafters.items() if not d.is_idle), None)
@@ -232,7 +232,7 @@ async def test_losing_a_target_in_mid_stream_loses_and_repeats_no_token():
     async with cluster(targets=2) as c:
         tokens: list[int] = []
         async for event in c.router.generate(c.generation(max_len=103)):
-            if isinstance(event, Emit):
+            if isinstance(event, CommittedTokens):
                 tokens += event.tokens
                 if len(tokens) >= 20 and len(c.router.reachable) == 3:
                     used = next(a for a, t in c.targets.items() if not t.is_idle)
@@ -291,7 +291,7 @@ async def test_without_any_target_a_session_is_held_and_then_fails_cleanly():
 
         async def follow() -> None:
             async for event in c.router.generate(c.generation(max_len=203)):
-                if isinstance(event, Emit):
+                if isinstance(event, CommittedTokens):
                     got.extend(event.tokens)
 
         following = asyncio.create_task(follow())
@@ -320,7 +320,7 @@ async def test_cancelling_fifty_requests_in_mid_stream_leaves_nothing_behind():
         async def begin_and_leave(index: int) -> None:
             stream = c.router.generate(c.generation(prompt=(1 + index % 30,), max_len=500))
             async for event in stream:
-                if isinstance(event, Emit):
+                if isinstance(event, CommittedTokens):
                     break
             await stream.aclose()
 

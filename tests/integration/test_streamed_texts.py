@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from cluster.config import validated
-from cluster.routing.ledger import Emit, Ended
+from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Finish
 from serve_app.api.app import create_api
 from serve_app.api.metrics import Metrics
@@ -41,14 +41,14 @@ def byte_fallback() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=built, chat_template=TEMPLATE)
 
 
-def blocks(tokens: tuple[int, ...], rejected: tuple[int, ...], rng: random.Random) -> Iterator[Emit]:
+def blocks(tokens: tuple[int, ...], rejected: tuple[int, ...], rng: random.Random) -> Iterator[CommittedTokens]:
     """The tokens as verdicts bring them: some accepted ones, then one that may have taken a rejected draft's place."""
     while tokens:
         count = rng.randint(1, 9)
         given = tokens[:count]
         tokens = tokens[count:]
         lost = rejected[: rng.randint(0, 4)]
-        yield Emit(given, len(given) - 1, len(given) - 1 + len(lost), rejected=lost)
+        yield CommittedTokens(given, len(given) - 1, len(given) - 1 + len(lost), rejected=lost)
 
 
 async def streamed(codec: TextCodec, script: Script, interval: int, **fields: Any) -> list[dict[str, Any]]:

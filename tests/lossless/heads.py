@@ -13,7 +13,7 @@ from torch import Tensor
 from actors.attention.batch import Interrupted, never
 from actors.compute.hidden_states import decode_rows
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.heads.head_drafter import PredictedDrafting
+from actors.drafters.heads.head_drafter import HeadDrafter
 from actors.drafters.heads.last_state import LastRows, LastStatePredictor
 from actors.drafters.model.draft_cache import DraftCache, FedStates
 from actors.drafters.model.draft_model import DraftModel
@@ -116,9 +116,9 @@ class HeadReading(ReadingMethod):
         self.head.states(session, first, decode_rows(rows, LAYOUT))
 
     @property
-    def head(self) -> PredictedDrafting | DraftModel:
+    def head(self) -> HeadDrafter | DraftModel:
         found: Any = self._model
-        assert isinstance(found, PredictedDrafting | DraftModel)
+        assert isinstance(found, HeadDrafter | DraftModel)
         return found
 
 
@@ -132,7 +132,7 @@ class HeadWorld(World):
         drafter.model = method
         return drafter
 
-    def _head_method(self) -> PredictedDrafting | DraftModel:
+    def _head_method(self) -> HeadDrafter | DraftModel:
         raise NotImplementedError
 
     @property
@@ -149,11 +149,11 @@ class _LastStateWorld(HeadWorld):
 
     made_of: type[ByPlace] | type[ByToken]
 
-    def _head_method(self) -> PredictedDrafting:
+    def _head_method(self) -> HeadDrafter:
         sampler = DraftSampler(self._token_ids, self._setting.vocabulary, self._limits, Calibration())
         rows = LastRows(torch.device("cpu"), torch.float32)
         head = self.made_of(self._setting.draft_logits)
-        return PredictedDrafting(LastStatePredictor(head, sampler, rows), sampler, lambda: self._now)
+        return HeadDrafter(LastStatePredictor(head, sampler, rows), sampler, lambda: self._now)
 
 
 class PlacesWorld(_LastStateWorld):

@@ -9,7 +9,7 @@ from torch import Tensor
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import FeedRow
 from actors.models.decoder import ForwardOutput
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from tests.lossless.parts import EOS, PAGE_SIZE
 from tests.unit.cluster.token_memory import TokenMemory
 
@@ -50,7 +50,7 @@ class HistoryRunner:
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-        moves: Sequence[PlaceMove] = (),
+        moves: Sequence[SlotMove] = (),
     ) -> ForwardOutput:
         if moves:
             self._memory.move(moves)

@@ -22,8 +22,8 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.page_allocator import PageCopy
 from cluster.reference_loop import lock_step
-from cluster.routing.ledger import Emit, Generation, Session
-from cluster.speculation.controller import Adaptive, LockStep
+from cluster.routing.ledger import CommittedTokens, Generation, Session
+from cluster.speculation.controller import Adaptive, ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
 from tests.lossless.states import LAYOUT, RememberingRunner
@@ -130,7 +130,7 @@ def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationSch
         states=LAYOUT if setting.reads_states else None,
         keeps_states=setting.keeps_states,
     )
-    return VerificationScheduler(limits, LockStep() if setting.lock_step else Adaptive(), setting.step_cost)
+    return VerificationScheduler(limits, ReferenceLoop() if setting.lock_step else Adaptive(), setting.step_cost)
 
 
 def a_draft_scheduler(setting: Setting, sessions: int) -> DraftScheduler:
@@ -162,7 +162,7 @@ def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -
 
 
 @torch.inference_mode()
-def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[Emit]:
+def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[CommittedTokens]:
     """What the specification commits of one session, round by round; nobody holds anything at the end."""
     alone = replace(setting, lock_step=True)
     method = a_draft_model(alone, 8, clock=lambda: 0.0)  # with room for a whole text

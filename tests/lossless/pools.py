@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.drafters.lookup.hybrid import LookupFirst
-from actors.drafters.lookup.ngram import PromptLookup
+from actors.drafters.lookup.hybrid import HybridDraft
+from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import DraftingLimits
@@ -75,10 +75,10 @@ class PoolWorld(World):
             DraftingLimits(top_k=vocabulary, weight_scale=self._setting.weight_scale),
             clock=lambda: self._now,
         )
-        lookup = PromptLookup(longest=3, shortest=1)
+        lookup = NgramDraft(longest=3, shortest=1)
         method: DraftingMethod = model
         if self._pools.lookup_first:
-            method = LookupFirst(lookup, model)
+            method = HybridDraft(lookup, model)
         elif self._pools.lookup_alone:
             method = lookup
         return ToyDrafter(a_draft_scheduler(self._setting, self._count), method, model)

@@ -11,7 +11,7 @@ from actors.drafters.model.draft_model import DraftModel
 from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from protos.messages import DraftRequest, Open, Shape, StateDtype, StatesFormat
 
 LAYOUT = StatesFormat(width=4, dtype=StateDtype.BFLOAT16)
@@ -53,7 +53,7 @@ class RememberingRunner(ToyRunner):
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-        moves: Sequence[PlaceMove] = (),
+        moves: Sequence[SlotMove] = (),
     ) -> ForwardOutput:
         self._cache.move(moves)
         self._cache.copy(copies)

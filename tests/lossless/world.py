@@ -19,7 +19,7 @@ from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.envelope import Send, states_stream
 from cluster.reference_loop import DRAFTER, ROUTER, TARGET
-from cluster.routing.ledger import Command, Emit, Ended, Session, ToDrafter, ToTarget
+from cluster.routing.ledger import Command, CommittedTokens, Ended, Session, ToDrafter, ToTarget
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import Block, DraftRequest, Message, Refusal, Resync, States, Verdict
@@ -237,7 +237,7 @@ class World:
             if isinstance(command, ToTarget | ToDrafter):
                 self._after(HOP_S, lambda c=command: self._deliver(c.address, ROUTER, [c.message]))
             else:
-                assert isinstance(command, Emit | Ended)
+                assert isinstance(command, CommittedTokens | Ended)
 
     def _route(self, sender: str, sends: list[Send]) -> None:
         """Router links are reliable; what drafter and target say to each other is up to the schedule.

@@ -28,9 +28,9 @@ from cluster.audit import Audits
 from cluster.config import AuditConfig
 from cluster.drafting.session_table import DrafterLimits
 from cluster.page_allocator import SessionMemory
-from cluster.routing.ledger import Emit, Generation
+from cluster.routing.ledger import CommittedTokens, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.controller import LockStep
+from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits
 from protos.messages import Acceptance
 from serve_app.router import Identity, Router, RouterLimits
@@ -106,7 +106,7 @@ class Fleet:
         )
         tokens: list[int] = []
         async for event in self.router.generate(generation):
-            if isinstance(event, Emit):
+            if isinstance(event, CommittedTokens):
                 tokens += event.tokens
         return tokens
 
@@ -123,7 +123,7 @@ async def fleet(folder: Path, vllm_engine: VllmEngine) -> AsyncIterator[Fleet]:
     servers = {}
     for kind, (engine, bounds, pages) in kinds.items():
         replicas[kind] = TargetReplica(
-            engine, bounds, IDENTITY.vocabulary, IDENTITY.target_model, 300, LockStep(), memory=pages
+            engine, bounds, IDENTITY.vocabulary, IDENTITY.target_model, 300, ReferenceLoop(), memory=pages
         )
         servers[kind] = await serve_target(replicas[kind], "127.0.0.1")
     cache = DraftCache(PAGES, PAGE_SIZE)

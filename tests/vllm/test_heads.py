@@ -24,9 +24,9 @@ from cluster.drafting.method import DraftingMethod
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
-from cluster.routing.ledger import Emit, Generation, Session
+from cluster.routing.ledger import CommittedTokens, Generation, Session
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.controller import LockStep
+from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.messages import Acceptance, Sampling
@@ -106,7 +106,7 @@ def test_in_lock_step_every_draft_of_a_right_head_is_accepted(
     assert bounds.states is not None
     assert bounds.states.width == HIDDEN, "the target projects"
     target = VerificationScheduler(
-        limits(core.memory.pages, core.memory.page_size, bounds.states), LockStep(), memory=core.memory
+        limits(core.memory.pages, core.memory.page_size, bounds.states), ReferenceLoop(), memory=core.memory
     )
     drafter = DraftScheduler(bounds, draft_ahead=False)
     text = texts[name]
@@ -146,7 +146,7 @@ async def pair(
     taken = limits(core.memory.pages, core.memory.page_size, bounds.states)
     engine = ThreadEngine(core)
     names = (IDENTITY.vocabulary, IDENTITY.target_model)
-    replica = TargetReplica(engine, taken, *names, 300, LockStep(), memory=core.memory)
+    replica = TargetReplica(engine, taken, *names, 300, ReferenceLoop(), memory=core.memory)
     drafter = Drafter(method, bounds, *names, draft_ahead=False)
     servers = [await serve_target(replica, "127.0.0.1"), await serve_drafter(drafter, "127.0.0.1")]
     target, draft = [Endpoint(server.address, server.address) for server in servers]
@@ -175,7 +175,7 @@ async def pair(
 async def told(router: Router, name: str, text: Text) -> list[int]:
     tokens: list[int] = []
     async for event in router.generate(generation(name, text)):
-        if isinstance(event, Emit):
+        if isinstance(event, CommittedTokens):
             tokens += event.tokens
     return tokens
 

@@ -19,7 +19,7 @@ from cluster.audit import Audits
 from cluster.config import AuditConfig, SlipstreamConfig
 from cluster.drafting.session_table import DrafterLimits
 from cluster.routing.membership import Endpoint, Members, StaticMembership
-from cluster.speculation.controller import LockStep
+from cluster.speculation.controller import ReferenceLoop
 from serve_app.api.app import create_api
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
@@ -64,7 +64,7 @@ async def served(config: SlipstreamConfig) -> AsyncIterator[tuple[AsyncOpenAI, T
         IDENTITY.vocabulary,
         IDENTITY.target_model,
         300,
-        LockStep(),
+        ReferenceLoop(),
         memory=started.memory,
     )
     setup = DraftSetup(

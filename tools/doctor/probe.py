@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.net.auth_interceptor import Gate
+from actors.net.auth_interceptor import AuthInterceptor
 from actors.net.credentials import Credentials, credentials_of
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, SlipstreamError
@@ -98,7 +98,7 @@ class NodeProbe:
         """Starts a server as replicas do, with the same bind address and credentials."""
         trust = self._config.trust
         self._role, self._credentials = self._own_credentials()
-        gate = Gate(self._credentials, Refusals(log), trust.max_streams_per_host)
+        gate = AuthInterceptor(self._credentials, Refusals(log), trust.max_streams_per_host)
         self._server = grpc.aio.server(interceptors=[gate])
         checker = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checker, self._server)

@@ -23,7 +23,7 @@ import torch
 
 from actors.compute.hidden_states import StateCapture
 from actors.compute.kv_cache import FeedRow
-from actors.drafters.lookup.ngram import PromptLookup
+from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.registry import DraftSetup, capture_spec, states_format
 from actors.engine.executor import StepExecutor
 from actors.engine.process import device_of
@@ -37,8 +37,8 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.errors import ConfigError
 from cluster.reference_loop import lock_step
-from cluster.routing.ledger import Emit, Generation, Session
-from cluster.speculation.controller import LockStep
+from cluster.routing.ledger import CommittedTokens, Generation, Session
+from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, DraftRequest, Open, Sampling, Shape
@@ -129,12 +129,12 @@ class MeasuredTarget:
             max_draft_tokens=max_draft_tokens,
         )
 
-    def run(self, generation: Generation, method: DraftingMethod, *, trees: bool) -> Iterator[Emit]:
+    def run(self, generation: Generation, method: DraftingMethod, *, trees: bool) -> Iterator[CommittedTokens]:
         """Decodes in lock step with a method that reads no hidden states."""
         limits = VerificationLimits(
             self._runner.vocabulary, self._context, 1, STEP_TOKENS, self._pages, PAGE_SIZE, trees=trees
         )
-        target = VerificationScheduler(limits, LockStep())
+        target = VerificationScheduler(limits, ReferenceLoop())
         drafter = DraftScheduler(DrafterLimits(self._runner.vocabulary, self._context, 1), draft_ahead=False)
         executor = StepExecutor(self._runner, self._runner.vocabulary)
         return lock_step(Session(generation), drafter, method, target, executor)
@@ -143,7 +143,7 @@ class MeasuredTarget:
         """Decodes with minimal speculation; under Gumbel coupling the committed text is the same for any drafts."""
         tokens = list(generation.prompt)
         ends = []
-        for emit in self.run(generation, PromptLookup(1, 1), trees=False):
+        for emit in self.run(generation, NgramDraft(1, 1), trees=False):
             tokens += emit.tokens
             ends.append(time.perf_counter())
         self._steps += [end - began for began, end in pairwise(ends)]  # without the first step, which reads the prompt

@@ -24,8 +24,8 @@ from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.envelope import Send, stream_name
 from cluster.errors import SlipstreamError
-from cluster.routing.ledger import Emit, Ended, Event, Failed, Session
-from cluster.routing.session_router import Assignment, Assignments, Peers
+from cluster.routing.ledger import CommittedTokens, Ended, Event, Failed, Session
+from cluster.routing.session_router import Assignment, Peers, SessionRouter
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.frozen import value
@@ -435,7 +435,9 @@ class SimulatedRouter:
         self.process = process
         self._on_commit = on_commit
         self._on_over = on_over
-        self._assignments: Assignments[SimulatedAssignment] = Assignments(process.address, target_wait_s, self._tell)
+        self._assignments: SessionRouter[SimulatedAssignment] = SessionRouter(
+            process.address, target_wait_s, self._tell
+        )
         self._links: dict[str, SimulatedLink] = {}  # by address
         self._ticking = False
 
@@ -461,7 +463,7 @@ class SimulatedRouter:
         self._go_on(self._assignments.add(SimulatedAssignment(session, now, arrived_s=now, heard_s=now), now))
 
     def _tell(self, assignment: SimulatedAssignment, event: Event) -> None:
-        if isinstance(event, Emit):
+        if isinstance(event, CommittedTokens):
             self._hear(assignment, len(event.tokens))
         else:
             self._end(assignment, event)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.speculation.controller import Adaptive, LockStep, Pacing
+from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
 from tools.simulation.network import CALM, KEEPALIVE_S, Weather
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
 
@@ -108,8 +108,8 @@ class SpeculationSetting:
     mode: Mode = Mode.DRAFT_AHEAD
 
     @property
-    def pacing(self) -> Pacing:
-        return LockStep() if self.mode is Mode.LOCK_STEP else Adaptive()
+    def pacing(self) -> PacingPolicy:
+        return ReferenceLoop() if self.mode is Mode.LOCK_STEP else Adaptive()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import Generation, Session
-from cluster.speculation.controller import LockStep
+from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.frozen import value
 from protos.messages import Acceptance, Sampling
@@ -150,7 +150,7 @@ def check_specification(generation: Generation, script: Script, draft: DraftQual
         Session(generation),
         DraftScheduler(DrafterLimits(VOCABULARY, script.max_len, max_sessions=1), draft_ahead=False),
         OracleMethod(scripts, draft),
-        VerificationScheduler(limits, LockStep()),
+        VerificationScheduler(limits, ReferenceLoop()),
         OracleEngine(scripts, limits.page_size),
     )
     committed = tuple([token for emit in rounds for token in emit.tokens])

@@ -99,7 +99,7 @@ class StatePredictor(Protocol):
         ...
 
 
-class PredictedDrafting:
+class HeadDrafter:
     """The drafting method. A session whose states have not arrived gets no tokens."""
 
     shapes = frozenset(Shape)

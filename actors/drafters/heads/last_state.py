@@ -23,7 +23,7 @@ from torch import Tensor
 from actors.attention.batch import never
 from actors.compute.linear import Product
 from actors.drafters.heads.files import PICKLES, folder_to_borrow_from
-from actors.drafters.heads.head_drafter import PredictedDraft, PredictedDrafting, fill_places
+from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_places
 from actors.drafters.heads.projection import head_products
 from actors.drafters.heads.rope import target_shape
 from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
@@ -295,7 +295,7 @@ def last_state_drafting(
     setup: DraftSetup,
     options: HeadOptions,
     borrowed: Sequence[Sequence[str]] = (),
-) -> PredictedDrafting:
+) -> HeadDrafter:
     """Creates the method for the head named by `draft.model`, and logs how the head was understood.
 
     `borrowed` lists the tensors that it takes from the target's checkpoint: of each group the first that exists.
@@ -308,4 +308,4 @@ def last_state_drafting(
     rows = target_shape(target).vocabulary
     limits = DraftingLimits(options.draft_probs_top_k)
     sampler = DraftSampler(head.token_ids, rows, limits, Calibration(), (*MAKERS, *setup.makers))
-    return PredictedDrafting(LastStatePredictor(head, sampler, LastRows(device, products.dtype)), sampler)
+    return HeadDrafter(LastStatePredictor(head, sampler, LastRows(device, products.dtype)), sampler)

@@ -22,17 +22,17 @@ AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
 SURE = 0.5  # share of the requested tokens that a lookup must expect to be accepted, to skip the model
 
 
-def create(draft: DraftPool, setup: DraftSetup) -> "LookupFirst":
+def create(draft: DraftPool, setup: DraftSetup) -> "HybridDraft":
     """Creates the method. Raises ModelError if the model does not fit the target."""
     return lookup_first(ngram.create(draft, setup), create_model_method(draft, setup))
 
 
-def lookup_first(lookup: DraftingMethod, model: DraftingMethod) -> "LookupFirst":
+def lookup_first(lookup: DraftingMethod, model: DraftingMethod) -> "HybridDraft":
     """Combines two methods. The result reads the target's states if `model` does."""
-    return StatesLookupFirst(lookup, model) if isinstance(model, ReadsStates) else LookupFirst(lookup, model)
+    return HybridStateDraft(lookup, model) if isinstance(model, ReadsStates) else HybridDraft(lookup, model)
 
 
-class LookupFirst:
+class HybridDraft:
     """Two methods as one: `model` drafts where `lookup` finds nothing, or is unsure and the tree may be extended."""
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
@@ -114,7 +114,7 @@ class LookupFirst:
         return merged(one, other, most, request.least_chance)
 
 
-class StatesLookupFirst(LookupFirst):
+class HybridStateDraft(HybridDraft):
     """Variant for a model that reads the target's hidden states, which are passed on to it."""
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:

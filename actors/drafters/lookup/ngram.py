@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from actors.drafters.registry import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
-from cluster.drafting.lookahead import ForwardTime, OpenPlaces, Place, draft_ahead, proposals
+from cluster.drafting.lookahead import ForwardTime, PendingPositions, Place, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
 from cluster.drafting.trees import NOTHING, SIBLINGS, Choices, TokenPath, grown_paths, tree_of
@@ -206,7 +206,7 @@ class LookupCalibration:
     def __init__(self) -> None:
         self._kinds: dict[Evidence, Pairs] = {}  # (share, whether the token came)
         self._sessions: dict[str, Pairs] = {}  # (probability that a candidate comes, whether one did)
-        self._open: OpenPlaces[Known] = OpenPlaces()
+        self._open: PendingPositions[Known] = PendingPositions()
 
     def consider(self, session: str, place: Place, found: Occurrences) -> Choices:
         """Returns the candidates at a place with their probabilities, likeliest first.
@@ -273,9 +273,9 @@ def _latest(text: bytes, suffix: bytes) -> int | None:
     return None
 
 
-def create(draft: DraftPool, setup: DraftSetup) -> "PromptLookup":
+def create(draft: DraftPool, setup: DraftSetup) -> "NgramDraft":
     options = draft.prompt_lookup
-    return PromptLookup(options.max_ngram, options.min_ngram)
+    return NgramDraft(options.max_ngram, options.min_ngram)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -294,7 +294,7 @@ class LookupDraft(BlockDraft):
         """None: an author's published acceptance does not apply to lookups."""
 
 
-class PromptLookup:
+class NgramDraft:
     """The drafting method around `look_up` and the text's continuations."""
 
     shapes = frozenset(Shape)

@@ -31,7 +31,7 @@ from protos.messages import StatesNeeded
 
 
 @dataclass(eq=False)
-class Branch:
+class CacheBranch:
     """Cached tokens of a session, on the pages that the page allocator holds under `name`."""
 
     session: str
@@ -49,13 +49,13 @@ class DraftCache:
     The first `unfed` tokens of a text are not fed, so a token's place in the cache is its index minus `unfed`. A draft
     head is fed each token with the state before it: it has no use for the first token, and a cache entry depends on
     more than the tokens up to it, so its pages are not shared between sessions. If a text begins in its middle
-    (`Branch.first`), the tokens before that take no place either.
+    (`CacheBranch.first`), the tokens before that take no place either.
     """
 
     def __init__(self, pages: int, page_size: int, unfed: int = 0) -> None:
         self._unfed = unfed
         self._allocator = PageAllocator(pages, page_size, secrets.token_bytes(16))
-        self._branches: OrderedDict[str, list[Branch]] = OrderedDict()  # by session, the one resumed last at the end
+        self._branches: OrderedDict[str, list[CacheBranch]] = OrderedDict()  # by session, least recently resumed first
         self._names = count()
 
     @property
@@ -66,7 +66,7 @@ class DraftCache:
         """Raises AssertionError unless every page is accounted for."""
         self._allocator.check()
 
-    def resume(self, session: str, tokens: Sequence[int], first: int = 0, salt: str = "") -> Branch:
+    def resume(self, session: str, tokens: Sequence[int], first: int = 0, salt: str = "") -> CacheBranch:
         """Returns the branch that has cached most of `tokens`, cut to the common prefix; closes the other branches.
 
         The last token never counts as cached, because its logits are needed. A session that begins at `first` must be
@@ -88,22 +88,22 @@ class DraftCache:
         self._branches[session] = [found]
         return found
 
-    def fork(self, branch: Branch, length: int) -> Branch:
+    def fork(self, branch: CacheBranch, length: int) -> CacheBranch:
         """Adds a branch with the first `length` tokens of this one."""
         name = self._name(branch.session)
         self._allocator.fork(branch.name, name, self._places(branch, length))
         exact = min(branch.exact, length)
-        forked = Branch(branch.session, name, branch.tokens[:length], branch.first, exact, dict(branch.predicted))
+        forked = CacheBranch(branch.session, name, branch.tokens[:length], branch.first, exact, dict(branch.predicted))
         self._branches[branch.session].append(forked)
         return forked
 
-    def publish(self, branch: Branch, length: int) -> None:
+    def publish(self, branch: CacheBranch, length: int) -> None:
         """Shares the pages of the first `length` tokens, which are decided, with sessions of the same prefix."""
         if not self._unfed:
             self._allocator.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
 
     def feed(
-        self, branch: Branch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = (), logits: int = 1
+        self, branch: CacheBranch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = (), logits: int = 1
     ) -> tuple[FeedRow, list[PageCopy]] | None:
         """Appends tokens and returns the row to feed, with pages to copy first; None when the pool is full.
 
@@ -121,11 +121,11 @@ class DraftCache:
         fed = tokens[len(tokens) - (end - start) :]
         return FeedRow((*fed, *masks), start, logits + len(masks), self._allocator.table(branch.name)), copies
 
-    def drop_masks(self, branch: Branch) -> None:
+    def drop_masks(self, branch: CacheBranch) -> None:
         """Frees the cache entries of mask tokens."""
         self._allocator.truncate(branch.name, self._places(branch, len(branch.tokens)))
 
-    def cut(self, branch: Branch, length: int) -> None:
+    def cut(self, branch: CacheBranch, length: int) -> None:
         """Drops all but the first `length` tokens of a branch, and any masks after them."""
         del branch.tokens[length:]
         branch.exact = min(branch.exact, length)
@@ -136,15 +136,15 @@ class DraftCache:
         for branch in self._branches.pop(session, []):
             self._allocator.close(branch.name)
 
-    def _places(self, branch: Branch, tokens: int) -> int:
+    def _places(self, branch: CacheBranch, tokens: int) -> int:
         """Returns how many cache places the first `tokens` tokens of a branch's text take."""
         return max(0, tokens - branch.first - self._unfed)
 
-    def _open(self, session: str, tokens: Sequence[int], first: int, salt: str) -> Branch:
+    def _open(self, session: str, tokens: Sequence[int], first: int, salt: str) -> CacheBranch:
         assert not first or self._unfed, "of a text that begins in its middle no page is shared"
         name = self._name(session)
         cached = self._allocator.open(name, tokens, salt.encode())
-        return Branch(session, name, list(tokens[: max(first, cached)]), first, exact=first)
+        return CacheBranch(session, name, list(tokens[: max(first, cached)]), first, exact=first)
 
     def _name(self, session: str) -> str:
         return f"{session}/{next(self._names)}"
@@ -205,7 +205,7 @@ class SessionStates:
 class CachedDraft(BlockDraft):
     """A block with its cached branch. States that a draft head continues from are tensors, (hidden,)."""
 
-    branch: Branch
+    branch: CacheBranch
     pending: list[int]  # tokens to feed next
     logits: int = 1  # number of last pending tokens that need logits
 
@@ -262,7 +262,7 @@ class FedStates:
         assert rows.shape[-1] == self.needs.width, f"rows have {rows.shape[-1]} elements, not {self.needs.width}"
         known.put(first, self._project(rows))
 
-    def rewind(self, cache: DraftCache, branch: Branch) -> None:
+    def rewind(self, cache: DraftCache, branch: CacheBranch) -> None:
         """Cuts a branch before the first token fed with a recycled state, if the true state is known now.
 
         Predicted states are kept: tokens may be fed with them again where true states are still missing.
@@ -286,7 +286,7 @@ class FedStates:
             end += 1
         return end - start if end > branch.first + 1 else 0
 
-    def states(self, branch: Branch, start: int, masks: int) -> Tensor:
+    def states(self, branch: CacheBranch, start: int, masks: int) -> Tensor:
         """Returns the states to feed with a branch's tokens from `start` on, then with masks: (tokens, hidden).
 
         The tokens must be feedable. The first token of a text is not fed and has no state.
@@ -297,7 +297,7 @@ class FedStates:
         assert self._mask_state is not None, "this head has no masks"
         return torch.cat([found, self._mask_state.expand(masks, -1)])
 
-    def _of_tokens(self, branch: Branch, start: int, end: int) -> Tensor:
+    def _of_tokens(self, branch: CacheBranch, start: int, end: int) -> Tensor:
         known = self._sessions[branch.session]
         first = max(start, branch.first + 1)
         exact_to = min(end, self._exact_to(branch, start))
@@ -308,12 +308,12 @@ class FedStates:
         indices = range(first, end)
         return torch.stack([known.rows(i - 1, i)[0] if i - 1 in known else branch.predicted[i] for i in indices])
 
-    def remember(self, branch: Branch, predicted: Tensor) -> None:
+    def remember(self, branch: CacheBranch, predicted: Tensor) -> None:
         """Stores the states that the head predicted at the last places of a branch just read, (places, hidden)."""
         after = len(branch.tokens) + 1
         branch.predicted |= zip(range(after - len(predicted), after), predicted, strict=True)
         branch.predicted = {index: state for index, state in branch.predicted.items() if index >= branch.exact}
 
-    def _exact_to(self, branch: Branch, start: int) -> int:
+    def _exact_to(self, branch: CacheBranch, start: int) -> int:
         """Returns the index of the first token from `start` on whose preceding true state is missing."""
         return self._sessions[branch.session].missing_from(max(start, branch.first + 1) - 1) + 1

@@ -32,7 +32,7 @@ from actors.sampling.filters import filtered
 from actors.sampling.gumbel import Purpose, gumbel_argmax, gumbels, key
 from actors.sampling.processors import MAKERS, Maker, ProcessorChain, chain_of
 from cluster.drafting.draft_state import BlockDraft
-from cluster.drafting.lookahead import OpenPlaces, Place
+from cluster.drafting.lookahead import PendingPositions, Place
 from cluster.drafting.requests import SessionText
 from cluster.drafting.trees import Choices
 from protos.frozen import value
@@ -127,7 +127,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self._fits: dict[DraftKind, _Fit] = {}
-        self._open: OpenPlaces[tuple[DraftKind, Candidates]] = OpenPlaces()
+        self._open: PendingPositions[tuple[DraftKind, Candidates]] = PendingPositions()
 
     def chances(self, kind: DraftKind, candidates: Candidates) -> Floats:
         """Returns the probability that each is the target's token, (count + 1,); the last is all others'."""

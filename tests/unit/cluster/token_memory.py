@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 
 
 class TokenMemory:
@@ -21,7 +21,7 @@ class TokenMemory:
                 if source in self._held:
                     self._held[to] = self._held[source]
 
-    def move(self, moves: Iterable[PlaceMove]) -> None:
+    def move(self, moves: Iterable[SlotMove]) -> None:
         """All at once; what nobody has written cannot be moved."""
         moved = [(move.to, self._held[move.source]) for move in moves]
         self._held.update(moved)

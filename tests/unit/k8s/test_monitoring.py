@@ -11,7 +11,7 @@ import promql_parser
 import pytest
 import ray
 
-from cluster.routing.ledger import Emit
+from cluster.routing.ledger import CommittedTokens
 from cluster.verification.scheduler import TargetActivity
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.metrics import Metrics
@@ -48,7 +48,7 @@ def published() -> dict[str, set[str]]:
     """Every metric of Slipstream's processes as Prometheus knows it, with its labels."""
     found = {f"ray_{family}_total": {*LABELS.get(family, CAUSE)} | SERVE_LABELS for family in HELP}
     metrics = Metrics(remedies=lambda: {("drafter", "plain"): 1}, handovers=lambda: {("target", "planned"): 1})
-    metrics.committed(Emit((1, 2), 1, 2), 0.1, first=True)
+    metrics.committed(CommittedTokens((1, 2), 1, 2), 0.1, first=True)
     with metrics.request("chat") as record:
         record.status = 200
         record.request = parse(ChatRequest, json.dumps(CHAT).encode(), RequestBounds())

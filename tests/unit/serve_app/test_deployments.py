@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import CacheConfig, SpeculationConfig, TargetPool, TargetReplicas, validated
 from cluster.errors import EngineError, ModelError
-from cluster.speculation.controller import Adaptive, LockStep, Pacing
+from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
 from serve_app import deployments, startup
 from serve_app.app import application
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, pacing_of
@@ -22,11 +22,11 @@ from serve_app.startup import engine_of
     [
         (SpeculationConfig(), Adaptive),
         (SpeculationConfig(pacing="adaptive"), Adaptive),
-        (SpeculationConfig(pacing="lock_step"), LockStep),
+        (SpeculationConfig(pacing="lock_step"), ReferenceLoop),
     ],
     ids=["default", "adaptive", "lock_step"],
 )
-def test_the_pacing_is_the_one_that_is_named(speculation: SpeculationConfig, policy: type[Pacing]) -> None:
+def test_the_pacing_is_the_one_that_is_named(speculation: SpeculationConfig, policy: type[PacingPolicy]) -> None:
     assert type(pacing_of(speculation)) is policy
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from actors.attention.select_backend import AttentionReport, Tried
 from actors.drafter import Drafter
-from actors.drafters.lookup.ngram import PromptLookup
+from actors.drafters.lookup.ngram import NgramDraft
 from actors.engine.executor import ThreadEngine
 from actors.target import TargetReplica
 from cluster.audit import Audits
@@ -124,7 +124,7 @@ def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock
 
 
 def test_a_drafter_says_how_its_guesses_fared_and_what_its_passes_were_for(clock: Clock) -> None:
-    method = PromptLookup(3, 2)
+    method = NgramDraft(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     drafter.scheduler.counts.update(guess_hit=3, guess_miss=1, passes=5, passes_ahead=4, overtaken=2)
     counts = drafter_counts(drafter)
@@ -151,7 +151,7 @@ def test_positions_are_counted_by_all_that_blocks_are_told_apart_by(clock: Clock
 
 def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock) -> None:
     """A counter is made once: causes may come later, families may not."""
-    method = PromptLookup(3, 2)
+    method = NgramDraft(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     target = {*target_counts(a_target(clock), "m"), *attention_counts([])}
     assert {*target, *drafter_counts(drafter), *audit_counts(AUDITS), *routed_counts({})} == HELP.keys()

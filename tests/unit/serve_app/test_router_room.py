@@ -11,7 +11,7 @@ from cluster.config import AuditConfig
 from cluster.errors import CapacityError, DrainingError
 from cluster.routing.ledger import Generation
 from cluster.routing.membership import Members, StaticMembership
-from cluster.routing.session_router import Assignments
+from cluster.routing.session_router import SessionRouter
 from protos.codec import Decoded, Malformed
 from protos.messages import Acceptance, Refusal, RefusalReason, Sampling
 from serve_app.router import Identity, Router, RouterLimits
@@ -31,7 +31,10 @@ def test_as_many_sessions_are_taken_as_there_is_room_for(router: Router) -> None
 
 
 def test_none_is_taken_while_every_target_is_full(router: Router) -> None:
-    with patch.object(Assignments, "are_targets_full", return_value=True), pytest.raises(CapacityError, match="target"):
+    with (
+        patch.object(SessionRouter, "are_targets_full", return_value=True),
+        pytest.raises(CapacityError, match="target"),
+    ):
         router.check_room(1)
 
 

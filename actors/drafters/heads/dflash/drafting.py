@@ -24,7 +24,7 @@ from actors.compute.linear import Product, projection
 from actors.drafters.heads.dflash.config import DFlashConfig, DFlashLayerKind, resolve_dflash
 from actors.drafters.heads.dflash.weights import ALIASES, DFlashLayer, DFlashReader, DFlashWeights, borrowed_tensors_of
 from actors.drafters.heads.files import PICKLES, HeadFiles, folder_to_borrow_from, read_head
-from actors.drafters.heads.head_drafter import PredictedDraft, PredictedDrafting, fill_places
+from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_places
 from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded, head_products
 from actors.drafters.heads.rope import rotary_of, target_shape
 from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
@@ -339,7 +339,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     makers = (*MAKERS, *setup.makers)
     sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration(), makers)
     is_projected = draft.states.projects_at_target(decoder.config.needs)
-    return decoded(PredictedDrafting(DFlashPredictor(decoder, sampler, is_projected), sampler), setup.states)
+    return decoded(HeadDrafter(DFlashPredictor(decoder, sampler, is_projected), sampler), setup.states)
 
 
 def load_dflash(

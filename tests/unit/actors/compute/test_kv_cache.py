@@ -3,7 +3,7 @@
 import torch
 
 from actors.compute.kv_cache import PagedCache
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 
 PAGE_SIZE = 4
 
@@ -40,7 +40,7 @@ def test_places_are_moved_all_at_once_in_all_layers():
     for index, layer in enumerate(layers):
         layer.copy_(torch.arange(layer.numel()).view_as(layer) + 1000 * index)
     before = [layer.clone() for layer in layers]
-    cache.move([PlaceMove(6, 5), PlaceMove(9, 6), PlaceMove(2, 9)])
+    cache.move([SlotMove(6, 5), SlotMove(9, 6), SlotMove(2, 9)])
     for layer, old in zip(layers, before, strict=True):
         expected = old.clone()
         expected[[5, 6, 9]] = old[[6, 9, 2]]

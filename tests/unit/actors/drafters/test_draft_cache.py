@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.drafters.model.draft_cache import Branch, DraftCache
+from actors.drafters.model.draft_cache import CacheBranch, DraftCache
 from tests.unit.cluster.token_memory import TokenMemory
 
 PAGE_SIZE = 4
@@ -19,7 +19,7 @@ class Desk:
         self.cache = DraftCache(pages, PAGE_SIZE)
         self._memory = TokenMemory(PAGE_SIZE)
 
-    def feed(self, branch: Branch, *tokens: int, busy: Sequence[str] = ()) -> bool:
+    def feed(self, branch: CacheBranch, *tokens: int, busy: Sequence[str] = ()) -> bool:
         """Whether there was room; checks that the branch's pages hold what the branch says."""
         fed = self.cache.feed(branch, tokens, {branch.session, *busy})
         if fed is None:
@@ -32,7 +32,7 @@ class Desk:
         self.cache.check()
         return True
 
-    def opened(self, session: str, tokens: Sequence[int]) -> Branch:
+    def opened(self, session: str, tokens: Sequence[int]) -> CacheBranch:
         """A session with all of `tokens` cached."""
         branch = self.cache.resume(session, tokens)
         assert self.feed(branch, *tokens[len(branch.tokens) :])
@@ -165,7 +165,7 @@ def test_whatever_is_resumed_forked_fed_and_closed_every_branch_reads_its_own_to
     """In a pool so small that sessions are forgotten all the time; `Desk` reads every branch at every feed."""
     desk = Desk(pages=data.draw(st.integers(2, 8)))
     token = st.integers(0, 1)  # few, so that texts agree for long
-    branches: dict[str, list[Branch]] = {}
+    branches: dict[str, list[CacheBranch]] = {}
     for _ in range(60):
         name = data.draw(st.sampled_from("abc"))
         action = data.draw(st.sampled_from(["resume", "fork", "feed", "feed", "publish", "close"]))

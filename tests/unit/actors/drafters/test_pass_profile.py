@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from actors.drafters.lookup.ngram import PromptLookup
+from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import MaskTokens
@@ -83,5 +83,5 @@ def test_a_forward_and_the_further_tokens_that_it_names_are_told_apart():
 
 
 def test_a_method_without_a_model_is_measured_too():
-    cost = profile_drafting(PromptLookup(4, 2), DrafterLimits(VOCABULARY, 100, max_sessions=1))
+    cost = profile_drafting(NgramDraft(4, 2), DrafterLimits(VOCABULARY, 100, max_sessions=1))
     assert [rows for rows, _ in cost.forward.by_tokens] == [1]

@@ -14,7 +14,7 @@ from actors.drafters import registry
 from actors.drafters.registry import MODULES, DraftSetup, capture_spec, create_method, states_format, states_needed
 from cluster import config
 from cluster.config import DraftPool
-from cluster.config_sections import STATE_READERS, PromptLookupOptions, StatesOptions
+from cluster.config_sections import STATE_READERS, NgramOptions, StatesOptions
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
 from tests.unit.actors.drafters.drafting_requests import Want, propose
 from tests.unit.cluster.samples import an_open
@@ -35,7 +35,7 @@ def test_prompt_lookup_is_made_of_its_section() -> None:
     tokens = (1, 2, 3, 9, 2, 3)
     want = Want(an_open("s", tokens=tokens), tokens, 1, max_tokens=2)
     for shortest, found in ((2, (9, 2)), (3, ())):
-        options = PromptLookupOptions(max_ngram=3, min_ngram=shortest)
+        options = NgramOptions(max_ngram=3, min_ngram=shortest)
         method = create_method(DraftPool(method="prompt_lookup", prompt_lookup=options), SETUP)
         (proposal,) = propose(method, [want])
         assert proposal.tokens == found

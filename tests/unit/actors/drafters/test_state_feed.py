@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.drafters.model.draft_cache import Branch, CachedDraft, DraftCache, FedStates, SessionStates
+from actors.drafters.model.draft_cache import CacheBranch, CachedDraft, DraftCache, FedStates, SessionStates
 from cluster.drafting.requests import SessionText
 from protos.messages import StatesNeeded
 from tests.unit.actors.drafters.drafting_requests import Want
@@ -66,7 +66,7 @@ class Desk:
         self.projected.append(len(raw))
         return raw
 
-    def read(self, branch: Branch, tokens: Sequence[int], predicted: Tensor) -> list[float]:
+    def read(self, branch: CacheBranch, tokens: Sequence[int], predicted: Tensor) -> list[float]:
         """The states that `tokens` are fed with; at the last places of them, others are predicted."""
         draft = self.draft(branch, tokens)
         assert self.feed.feedable(draft, len(tokens)) == len(tokens)
@@ -76,7 +76,7 @@ class Desk:
         self.feed.remember(branch, predicted)
         return found
 
-    def draft(self, branch: Branch, tokens: Sequence[int]) -> CachedDraft:
+    def draft(self, branch: CacheBranch, tokens: Sequence[int]) -> CachedDraft:
         request = Want(an_open("s"), (1,) * 5, 0, 3).request
         text = SessionText(an_open("s"), [1] * 5)
         return CachedDraft(request=request, text=text, base_hash=0, max_tokens=3, branch=branch, pending=list(tokens))
@@ -87,7 +87,7 @@ def desk() -> Desk:
     return Desk()
 
 
-def drafted(desk: Desk) -> Branch:
+def drafted(desk: Desk) -> CacheBranch:
     """Five tokens with true states, and two that were drafted after them."""
     desk.feed.put("s", 0, rows(0, 1, 2, 3))
     branch = desk.cache.resume("s", range(10, 15))

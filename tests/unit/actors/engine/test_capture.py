@@ -16,7 +16,7 @@ from actors.engine.memory import state_bytes
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import load
 from cluster.errors import ModelError
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from cluster.verification.step import Row, StateRead, StepPlan, places_of
 from protos.draft_tree import DraftTree
 from protos.messages import StateDtype, StatesFormat
@@ -107,7 +107,7 @@ def test_nodes_of_a_tree_each_have_the_states_of_their_own_path_also_once_moved(
     at = [*range(6), *[6 + node for node in path]]
     close_to(captured.read(at, A), captured.expected(text))
     places = places_of(range(6, 11), A, PAGE_SIZE)
-    moves = [PlaceMove(places[node], places[step]) for step, node in enumerate(path)]
+    moves = [SlotMove(places[node], places[step]) for step, node in enumerate(path)]
     further = tokens_of(6, 2)
     captured.runner.forward([row(A, further, 9, 1)], moves=moves)
     captured.check(text + further, A)

@@ -11,7 +11,7 @@ from actors.attention.batch import never
 from actors.compute.kv_cache import FeedRow
 from actors.engine.executor import StepExecutor
 from actors.models.decoder import ForwardOutput, ToyRunner
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
 from protos.messages import Sampling, Scoring, TokenRules
@@ -31,14 +31,14 @@ class SpyRunner(ToyRunner):
         super().__init__(table)
         self.fed: list[list[FeedRow]] = []
         self.copied: list[tuple[PageCopy, ...]] = []
-        self.moved: list[tuple[PlaceMove, ...]] = []
+        self.moved: list[tuple[SlotMove, ...]] = []
 
     def forward(
         self,
         rows: Sequence[FeedRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
-        moves: Sequence[PlaceMove] = (),
+        moves: Sequence[SlotMove] = (),
     ) -> ForwardOutput:
         self.fed.append(list(rows))
         self.copied.append(tuple(copies))
@@ -108,7 +108,7 @@ def test_pages_copies_and_moves_reach_the_runner_as_they_were_planned():
     opens = (an_open("a", tokens=(1, 2, 3)), an_open("b", tokens=(1, 2, 3)))
     rows = (Row("a", (2, 3), 1, True, pages=(4, 0)), Row("b", (1,), 0, False, pages=(7,)))
     copies = (PageCopy(1, 0), PageCopy(2, 7))
-    moves = (PlaceMove(9, 8),)
+    moves = (SlotMove(9, 8),)
     executor.step(StepPlan((), opens, rows, copies, moves))
     assert runner.fed == [[FeedRow((2, 3), 1, 1, (4, 0)), FeedRow((1,), 0, 0, (7,))]]
     assert runner.copied == [copies]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from actors.compute.kv_cache import FeedRow
 from actors.engine.tensor_parallel import STEP_NUMBERS, from_tensor, receive_step, send_step, to_tensor
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 
 ids = st.integers(0, 2**31 - 1)
 tuples = st.lists(ids, max_size=6).map(tuple)
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 copied = st.lists(st.builds(PageCopy, ids, ids), max_size=4)
-moved = st.lists(st.builds(PlaceMove, ids, ids), max_size=4)
+moved = st.lists(st.builds(SlotMove, ids, ids), max_size=4)
 
 
 @given(st.lists(rows, max_size=5), copied, moved, st.integers(0, 9))

@@ -22,7 +22,7 @@ from actors.attention.sdpa_gather import SHORT_CONTEXT, SHORT_ROW, GatheredPlan
 from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.engine.runner import ModelRunner
 from cluster.errors import ModelError
-from cluster.page_allocator import PageCopy, PlaceMove
+from cluster.page_allocator import PageCopy, SlotMove
 from tests.unit.actors.tiny_models import MODELS, SIZES, WINDOW, jittered, tokens_of
 from tests.unit.trees import grown
 
@@ -73,7 +73,7 @@ def check(
     rows: list[FeedRow],
     whole: list[tuple[int, ...]],
     copies: Sequence[PageCopy] = (),
-    moves: Sequence[PlaceMove] = (),
+    moves: Sequence[SlotMove] = (),
 ) -> None:
     """The rows' logits are those of plain forwards over the whole sequences."""
     expected = [plain.logits(tokens, row.logits) for row, tokens in zip(rows, whole, strict=True) if row.logits]
@@ -162,7 +162,7 @@ def test_a_tree_gives_what_each_of_its_paths_would_give_and_the_path_that_is_kep
         torch.testing.assert_close(found, torch.cat([*alone, plain.logits(other, 2)]), atol=1e-4, rtol=1e-4)
         kept = max(tree.paths, key=lambda path: (len(path), path))
         places = [at[(base + step) // PAGE_SIZE] * PAGE_SIZE + (base + step) % PAGE_SIZE for step in range(len(tree))]
-        moves = [PlaceMove(places[node], places[step]) for step, node in enumerate(kept) if node != step]
+        moves = [SlotMove(places[node], places[step]) for step, node in enumerate(kept) if node != step]
         assert moves, "the path lay where it belongs: this showed nothing"
         text = decided + tuple(tree.tokens[node] for node in kept)
         further = tokens_of(80 + seed, 3)

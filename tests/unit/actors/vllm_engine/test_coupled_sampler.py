@@ -9,7 +9,7 @@ from actors.sampling.processors import MAKERS, chain_of
 from actors.sampling.reference import DrawAddress
 from actors.sampling.rejection_sampler import PendingBlock, decide
 from actors.sampling.scoring import decided_scores, margin
-from actors.vllm_engine.coupled_sampler import SessionDraws, Told, decide_all, extra_args, request_in
+from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, extra_args, request_in
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Open, Sampling, Scoring, TokenRules
 
@@ -84,6 +84,6 @@ def test_scores_and_margins_are_told_of_who_asks_for_them_alone():
     decisions, told = decide_all(sessions, blocks, logits)
     (scores,) = decided_scores(blocks[1:2], decisions[1:2], [2], logits[3:5])
     nearness = margin(logits[5], audit.sampling, None, blocks[2].at, 8)
-    assert told == {"s": Told(scores=scores), "u": Told(margin=nearness)}
+    assert told == {"s": ExtraResults(scores=scores), "u": ExtraResults(margin=nearness)}
     assert [len(score.top_ids) for score in scores] == [2] * (len(decisions[1].path) + 1)
     assert decide_all(sessions[:1], blocks[:1], logits[:3])[1] == {}

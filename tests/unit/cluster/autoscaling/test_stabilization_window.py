@@ -1,6 +1,6 @@
 """Sizes follow wishes that last."""
 
-from cluster.autoscaling import Wishes
+from cluster.autoscaling import StabilizationWindow
 
 UP_S = 10.0
 DOWN_S = 100.0
@@ -8,7 +8,7 @@ DOWN_S = 100.0
 
 def followed(wishes: list[tuple[float, int]], present: int = 2) -> int:
     """The size after these wishes, each with its time."""
-    history = Wishes.at_start(present, wishes[0][0])
+    history = StabilizationWindow.at_start(present, wishes[0][0])
     for now, wished in wishes:
         history = history.after(wished, now)
         present = history.size(present, now, UP_S, DOWN_S)

@@ -1,6 +1,6 @@
 """What blocks brought, told apart by what may break them."""
 
-from cluster.draft_quality import MOST_DRAFTERS, AcceptanceTally, BlockKind, kind_of
+from cluster.draft_quality import MOST_DRAFTERS, AcceptanceStats, BlockKind, kind_of
 from cluster.speculation.estimators import AcceptanceCounts
 
 
@@ -9,7 +9,7 @@ def test_contexts_are_told_apart_by_octave():
 
 
 def test_blocks_are_counted_by_drafter_context_and_cached_prefix():
-    tally = AcceptanceTally()
+    tally = AcceptanceStats()
     tally.block_verified("a", kind_of(600, True), asked=2, accepted=1)
     tally.block_verified("a", kind_of(700, True), asked=2, accepted=2)
     tally.block_verified("a", kind_of(600, False), asked=1, accepted=0)
@@ -24,7 +24,7 @@ def test_blocks_are_counted_by_drafter_context_and_cached_prefix():
 
 
 def test_drafters_that_are_long_gone_are_forgotten():
-    tally = AcceptanceTally()
+    tally = AcceptanceStats()
     for index in range(MOST_DRAFTERS):
         tally.block_verified(f"d{index}", kind_of(1, False), 1, 1)
     tally.block_verified("d0", kind_of(1, False), 1, 1)

@@ -6,11 +6,11 @@ from statistics import median
 
 import pytest
 
-from cluster.draft_quality import ALARM, PROOF, AcceptanceDrift
+from cluster.draft_quality import ALARM, PROOF, CusumDetector
 
 
 def test_good_blocks_that_turn_bad_raise_the_alarm_and_merely_bad_ones_do_not():
-    good = AcceptanceDrift()
+    good = CusumDetector()
     for _ in range(PROOF):
         good = good.after(accepted=1)
     rejected = 0
@@ -19,7 +19,7 @@ def test_good_blocks_that_turn_bad_raise_the_alarm_and_merely_bad_ones_do_not():
         rejected = rejected + 1
         assert rejected < 50
     assert rejected > 3, "a few rejections in a row are nothing"
-    bad = AcceptanceDrift()
+    bad = CusumDetector()
     for _ in range(500):
         bad = bad.after(accepted=0)
     assert not bad.is_collapsed, "it never was better"
@@ -31,13 +31,13 @@ def alarms(seed: int, *spells: tuple[float, int]) -> list[int]:
     After an alarm the drafter begins anew, and drafts no better for it.
     """
     rng = random.Random(seed)
-    drift = AcceptanceDrift()
+    drift = CusumDetector()
     found = []
     chances = [acceptance for acceptance, length in spells for _ in range(length)]
     for count, chance in enumerate(chances, 1):
         drift = drift.after(rng.random() < chance)
         if drift.is_collapsed:
-            drift = AcceptanceDrift()
+            drift = CusumDetector()
             found.append(count)
     return found
 
@@ -84,7 +84,7 @@ def test_what_was_always_poor_cannot_collapse():
 
 def test_what_is_usual_outlasts_an_alarm_and_evidence_begins_anew():
     """A drafter that begins anew and is no better is found out a second time, after as many blocks."""
-    drift = spell(AcceptanceDrift(), 1, 100)
+    drift = spell(CusumDetector(), 1, 100)
     first = spell_until_collapse(drift)
     assert first.latest.value == 0.0
     assert first.usual > 0.98
@@ -93,13 +93,13 @@ def test_what_is_usual_outlasts_an_alarm_and_evidence_begins_anew():
     assert spell_until_collapse(again).latest.count == first.latest.count
 
 
-def spell(drift: AcceptanceDrift, accepted: int, blocks: int) -> AcceptanceDrift:
+def spell(drift: CusumDetector, accepted: int, blocks: int) -> CusumDetector:
     for _ in range(blocks):
         drift = drift.after(accepted)
     return drift
 
 
-def spell_until_collapse(drift: AcceptanceDrift) -> AcceptanceDrift:
+def spell_until_collapse(drift: CusumDetector) -> CusumDetector:
     while not drift.is_collapsed:
         drift = drift.after(0)
     return drift

@@ -1,10 +1,10 @@
 """What was thought of a place is told once, when it is decided what came there."""
 
-from cluster.drafting.lookahead import OpenPlaces
+from cluster.drafting.lookahead import PendingPositions
 
 
 def test_a_place_tells_when_it_is_decided_and_once():
-    places: OpenPlaces[str] = OpenPlaces()
+    places: PendingPositions[str] = PendingPositions()
     places.note("s", (2, ()), "first")
     places.note("s", (2, (7,)), "after 7")
     places.note("s", (2, (7, 8)), "after 7 and 8")
@@ -15,14 +15,14 @@ def test_a_place_tells_when_it_is_decided_and_once():
 
 
 def test_a_place_waits_until_the_text_has_come_to_it():
-    places: OpenPlaces[str] = OpenPlaces()
+    places: PendingPositions[str] = PendingPositions()
     places.note("s", (2, (7, 8)), "there")
     assert places.decided("s", (1, 2, 7)) == []
     assert places.decided("s", (1, 2, 7, 8, 3)) == [("there", 3)]
 
 
 def test_the_latest_thought_counts_and_a_closed_session_is_forgotten():
-    places: OpenPlaces[str] = OpenPlaces()
+    places: PendingPositions[str] = PendingPositions()
     places.note("s", (1, ()), "before")
     places.note("s", (1, ()), "later")
     places.note("t", (1, ()), "other")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from cluster.page_allocator import EnginePages
-from cluster.speculation.controller import LockStep
+from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome, Row, StateRead
 from protos.draft_tree import DraftTree
@@ -52,7 +52,7 @@ class Scene:
 
     def __init__(self, states: StatesFormat | None = None) -> None:
         self.memory = EnginePages(LIMITS.pages, LIMITS.page_size)
-        self.scheduler = VerificationScheduler(replace(LIMITS, states=states), LockStep(), memory=self.memory)
+        self.scheduler = VerificationScheduler(replace(LIMITS, states=states), ReferenceLoop(), memory=self.memory)
         self.prefix = Prefix(3, PROMPT)
         self.now = 0.0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cluster.envelope import Send
 from cluster.page_allocator import PageAllocator
 from cluster.routing.ledger import Generation, Session
-from cluster.routing.session_router import Assignment, Assignments, PrefixOptions
+from cluster.routing.session_router import Assignment, PrefixOptions, SessionRouter
 from protos.messages import Acceptance, Finish, Open, Verdict
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY
@@ -51,7 +51,7 @@ class Pool:
         self._draw = random.Random(seed)
         self._systems = [self._text(SYSTEM_TOKENS) for _ in range(systems)]
         self._pages = {f"T{index}": PageAllocator(pages, PAGE, bytes(32)) for index in range(targets)}
-        self._router: Assignments[Assignment] = Assignments("router", 60.0, lambda *_: None, options)
+        self._router: SessionRouter[Assignment] = SessionRouter("router", 60.0, lambda *_: None, options)
         for address in self._pages:
             self._router.targets.up(address)
         self._conversations: list[Conversation] = []

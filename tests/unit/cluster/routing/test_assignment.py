@@ -8,9 +8,9 @@ import pytest
 from cluster.envelope import Send
 from cluster.errors import CapacityError, TargetLostError
 from cluster.routing.drafter_health import WELL
-from cluster.routing.ledger import Emit, Event, Failed, Generation, Session
+from cluster.routing.ledger import CommittedTokens, Event, Failed, Generation, Session
 from cluster.routing.membership import Endpoint
-from cluster.routing.session_router import FULL_FOR_S, Assignment, Assignments
+from cluster.routing.session_router import FULL_FOR_S, Assignment, SessionRouter
 from cluster.speculation.circuit_breaker import COLLAPSES, FIRST_BLOCK_S, MISSES
 from protos.messages import (
     Acceptance,
@@ -36,7 +36,7 @@ class Desk:
     """A router whose peers say what tests tell them to."""
 
     def __init__(self, targets: str = "T", drafters: str = "D") -> None:
-        self.assignments: Assignments[Assignment] = Assignments("router", TARGET_WAIT_S, self._tell)
+        self.assignments: SessionRouter[Assignment] = SessionRouter("router", TARGET_WAIT_S, self._tell)
         self.now = 0.0
         self.sent: list[tuple[str, str, Any]] = []  # session, receiver, message
         self.out: dict[str, list[Event]] = {}  # by session, what whoever waits for it gets
@@ -263,7 +263,7 @@ def test_a_lost_drafters_sessions_go_to_another_or_on_without():
     assert [assignment.drafter for assignment in assignments] == [None, None]
     assert desk.assignments.awaits_tick
     desk.verdict(assignments[0], 7)
-    assert desk.out["a"] == [Emit((7,), 0, 0)]
+    assert desk.out["a"] == [CommittedTokens((7,), 0, 0)]
 
 
 def test_a_silent_drafter_is_given_up_and_named_and_its_sessions_move():

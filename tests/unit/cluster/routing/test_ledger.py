@@ -13,7 +13,7 @@ from cluster.routing.ledger import (
     GETS_ON,
     MAX_REOPENS,
     Command,
-    Emit,
+    CommittedTokens,
     Ended,
     Failed,
     Generation,
@@ -60,8 +60,8 @@ def a_verdict(session: Session, *tokens: int, accepted: int = 0, **changes: Any)
 
 def test_the_current_attempt_commits_and_its_tokens_go_out():
     session = a_session()
-    assert session.on_verdict("t1", a_verdict(session, 4, 5, accepted=1)) == [Emit((4, 5), 1, 1)]
-    assert session.on_verdict("t1", a_verdict(session, 6)) == [Emit((6,), 0, 0)]
+    assert session.on_verdict("t1", a_verdict(session, 4, 5, accepted=1)) == [CommittedTokens((4, 5), 1, 1)]
+    assert session.on_verdict("t1", a_verdict(session, 6)) == [CommittedTokens((6,), 0, 0)]
     assert session.committed == (4, 5, 6)
     counts = session.counts
     assert (counts.verifies, counts.blocks, counts.drafted, counts.accepted, counts.void) == (2, 1, 1, 1, 0)
@@ -72,15 +72,17 @@ def test_what_was_rejected_is_asked_of_the_target_alone_and_goes_out_with_the_to
     opens = [*session.assign_target("t1"), *session.assign_drafter("d1")]
     assert [(type(sent), sent.message.wants_rejected) for sent in opens] == [(ToTarget, True), (ToDrafter, False)]
     verdict = a_verdict(session, 4, 5, accepted=1, drafted=3, rejected=(6, 7))
-    assert session.on_verdict("t1", verdict) == [Emit((4, 5), 1, 3, rejected=(6, 7))]
+    assert session.on_verdict("t1", verdict) == [CommittedTokens((4, 5), 1, 3, rejected=(6, 7))]
 
 
 def test_what_of_the_prompt_was_cached_is_told_with_the_first_tokens_alone():
     session = a_session()
-    assert session.on_verdict("t1", a_verdict(session, 4, prefix_cached=2)) == [Emit((4,), 0, 0, cached=2)]
-    assert session.on_verdict("t1", a_verdict(session, 5, prefix_cached=2)) == [Emit((5,), 0, 0)]
+    assert session.on_verdict("t1", a_verdict(session, 4, prefix_cached=2)) == [CommittedTokens((4,), 0, 0, cached=2)]
+    assert session.on_verdict("t1", a_verdict(session, 5, prefix_cached=2)) == [CommittedTokens((5,), 0, 0)]
     again = a_session()
-    assert again.on_verdict("t1", a_verdict(again, 4, prefix_cached=9)) == [Emit((4,), 0, 0, cached=len(PROMPT))]
+    assert again.on_verdict("t1", a_verdict(again, 4, prefix_cached=9)) == [
+        CommittedTokens((4,), 0, 0, cached=len(PROMPT))
+    ]
 
 
 VOID = {
@@ -253,7 +255,7 @@ def test_plain_decoding_wants_no_drafter():
 def test_an_end_frees_both_sides_once():
     session = a_session()
     emit, to_target, to_drafter, ended = session.on_verdict("t1", a_verdict(session, 4, 0, finish=Finish.STOP))
-    assert emit == Emit((4, 0), 0, 0)
+    assert emit == CommittedTokens((4, 0), 0, 0)
     assert (to_target, to_drafter) == (ToTarget("t1", Close("s", 1)), ToDrafter("d1", Close("s", 1)))
     assert ended == Ended(Finish.STOP)
     assert session.cancel() == []
@@ -330,7 +332,7 @@ class AnyOrder(RuleBasedStateMachine):
         targets = {before[0], self.session.target}
         drafters = {before[1], self.session.drafter}
         for command in commands:
-            assert not isinstance(command, Emit) or commits
+            assert not isinstance(command, CommittedTokens) or commits
             if isinstance(command, ToTarget):
                 assert command.address in targets - {None}
             if isinstance(command, ToDrafter):

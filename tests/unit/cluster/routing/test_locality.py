@@ -1,13 +1,13 @@
 """How much a drafter's place counts."""
 
 from cluster.routing.membership import Endpoint
-from cluster.routing.session_router import SAME_NODE, SAME_ZONE, Nearness
+from cluster.routing.session_router import SAME_NODE, SAME_ZONE, Locality
 
 TARGET = Endpoint("t", "T", "node1", "zone1")
 
 
-def nearness(*drafters: Endpoint, target: Endpoint = TARGET) -> Nearness:
-    near = Nearness()
+def nearness(*drafters: Endpoint, target: Endpoint = TARGET) -> Locality:
+    near = Locality()
     near.follow([target], drafters)
     return near
 

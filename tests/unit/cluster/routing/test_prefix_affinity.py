@@ -1,14 +1,14 @@
 """Which target is remembered to have what of a text, and for how long."""
 
 from cluster.page_allocator import PageAllocator
-from cluster.routing.session_router import MOST_PAGES, TOKENS_A_SESSION, PrefixHomes, PrefixOptions, page_keys
+from cluster.routing.session_router import MOST_PAGES, TOKENS_A_SESSION, PrefixAffinity, PrefixOptions, page_keys
 
 KEY = bytes(32)
 PAGE = 4
 
 
-def homes(**options: float) -> PrefixHomes:
-    return PrefixHomes(KEY, PrefixOptions(PAGE, **options))  # type: ignore[arg-type]
+def homes(**options: float) -> PrefixAffinity:
+    return PrefixAffinity(KEY, PrefixOptions(PAGE, **options))  # type: ignore[arg-type]
 
 
 def test_a_target_has_the_pages_up_to_the_first_that_differs() -> None:
@@ -49,18 +49,18 @@ def test_a_target_that_is_gone_has_nothing() -> None:
 
 
 def test_what_is_found_is_worth_sessions_but_never_more_than_allowed() -> None:
-    memory = PrefixHomes(KEY, PrefixOptions(16, most_sessions=2))
+    memory = PrefixAffinity(KEY, PrefixOptions(16, most_sessions=2))
     text = memory.keys(range(10 * TOKENS_A_SESSION + 1))
     memory.computed("T", memory.keys(range(TOKENS_A_SESSION + 1)))
     assert memory.worth(text) == {"T": 1.0}
     memory.computed("U", text)
     assert memory.worth(text) == {"U": 2.0}
-    assert PrefixHomes(KEY, PrefixOptions(16)).worth(text) == {}
+    assert PrefixAffinity(KEY, PrefixOptions(16)).worth(text) == {}
 
 
 def test_a_common_beginning_does_not_count_as_the_whole_text() -> None:
     """However much both are worth: the difference is what would be computed again."""
-    memory = PrefixHomes(KEY, PrefixOptions(16, most_sessions=4))
+    memory = PrefixAffinity(KEY, PrefixOptions(16, most_sessions=4))
     text = memory.keys(range(10 * TOKENS_A_SESSION + 1))
     memory.computed("home", text)
     memory.computed("other", text[: -TOKENS_A_SESSION // 16])

@@ -11,8 +11,8 @@ from cluster.speculation.circuit_breaker import (
     PROBE_AFTER,
     SILENT_S,
     SILENT_STEPS,
-    Breaker,
-    Breakers,
+    CircuitBreaker,
+    CircuitBreakers,
     SilentDrafters,
 )
 from protos.messages import DraftAnswer
@@ -20,7 +20,7 @@ from protos.messages import DraftAnswer
 PROBED_AFTER = SILENT_STEPS - 1 + PROBE_AFTER  # steps without a block
 
 
-def misses(breaker: Breaker, begin: float, seconds: float, silence_s: float = SILENT_S, count: int = 20) -> bool:
+def misses(breaker: CircuitBreaker, begin: float, seconds: float, silence_s: float = SILENT_S, count: int = 20) -> bool:
     """Misses spread over a time; whether the last of them opens the breaker, and none before it."""
     step = seconds / (count - 1)
     *before, last = [breaker.missed(begin + index * step, silence_s) for index in range(count)]
@@ -58,7 +58,7 @@ def test_a_silent_drafter_is_probed_ever_more_seldom():
 
 
 def test_silence_opens_the_breaker_and_a_block_in_between_does_not_let_it():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert not misses(breaker, 0.0, 0.9 * SILENT_S)
     breaker.answered("s")
     assert not misses(breaker, SILENT_S, 0.9 * SILENT_S)
@@ -69,18 +69,18 @@ def test_silence_opens_the_breaker_and_a_block_in_between_does_not_let_it():
 
 
 def test_few_misses_prove_nothing_however_far_apart():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert not any(breaker.missed(at * SILENT_S, SILENT_S) for at in range(MISSES - 1))
 
 
 def test_who_has_yet_to_read_a_prompt_gets_more_time():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert not misses(breaker, 0.0, 0.9 * FIRST_BLOCK_S, silence_s=FIRST_BLOCK_S)
     assert breaker.missed(FIRST_BLOCK_S, FIRST_BLOCK_S)
 
 
 def test_one_probe_goes_through_after_the_pause_and_its_block_closes_the_breaker():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     breaker.refused(0.0)
     assert not breaker.takes(0.9 * FIRST_PAUSE_S)
     assert breaker.takes(FIRST_PAUSE_S)
@@ -95,7 +95,7 @@ def test_one_probe_goes_through_after_the_pause_and_its_block_closes_the_breaker
 
 
 def test_a_probe_that_came_to_nothing_makes_room_for_another():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     breaker.refused(0.0)
     breaker.placed("probe", 2.0)
     assert not breaker.takes(1.9 + FIRST_BLOCK_S)
@@ -103,7 +103,7 @@ def test_a_probe_that_came_to_nothing_makes_room_for_another():
 
 
 def test_the_pause_doubles_while_probes_are_refused_and_refusals_of_one_moment_count_once():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     now = 0.0
     pauses = []
     for _ in range(7):
@@ -118,14 +118,14 @@ def test_the_pause_doubles_while_probes_are_refused_and_refusals_of_one_moment_c
 
 
 def test_who_was_silent_and_has_a_block_for_a_session_that_stayed_is_trusted_at_once():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert misses(breaker, 0.0, SILENT_S)
     breaker.answered("stayed")
     assert breaker.takes(SILENT_S)
 
 
 def test_breakers_are_told_apart_by_address_and_a_new_stream_begins_anew():
-    breakers = Breakers()
+    breakers = CircuitBreakers()
     breakers.refused("a", 0.0)
     assert (breakers.takes("a", 0.0), breakers.takes("b", 0.0)) == (False, True)
     assert not breakers.note("b", "s", DraftAnswer.NOT_ASKED, True, 0.0)
@@ -143,18 +143,18 @@ def test_breakers_are_told_apart_by_address_and_a_new_stream_begins_anew():
 # ---------------------------------------------------------------- blocks that become bad, session after session
 
 
-def collapsed_to_the_end(breaker: Breaker, now: float) -> list[bool]:
+def collapsed_to_the_end(breaker: CircuitBreaker, now: float) -> list[bool]:
     return [breaker.collapsed(now) for _ in range(COLLAPSES)]
 
 
 def test_a_drafter_is_given_up_whose_sessions_collapse_one_after_the_other():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert collapsed_to_the_end(breaker, 0.0) == [False] * (COLLAPSES - 1) + [True]
     assert not breaker.takes(0.9 * FIRST_PAUSE_S)
 
 
 def test_a_session_that_ends_well_says_that_it_was_no_fault_of_the_drafter():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(10):
         assert not any(breaker.collapsed(0.0) for _ in range(COLLAPSES - 1))
         breaker.ended_well()
@@ -162,7 +162,7 @@ def test_a_session_that_ends_well_says_that_it_was_no_fault_of_the_drafter():
 
 
 def test_blocks_in_time_do_not_close_the_breaker_of_a_bad_drafter_and_a_session_that_ends_well_does():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     collapsed_to_the_end(breaker, 0.0)
     breaker.placed("probe", FIRST_PAUSE_S)
     breaker.answered("probe")
@@ -173,7 +173,7 @@ def test_blocks_in_time_do_not_close_the_breaker_of_a_bad_drafter_and_a_session_
 
 
 def test_a_probe_that_collapses_too_doubles_the_pause():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     collapsed_to_the_end(breaker, 0.0)
     breaker.placed("probe", FIRST_PAUSE_S)
     assert breaker.collapsed(FIRST_PAUSE_S)
@@ -182,7 +182,7 @@ def test_a_probe_that_collapses_too_doubles_the_pause():
 
 
 def test_all_breakers_hear_of_collapses_and_good_ends_by_address():
-    breakers = Breakers()
+    breakers = CircuitBreakers()
     assert [breakers.collapsed("a", 0.0) for _ in range(COLLAPSES)][-1]
     assert (breakers.takes("a", 0.0), breakers.takes("b", 0.0)) == (False, True)
     breakers.ended_well("a")
@@ -190,7 +190,7 @@ def test_all_breakers_hear_of_collapses_and_good_ends_by_address():
 
 
 def test_openings_are_counted_by_cause_and_breakers_that_are_open_are_told():
-    breakers = Breakers()
+    breakers = CircuitBreakers()
     breakers.refused("a", 0.0)
     breakers.refused("a", 0.0)  # it is open already
     for _ in range(COLLAPSES):

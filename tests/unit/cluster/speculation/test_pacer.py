@@ -5,22 +5,22 @@ from dataclasses import replace
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.controller import PRICE, TIMED_AGAIN, Adaptive, Pacer, StepShape
+from cluster.speculation.controller import PRICE, TIMED_AGAIN, Adaptive, SpeculationController, StepShape
 from cluster.speculation.estimators import SessionStats
 from tests.unit.cluster.speculation.samples import a_yield
 
 PROFILE = ForwardCost.linear(0.099, per_token_s=0.001)
 
 
-def a_pacer(token_s: float = 0.005, base_s: float = 0.01) -> Pacer:
+def a_pacer(token_s: float = 0.005, base_s: float = 0.01) -> SpeculationController:
     """Of a replica with ten tokens a second, whose blocks take so long."""
-    pacer = Pacer(Adaptive(), PROFILE)
+    pacer = SpeculationController(Adaptive(), PROFILE)
     for tokens in (1, 4) * 20:
         pacer.block_arrived(tokens, base_s + tokens * token_s)
     return pacer
 
 
-def rejected(pacer: Pacer, sessions: int = 1) -> list[SessionStats]:
+def rejected(pacer: SpeculationController, sessions: int = 1) -> list[SessionStats]:
     """Sessions whose blocks were never any good."""
     found = [SessionStats(delay_s=0.03, hits=0.1) for _ in range(sessions)]
     for stats in found:

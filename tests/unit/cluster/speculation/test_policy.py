@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.controller import TRIAL_TOKENS, Adaptive, Awaited, DraftingDecision, LockStep
+from cluster.speculation.controller import TRIAL_TOKENS, Adaptive, Awaited, DraftingDecision, ReferenceLoop
 from cluster.speculation.estimators import Load, ReplicaStats, SessionStats, StepCost
 from tests.unit.cluster.speculation.samples import DRAFT, LOAD, NOBODY, a_delay, a_yield
 
@@ -154,7 +154,7 @@ def test_the_edge_between_drafting_and_not_has_two_sides():
 
 
 def test_lock_step_waits_for_all_and_asks_for_all():
-    pacing = LockStep(patience=2.0)
+    pacing = ReferenceLoop(patience=2.0)
     ask = pacing.decide(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False), may_try=False)
     assert (ask.tokens, ask.hold_step) == (4, True)
     assert ask.skip_for_s == pacing.hold_for_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0

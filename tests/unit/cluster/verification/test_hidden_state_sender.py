@@ -7,7 +7,7 @@ import pytest
 
 from cluster.envelope import Send, peer_of, states_stream
 from cluster.verification import hidden_state_sender
-from cluster.verification.hidden_state_sender import StateFeeds
+from cluster.verification.hidden_state_sender import HiddenStateSender
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
 from protos.messages import (
@@ -42,7 +42,7 @@ class FeedDesk(Desk):
         self.layout = layout
 
     @property
-    def feeds(self) -> StateFeeds:
+    def feeds(self) -> HiddenStateSender:
         return self.scheduler.feeds
 
     def attach_from(

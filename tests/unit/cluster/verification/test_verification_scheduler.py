@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.draft_quality import PROOF, BlockKind
 from cluster.envelope import Send
-from cluster.page_allocator import PlaceMove
+from cluster.page_allocator import SlotMove
 from cluster.speculation.circuit_breaker import PROBE_AFTER, SILENT_STEPS
 from cluster.speculation.controller import Awaited, DraftingDecision
 from cluster.speculation.estimators import AcceptanceCounts, Load, ReplicaStats, SessionStats, StepCost
@@ -1617,7 +1617,7 @@ def test_what_is_moved_is_moved_before_anything_else_is_done_to_the_cache_and_on
     assert plan is not None
     table = plan.rows[0].pages
     places = [table[at // 2] * 2 + at % 2 for at in range(len(before), len(before) + 3)]
-    assert plan.moves == (PlaceMove(places[1], places[0]), PlaceMove(places[2], places[1]))
+    assert plan.moves == (SlotMove(places[1], places[0]), SlotMove(places[2], places[1]))
     desk.scheduler.apply(desk.compute(plan), 0.1, desk.now)
     assert (later := desk.scheduler.plan(desk.now)) is not None
     assert later.moves == ()
@@ -1723,7 +1723,7 @@ def a_desk_that_tells(**limits: Any) -> tuple[Desk, list[ReplicaStats]]:
     """What pacing was told of all sessions' blocks, at each ask."""
     told: list[ReplicaStats] = []
 
-    class Telling(Steady):
+    class ChoiceStream(Steady):
         def decide(
             self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load, may_try: bool
         ) -> DraftingDecision:
@@ -1731,7 +1731,7 @@ def a_desk_that_tells(**limits: Any) -> tuple[Desk, list[ReplicaStats]]:
             return super().decide(blocks, fleet, limit, load, may_try)
 
     desk = Desk(**limits)
-    desk.scheduler = VerificationScheduler(desk.limits, Telling(lambda _: 0.0))
+    desk.scheduler = VerificationScheduler(desk.limits, ChoiceStream(lambda _: 0.0))
     return desk, told
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.config import OperatorsConfig, ServerConfig
+from cluster.config import AdminConfig, ServerConfig
 from cluster.config_sections import ApiKey
 from cluster.errors import ConfigError
 from serve_app.operations.checks import check_keys, for_this_machine
@@ -17,7 +17,7 @@ def test_a_public_address_without_keys_is_refused(host: str) -> None:
         check_keys(ServerConfig(host=host))
     check_keys(ServerConfig(host=host, keys=KEYS))
     with pytest.raises(ConfigError, match=r"server\.operators\.host"):
-        check_keys(ServerConfig(operators=OperatorsConfig(host=host)))
+        check_keys(ServerConfig(operators=AdminConfig(host=host)))
     check_keys(ServerConfig(host=host, insecure=True))
 
 

@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.api.metrics import Metrics
-from serve_app.publishing.aggregate_metrics import NAMES, WholeExposition, exposition, with_labels
+from serve_app.publishing.aggregate_metrics import NAMES, AggregateMetrics, exposition, with_labels
 
 
 def families(replica: str, count: int) -> list[Metric]:
@@ -33,7 +33,7 @@ async def test_families_of_all_replicas_stand_together_and_those_that_fail_are_l
     async def drafters() -> Sequence[Sequence[Metric]]:
         raise RuntimeError("no replica")
 
-    text = await WholeExposition([routers, drafters])()
+    text = await AggregateMetrics([routers, drafters])()
     assert totals(text) == {("slipstream_things_total", "a"): 1, ("slipstream_things_total", "b"): 2}
     assert text.count(b"# TYPE slipstream_things_total") == 1
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cluster.draft_quality import TOKENS, AcceptanceTally, LoadCheck, kind_of
+from cluster.draft_quality import TOKENS, AcceptanceStats, LoadCheck, kind_of
 from serve_app.status import acceptance_table, drafters_table, handovers_table, remedies_table
 
 
@@ -35,7 +35,7 @@ def test_what_all_routers_did_is_summed_up():
 
 
 def test_acceptance_is_told_apart_and_summed_over_targets():
-    tallies = [AcceptanceTally(), AcceptanceTally()]
+    tallies = [AcceptanceStats(), AcceptanceStats()]
     for tally in tallies:
         tally.block_verified("a", kind_of(600, True), asked=2, accepted=1)
         tally.block_verified("a", kind_of(600, False), asked=1, accepted=0)

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.routing.ledger import Emit
+from cluster.routing.ledger import CommittedTokens
 from serve_app.api.metrics import Metrics
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Counters, EndpointError, Piece, Tally
 
@@ -87,8 +87,8 @@ async def test_stream_cut_short_is_no_answer() -> None:
 
 def test_counters_are_those_that_the_router_exposes() -> None:
     metrics = Metrics()
-    metrics.committed(Emit((1, 2, 3), accepted=2, drafted=5), 0.1, first=True)
-    metrics.committed(Emit((4,), accepted=0, drafted=0), 0.1, first=False)
+    metrics.committed(CommittedTokens((1, 2, 3), accepted=2, drafted=5), 0.1, first=True)
+    metrics.committed(CommittedTokens((4,), accepted=0, drafted=0), 0.1, first=False)
     with metrics.request("chat"):
         counters = Counters.parse(metrics.exposition().decode())
     assert counters == Counters(1, Tally(tokens=4, drafted=5, accepted=2, verifies=2, blocks=1))

@@ -10,11 +10,11 @@ from statistics import stdev
 import pytest
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.drafting.session_table import FollowedSessions
+from cluster.drafting.session_table import SessionTable
 from cluster.errors import ConfigError, TargetLostError
 from cluster.routing.ledger import Session
-from cluster.verification.block_buffer import BlockBuffer, EarlyMessages
-from cluster.verification.sequence import TargetSession
+from cluster.verification.block_buffer import BlockBuffer, OrphanBuffer
+from cluster.verification.sequence import TargetSequence
 from tools.planning.estimates import RoundCosts, expected_tokens, lock_step, speed_up
 from tools.simulation.network import Clock, Weather
 from tools.simulation.oracle import STOP, ClosedLoop, DraftQuality, Poisson, Workload, script
@@ -321,8 +321,8 @@ def test_a_ledger_that_takes_a_verdict_twice_is_found(monkeypatch):
 
 
 def test_a_target_that_keeps_what_nobody_opens_is_found(monkeypatch):
-    monkeypatch.setattr(EarlyMessages, "expire", lambda self, now: None)
-    monkeypatch.setattr(EarlyMessages, "drafter_gone", lambda self, drafter: None)
+    monkeypatch.setattr(OrphanBuffer, "expire", lambda self, now: None)
+    monkeypatch.setattr(OrphanBuffer, "drafter_gone", lambda self, drafter: None)
     assert found_by_random_scenarios()
 
 
@@ -332,18 +332,18 @@ def test_a_target_that_loses_count_of_draft_tokens_is_found(monkeypatch):
 
 
 def test_a_drafter_that_never_forgets_is_found(monkeypatch):
-    monkeypatch.setattr(FollowedSessions, "_close", lambda self, router, close: [])
+    monkeypatch.setattr(SessionTable, "_close", lambda self, router, close: [])
     assert found_by_random_scenarios()
 
 
 def test_a_cache_that_is_not_what_was_decided_is_found(monkeypatch):
-    right = TargetSession.row
+    right = TargetSequence.row
 
     def off_by_one(self, budget):
         row = right(self, budget)
         return replace(row, start=max(0, row.start - 1))
 
-    monkeypatch.setattr(TargetSession, "row", off_by_one)
+    monkeypatch.setattr(TargetSequence, "row", off_by_one)
     assert found_by_random_scenarios()
 
 

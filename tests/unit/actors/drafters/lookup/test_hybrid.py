@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from actors.drafters.lookup.hybrid import LookupFirst, lookup_first
-from actors.drafters.lookup.ngram import PromptLookup
+from actors.drafters.lookup.hybrid import HybridDraft, lookup_first
+from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.registry import DraftSetup, create_method, states_format, states_needed
 from cluster.config import DraftPool, validated
 from cluster.drafting.method import Early, ReadsStates, dismiss
@@ -67,7 +67,7 @@ def a_want(session: str, tokens: tuple[int, ...]) -> Want:
 
 def test_each_session_is_served_by_the_right_one_and_once() -> None:
     model = Asked()
-    method = LookupFirst(PromptLookup(3, 2), model)
+    method = HybridDraft(NgramDraft(3, 2), model)
     wants = [a_want("new", NEW), a_want("repeating", REPEATING)]
     proposals = sorted((p.session, p.tokens) for p in propose(method, wants, never))
     assert proposals == [("new", (9,)), ("repeating", (7, 5))]
@@ -78,7 +78,7 @@ def test_each_session_is_served_by_the_right_one_and_once() -> None:
 
 def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_be_interrupted() -> None:
     model = Asked()
-    method = LookupFirst(PromptLookup(3, 2), model)
+    method = HybridDraft(NgramDraft(3, 2), model)
     copied = a_want("repeating", REPEATING)
     new = a_want("new", NEW)
     proposals = propose(
@@ -93,15 +93,15 @@ def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_
 
 def test_the_model_guesses_for_a_target_that_does_not_wait_where_the_text_has_no_answer() -> None:
     model = Asked()
-    method = LookupFirst(PromptLookup(3, 2), model)
+    method = HybridDraft(NgramDraft(3, 2), model)
     (proposal,) = propose(method, [replace(a_want("new", NEW), unverified=NO_TREE)], never)
     assert proposal.tokens == (9,)
 
 
 def test_what_becomes_of_sessions_reaches_both() -> None:
     model = Asked()
-    lookup = PromptLookup(3, 2)
-    method = LookupFirst(lookup, model)
+    lookup = NgramDraft(3, 2)
+    method = HybridDraft(lookup, model)
     method.open(an_open("s", tokens=NEW))
     method.committed("s", (2, 3))
     assert model.texts["s"] == [*NEW, 2, 3]
@@ -140,7 +140,7 @@ def a_tree_want(tokens: tuple[int, ...], most: int = 3, **changes: Any) -> Want:
 
 def test_where_trees_are_taken_candidates_of_both_make_one() -> None:
     model = Chanced()
-    (found,) = propose(LookupFirst(PromptLookup(3, 2), model), [a_tree_want(REPEATING)], never)
+    (found,) = propose(HybridDraft(NgramDraft(3, 2), model), [a_tree_want(REPEATING)], never)
     assert {7, 9} == set(found.tree.children(-1))
     assert len(found.tokens) == 3
     assert found.chances == tuple(sorted(found.chances, reverse=True))
@@ -149,7 +149,7 @@ def test_where_trees_are_taken_candidates_of_both_make_one() -> None:
 
 def test_where_the_text_is_sure_the_model_is_spared() -> None:
     model = Chanced()
-    (found,) = propose(LookupFirst(PromptLookup(3, 2), model), [a_tree_want(REPEATING * 6)], never)
+    (found,) = propose(HybridDraft(NgramDraft(3, 2), model), [a_tree_want(REPEATING * 6)], never)
     assert found.tokens == (5, 6, 7)
     assert model.sessions == []
 
@@ -158,7 +158,7 @@ def test_under_ratio_one_of_them_drafts_though_trees_are_taken() -> None:
     model = Chanced()
     drawn = Sampling(temperature=1.0)
     want = a_tree_want(REPEATING, acceptance=Acceptance.RATIO, sampling=drawn)
-    (found,) = propose(LookupFirst(PromptLookup(3, 2), model), [want], never)
+    (found,) = propose(HybridDraft(NgramDraft(3, 2), model), [want], never)
     assert found.tree == DraftTree.chain((7, 5, 6))
     assert model.sessions == []
 
@@ -167,7 +167,7 @@ def test_ahead_blocks_for_the_same_outcome_are_merged_and_what_is_known_leaves_e
     told: list[list[Proposal]] = []
     model = Chanced()
     want = replace(a_tree_want(REPEATING, max_draft_tokens=8), unverified=NO_TREE)
-    found = propose(LookupFirst(PromptLookup(3, 2), model), [want], never, told.append)
+    found = propose(HybridDraft(NgramDraft(3, 2), model), [want], never, told.append)
     assert [proposal.outcome for proposal in told[0]] == [(7,)], "the text's own, before the model is asked"
     assert 9 not in told[0][0].tree.children(-1)
     (both,) = [proposal for proposal in found if proposal.outcome == (7,)]
@@ -208,7 +208,7 @@ def test_states_pass_through_to_the_second_method() -> None:
 def test_without_a_head_nothing_of_the_target_is_read() -> None:
     draft = DraftPool(method="lookup_first", model="org/draft")
     assert states_needed(draft, TARGET) is None
-    assert not isinstance(lookup_first(PromptLookup(4, 2), PromptLookup(4, 2)), ReadsStates)
+    assert not isinstance(lookup_first(NgramDraft(4, 2), NgramDraft(4, 2)), ReadsStates)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.drafters.lookup.ngram import PromptLookup, look_up
+from actors.drafters.lookup.ngram import NgramDraft, look_up
 from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, DraftRequest, Sampling, Shape
@@ -45,12 +45,12 @@ def test_what_is_found_stands_in_the_text_after_the_same_suffix(tokens, max_toke
 
 def test_a_proposal_answers_its_request_with_a_point_mass():
     want = Want(an_open(), (1, 2, 3, 1, 2), prefix_hash=77, max_tokens=1)
-    assert propose(PromptLookup(3, 2), [want]) == [Proposal("s", 5, 77, DraftTree.chain((3,)))]
+    assert propose(NgramDraft(3, 2), [want]) == [Proposal("s", 5, 77, DraftTree.chain((3,)))]
 
 
 def ahead(tokens: tuple[int, ...], unverified: tuple[int, ...], max_tokens: int = 2, **changes: Any) -> list[Proposal]:
     want = Want(an_open(**changes), tokens, Prefix(KEY, tokens).hash, max_tokens, DraftTree.chain(unverified))
-    return propose(PromptLookup(3, 2), [want])
+    return propose(NgramDraft(3, 2), [want])
 
 
 @pytest.mark.parametrize("unverified", [(3, 4), (3,), ()], ids=["block", "part of it", "plain step"])
@@ -87,7 +87,7 @@ DRAWN = Sampling(temperature=1.0)
 
 def a_tree(tokens: tuple[int, ...], most: int, least_chance: float = 0.0, **changes: Any) -> Proposal:
     want = Want(an_open(**changes), tokens, 77, most, least_chance=least_chance, shape=Shape.TREE)
-    (found,) = propose(PromptLookup(3, 2), [want])
+    (found,) = propose(NgramDraft(3, 2), [want])
     return found
 
 
@@ -121,22 +121,22 @@ def test_what_is_too_unlikely_is_not_sent():
 def test_under_ratio_a_lookup_is_the_same_one_chain_whatever_is_asked_for():
     for shape in Shape:
         want = Want(an_open(acceptance=Acceptance.RATIO, sampling=DRAWN), DIVIDED, 77, 4, least_chance=0.9, shape=shape)
-        (found,) = propose(PromptLookup(3, 2), [want])
+        (found,) = propose(NgramDraft(3, 2), [want])
         assert found.tree == DraftTree.chain(look_up(DIVIDED, 4, 3, 2))
     tree = DraftTree.chain((6, 9))
     want = replace(want, unverified=tree, prefix_hash=Prefix(KEY, DIVIDED).hash)
-    assert [guess.outcome for guess in propose(PromptLookup(3, 2), [want])] == [(6, 9, 1)]
+    assert [guess.outcome for guess in propose(NgramDraft(3, 2), [want])] == [(6, 9, 1)]
 
 
 def test_a_chain_is_the_latest_continuation_with_chances():
     want = Want(an_open(), DIVIDED, 77, 3)
-    (found,) = propose(PromptLookup(3, 2), [want])
+    (found,) = propose(NgramDraft(3, 2), [want])
     assert found.tree == DraftTree.chain((6, 9, 1))
     assert 0 < found.chances[2] <= found.chances[0] < 0.9
 
 
 def test_a_lookup_that_is_often_wrong_says_so():
-    method = PromptLookup(3, 2)
+    method = NgramDraft(3, 2)
     method.open(an_open(tokens=DIVIDED, max_len=1000))
     length = len(DIVIDED)
     first = []
@@ -150,7 +150,7 @@ def test_a_lookup_that_is_often_wrong_says_so():
 
 def ahead_of(tokens: tuple[int, ...], tree: DraftTree, chances: tuple[float, ...] = ()) -> set[tuple[int, ...]]:
     want = Want(an_open(), tokens, Prefix(KEY, tokens).hash, 3, tree, shape=Shape.TREE)
-    method = PromptLookup(3, 2)
+    method = NgramDraft(3, 2)
     method.open(replace(want.open, tokens=tokens))
     found = method.draft_ahead([replace(want.ahead, chances=chances)], lambda: False)
     assert all(proposal.tokens for proposal in found)

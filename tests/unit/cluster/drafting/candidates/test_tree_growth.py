@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from cluster.drafting.trees import (
     NOTHING,
     SIBLINGS,
+    Branch,
     Choices,
-    Limb,
     grow_limbs,
     grown_paths,
     least_of,
@@ -22,7 +22,7 @@ from protos.draft_tree import DraftTree
 
 AT_FIRST = Choices((4, 5, 6, 7), (0.5, 0.3, 0.15, 0.05))
 THEN = Choices((1, 2), (0.8, 0.2))
-TRUNK = Limb((), 1.0, (4, 1), (AT_FIRST, THEN))
+TRUNK = Branch((), 1.0, (4, 1), (AT_FIRST, THEN))
 
 
 def test_tokens_stand_beside_one_another_or_follow_by_what_is_likelier():
@@ -43,7 +43,7 @@ def test_what_is_not_worth_its_verification_is_not_sent_but_for_the_first():
 
 
 def test_a_limb_goes_on_from_a_token_beside_the_trunk():
-    limb = Limb((5,), 0.3, (8,), (Choices((8, 9), (0.9, 0.1)),))
+    limb = Branch((5,), 0.3, (8,), (Choices((8, 9), (0.9, 0.1)),))
     assert likeliest_tree([TRUNK, limb], 4, 0.0) == DraftTree((4, 1, 5, 8), (-1, 0, -1, 2))
 
 
@@ -53,7 +53,7 @@ def test_chances_fall_and_every_node_comes_after_its_parent(shares, most):
     for row in shares:
         chances = sorted((share / sum(row) for share in row), reverse=True)
         choices.append(Choices(tuple(range(len(row))), tuple(chances)))
-    limb = Limb((), 1.0, (0,) * len(choices), choices)
+    limb = Branch((), 1.0, (0,) * len(choices), choices)
     paths = likeliest_paths([limb], most, 0.0)
     assert len(paths) == min(most, sum(min(SIBLINGS, len(row)) for row in shares))
     assert all(earlier[1] >= later[1] for earlier, later in pairwise(paths))

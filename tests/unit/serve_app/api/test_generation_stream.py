@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from cluster.errors import TargetLostError
-from cluster.routing.ledger import Emit, Ended, Generation
+from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from protos.messages import Acceptance, Finish, Sampling, TokenScore
-from serve_app.api.generation import AnswerForm, Choice, Delta, Transcript, follow, metrics_of
+from serve_app.api.generation import AnswerForm, Choice, ChoiceText, Delta, follow, metrics_of
 from serve_app.api.metrics import Metrics
 from serve_app.api.text import StopMatcher, TextCodec
 
 
-def transcript(codec: TextCodec, *stops: str, index: int = 0) -> Transcript:
-    return Transcript(index, codec.detokenizer(), StopMatcher(stops))
+def transcript(codec: TextCodec, *stops: str, index: int = 0) -> ChoiceText:
+    return ChoiceText(index, codec.detokenizer(), StopMatcher(stops))
 
 
 def test_drafted_text_is_told_from_the_targets_own(codec: TextCodec) -> None:
     choice = transcript(codec)
-    delta = choice.extend(Emit(codec.encode("abc"), accepted=2, drafted=4))
+    delta = choice.extend(CommittedTokens(codec.encode("abc"), accepted=2, drafted=4))
     assert delta is not None
     assert delta.pieces == (("a", True), ("b", True), ("c", False))
     assert (delta.text, delta.tokens, delta.accepted, delta.is_first) == ("abc", 3, 2, True)
@@ -33,10 +33,10 @@ def test_what_became_of_drafts_adds_up_over_all_choices(codec: TextCodec) -> Non
     first = Choice(generation(0), transcript(codec))
     other = Choice(generation(1), transcript(codec, "c"))
     assert metrics_of([first, other]) is None
-    first.transcript.extend(Emit(codec.encode("abc"), accepted=2, drafted=4))
-    first.transcript.extend(Emit(codec.encode("d"), accepted=0, drafted=0))
-    other.transcript.extend(Emit(codec.encode("abcd"), accepted=3, drafted=3))
-    other.transcript.extend(Emit(codec.encode("e"), accepted=0, drafted=1))
+    first.transcript.extend(CommittedTokens(codec.encode("abc"), accepted=2, drafted=4))
+    first.transcript.extend(CommittedTokens(codec.encode("d"), accepted=0, drafted=0))
+    other.transcript.extend(CommittedTokens(codec.encode("abcd"), accepted=3, drafted=3))
+    other.transcript.extend(CommittedTokens(codec.encode("e"), accepted=0, drafted=1))
     metrics = metrics_of([first, other])
     assert metrics is not None
     told = metrics.speculative_decoding
@@ -49,21 +49,21 @@ def test_what_became_of_drafts_adds_up_over_all_choices(codec: TextCodec) -> Non
 
 def test_what_ended_an_answer_is_told_if_the_request_named_it(codec: TextCodec) -> None:
     by_string = transcript(codec, "END", "ND")
-    delta = by_string.extend(Emit(codec.encode("aENDb"), 0, 0))
+    delta = by_string.extend(CommittedTokens(codec.encode("aENDb"), 0, 0))
     assert delta is not None
     assert (delta.finish, delta.stop_reason) == ("stop", "END")
     (newline,) = codec.encode("\n")
     for named, reason in ((frozenset({newline}), newline), (frozenset[int](), None)):
         choice = formed(codec, stop_ids=frozenset({newline}), named_stop_ids=named)
-        choice.extend(Emit((*codec.encode("a"), newline), 1, 1))
+        choice.extend(CommittedTokens((*codec.encode("a"), newline), 1, 1))
         assert choice.end(Finish.STOP).stop_reason == reason
         longer = formed(codec, stop_ids=frozenset({newline}), named_stop_ids=named)
-        longer.extend(Emit(codec.encode("a"), 1, 1))
+        longer.extend(CommittedTokens(codec.encode("a"), 1, 1))
         assert longer.end(Finish.LENGTH).stop_reason is None
 
 
 def test_what_was_rejected_stands_where_the_targets_own_took_its_place(codec: TextCodec) -> None:
-    delta = transcript(codec).extend(Emit(codec.encode("abc"), 2, 4, rejected=codec.encode("XY")))
+    delta = transcript(codec).extend(CommittedTokens(codec.encode("abc"), 2, 4, rejected=codec.encode("XY")))
     assert delta is not None
     assert delta.rejected == ("", "", "XY")
 
@@ -72,37 +72,37 @@ def test_what_was_rejected_waits_for_the_text_of_its_place(codec: TextCodec) -> 
     """The target's own token is half a character, and the draft had another half."""
     choice = transcript(codec)
     first, second = codec.encode("é")
-    assert choice.extend(Emit((first,), 0, 1, rejected=codec.encode("z"))) is None
-    delta = choice.extend(Emit((second,), 0, 0))
+    assert choice.extend(CommittedTokens((first,), 0, 1, rejected=codec.encode("z"))) is None
+    delta = choice.extend(CommittedTokens((second,), 0, 0))
     assert delta is not None
     assert (delta.text, delta.rejected) == ("é", ("z",))
 
 
 def test_what_was_rejected_is_told_once_though_its_text_is_cut_by_a_stop_string(codec: TextCodec) -> None:
     choice = transcript(codec, "END")
-    held = choice.extend(Emit(codec.encode("E"), 0, 1, rejected=codec.encode("x")))
+    held = choice.extend(CommittedTokens(codec.encode("E"), 0, 1, rejected=codec.encode("x")))
     assert held is None
-    told = choice.extend(Emit(codec.encode("a"), 0, 0))
+    told = choice.extend(CommittedTokens(codec.encode("a"), 0, 0))
     assert told is not None
     assert (told.pieces, told.rejected) == ((("E", False), ("a", False)), ("x", ""))
 
 
 def test_a_token_that_has_a_name_is_shown_by_it(codec: TextCodec) -> None:
-    delta = transcript(codec).extend(Emit(codec.encode("a"), 0, 1, rejected=codec.eos_ids))
+    delta = transcript(codec).extend(CommittedTokens(codec.encode("a"), 0, 1, rejected=codec.eos_ids))
     assert delta is not None
     assert delta.rejected == ("<eos>",)
 
 
 def test_what_was_rejected_is_told_where_no_stop_string_is_looked_for_yet(codec: TextCodec) -> None:
     choice = formed(codec, "b", min_tokens=2)
-    delta = choice.extend(Emit(codec.encode("ab"), 1, 2, rejected=codec.encode("X")))
+    delta = choice.extend(CommittedTokens(codec.encode("ab"), 1, 2, rejected=codec.encode("X")))
     assert delta is not None
     assert (delta.text, delta.rejected) == ("ab", ("", "X"))
 
 
 def test_an_echoed_prompt_has_its_place_among_what_was_rejected(codec: TextCodec) -> None:
     choice = formed(codec, echoed=codec.encode("hi"), echoed_text="hi")
-    delta = choice.extend(Emit(codec.encode("a"), 0, 1, rejected=codec.encode("X")))
+    delta = choice.extend(CommittedTokens(codec.encode("a"), 0, 1, rejected=codec.encode("X")))
     assert delta is not None
     assert (delta.pieces, delta.rejected) == ((("hi", False), ("a", False)), ("", "X"))
 
@@ -110,26 +110,26 @@ def test_an_echoed_prompt_has_its_place_among_what_was_rejected(codec: TextCodec
 def test_tokens_without_text_are_told_with_the_next_delta(codec: TextCodec) -> None:
     choice = transcript(codec)
     first, second = codec.encode("é")
-    assert choice.extend(Emit((first,), accepted=0, drafted=1)) is None
-    delta = choice.extend(Emit((second,), accepted=1, drafted=1))
+    assert choice.extend(CommittedTokens((first,), accepted=0, drafted=1)) is None
+    delta = choice.extend(CommittedTokens((second,), accepted=1, drafted=1))
     assert delta is not None
     assert (delta.text, delta.tokens, delta.accepted) == ("é", 2, 1)
 
 
 def test_text_that_was_held_for_a_stop_string_keeps_its_origin(codec: TextCodec) -> None:
     choice = transcript(codec, "END")
-    held = choice.extend(Emit(codec.encode("xEN"), accepted=2, drafted=2))
+    held = choice.extend(CommittedTokens(codec.encode("xEN"), accepted=2, drafted=2))
     assert held is not None
     assert held.pieces == (("x", True),)
-    delta = choice.extend(Emit(codec.encode("!"), accepted=0, drafted=0))
+    delta = choice.extend(CommittedTokens(codec.encode("!"), accepted=0, drafted=0))
     assert delta is not None
     assert delta.pieces == (("E", True), ("N", False), ("!", False))
 
 
 def test_at_an_interval_several_tokens_share_a_delta(codec: TextCodec) -> None:
     """The first comes at once, the last whatever it holds, and nothing is lost between."""
-    choice = Transcript(0, codec.detokenizer(), StopMatcher(()), interval=3)
-    emits = [Emit(codec.encode(text), accepted=1, drafted=2) for text in ("a", "b", "cd", "e")]
+    choice = ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=3)
+    emits = [CommittedTokens(codec.encode(text), accepted=1, drafted=2) for text in ("a", "b", "cd", "e")]
     first, *rest = [choice.extend(emit) for emit in emits]
     assert first is not None
     assert (first.text, first.tokens) == ("a", 1)
@@ -140,16 +140,16 @@ def test_at_an_interval_several_tokens_share_a_delta(codec: TextCodec) -> None:
 
 
 def test_a_stop_string_does_not_wait_for_the_interval(codec: TextCodec) -> None:
-    choice = Transcript(0, codec.detokenizer(), StopMatcher("!"), interval=100)
-    assert choice.extend(Emit(codec.encode("a"), accepted=0, drafted=0)) is not None
-    delta = choice.extend(Emit(codec.encode("b!c"), accepted=0, drafted=0))
+    choice = ChoiceText(0, codec.detokenizer(), StopMatcher("!"), interval=100)
+    assert choice.extend(CommittedTokens(codec.encode("a"), accepted=0, drafted=0)) is not None
+    delta = choice.extend(CommittedTokens(codec.encode("b!c"), accepted=0, drafted=0))
     assert delta is not None
     assert (delta.text, delta.finish) == ("b", "stop")
 
 
 def test_a_stop_string_ends_the_choice_inside_a_block(codec: TextCodec) -> None:
     choice = transcript(codec, "\n")
-    delta = choice.extend(Emit(codec.encode("a\nbc"), accepted=3, drafted=3))
+    delta = choice.extend(CommittedTokens(codec.encode("a\nbc"), accepted=3, drafted=3))
     assert delta is not None
     assert (delta.text, delta.finish) == ("a", "stop")
     assert (choice.tokens, choice.accepted, choice.rejected) == (2, 2, 0)
@@ -158,7 +158,7 @@ def test_a_stop_string_ends_the_choice_inside_a_block(codec: TextCodec) -> None:
 @pytest.mark.parametrize(("finish", "reason"), [(Finish.STOP, "stop"), (Finish.LENGTH, "length")])
 def test_the_end_gives_out_what_was_held(codec: TextCodec, finish: Finish, reason: str) -> None:
     choice = transcript(codec, "END")
-    choice.extend(Emit((*codec.encode("xEN"), *codec.eos_ids), accepted=0, drafted=0))
+    choice.extend(CommittedTokens((*codec.encode("xEN"), *codec.eos_ids), accepted=0, drafted=0))
     delta = choice.end(finish)
     assert (delta.text, delta.finish, choice.text, choice.tokens) == ("EN", reason, "xEN", 4)
 
@@ -166,11 +166,11 @@ def test_the_end_gives_out_what_was_held(codec: TextCodec, finish: Finish, reaso
 class Scripted:
     """Plays one list of outputs for each choice; `None` waits for ever."""
 
-    def __init__(self, *scripts: list[Emit | Ended | Exception | None]) -> None:
+    def __init__(self, *scripts: list[CommittedTokens | Ended | Exception | None]) -> None:
         self.scripts = scripts
         self.closed: list[int] = []
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Emit | Ended]:
+    async def generate(self, generation: Generation) -> AsyncIterator[CommittedTokens | Ended]:
         try:
             for output in self.scripts[generation.choice]:
                 if isinstance(output, Exception):
@@ -192,7 +192,7 @@ def choices(codec: TextCodec, number: int, *stops: str) -> list[Choice]:
 
 
 async def test_choices_run_at_once(codec: TextCodec) -> None:
-    ended = [Emit(codec.encode("a"), 0, 0), Ended(Finish.STOP)]
+    ended = [CommittedTokens(codec.encode("a"), 0, 0), Ended(Finish.STOP)]
     generator = Scripted([None], ended)
     async with aclosing(follow(generator, choices(codec, 2), Metrics(), count().__next__)) as deltas:
         first = await anext(deltas)
@@ -202,7 +202,7 @@ async def test_choices_run_at_once(codec: TextCodec) -> None:
 
 
 async def test_one_failure_ends_all_and_is_raised_as_it_is(codec: TextCodec) -> None:
-    generator = Scripted([None], [Emit(codec.encode("a"), 0, 0), TargetLostError("gone")])
+    generator = Scripted([None], [CommittedTokens(codec.encode("a"), 0, 0), TargetLostError("gone")])
     deltas = follow(generator, choices(codec, 2), Metrics(), count().__next__)
     assert (await anext(deltas)).text == "a"
     with pytest.raises(TargetLostError, match="gone"):
@@ -211,9 +211,9 @@ async def test_one_failure_ends_all_and_is_raised_as_it_is(codec: TextCodec) -> 
 
 
 async def test_what_waits_for_the_interval_is_given_out_before_a_failure(codec: TextCodec) -> None:
-    emits = [Emit(codec.encode(text), 0, 0) for text in ("a", "b")]
+    emits = [CommittedTokens(codec.encode(text), 0, 0) for text in ("a", "b")]
     generator = Scripted([*emits, TargetLostError("gone")])
-    choice = Choice(generation(0), Transcript(0, codec.detokenizer(), StopMatcher(()), interval=100))
+    choice = Choice(generation(0), ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=100))
     deltas = follow(generator, [choice], Metrics(), count().__next__)
     assert [(await anext(deltas)).text, (await anext(deltas)).text] == ["a", "b"]
     with pytest.raises(TargetLostError, match="gone"):
@@ -221,14 +221,14 @@ async def test_what_waits_for_the_interval_is_given_out_before_a_failure(codec: 
 
 
 async def test_a_stop_string_closes_the_session(codec: TextCodec) -> None:
-    generator = Scripted([Emit(codec.encode("a."), 1, 1), None])
+    generator = Scripted([CommittedTokens(codec.encode("a."), 1, 1), None])
     async with aclosing(follow(generator, choices(codec, 1, "."), Metrics(), count().__next__)) as deltas:
         assert [delta.text async for delta in deltas] == ["a"]
     assert generator.closed == [0]
 
 
 async def test_closing_closes_sessions_and_leaves_no_task(codec: TextCodec) -> None:
-    generator = Scripted([Emit(codec.encode("a"), 0, 0), None], [None])
+    generator = Scripted([CommittedTokens(codec.encode("a"), 0, 0), None], [None])
     deltas = follow(generator, choices(codec, 2), Metrics(), count().__next__)
     await anext(deltas)
     await deltas.aclose()
@@ -238,7 +238,9 @@ async def test_closing_closes_sessions_and_leaves_no_task(codec: TextCodec) -> N
 
 async def test_time_is_measured_by_verdict(codec: TextCodec) -> None:
     metrics = Metrics()
-    generator = Scripted([Emit((1,), 0, 0), Emit((1, 2), 1, 4), Emit((1,), 0, 3), Ended(Finish.LENGTH)])
+    generator = Scripted(
+        [CommittedTokens((1,), 0, 0), CommittedTokens((1, 2), 1, 4), CommittedTokens((1,), 0, 3), Ended(Finish.LENGTH)]
+    )
     async for _ in follow(generator, choices(codec, 1), metrics, count().__next__):
         pass
     sample = metrics.registry.get_sample_value
@@ -254,9 +256,9 @@ def scores_of(tokens: Sequence[int]) -> tuple[TokenScore, ...]:
     return tuple(TokenScore(-float(token), 1) for token in tokens)
 
 
-def formed(codec: TextCodec, *stops: str, **form: Any) -> Transcript:
+def formed(codec: TextCodec, *stops: str, **form: Any) -> ChoiceText:
     answer_form = AnswerForm(**form)
-    return Transcript(0, codec.detokenizer(), StopMatcher(stops, answer_form.keeps_stop), form=answer_form)
+    return ChoiceText(0, codec.detokenizer(), StopMatcher(stops, answer_form.keeps_stop), form=answer_form)
 
 
 @pytest.mark.parametrize("cut", range(1, 6))
@@ -268,7 +270,7 @@ def test_a_stop_ids_text_is_left_out_unless_it_is_asked_for(
     (stop_id,) = codec.encode("c")
     choice = formed(codec, stop_ids=frozenset([stop_id]), keeps_stop=keeps_stop)
     for part in (tokens[:cut], tokens[cut:]):
-        choice.extend(Emit(part, 0, 0))
+        choice.extend(CommittedTokens(part, 0, 0))
     choice.end(Finish.STOP)
     assert (choice.text, choice.finish, choice.tokens) == (expected, "stop", 3)
 
@@ -282,13 +284,13 @@ def test_a_stop_string_across_tokens_and_verdicts_is_kept_only_if_it_is_asked_fo
     choice = formed(codec, "two", keeps_stop=keeps_stop)
     for part in (tokens[:cut], tokens[cut:]):
         if choice.finish is None:
-            choice.extend(Emit(part, 0, 0))
+            choice.extend(CommittedTokens(part, 0, 0))
     assert (choice.text, choice.finish) == (expected, "stop")
 
 
 def test_no_stop_string_is_looked_for_in_the_first_tokens(codec: TextCodec) -> None:
     choice = formed(codec, "b", min_tokens=3)
-    choice.extend(Emit(codec.encode("abcabc"), 0, 0))
+    choice.extend(CommittedTokens(codec.encode("abcabc"), 0, 0))
     assert (choice.text, choice.finish, choice.tokens) == ("abca", "stop", 5)
 
 
@@ -296,7 +298,7 @@ def test_an_echoed_prompt_comes_first_and_its_scores_begin_with_none(codec: Text
     prompt = codec.encode("bba")
     generated = codec.encode("cba")
     choice = formed(codec, "b", echoed=prompt, echoed_text="bba")
-    delta = choice.extend(Emit(generated, 0, 0, scores_of(generated), scores_of(prompt[1:])))
+    delta = choice.extend(CommittedTokens(generated, 0, 0, scores_of(generated), scores_of(prompt[1:])))
     assert delta is not None
     assert (delta.text, choice.text, choice.finish) == ("bbac", "bbac", "stop")
     assert [scored.token for scored in delta.scored] == [*prompt, *generated[:2]]
@@ -309,7 +311,7 @@ def test_each_delta_has_the_scores_of_its_own_tokens(codec: TextCodec) -> None:
     found: list[Delta] = []
     for text in ("ab", "c"):
         tokens = codec.encode(text)
-        delta = choice.extend(Emit(tokens, 0, 0, scores_of(tokens)))
+        delta = choice.extend(CommittedTokens(tokens, 0, 0, scores_of(tokens)))
         assert delta is not None
         found.append(delta)
     assert [[scored.token for scored in delta.scored] for delta in found] == [

@@ -13,10 +13,10 @@ from ray.serve._private.logging_utils import ServeFormatter
 
 from cluster.config import validated
 from cluster.errors import RequestError
-from cluster.routing.ledger import Emit, Ended
+from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Finish
 from serve_app.api.app import create_api
-from serve_app.api.endpoints import ChatDialect, CompletionDialect, Dialect, ResponsesDialect
+from serve_app.api.endpoints import ApiFormat, ChatFormat, CompletionFormat, ResponsesFormat
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.metrics import Metrics
 from serve_app.api.observability import OPERATIONS, OTHER, PromptVersions, RequestRecord, logged
@@ -156,7 +156,7 @@ def test_our_loggers_are_under_serves() -> None:
 
 
 def scripts() -> dict[str, Script]:
-    said = Emit(tuple(ANSWER.encode()), 2, 3)
+    said = CommittedTokens(tuple(ANSWER.encode()), 2, 3)
     return {
         "answered": [said, Ended(Finish.STOP)],
         "refused": [RequestError(f"no room for {len(SECRET)} tokens")],
@@ -199,8 +199,8 @@ def test_a_request_that_was_refused_is_told_by_its_name(caplog: pytest.LogCaptur
 # ------------------------------------------------------------ spans
 
 
-@pytest.mark.parametrize("dialect", [ChatDialect, CompletionDialect, ResponsesDialect])
-def test_every_endpoint_has_an_operation_of_the_conventions(dialect: type[Dialect[Any]]) -> None:
+@pytest.mark.parametrize("dialect", [ChatFormat, CompletionFormat, ResponsesFormat])
+def test_every_endpoint_has_an_operation_of_the_conventions(dialect: type[ApiFormat[Any]]) -> None:
     assert OPERATIONS[dialect.endpoint] in ("chat", "text_completion")
 
 
@@ -226,5 +226,5 @@ def test_metadata_is_taken_and_only_its_prompt_version_is_used(
 
 def test_a_response_names_its_prompts_version_as_a_chat_does() -> None:
     asked = {"model": "toy", "input": "hi", "metadata": {"prompt_version": "v7"}}
-    chat = ResponsesDialect().parse(json.dumps(asked).encode(), RequestBounds())
+    chat = ResponsesFormat().parse(json.dumps(asked).encode(), RequestBounds())
     assert chat.prompt_version == "v7"

@@ -16,7 +16,7 @@ from serve_app.api.tool_calls import (
     PlainReader,
     Reasoning,
     ResponseReaders,
-    Saying,
+    Segment,
     find_template,
     read_whole,
 )
@@ -34,7 +34,7 @@ def readers() -> ResponseReaders:
     return ResponseReaders(tokenizer, find_template("auto", tokenizer, MODEL_TYPE))
 
 
-def joined(sayings: list[Saying]) -> tuple[str, str, list[Call]]:
+def joined(sayings: list[Segment]) -> tuple[str, str, list[Call]]:
     """Content, reasoning and calls."""
     content = "".join(one.text for one in sayings if isinstance(one, Content))
     reasoning = "".join(one.text for one in sayings if isinstance(one, Reasoning))

@@ -5,15 +5,15 @@ from itertools import count
 
 import pytest
 
-from cluster.routing.ledger import Emit
+from cluster.routing.ledger import CommittedTokens
 from serve_app.api.metrics import CLIENT_LEFT, Metrics
 from serve_app.api.replies import FinishReason
 
 
 def test_verdicts_are_counted() -> None:
     metrics = Metrics()
-    metrics.committed(Emit((1, 2, 3), accepted=2, drafted=5), 0.1, first=True)
-    metrics.committed(Emit((1,), accepted=0, drafted=0), 0.1, first=False)
+    metrics.committed(CommittedTokens((1, 2, 3), accepted=2, drafted=5), 0.1, first=True)
+    metrics.committed(CommittedTokens((1,), accepted=0, drafted=0), 0.1, first=False)
     sample = metrics.registry.get_sample_value
     counted = {
         name: sample(f"slipstream_{name}_total")
@@ -62,7 +62,7 @@ def test_what_was_done_about_bad_drafters_is_asked_for_whenever_it_is_shown() ->
 def test_accepted_tokens_are_told_by_position() -> None:
     metrics = Metrics()
     for accepted in (2, 0, 1):
-        metrics.committed(Emit((1, 2, 3), accepted=accepted, drafted=3), 0.1, first=False)
+        metrics.committed(CommittedTokens((1, 2, 3), accepted=accepted, drafted=3), 0.1, first=False)
     at = [metrics.registry.get_sample_value("slipstream_accepted_tokens_at_total", {"position": p}) for p in "012"]
     assert at == [2, 1, None]
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from serve_app.api.choice_stream import Telling, TellingOptions
+from serve_app.api.choice_stream import ChoiceStream, ChoiceStreamOptions
 from serve_app.api.generation import Delta
-from serve_app.api.tool_calls import Content, Saying
+from serve_app.api.tool_calls import Content, Segment
 
 
 class HoldingReader:
@@ -13,11 +13,11 @@ class HoldingReader:
     def __init__(self) -> None:
         self._held = ""
 
-    def push(self, text: str) -> list[Saying]:
+    def push(self, text: str) -> list[Segment]:
         self._held += text
         return self.finish() if text == "." else []
 
-    def finish(self) -> list[Saying]:
+    def finish(self) -> list[Segment]:
         held = self._held
         self._held = ""
         return [Content(held)] if held else []
@@ -30,7 +30,7 @@ def delta(pieces: Sequence[tuple[str, bool]], rejected: Sequence[str]) -> Delta:
 
 
 def test_what_was_rejected_waits_with_its_pieces() -> None:
-    telling = Telling(0, HoldingReader(), TellingOptions(), lambda: 1)
+    telling = ChoiceStream(0, HoldingReader(), ChoiceStreamOptions(), lambda: 1)
     assert telling.parts(delta([("a", True), ("b", False)], ("", "XY"))) == []
     (part,) = telling.parts(delta([(".", False)], ("Z",)))
     assert part.text == "ab."

@@ -9,7 +9,7 @@ from actors.grammars import GrammarCompiler, grammar_vocabulary
 from cluster.errors import RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
 from serve_app.api.fields import RequestBounds, parse
-from serve_app.api.grammars import AskedGrammar, GrammarCheck, asked_grammar
+from serve_app.api.grammars import GrammarCheck, RequestedGrammar, asked_grammar
 from serve_app.api.schemas import ChatRequest, CompletionRequest
 from tests.byte_tokenizer import byte_tokenizer
 
@@ -24,7 +24,7 @@ TOKENIZER = byte_tokenizer()
 COMPILER = GrammarCompiler(grammar_vocabulary(TOKENIZER, [TOKENIZER.eos_token_id]))
 
 
-def asked(**fields: Any) -> AskedGrammar | None:
+def asked(**fields: Any) -> RequestedGrammar | None:
     body = json.dumps({"model": "toy", "prompt": "x", **fields}).encode()
     request = parse(CompletionRequest, body, RequestBounds())
     return asked_grammar(request.response_format, request.structured_outputs)
@@ -34,7 +34,7 @@ def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": schema, **more}}}
 
 
-def takes(grammar: AskedGrammar | None, text: str) -> bool:
+def takes(grammar: RequestedGrammar | None, text: str) -> bool:
     """Whether an answer may be this text, token by token, and end there."""
     assert grammar is not None
     followed = COMPILER.follow(grammar.text)

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import TargetLostError
-from cluster.routing.ledger import Emit, Ended
+from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Finish, TokenScore
 from serve_app.api.served_model import fingerprint
 from serve_app.api.text import TextCodec
@@ -227,7 +227,7 @@ async def test_what_is_asked_and_answered_is_as_described(front: AsgiFront, path
 async def test_an_answer_that_tells_of_its_prompt_is_as_described(front: AsgiFront) -> None:
     score = TokenScore(-0.5, 1, (1,), (-0.5,))
     prompt_len = len(front.codec.encode_chat([USER]))
-    emit = Emit(front.codec.encode("a"), 0, 0, (), (score,) * (prompt_len - 1))
+    emit = CommittedTokens(front.codec.encode("a"), 0, 0, (), (score,) * (prompt_len - 1))
     front.plays([emit, Ended(Finish.STOP)])
     document = await described(front)
     answer = await posted(front, "/v1/chat/completions", model=MODEL, messages=[USER], prompt_logprobs=0)

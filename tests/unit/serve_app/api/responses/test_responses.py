@@ -19,7 +19,7 @@ from serve_app.api.responses_schemas import ResponsesRequest
 from serve_app.api.validation import GenerationDefaults
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 from tests.call_writers import Sayings
-from tests.unit.serve_app.http.conversation.test_chat import CALL, SCHEMA, STOP, rendered, talking_codec
+from tests.unit.serve_app.api.conversation.test_chat import CALL, SCHEMA, STOP, rendered, talking_codec
 
 COMPONENTS = "#/components/schemas/"
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA}
