@@ -1,16 +1,8 @@
-"""Who may ask over HTTP, and how much: keys, and what each of them is allowed.
+"""Access over HTTP: API keys and their limits, the admin port, request ids and CORS.
 
-The door: lets through who shows a key, and everybody to what concerns nobody's prompts.
-
-Callers: who shows which key, what each may have at once, and what a key makes of its requests.
-
-Pure but for the count of what is in flight.
-
-What concerns operators, and the address of their own that they may have: elsewhere it is not to be found then.
-
-What a request is called in its answer's header: by its client, by Serve's proxy, or here.
-
-Browsers of other origins: Starlette's rules, with refusals in OpenAI's form.
+Middleware here runs before any endpoint. `AuthMiddleware` resolves the API key to a `Caller`, which counts the caller's
+sessions in flight. Admin endpoints (metrics, status, profiling) may be served on a port of their own and then answer
+404 on the public one.
 """
 
 import asyncio
@@ -39,17 +31,17 @@ from serve_app.api.schemas import REQUEST_ID_PATTERN, GenerationRequest
 
 @dataclass(eq=False)
 class Caller:
-    """Whoever shows one key; anybody, where no keys are set."""
+    """The holder of one API key; everybody, if no keys are configured."""
 
     name: str | None = None
     max_sessions: int | None = None
     max_tokens: int | None = None
     cache_salt: str = ""
-    sessions: int = 0  # in flight
+    sessions: int = 0  # sessions in flight
 
     @contextmanager
     def exchange(self) -> Iterator["Exchange"]:
-        """One request, whose sessions count until it ends."""
+        """Opens an exchange, whose sessions count until it ends."""
         exchange = Exchange(self)
         try:
             yield exchange
@@ -57,14 +49,14 @@ class Caller:
             self.sessions -= exchange.sessions
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuses more tokens than this key may ask for."""
+        """Raises RequestError if more tokens are requested than the key allows."""
         for name, limit in request.token_limits.items():
             if self.max_tokens is not None and limit > self.max_tokens:
                 message = f"{name} is {limit}, expected at most {self.max_tokens}, which this key allows"
                 raise RequestError(message, name)
 
     def bounded(self, generations: Sequence[Generation]) -> list[Generation]:
-        """The sessions with what this key allows them."""
+        """Returns the sessions with the key's limits applied."""
         return [self._bounded(one) for one in generations]
 
     def _bounded(self, one: Generation) -> Generation:
@@ -75,13 +67,13 @@ class Caller:
 
 @dataclass(eq=False)
 class Exchange:
-    """One request of a caller's."""
+    """One request of a caller."""
 
     caller: Caller
     sessions: int = 0
 
     def take(self, sessions: int) -> None:
-        """Counts the sessions that the request is to have; refuses those that there is no room for, now or ever."""
+        """Counts the request's sessions. Raises CapacityError or RequestError if the key has no room for them."""
         most = self.caller.max_sessions
         if most is not None and sessions > most:
             raise RequestError(f"n: {sessions} sessions are more than the {most} that this key may have", "n")
@@ -93,7 +85,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Callers:
-    """All whose keys are known."""
+    """All callers, by API key."""
 
     by_digest: Mapping[bytes, Caller] = field(default_factory=dict)
 
@@ -106,7 +98,7 @@ class Callers:
         return bool(self.by_digest)
 
     def find(self, key: str) -> Caller | None:
-        """Who shows this key. Every digest is compared, and whole: the time tells nothing of any key."""
+        """Returns the holder of a key. Compares every digest in full, so timing reveals nothing about keys."""
         shown = hashlib.sha256(key.encode()).digest()
         found = [caller for digest, caller in self.by_digest.items() if hmac.compare_digest(digest, shown)]
         return found[0] if found else None
@@ -118,19 +110,19 @@ def _caller(name: str, key: ApiKey) -> Caller:
 
 
 def _both(salt: str, asked: str) -> str:
-    """One salt of a key's and a request's, which tells of neither and is no longer than one may be."""
+    """Combines the salts of a key and a request. The result reveals neither and is no longer than one salt may be."""
     return hashlib.sha256(f"{salt}\n{asked}".encode()).hexdigest()
 
 
 PATHS = frozenset({"/", "/metrics"})
 FOLDER = "/page/"
-OPERATORS = "slipstream.operators"  # in an ASGI scope: it came to their address
+OPERATORS = "slipstream.operators"  # ASGI scope key: the request came to the admin port
 BACKLOG = 128
 LAST_ANSWERS_S = 5
 
 
 class AdminPort:
-    """Answers 404 to whoever asks for what is the operators' at another address than theirs."""
+    """Answers 404 to requests for admin endpoints on any port but the admin port."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -143,13 +135,13 @@ class AdminPort:
 
 
 class AdminAddress:
-    """Serves the whole application, the operators' part included, on a port of its own.
+    """Serves the whole application, admin endpoints included, on a separate port.
 
-    Routers on one machine share the port, for it makes no difference which of them answers.
+    Routers on one machine share the port, since any of them may answer.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        """Listens at once, and answers as soon as the event loop lets it; raises ConfigError where it cannot."""
+        """Starts to listen. Raises ConfigError if the address is not available."""
         self._app = app
         listening = _listening(host, port)
         self.port: int = listening.getsockname()[1]
@@ -164,7 +156,7 @@ class AdminAddress:
         await self._app({**scope, OPERATORS: True}, receive, send)
 
     async def close(self) -> None:
-        """Takes no more, and returns once what came is answered, if that does not take long."""
+        """Stops listening and waits briefly for running requests."""
         self._server.should_exit = True
         await self._work
 
@@ -172,7 +164,7 @@ class AdminAddress:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are for the process that this is a part of."""
+        """Leaves signals to the process that embeds this server."""
         yield
 
 
@@ -195,10 +187,10 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 class CrossOrigin(CORSMiddleware):
-    """Answers a browser that asks whether it may send a request."""
+    """Answers CORS preflight requests."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Returns Starlette's answer; a refusal, which Starlette words as plain text, as an error."""
+        """Returns Starlette's answer, with refusals in OpenAI's error format."""
         answer = super().preflight_response(request_headers)
         if answer.status_code < 400:
             return answer
@@ -211,14 +203,14 @@ class CrossOrigin(CORSMiddleware):
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/docs", "/"}
 )
-OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # of the live page, which asks for a key itself
+OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # the live page asks for a key itself
 READING = frozenset({"GET", "HEAD"})
-CALLER = "slipstream.caller"  # in an ASGI scope
+CALLER = "slipstream.caller"  # ASGI scope key
 SCHEME = "bearer"
 
 
 class AuthMiddleware:
-    """Puts the caller into the scope, or answers 401. Whoever is behind it finds a caller in every scope."""
+    """Puts the caller into the ASGI scope, or answers 401."""
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app
@@ -266,19 +258,19 @@ REQUEST_ID = "X-Request-Id"
 
 
 def asked_name(request: Request) -> str | None:
-    """What the request's header calls it. Behind Serve there always is one, and nothing tells whether a client's."""
+    """Returns the request id of the header. Behind Serve it is always present, and may not be the client's."""
     name = request.headers.get(REQUEST_ID, "")
     return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
 
 
 def check_name(request: Request) -> None:
-    """Refuses a header that is no name."""
+    """Raises RequestError if the header is not a valid request id."""
     if REQUEST_ID in request.headers and asked_name(request) is None:
         raise RequestError(f"{REQUEST_ID} is not a plain name of 1 to 128 characters", REQUEST_ID)
 
 
 class NamedByServe:
-    """Leaves the header to Serve's proxy, which adds one to every answer; before the operators' address is no proxy."""
+    """Leaves the request id header to Serve's proxy, and adds it only on the admin port, which has no proxy."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

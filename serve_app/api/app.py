@@ -1,10 +1,8 @@
-"""The HTTP endpoints, as one ASGI application.
+"""The HTTP endpoints as one ASGI application.
 
-The way of a request: its body is read and parsed, its prompts become tokens, each choice becomes a session, the
-sessions' committed tokens become text, and the text goes out whole or as server-sent events. A client that leaves
-cancels its sessions. Knows nothing of drafters, targets or Ray.
-
-Routes that answer from what is known at the start: the model's names, the version, what can be asked.
+A request's body is read and parsed, its prompts are tokenised, each choice becomes a session, the sessions' committed
+tokens become text, and the text is sent whole or as server-sent events. A client that disconnects cancels its sessions.
+This module knows nothing of drafters, targets or Ray.
 """
 
 import asyncio
@@ -78,7 +76,7 @@ from serve_app.api.validation import (
 
 
 def add_plain_routes(api: FastAPI, config: SlipstreamConfig) -> None:
-    """Adds them to the application."""
+    """Adds routes with fixed answers: model names, version, API description."""
     models = model_list(config)
     described = description(version(), with_keys=bool(config.server.keys))
     document = json.dumps(described)
@@ -105,8 +103,8 @@ def add_plain_routes(api: FastAPI, config: SlipstreamConfig) -> None:
         return HTMLResponse(page, headers=HEADERS)
 
 
-WORKERS = 2  # threads that parse and tokenise; more would only take the interpreter from the event loop more often
-HELD_BODIES = 64  # of the largest size, which those being read may hold together
+WORKERS = 2  # threads that parse and tokenise; more threads would contend with the event loop for the GIL
+HELD_BODIES = 64  # bodies of the largest size whose bytes may be held together
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 PartT = TypeVar("PartT", bound=RequestPart)
@@ -126,17 +124,17 @@ def create_api(
     spans: RequestSpans | None = None,
     exposition: Callable[[], Awaitable[bytes]] | None = None,
 ) -> FastAPI:
-    """The application; `text` is the model's codec, `checkpoint` its fingerprint, `health` says how `generator` is.
+    """Builds the application from the model's codec (`text`), its `checkpoint` fingerprint and a `generator` of tokens.
 
-    `defaults` are taken for what requests leave out; `further` routes are served beside the API; `exposition` is what
-    Prometheus is told, if not `metrics` alone.
+    `health` reports the generator's state, `defaults` fill in parameters that requests leave out, `further` routes are
+    served beside the API, and `exposition` replaces `metrics` as the source of Prometheus' page.
     """
     api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
     server = config.server
     bodies = Bodies(
         max_bytes=server.max_body_bytes,
         max_held_bytes=HELD_BODIES * server.max_body_bytes,
-        max_reading=server.max_requests,  # with those in flight, no more than Serve gives to a router
+        max_reading=server.max_requests,  # including those in flight, at most what Serve sends to one router
         timeout_s=server.body_timeout_s,
     )
     service = Service(
@@ -186,12 +184,12 @@ def create_api(
 
     for route in api.routes:
         if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
-            route.methods.add("HEAD")  # the server sends no body then; Starlette does this for its own routes alone
+            route.methods.add("HEAD")  # the server then sends no body; Starlette does this only for its own routes
 
     api.add_middleware(AuthMiddleware, callers=Callers.of(server.keys))
     if server.operators.port:
         api.add_middleware(AdminPort)
-    if server.cors_origins:  # before the door: a browser asks without a key whether it may ask
+    if server.cors_origins:  # before authentication: browsers send preflight requests without a key
         api.add_middleware(
             CrossOrigin, allow_origins=server.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
         )
@@ -206,7 +204,7 @@ def create_api(
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What every request is served with."""
+    """Shared state of all endpoints."""
 
     generator: Generator
     text: TextCodec
@@ -223,22 +221,22 @@ class Service:
 
     @property
     def bounds(self) -> RequestBounds:
-        """What the schemas are to refuse before they look into it."""
+        """Returns the list lengths that schemas check before they validate elements."""
         server = self.config.server
         prompts = min(server.max_request_sessions, server.max_requests)
         return RequestBounds(prompts=prompts, prompt_tokens=self.config.model.max_context - 1)
 
     def new_name(self) -> str:
-        """Of a request that came without one."""
+        """Returns an id for a request that came without one."""
         return f"{self.draw():016x}"
 
     async def aside(self, work: Callable[[Unpack[ArgsT]], ResultT], *args: *ArgsT) -> ResultT:
-        """Does work of a request beside the event loop, a few at a time."""
+        """Runs work on one of a few threads, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *args)
 
 
 class ApiEndpoint(Generic[RequestT]):
-    """One endpoint that generates, as an ASGI application: the whole exchange is one call."""
+    """One generating endpoint as an ASGI application; one call handles the whole exchange."""
 
     def __init__(self, dialect: ApiFormat[RequestT], service: Service) -> None:
         self.path = dialect.path
@@ -259,7 +257,7 @@ class ApiEndpoint(Generic[RequestT]):
             deadline = Deadline.within(service.config.server.request_timeout_s)
             response = await self._respond(request, record, exchange, deadline)
             response.headers[REQUEST_ID] = record.name
-            with suppress(ClientDisconnect):  # the record says how far the answer came
+            with suppress(ClientDisconnect):  # the record says how far the answer got
                 await response(scope, receive, send)
 
     async def _respond(
@@ -291,7 +289,7 @@ class ApiEndpoint(Generic[RequestT]):
         return EventStream(first, events, record, keep_alive_s, deadline, answer.writer.failed)
 
     async def _prepare(self, body: bytes, exchange: Exchange, header: str | None, record: RequestRecord) -> "ApiAnswer":
-        """Checks all that it can before it tokenises; both take a while and leave the event loop to others."""
+        """Checks what it can before tokenising. Both run off the event loop."""
         request, terms = await self._service.aside(self._agree, body)
         exchange.caller.check(request)
         self._service.generator.check_room(terms.sessions)
@@ -367,7 +365,7 @@ class ApiEndpoint(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True)
 class PlainEndpoint(Generic[PartT]):
-    """One endpoint that answers at once, from its body alone; `work` is done beside the event loop."""
+    """An endpoint that computes its answer from the body alone; `work` runs off the event loop."""
 
     path: str
     schema: type[PartT]
@@ -385,7 +383,7 @@ class PlainEndpoint(Generic[PartT]):
         try:
             check_name(request)
             with caller.exchange() as exchange:
-                exchange.take(1)  # it is work, too, and so counts among what a key may have at once
+                exchange.take(1)  # this work counts against the key's limit too
                 async with self.service.bodies.read(request) as body:
                     return as_json(await self.service.aside(self._answer, body))
         except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
@@ -397,7 +395,7 @@ class PlainEndpoint(Generic[PartT]):
 
 @dataclass(frozen=True, slots=True)
 class ApiAnswer:
-    """The answer to one request, to be had whole or as events, once."""
+    """The answer to one request, available once, whole or as events."""
 
     writer: EventWriter
     service: Service
@@ -406,14 +404,14 @@ class ApiAnswer:
     prompt_tokens: int
 
     async def whole(self) -> BaseModel:
-        """The answer when all choices have ended."""
+        """Returns the answer after all choices have ended."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 self.told[delta.index].telling.parts(delta)
         return self.writer.whole(self.told, self._usage())
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """The answer as server-sent events; the first comes with the first text."""
+        """Yields the answer as server-sent events; the first carries the first text."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 for part in self.told[delta.index].telling.parts(delta):

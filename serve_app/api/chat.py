@@ -1,7 +1,4 @@
-"""Conversations: messages and tools into a prompt by the model's chat template, and what it says into its parts.
-
-What a chat request asks of the model's chat template, and what it asks that this model cannot do.
-"""
+"""Chat requests: checks against what the model can do, and the conversation as its chat template takes it."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +11,7 @@ from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, ResponseReader
 
 
 def check_talk(request: ChatRequest, template: ChatTemplate, *, reads_answers: bool) -> None:
-    """Refuses what this model cannot do; `reads_answers`: whether its answers are told apart into their parts."""
+    """Raises RequestError for features the model lacks. `reads_answers`: whether its answers are split into parts."""
     _check_choice(request)
     if request.offered and not template.takes("tools", with_tools=True):
         raise RequestError("tools: this model's chat template takes no tools", "tools")
@@ -27,7 +24,7 @@ def check_talk(request: ChatRequest, template: ChatTemplate, *, reads_answers: b
 
 
 def check_calls(request: ChatRequest, form: CallForm | None) -> None:
-    """Refuses calls that are held to something, where nothing is known of the `form` that they would have."""
+    """Raises RequestError if calls are to be constrained and the model's call format (`form`) is unknown."""
     if form is not None:
         return
     unknown = "is not served: nothing is known of how this model writes calls that a grammar could have"
@@ -51,13 +48,13 @@ def _check_choice(request: ChatRequest) -> None:
 
 
 def messages_for(request: ChatRequest, template: ChatTemplate) -> list[Message]:
-    """The conversation as the template takes it."""
+    """Returns the conversation in the template's form."""
     developer = "developer" if template.takes("developer") else "system"
     return [_message(message, developer) for message in request.messages]
 
 
 def options_for(request: ChatRequest) -> TemplateOptions:
-    """How the template is to put it."""
+    """Returns the template options of a request."""
     begins = request.add_generation_prompt
     return TemplateOptions(
         tools=[tool.model_dump() for tool in request.offered],
@@ -68,7 +65,9 @@ def options_for(request: ChatRequest) -> TemplateOptions:
 
 
 def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: ResponseReaders) -> ReasoningInPrompt:
-    """What the request's prompt, which is not written yet, has of reasoning: as any other put in the same way."""
+    """Returns the reasoning that the request's prompt will already contain; all prompts with these options have the
+    same.
+    """
     options = options_for(request)
     if options.continues_last:
         return "over"
@@ -77,7 +76,7 @@ def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: Resp
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
-    """How templates are told of it: by its name, or whether there is to be any."""
+    """Returns the template variables for a reasoning effort: its name, and whether to reason at all."""
     return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
@@ -99,7 +98,7 @@ def _call(call: ToolCall) -> Mapping[str, Any]:
 
 
 def _arguments(written: str) -> Any:
-    """Templates take an object; what a model wrote that is none, they get as it was."""
+    """Parses arguments into the object that templates expect; returns invalid JSON verbatim."""
     try:
         read = json.loads(written or "{}")
     except (ValueError, RecursionError):

@@ -1,7 +1,4 @@
-"""The model's chat template: from a conversation to the tokens of a prompt.
-
-Chat templates in this process: which one a tokenizer has, and the text that one makes.
-"""
+"""Chat templates: from a conversation to the tokens of a prompt."""
 
 import inspect
 import re
@@ -22,12 +19,12 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A template and all that it sees."""
+    """A template and all variables that it sees."""
 
     template: str
     messages: list[dict[str, Any]]
     values: Values
-    max_chars: int  # of the text
+    max_chars: int  # limit on the text
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields; `asdict` would copy the conversation."""
@@ -70,24 +67,24 @@ MadeT = TypeVar("MadeT")
 Message = Mapping[str, Any]
 """As chat templates take them: role, content, and what else there is."""
 
-DEFAULT = "default"  # the names that transformers knows
+DEFAULT = "default"  # as named by transformers
 TOOL_USE = "tool_use"
-MAX_CHARS = 1 << 25  # of a conversation's text, where nothing bounds the context
+MAX_CHARS = 1 << 25  # limit on a conversation's text if nothing bounds the context
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """How a conversation is put."""
+    """Options of rendering a conversation."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)  # beside those that every template has
+    variables: Mapping[str, Any] = field(default_factory=dict)  # in addition to those that every template has
     begins_answer: bool = True
     continues_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """The templates of a tokenizer; both may be the same."""
+    """A tokenizer's templates; both may be the same."""
 
     plain: str
     with_tools: str
@@ -124,10 +121,10 @@ class ChatTemplate:
         render: Render = render_here,
         max_chars: int = MAX_CHARS,
     ) -> None:
-        """Raises ModelError for templates of which none is the default.
+        """Raises ModelError if none of several templates is the default.
 
-        `special_tokens_in_text`: whether control tokens that are spelled in a message are taken as tokens.
-        `max_chars`: how long the text of a conversation may be.
+        `special_tokens_in_text`: whether control tokens spelled out in a message become tokens. `max_chars` limits the
+        rendered text.
         """
         self._tokenizer = tokenizer
         self._special_tokens_in_text = special_tokens_in_text
@@ -138,19 +135,19 @@ class ChatTemplate:
         self._reserved = frozenset(parameters) | {"messages"}
 
     def encode(self, messages: Sequence[Message], options: TemplateOptions) -> tuple[int, ...]:
-        """Returns the tokens of a conversation, up to where the assistant begins or goes on.
+        """Returns the tokens of a conversation, up to where the assistant begins or continues.
 
-        Raises RequestError, which names the messages, for whatever the template raises.
+        Raises RequestError with `messages` as its parameter if the template raises.
         """
         sanitized = not self._special_tokens_in_text
         return self._attempt(lambda: self._tokens(self._text(messages, options, sanitized=sanitized), sanitized))
 
     def written(self, messages: Sequence[Message], options: TemplateOptions) -> str:
-        """Returns the same as text; the conversation is one's own."""
+        """Returns the rendered text of a trusted conversation."""
         return self._attempt(lambda: self._text(messages, options, sanitized=False))
 
     def takes(self, variable: str, *, with_tools: bool = False) -> bool:
-        """Returns whether the template mentions a variable or a role of that name."""
+        """Returns whether the template mentions a variable or role of that name."""
         if self._templates is None:
             return False
         text = self._templates.with_tools if with_tools else self._templates.plain
@@ -161,17 +158,17 @@ class ChatTemplate:
             return work()
         except SlipstreamError:
             raise
-        except Exception as error:  # a template is a program: it may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             message = f"messages: the model's chat template refuses them: {describe(error)}"
             raise RequestError(message, "messages") from error
 
     def _text(self, messages: Sequence[Message], options: TemplateOptions, *, sanitized: bool) -> str:
-        """Does what transformers' `apply_chat_template` does up to tokens, with a renderer of one's own."""
+        """Does what transformers' `apply_chat_template` does before tokenising, with our own renderer."""
         if self._templates is None:
             raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
         self._check_variables(options.variables)
         template = self._templates.with_tools if options.tools else self._templates.plain
-        # Templates handle what is missing, and rarely what is None.
+        # Templates handle missing fields, but rarely None.
         chat = [{name: part for name, part in message.items() if part is not None} for message in messages]
         if not chat:
             raise ValueError("there is no message")

@@ -1,7 +1,4 @@
-"""One choice as it is told to a client: its parts as they come, and all of it once they have.
-
-How log probabilities look in answers: OpenAI's two formats, and vLLM's of prompts.
-"""
+"""One choice as its client sees it: parts as they arrive, or everything at the end. Formats of log probabilities."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,21 +29,21 @@ TokenText = Callable[[int], str]
 
 @value
 class ScoredToken:
-    """A token of an answer, and what the target says of it; nothing of a prompt's first."""
+    """A token of an answer with the target's scores; a prompt's first token has none."""
 
     token: int
     score: TokenScore | None
 
 
 def chat_logprobs(scored: Sequence[ScoredToken], top: int, text_of: TokenText) -> ChatLogprobs:
-    """With so many of the likeliest tokens beside each."""
+    """Returns log probabilities in the chat format, with up to `top` alternatives per token."""
     return ChatLogprobs(content=tuple([_chat_token(one.token, one.score, top, text_of) for one in scored]))
 
 
 def completion_logprobs(
     scored: Sequence[ScoredToken], top: int, text_of: TokenText, offset: int = 0
 ) -> CompletionLogprobs:
-    """The same; the first token stands at `offset` of the answer's text."""
+    """Returns log probabilities in the completions format; `offset` is the first token's place in the answer's text."""
     texts = [text_of(one.token) for one in scored]
     offsets: list[int] = []
     for text in texts:
@@ -63,7 +60,7 @@ def completion_logprobs(
 def prompt_logprobs(
     prompt: Sequence[int], scores: Sequence[TokenScore], top: int, text_of: TokenText
 ) -> PromptLogprobs:
-    """Of all tokens of a prompt, scores of which begin with the second."""
+    """Returns a prompt's log probabilities in vLLM's format; scores start at the second token."""
     return (None, *[_of_prompt(token, score, top, text_of) for token, score in zip(prompt[1:], scores, strict=True)])
 
 
@@ -85,7 +82,7 @@ def _logprob(token: int, logprob: float, text_of: TokenText) -> TokenLogprob:
 
 
 def _top(one: ScoredToken, top: int, text_of: TokenText) -> dict[str, float] | None:
-    """The token itself, then the likeliest; of tokens of the same text the likelier."""
+    """Returns the token itself, then the likeliest alternatives. Of tokens with equal text, the likelier wins."""
     if one.score is None:
         return None
     found = {text_of(one.token): _finite(one.score.logprob)}
@@ -107,12 +104,12 @@ def _likeliest(score: TokenScore, top: int) -> list[tuple[int, float]]:
 
 
 def _finite(logprob: float) -> float:
-    """Also of a forbidden token, and of a model that computes nonsense."""
+    """Replaces infinities of forbidden tokens and broken models, which JSON cannot hold."""
     return max(LEAST, logprob)
 
 
 class Gain(Protocol):
-    """What a choice has gained: `serve_app.api.generation.Delta`."""
+    """Interface of what a choice has gained; `serve_app.api.generation.Delta` implements it."""
 
     @property
     def index(self) -> int: ...
@@ -147,7 +144,7 @@ class Gain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One choice's share in a chunk: its opening, next content, next reasoning, a call, or its end."""
+    """One choice's share of a chunk: its opening, new content, new reasoning, a call, or its end."""
 
     index: int
     text: str = ""
@@ -164,35 +161,35 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceStreamOptions:
-    """What of an answer is told."""
+    """Which parts of an answer are sent."""
 
     reasoning: bool = True
     most_calls: int | None = None
-    opening: bool = False  # whether the first part has nothing in it
-    end_of_calls: FinishReason = "tool_calls"  # of an answer that calls and ends by itself
+    opening: bool = False  # whether an empty first part is sent
+    end_of_calls: FinishReason = "tool_calls"  # finish reason of an answer that calls tools and ends by itself
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Text of one kind, with nothing of another in it."""
+    """A run of text of one kind."""
 
     kind: Literal["content", "reasoning"]
     text: str
 
 
 class ChoiceStream:
-    """One choice: takes what it has gained and gives its parts."""
+    """Turns what one choice gains into parts."""
 
     def __init__(self, index: int, reader: Reader, options: ChoiceStreamOptions, draw: Callable[[], int]) -> None:
-        """`draw` gives 64 random bits, for the ids of calls."""
+        """`draw` returns 64 random bits, for the ids of calls."""
         self.index = index
-        self.told: list[Stretch | ToolCallReply] = []  # in the order in which it was said
-        self.reasoning_tokens = 0  # of which the text was read as reasoning
+        self.told: list[Stretch | ToolCallReply] = []  # in the order the model produced them
+        self.reasoning_tokens = 0  # tokens whose text was read as reasoning
         self.finish: FinishReason | None = None
         self._reader = reader
         self._options = options
         self._draw = draw
-        self._untold = Trace()  # of text that the reader holds back
+        self._untold = Trace()  # traces of text that the reader holds back
 
     @property
     def content(self) -> str:
@@ -207,7 +204,7 @@ class ChoiceStream:
         return tuple(one for one in self.told if isinstance(one, ToolCallReply))
 
     def parts(self, gain: Gain) -> list[Part]:
-        """What is to be told now."""
+        """Returns the parts to send now."""
         sayings = [saying for text, _ in gain.pieces for saying in self._push(text)]
         if gain.finish is not None:
             sayings += self._reader.finish()
@@ -257,7 +254,7 @@ class ChoiceStream:
         return "".join(one.text for one in self.told if isinstance(one, Stretch) and one.kind == kind)
 
     def _traced(self, parts: list[Part], gain: Gain) -> list[Part]:
-        """The first part tells what all of the gain came from; where there is none, a later one does."""
+        """Attaches the gain's trace to its first part; without a part, a later gain carries it."""
         untold = self._untold
         trace = Trace(
             tokens=untold.tokens + gain.tokens,
@@ -270,7 +267,7 @@ class ChoiceStream:
 
 
 def _joined(sayings: Iterable[Segment]) -> list[Segment]:
-    """Neighbours of one kind as one."""
+    """Joins neighbors of the same kind."""
     joined: list[Segment] = []
     for saying in sayings:
         match joined[-1:], saying:

@@ -1,8 +1,7 @@
-"""The formats of requests and answers: completions, chat completions and responses.
+"""Wire formats of requests and answers: completions, chat completions, responses, tokenize.
 
-A dialect knows its request's schema and how deltas and transcripts look on the wire; nothing of how they come about.
-
-Texts to tokens and back, for clients that count. Pure; made for a thread beside the event loop.
+A format knows its request's schema and how deltas and finished choices look on the wire, but not how they are
+generated. It is pure and also runs on a thread beside the event loop.
 """
 
 from abc import ABC, abstractmethod
@@ -71,7 +70,7 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
 class Head(TypedDict):
-    """What every whole answer and every chunk of one request begins with."""
+    """Fields common to whole answers and chunks of one request."""
 
     id: str
     created: int
@@ -81,33 +80,33 @@ class Head(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class ScoreForm:
-    """What is told of tokens beside their text, and by which names."""
+    """Which token scores are sent, and under which names."""
 
-    top: int | None  # likeliest ones of each generated token; None: nothing
-    prompt_top: int | None  # the same of the prompt
+    top: int | None  # alternatives per generated token; None: no scores
+    prompt_top: int | None  # the same for prompt tokens
     text_of: TokenText
 
 
 class ToldChoice(NamedTuple):
-    """A choice, and how it is told."""
+    """A choice and its stream of parts."""
 
     choice: Choice
     telling: ChoiceStream
 
 
 class EventWriter(Protocol):
-    """Tells one answer."""
+    """Writes one answer."""
 
     def whole(self, told: Sequence[ToldChoice], usage: Usage) -> BaseModel:
-        """The answer in one piece."""
+        """Returns the answer in one piece."""
         ...
 
     def part(self, part: Part, usage: Callable[[], Usage]) -> Iterable[str]:
-        """Events of one choice's opening, next text, call or end; `usage` says what was used so far."""
+        """Returns events for one choice's opening, text, call or end; `usage` is the usage so far."""
         ...
 
     def closing(self, usage: Usage, metrics: RequestMetrics | None) -> Iterable[str]:
-        """The last events."""
+        """Returns the last events."""
         ...
 
     def failed(self, failure: Failure) -> str:
@@ -116,7 +115,7 @@ class EventWriter(Protocol):
 
 
 class ApiFormat(ABC, Generic[RequestT]):
-    """One endpoint's wire format."""
+    """Wire format of one endpoint."""
 
     endpoint: ClassVar[str]
     path: ClassVar[str]
@@ -124,56 +123,56 @@ class ApiFormat(ABC, Generic[RequestT]):
     schema: type[RequestT]
 
     def check(self, request: RequestT, codec: TextCodec) -> None:
-        """Refuses what the model cannot do, before anything becomes tokens."""
+        """Raises RequestError for features the model lacks, before tokenising."""
         del request, codec
 
     def held(self, request: RequestT, codec: TextCodec, asked: RequestedGrammar | None) -> RequestedGrammar | None:
-        """The grammar that the answer keeps to, where `asked` is that of its content."""
+        """Returns the grammar of the whole answer; `asked` is that of its content."""
         del request, codec
         return asked
 
     def reads_parts(self, codec: TextCodec) -> bool:
-        """Whether answers are told apart into their parts, and text is to have the special tokens that mark them."""
+        """Returns whether answers are split into parts, which needs the special tokens that mark them."""
         del codec
         return False
 
     def reader(self, request: RequestT, codec: TextCodec, prompt: Sequence[int]) -> Reader:
-        """What tells an answer's parts apart."""
+        """Returns the reader that splits an answer into parts."""
         del request, codec, prompt
         return PlainReader()
 
     def telling(self, request: RequestT) -> ChoiceStreamOptions:
-        """What of an answer is told."""
+        """Returns which parts of an answer are sent."""
         del request
         return ChoiceStreamOptions()
 
     def parse(self, body: bytes, bounds: RequestBounds) -> RequestT:
-        """The request in a body."""
+        """Parses a body."""
         return parse(self.schema, body, bounds)
 
     def writer(self, request: RequestT, head: Head, codec: TextCodec) -> EventWriter:
-        """What tells the answer."""
+        """Returns the writer of the answer."""
         return ChunkWriter(self, request, head, codec.token_text)
 
     @abstractmethod
     def prompts(self, request: RequestT, codec: TextCodec) -> list[tuple[int, ...]]:
-        """The request's prompts as tokens."""
+        """Tokenises the request's prompts."""
 
     @abstractmethod
     def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> BaseModel:
-        """The answer in one piece."""
+        """Returns the answer in one piece."""
 
     @abstractmethod
     def chunk(self, head: Head, part: Part, usage: Usage | None, scores: ScoreForm) -> BaseModel:
-        """One choice's opening, next text or end, and the usage so far where the client asked for it."""
+        """Returns the chunk for a choice's opening, text or end, with usage so far if requested."""
 
     @abstractmethod
     def closing(self, head: Head, usage: Usage, metrics: RequestMetrics | None) -> BaseModel:
-        """The chunk that tells the usage."""
+        """Returns the chunk that reports usage."""
 
 
 class ChunkWriter(Generic[RequestT]):
-    """Tells an answer in chunks, each of which is an event."""
+    """Writes an answer in chunks, one event each."""
 
     def __init__(self, dialect: ApiFormat[RequestT], request: RequestT, head: Head, text_of: TokenText) -> None:
         self._dialect = dialect
@@ -204,8 +203,8 @@ class ChunkWriter(Generic[RequestT]):
 
 
 def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
-    """Fields of chunks that the request does not ask for."""
-    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # but for the last
+    """Returns the fields of chunks that the request does not ask for."""
+    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # all but the last
     if not request.stream_options.include_usage:
         left_out["usage"] = True
     if not request.speculation.rejected:
@@ -214,7 +213,7 @@ def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]
 
 
 class CompletionFormat(ApiFormat[CompletionRequest]):
-    """/v1/completions."""
+    """Format of /v1/completions."""
 
     endpoint = "completions"
     path = "/v1/completions"
@@ -243,7 +242,7 @@ class CompletionFormat(ApiFormat[CompletionRequest]):
 
 
 class ChatFormat(ApiFormat[ChatRequest]):
-    """/v1/chat/completions."""
+    """Format of /v1/chat/completions."""
 
     endpoint = "chat"
     path = "/v1/chat/completions"
@@ -272,7 +271,7 @@ class ChatFormat(ApiFormat[ChatRequest]):
             reasoning=request.include_reasoning,
             most_calls=None if request.parallel_tool_calls else 1,
             opening=True,
-            end_of_calls="stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls",  # as OpenAI has it
+            end_of_calls="stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls",  # OpenAI's name
         )
 
     def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> ChatCompletion:
@@ -298,7 +297,7 @@ class ChatFormat(ApiFormat[ChatRequest]):
 
 
 class ResponsesFormat(ChatFormat):
-    """/v1/responses: a chat that is told in another way."""
+    """Format of /v1/responses: a chat with another reply."""
 
     endpoint = "responses"
     path = "/v1/responses"
@@ -314,7 +313,7 @@ class ResponsesFormat(ChatFormat):
 
 
 class _ResponseEvents:
-    """A writer of responses, as writers of all answers are used."""
+    """Adapts the writer of responses to `EventWriter`."""
 
     def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
@@ -396,16 +395,16 @@ def _of_prompt(choice: Choice, top: int, scores: ScoreForm) -> PromptLogprobs:
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """The served model's tokenizer, as these endpoints use it."""
+    """The served tokenizer, as /tokenize and /detokenize use it."""
 
     tokenizer: Any
     template: ChatTemplate
     config: SlipstreamConfig
     max_token_chars: int
-    vocabulary: int  # token ids are below this
+    vocabulary: int  # upper bound of token ids
 
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
-        """Refuses a text that cannot fit the context, before it is tokenised."""
+        """Tokenises a text. Raises RequestError first if it cannot fit the context."""
         self._check_model(request.model)
         context = self.config.model.max_context
         if request.chars > context * self.max_token_chars:
@@ -417,7 +416,7 @@ class Tokenizing:
         return TokenizeReply(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=strings)
 
     def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
-        """All tokens are spelled, special ones too."""
+        """Spells all tokens, special ones too."""
         self._check_model(request.model)
         if (highest := max(request.tokens)) >= self.vocabulary:
             raise RequestError(f"tokens: {highest} is outside the vocabulary of {self.vocabulary} tokens", "tokens")

@@ -1,13 +1,11 @@
-"""The one place that turns exceptions into HTTP statuses and OpenAI's error bodies.
+"""Maps exceptions to HTTP statuses and OpenAI error bodies, in one place.
 
 RequestError         400     UnknownModelError  404     BodyTooLargeError  413     BodyTimeoutError  408
 CapacityError        429     TargetLostError    503     ClientDisconnect   499
 DrainingError        503     with Retry-After, as with CapacityError
-RequestTimeoutError  408     with a word to OpenAI's clients that another try would take as long
+RequestTimeoutError  408     with `x-should-retry: false`
 NonFiniteLogitsError 500     likewise
-routing errors       as Starlette has them              anything else      500, logged
-
-What a router answers once its time to finish requests is over.
+routing errors       Starlette's status     anything else      500, logged
 """
 
 import logging
@@ -26,7 +24,7 @@ from serve_app.api.observability import CLIENT_LEFT
 from serve_app.api.replies import RETRY_AFTER_S, ErrorBody, ErrorDetail, error_response
 from serve_app.api.served_model import UnknownModelError
 
-SHOULD_RETRY = "x-should-retry"  # OpenAI's
+SHOULD_RETRY = "x-should-retry"  # read by OpenAI's clients
 MAX_MESSAGE_CHARS = 4096
 
 _ROUTING = {404: "not_found", 405: "method_not_allowed"}
@@ -36,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the client is told."""
+    """An error as the client sees it."""
 
     status: int
     detail: ErrorDetail
@@ -52,7 +50,7 @@ class Failure:
 
 
 def failure_of(error: Exception) -> Failure:
-    """What to tell the client about an exception."""
+    """Returns the client's view of an exception."""
     match error:
         case RequestError():
             status, code = _fault(error)
@@ -104,7 +102,7 @@ def _detail(error: Exception, kind: str, code: str | None = None, param: str | N
 
 
 class RefuseWhenStopped:
-    """Answers every path with 503, until Serve stops the process."""
+    """Answers every path with 503 until Serve stops the process."""
 
     def __init__(self, app: ASGIApp, has_stopped: Callable[[], bool]) -> None:
         self._app = app

@@ -1,23 +1,12 @@
-"""The types of fields in requests: strict values, lists that are bounded before they are looked into, fields of no use.
+"""Field types of requests: strict values, bounded lists, inert and unserved fields, grammar and sampling fields.
 
-A list is refused for its length before any of its elements is validated, and for its first bad element: a large body
-costs what its length costs, never a report of each element.
+A list is refused for its length before any element is validated, and at its first bad element, so validating a large
+body costs time by its size but never produces a report per element. Parsing is pure and runs on a thread beside the
+event loop.
 
-How much one request may hold: each bound is looked at before what it bounds is.
-
-From a body's bytes to a request, or to a refusal that is short whatever the body is.
-
-Pure, and made for a thread beside the event loop.
-
-Fields that clients of OpenAI and vLLM send and that change nothing here.
-
-Inert ones are accepted with any value of their type: they tell a hosted service who asks, what to keep or how to bill.
-The others ask for a feature that is not served: the values that leave it off are accepted, any other is refused by
-name, for an answer without the feature would be a wrong one.
-
-What a request may say of its answer's form: OpenAI's `response_format` and `text.format`, vLLM's own field.
-
-Fields of requests that say which tokens may come, when an answer ends, and what is told of its tokens.
+Clients of OpenAI and vLLM send fields that change nothing here. Inert ones (who asks, what to store, how to bill) are
+accepted with any value of their type. Fields of features that are not served are accepted only with values that leave
+the feature off; any other value is refused by name, since an answer without the feature would be wrong.
 """
 
 from collections.abc import Callable
@@ -46,44 +35,44 @@ from protos.messages import MAX_TOP
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """Most items of each list of a request."""
+    """Largest number of items for each list of a request."""
 
     prompts: int = 128
-    prompt_tokens: int = 1 << 20  # of one prompt that is given as tokens
+    prompt_tokens: int = 1 << 20  # tokens of one prompt
     messages: int = 4096
-    parts: int = 256  # of one message
+    parts: int = 256  # parts of one message
     tools: int = 128
-    variables: int = 64  # for a chat template
+    variables: int = 64  # variables of a chat template
     stops: int = 4096
-    words: int = 1024  # in `bad_words`
-    token_ids: int = 4096  # in `logit_bias`, and in `stop_token_ids`
+    words: int = 1024  # items of `bad_words`
+    token_ids: int = 4096  # items of `logit_bias` and `stop_token_ids`
     allowed: int = 1 << 18  # token ids
-    choices: int = 4096  # that an answer may be one of
-    labels: int = 16  # in `metadata`
+    choices: int = 4096  # choices of `structured_outputs.choice`
+    labels: int = 16  # entries of `metadata`
     containers: int = 1 << 15  # lists and objects of a whole body
-    members: int = 1 << 16  # fields of all its objects
-    strings: int = 160_000  # names and texts of as many fields, and of lists, where brackets and colons may be text
+    members: int = 1 << 16  # fields of all objects together
+    strings: int = 160_000  # brackets and colons, which may also be part of text
 
 
-MAX_FAULTS = 10  # that one refusal reports
+MAX_FAULTS = 10  # errors reported at once
 NULL = {"type": "null"}
 
-Integer = Annotated[int, Field(strict=True)]  # neither 1.0 nor "1" nor true
+Integer = Annotated[int, Field(strict=True)]  # rejects 1.0, "1" and true
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
-Seed = Annotated[Integer, Field(ge=-(2**63), lt=2**64)]  # 64 bits, with a sign or without
+Seed = Annotated[Integer, Field(ge=-(2**63), lt=2**64)]  # 64 bits, signed or unsigned
 Count = Annotated[Integer, Field(ge=1, lt=2**63)]
 
 
 class RequestPart(BaseModel):
-    """An object in a request: an unknown field is refused, null is "not given"."""
+    """Base of request objects: unknown fields are refused, and null means "not given"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, data: Any) -> Any:
-        """What is given of the known fields, and of the unknown ones as many as a refusal names."""
+        """Drops nulls, and all but the first few unknown fields, which are enough for the error."""
         if not isinstance(data, dict):
             return data
         names = {field.alias or name for name, field in cls.model_fields.items()}
@@ -101,7 +90,7 @@ class RequestPart(BaseModel):
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field that may be left out."""
+    """Returns the schema of an optional field."""
     if None in field.get("enum", ()):
         return field
     own = {name: value for name, value in field.items() if name in ("title", "default", "description")}
@@ -110,9 +99,9 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
     return own | {"anyOf": [*kinds, *([] if NULL in kinds else [NULL])]}
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # True and 1 are equal, and Annotated would keep one for both
+@dataclass(frozen=True, slots=True, eq=False)  # True equals 1, and Annotated would keep one for both
 class Unserved:
-    """Of a field: only these values pass."""
+    """Annotation of a field: only these values pass."""
 
     passing: tuple[object, ...]
 
@@ -130,12 +119,12 @@ class Unserved:
 
 
 def unserved(*neutral: object) -> Unserved:
-    """A field of a feature that is not served: only null and the given values, which ask for nothing, pass."""
+    """Declares a field of an unserved feature: only null and values that leave the feature off pass."""
     return Unserved(neutral)
 
 
 def bounded(most: Callable[[RequestBounds], int], least: int = 0) -> BeforeValidator:
-    """A list or an object that has so many items; checked before they are."""
+    """Declares a list or object whose length is checked before its items."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         limit = most(info.context or RequestBounds())
@@ -148,7 +137,7 @@ def bounded(most: Callable[[RequestBounds], int], least: int = 0) -> BeforeValid
 
 
 def as_list(is_single: Callable[[Any], bool], taken: Any) -> BeforeValidator:
-    """A field that takes one item or a list of them is always a list inside; `taken` is the type of both."""
+    """Declares a field that takes one item or a list and is always a list inside; `taken` is the type of both."""
     return BeforeValidator(lambda value: [value] if is_single(value) else value, json_schema_input_type=taken)
 
 
@@ -168,7 +157,7 @@ RequestT = TypeVar("RequestT", bound=RequestPart)
 
 
 def parse(schema: type[RequestT], body: bytes, bounds: RequestBounds) -> RequestT:
-    """The request in a JSON body."""
+    """Parses a JSON body into a request."""
     _check_structure(body, bounds)
     try:
         data = from_json(body, allow_inf_nan=False)
@@ -178,7 +167,7 @@ def parse(schema: type[RequestT], body: bytes, bounds: RequestBounds) -> Request
 
 
 def check(schema: type[RequestT], data: object, bounds: RequestBounds) -> RequestT:
-    """The request that read data makes."""
+    """Validates parsed JSON as a request."""
     try:
         return schema.model_validate(data, context=bounds)
     except ValidationError as error:
@@ -186,17 +175,18 @@ def check(schema: type[RequestT], data: object, bounds: RequestBounds) -> Reques
 
 
 def shortened(text: str, most: int = MAX_FAULT_CHARS) -> str:
-    """Its beginning, where it is longer."""
+    """Cuts text that is too long for an error message."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _check_structure(body: bytes, most: RequestBounds) -> None:
-    """Refuses more of what becomes objects than any request has, by counting bytes: to read it would take far longer.
+    """Refuses bodies with more objects or names than any request has, by counting bytes before parsing.
 
-    A pair of brackets becomes an object of a hundred bytes, and a name in an object costs ten times an item of a list.
+    Parsing would take far longer: a pair of brackets becomes an object of a hundred bytes, and a name in an object
+    costs ten times an item of a list.
     """
     if _containers(body) <= most.containers and _members(body) <= most.members:
-        return  # with all that is text
+        return  # within bounds even if text is counted too
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     _check_count(unescaped.count(b'"') // 2, most.strings, "strings")
     without_text = b"".join(unescaped.split(b'"')[::2])
@@ -226,13 +216,13 @@ def _refusal(error: ValidationError) -> RequestError:
 
 
 def _code(fault: ErrorDetails) -> str:
-    """What OpenAI calls it."""
+    """Returns OpenAI's code for a validation error."""
     kind = fault["type"]
     return CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "content")` as `messages[0].content`."""
+    """Formats `("messages", 0, "content")` as `messages[0].content`."""
     return "".join(map(_step, location)).removeprefix(".")
 
 
@@ -241,7 +231,7 @@ def _step(part: Any) -> str:
 
 
 class UnservedFields(RequestPart):
-    """Of both endpoints."""
+    """Fields common to completions and chats."""
 
     user: str | None = None
     session_id: str | None = None
@@ -265,7 +255,7 @@ class UnservedFields(RequestPart):
 
 
 class UnservedCompletionFields(UnservedFields):
-    """Of completions."""
+    """Fields of completions only."""
 
     add_special_tokens: Annotated[Any, unserved(True)] = None
     best_of: Annotated[Any, unserved(1)] = None
@@ -274,7 +264,7 @@ class UnservedCompletionFields(UnservedFields):
 
 
 class UnservedChatFields(UnservedFields):
-    """Of chat completions."""
+    """Fields of chat completions only."""
 
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -301,10 +291,10 @@ class UnservedChatFields(UnservedFields):
 
 
 class UnservedMessageFields(RequestPart):
-    """Of a chat's message; clients send an answer's message back as it was."""
+    """Fields of chat messages; clients send an answer's message back unchanged."""
 
     name: str | None = None
-    parsed: Any = None  # OpenAI's client sends its own reading back
+    parsed: Any = None  # OpenAI's client sends its parsed value back
 
     annotations: Annotated[Any, unserved([])] = None
     audio: Annotated[Any, unserved()] = None
@@ -316,7 +306,7 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def _schema(value: Any) -> Any:
-    """vLLM takes a JSON schema as an object, or as text that is one."""
+    """Reads a JSON schema, which vLLM takes as an object or as text."""
     if not isinstance(value, str):
         return value
     try:
@@ -331,27 +321,27 @@ JsonSchema = Annotated[dict[str, Any], BeforeValidator(_schema)]
 
 class JsonSchemaFormat(RequestPart):
     name: FormatName
-    description: str | None = None  # accepted and not used
+    description: str | None = None  # accepted and ignored
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: Flag | None = None  # the schema is kept to in either case
+    strict: Flag | None = None  # the schema is enforced in either case
 
 
 class AnswerFormat(RequestPart):
-    """OpenAI's, in any of the ways in which its endpoints are told of it."""
+    """OpenAI's response format in any of its spellings."""
 
-    field: ClassVar[str]  # by which a request has it
+    field: ClassVar[str]  # the request field that holds it
     schema_field: ClassVar[str]
 
     type: Literal["text", "json_object", "json_schema"]
 
     @property
     def asked_schema(self) -> dict[str, Any] | None:
-        """Of the type json_schema."""
+        """Returns the schema of type json_schema."""
         raise NotImplementedError
 
 
 class ResponseFormat(AnswerFormat):
-    """That of completions and chats."""
+    """`response_format` of completions and chats."""
 
     field: ClassVar[str] = "response_format"
     schema_field: ClassVar[str] = "response_format.json_schema.schema"
@@ -370,15 +360,15 @@ class ResponseFormat(AnswerFormat):
 
 
 class TextFormat(AnswerFormat):
-    """That of responses, where all stands side by side."""
+    """`text.format` of responses, which has all fields side by side."""
 
     field: ClassVar[str] = "text.format"
     schema_field: ClassVar[str] = "text.format.schema"
 
     name: FormatName | None = None
-    description: str | None = None  # accepted and not used
+    description: str | None = None  # accepted and ignored
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: Flag | None = None  # the schema is kept to in either case
+    strict: Flag | None = None  # the schema is enforced in either case
 
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> "TextFormat":
@@ -392,7 +382,7 @@ class TextFormat(AnswerFormat):
 
 
 class StructuredOutputs(RequestPart):
-    """vLLM's; exactly one of the constraints."""
+    """vLLM's `structured_outputs`; exactly one constraint is given."""
 
     json_: Annotated[JsonSchema | None, Field(alias="json")] = None
     regex: Annotated[str, Field(min_length=1)] | None = None
@@ -401,9 +391,9 @@ class StructuredOutputs(RequestPart):
         Field(fail_fast=True),
         bounded(lambda most: most.choices, least=1),
     ] = None
-    grammar: Annotated[str, Field(min_length=1)] | None = None  # Lark's notation, or GBNF
+    grammar: Annotated[str, Field(min_length=1)] | None = None  # in Lark's notation or GBNF
     json_object: Flag | None = None
-    whitespace_pattern: Annotated[str, Field(min_length=1)] | None = None  # a regular expression: what JSON has between
+    whitespace_pattern: Annotated[str, Field(min_length=1)] | None = None  # regular expression
     disable_any_whitespace: Flag = False  # of JSON
 
     disable_additional_properties: Annotated[Any, unserved(False)] = None
@@ -419,7 +409,7 @@ class StructuredOutputs(RequestPart):
 
 
 MAX_WORD_CHARS = 256
-MAX_DIGITS = 10  # of a token id
+MAX_DIGITS = 10  # limit of a token id
 
 TokenId = Annotated[Integer, Field(ge=0, lt=2**31)]
 Top = Annotated[Integer, Field(ge=0, le=MAX_TOP)]
@@ -428,7 +418,7 @@ Bias = Annotated[Number, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 
 
 def _as_ids(value: Any) -> Any:
-    """JSON's keys are strings."""
+    """Converts keys to token ids; JSON's keys are strings."""
     if not isinstance(value, dict):
         return value
     if not all(key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS for key in value):
@@ -437,11 +427,11 @@ def _as_ids(value: Any) -> Any:
 
 
 class SamplingFields(RequestPart):
-    """Of both endpoints; most are vLLM's."""
+    """Sampling fields of both endpoints; most are vLLM's."""
 
     repetition_penalty: Annotated[Number, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] = 1.0
     logit_bias: Annotated[
-        dict[TokenId, Bias], BeforeValidator(_as_ids), bounded(lambda most: most.token_ids)  # the last comes first
+        dict[TokenId, Bias], BeforeValidator(_as_ids), bounded(lambda most: most.token_ids)  # the last one runs first
     ] = Field(default_factory=dict)
     bad_words: Annotated[tuple[Word, ...], Field(fail_fast=True), bounded(lambda most: most.words)] = ()
     allowed_token_ids: Annotated[
@@ -451,11 +441,11 @@ class SamplingFields(RequestPart):
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(fail_fast=True), bounded(lambda most: most.token_ids)] = ()
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
-    spaces_between_special_tokens: Flag = True  # as the model's decoder has them; false: between added tokens are none
-    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None  # -1: as many as there is room for
+    spaces_between_special_tokens: Flag = True  # the decoder's own spacing; false: none between added tokens
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None  # -1: as many as fit
     truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: Top | None = None
-    priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] = 0  # lower numbers first
+    priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] = 0  # lower numbers run first
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     @field_validator("truncate_prompt_tokens")

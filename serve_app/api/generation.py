@@ -1,10 +1,7 @@
-"""From committed tokens to the text of an answer, for all its choices at once.
+"""From committed tokens to the text of an answer, for all choices of a request at once.
 
-What the API asks of the router: one session in, committed tokens out.
-
-The seam between HTTP and the distributed system; tests put a scripted generator behind it.
-
-What an answer has cost, and what became of its drafts.
+`Generator` is the interface between HTTP and the distributed system: one session in, committed tokens out. Tests
+implement it with a script. `follow` runs a request's sessions and yields what each choice gained.
 """
 
 import asyncio
@@ -35,15 +32,15 @@ class Generator(Protocol):
     """Generates one session's tokens."""
 
     def check_room(self, sessions: int) -> None:
-        """Raises CapacityError or DrainingError where so many more sessions would not be taken now."""
+        """Raises CapacityError or DrainingError if this many more sessions would be refused now."""
         ...
 
     def generate(self, generation: Generation) -> AsyncGenerator[CommittedTokens | Ended, None]:
-        """Yields committed tokens as they come, then exactly one `Ended`.
+        """Yields committed tokens as they arrive, then exactly one `Ended`.
 
-        Closing the iterator early (a client that left, a stop string that was found) cancels the session
-        everywhere. Raises CapacityError when there is no room, DrainingError when the server is stopping, RequestError
-        when the target finds fault with the request, TargetLostError when no replica could finish it.
+        Closing the iterator early (after a disconnect or a stop string) cancels the session everywhere. Raises
+        CapacityError if there is no room, DrainingError while the server stops, RequestError if the target refuses the
+        request, and TargetLostError if no replica could finish it.
         """
         ...
 
@@ -53,7 +50,7 @@ Piece = tuple[str, bool]
 
 
 class HeldPiece(NamedTuple):
-    """A piece, and what the draft had instead of it and after it, if that was rejected and is to be told."""
+    """A piece of text, with the rejected draft text it replaced, if requested."""
 
     text: str
     drafted: bool
@@ -62,7 +59,7 @@ class HeldPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice has gained since its last delta."""
+    """What one choice has gained since its previous delta."""
 
     index: int
     text: str
@@ -70,29 +67,29 @@ class Delta:
     accepted: int
     pieces: tuple[Piece, ...]
     is_first: bool
-    finish: FinishReason | None  # set in the last
+    finish: FinishReason | None  # set in the last delta
     offset: int = 0  # characters before the text
-    scored: tuple[ScoredToken, ...] = ()  # the tokens, if scores were asked for
-    rejected: tuple[str, ...] = ()  # for each piece
+    scored: tuple[ScoredToken, ...] = ()  # tokens of the text, if scores were requested
+    rejected: tuple[str, ...] = ()  # for each piece, on request
     stop_reason: StopReason = None
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What of a session's tokens becomes text, beside what stop strings say."""
+    """Which of a session's tokens become text, beside the effect of stop strings."""
 
-    stop_ids: frozenset[int] = frozenset()  # that end the session: the last token's text is left out
-    keeps_stop: bool = False  # it is not left out
-    named_stop_ids: frozenset[int] = frozenset()  # those of them that the request gave, beside the model's own
-    min_tokens: int = 0  # in the text of which no stop string is looked for
-    echoed: tuple[int, ...] = ()  # tokens of the prompt, if the answer is to begin with it
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the session; the last one's text is left out
+    keeps_stop: bool = False  # keep the text of a stop string or token
+    named_stop_ids: frozenset[int] = frozenset()  # those that the request gave, in addition to the model's
+    min_tokens: int = 0  # tokens whose text is not searched for stop strings
+    echoed: tuple[int, ...] = ()  # tokens of the prompt, if the answer begins with it
     echoed_text: str = ""
 
 
 class ChoiceText:
-    """One choice as it grows: its text up to a stop string, and what it cost.
+    """One choice as it grows: its text up to a stop string, and its cost.
 
-    Its first text is given out at once, and then what `interval` tokens or more have brought.
+    The first text is released at once, later text after at least `interval` tokens.
     """
 
     def __init__(
@@ -104,7 +101,7 @@ class ChoiceText:
         form: AnswerForm = AnswerForm(),
     ) -> None:
         self.index = index
-        self.scored: list[ScoredToken] = []  # if scores were asked for
+        self.scored: list[ScoredToken] = []  # if scores were requested
         self.prompt_scores: tuple[TokenScore, ...] = ()
         self._form = form
         self._scores_told = 0
@@ -113,23 +110,23 @@ class ChoiceText:
         self.accepted = 0
         self.rejected = 0
         self.drafted = 0
-        self.accepted_by_step: Counter[int] = Counter()  # of steps that had a draft, by accepted tokens
-        self.cached = 0  # tokens of the prompt that had been computed before
+        self.accepted_by_step: Counter[int] = Counter()  # verify steps with a draft, by accepted tokens
+        self.cached = 0  # prompt tokens found in the prefix cache
         self.finish: FinishReason | None = None
-        self.first_token_s: float | None = None  # after the session's start
+        self.first_token_s: float | None = None  # seconds after the session's start
         self.stop_reason: StopReason = None
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
-        self._held: deque[HeldPiece] = deque()  # detokenised, and may be the beginning of a stop string
-        # For the next delta.
+        self._held: deque[HeldPiece] = deque()  # detokenised text that may begin a stop string
+        # Collected for the next delta.
         self._due: list[HeldPiece] = [HeldPiece(form.echoed_text, False)] if form.echoed_text else []
-        self._rejected = ""  # to be told with the next piece
-        self._told: tuple[int, int] | None = None  # tokens and accepted at the last delta
+        self._rejected = ""  # rejected draft tokens to report with the next piece
+        self._told: tuple[int, int] | None = None  # tokens and accepted tokens at the previous delta
         self._last = -1  # token
 
     def extend(self, emit: CommittedTokens) -> Delta | None:
-        """Adds committed tokens; None while there is no text that is to be given out."""
+        """Adds committed tokens. Returns None while there is no text to release."""
         self.rejected += emit.drafted - emit.accepted
         if emit.drafted:
             self.drafted += emit.drafted
@@ -147,7 +144,7 @@ class ChoiceText:
             if emit.scores:
                 self.scored.append(ScoredToken(token, emit.scores[position]))
             if token in self._form.stop_ids and not self._form.keeps_stop:
-                continue  # nothing comes after it
+                continue  # no text follows
             self._due += self._release(self._detokenizer.push(token), drafted)
             if self._stops.matched:
                 self.finish = "stop"
@@ -156,11 +153,11 @@ class ChoiceText:
         return self._delta() if self.finish or (self._due and self._is_time()) else None
 
     def rest(self) -> Delta | None:
-        """What waits for further tokens that will not come; None when nothing does."""
+        """Releases text that was held back for further tokens; None if there is none."""
         return self._delta() if self._due else None
 
     def end(self, finish: Finish) -> Delta:
-        """No token follows: gives out what was held back."""
+        """Ends the choice and releases what was held back."""
         self._due += self._release(self._detokenizer.finish(), drafted=False)
         self._due += self._take(len(self._stops.finish()))
         self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
@@ -186,7 +183,7 @@ class ChoiceText:
             self.scored += [ScoredToken(token, score) for token, score in zip(others, scores, strict=True)]
 
     def _take(self, count: int) -> list[HeldPiece]:
-        """The first `count` characters of the pieces held back."""
+        """Takes the first `count` characters of the pieces held back."""
         taken: list[HeldPiece] = []
         while count > 0:
             text, drafted, rejected = self._held.popleft()
@@ -218,7 +215,7 @@ class ChoiceText:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A session and the text that it becomes."""
+    """A session and the text it becomes."""
 
     generation: Generation
     transcript: ChoiceText
@@ -227,9 +224,9 @@ class Choice:
 async def follow(
     generator: Generator, choices: Sequence[Choice], metrics: Metrics, clock: Callable[[], float]
 ) -> AsyncGenerator[Delta, None]:
-    """Runs all sessions at once and yields their deltas as they come; raises the first failure of any.
+    """Runs all sessions at once and yields their deltas as they arrive; raises the first failure of any.
 
-    Closing it, or a stop string, cancels what still runs.
+    Closing the iterator, or a stop string, cancels what still runs.
     """
     deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # bounded by the sessions' length limits
 
@@ -278,7 +275,7 @@ async def _follow_one(
                     deltas.put_nowait(delta)
                 if transcript.finish is not None:
                     break
-    except SlipstreamError:  # what was committed before it failed is given out before it fails
+    except SlipstreamError:  # release what was committed before the failure
         if (rest := transcript.rest()) is not None:
             deltas.put_nowait(rest)
         raise
@@ -286,7 +283,7 @@ async def _follow_one(
 
 
 def usage_of(choices: Sequence[Choice], prompt_tokens: int, reasoning_tokens: int) -> Usage:
-    """What they have cost so far; of each prompt once, however many choices it has."""
+    """Returns the usage so far; a prompt counts once, however many choices it has."""
     transcripts = [choice.transcript for choice in choices]
     completion_tokens = sum(transcript.tokens for transcript in transcripts)
     return Usage(
@@ -305,7 +302,7 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, reasoning_tokens: in
 
 
 def metrics_of(choices: Sequence[Choice]) -> RequestMetrics | None:
-    """What became of their drafts; None where there were none."""
+    """Returns the request's speculation metrics; None if nothing was drafted."""
     counts = sum((choice.transcript.accepted_by_step for choice in choices), Counter[int]())
     steps = counts.total()
     if not steps:

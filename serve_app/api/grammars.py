@@ -1,17 +1,8 @@
-"""Structured output: the grammar that a request's answer is to keep to, and whether it can be.
+"""Structured output: builds the grammar of a request's answer and checks that it compiles.
 
-The grammar that a request asks its answer to keep to, as text for the compiler; pure.
-
-The part of a grammar that a call's arguments keep to: one JSON object, or values between tags; pure.
-
-The grammar of an answer that must call a tool, or whose calls must keep to their schemas; pure.
-
-It is written in the model's own form of calls, so that what the response parser reads are calls of the tools that were
-offered, with arguments by their schemas.
-
-Which of a chat's calls are held to something, and the grammar that then holds the whole answer.
-
-Whether a request's grammar can be kept to, found out by compiling it; beside the event loop.
+A grammar constrains the content (`response_format`, `structured_outputs`), the calls (strict tools, `tool_choice`), or
+both. Call grammars are written in the model's own call format, so the response parser reads what they produce as calls
+of the offered tools with arguments that match their schemas. Building is pure; compiling runs beside the event loop.
 """
 
 import asyncio
@@ -30,19 +21,19 @@ from serve_app.api.fields import AnswerFormat, StructuredOutputs
 from serve_app.api.schemas import ChatRequest, NamedTool, Tool
 from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, TaggedArguments
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: a small model may like to go on with it for ever
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # whitespace between JSON tokens, bounded: small models may repeat it forever
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedGrammar:
-    """A grammar and the request's field that holds it."""
+    """A grammar and the request field that asked for it."""
 
     text: str
     field: str
 
 
 def asked_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
-    """None: the answer may be any text. Raises RequestError for what is no grammar, or a too large one."""
+    """Returns the grammar of the content, or None. Raises RequestError if it is invalid or too large."""
     by_form = None if form is None else _by_form(form)
     by_outputs = None if outputs is None else _by_outputs(outputs)
     if form is not None and by_form is not None and by_outputs is not None:
@@ -53,7 +44,7 @@ def asked_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) 
 
 
 def within_bounds(asked: RequestedGrammar) -> RequestedGrammar:
-    """The same; raises RequestError for one that is too large."""
+    """Returns the grammar. Raises RequestError if it is too large."""
     if (size := len(asked.text.encode())) > MAX_GRAMMAR_BYTES:
         message = f"{asked.field} has {size} bytes as a grammar, expected at most {MAX_GRAMMAR_BYTES}"
         raise RequestError(message, asked.field)
@@ -61,14 +52,14 @@ def within_bounds(asked: RequestedGrammar) -> RequestedGrammar:
 
 
 def check_end(asked: RequestedGrammar | None, *, ignore_eos: bool) -> None:
-    """Refuses an answer that is to go on where its grammar ends."""
+    """Raises RequestError if the answer would have to continue where its grammar ends."""
     if asked is not None and ignore_eos:
         message = f"ignore_eos is true, expected false: with {asked.field} the answer ends where its grammar does"
         raise RequestError(message, "ignore_eos")
 
 
 def json_with_options(schema: Mapping[str, Any]) -> str:
-    """A JSON schema inside of another grammar: what the compiler cannot keep to is refused, as in one by itself."""
+    """Returns a JSON schema for use inside another grammar; refuses what the compiler cannot enforce."""
     return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}})
 
 
@@ -97,7 +88,7 @@ def _by_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
 
 
 def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any], field: str) -> RequestedGrammar:
-    """What the compiler cannot keep to is refused, never left out."""
+    """Returns a JSON rule. Unsupported keywords are refused, never ignored."""
     overrides: Any = {**spacing, "lenient": False}
     return RequestedGrammar(LLMatcher.grammar_from_json_schema(dict(schema), overrides=overrides), field)
 
@@ -114,7 +105,7 @@ def _notation(text: str, field: str) -> RequestedGrammar:
 Spelt = Callable[[str], str]
 """Text as a grammar has it."""
 
-REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # that ask for nothing
+REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # no effect
 OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
 READ_AS_JSON = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 
@@ -122,14 +113,14 @@ READ_AS_JSON = frozenset({"integer", "number", "boolean", "null", "object", "arr
 def arguments_rule(
     rule: str, function: str, schema: Mapping[str, Any], form: CallForm, spelt: Spelt
 ) -> tuple[str, list[str]]:
-    """What stands for the arguments in a rule of that name, and the rules that it needs. Raises RequestError."""
+    """Returns the rule for a call's arguments, and the rules it needs. Raises RequestError."""
     if form.tags is None:
         return f"{rule}_json", [f"{rule}_json: %json {json_with_options(schema)}"]
     return _Tagged(rule, function, schema, form.tags, form.closing, spelt).rules()
 
 
 class _Tagged:
-    """Arguments between tags: what is text is read as it is, all else as JSON of its type."""
+    """Arguments between tags: strings verbatim, all else as JSON of its type."""
 
     def __init__(
         self, rule: str, function: str, schema: Mapping[str, Any], tags: TaggedArguments, closing: str, spelt: Spelt
@@ -138,7 +129,7 @@ class _Tagged:
         self._function = function
         self._schema = schema
         self._tags = tags
-        self._end = closing.split()[-1]  # with which a call ends, wherever it stands
+        self._end = closing.split()[-1]  # ends a call wherever it appears
         self._spelt = spelt
 
     def rules(self) -> tuple[str, list[str]]:
@@ -172,7 +163,7 @@ class _Tagged:
         raise self._refusal(f"have {key!r}, the schema of which this model's calls cannot be held to")
 
     def _text(self, name: str) -> list[str]:
-        """Any text up to what ends it, but for one that would end the call."""
+        """Returns a rule for text up to its end tag that cannot end the call."""
         mark = self._tags.after_value.strip()
         after = self._tags.after_value.partition(mark)[2]
         terminal = name.upper()
@@ -183,7 +174,7 @@ class _Tagged:
         ]
 
     def _is_plain(self, choice: Any) -> bool:
-        """Whether a text is read as it is written."""
+        """Returns whether the parser reads a value as verbatim text."""
         return isinstance(choice, str) and choice == choice.strip() and self._tags.after_value.strip() not in choice
 
     def _refusal(self, why: str) -> RequestError:
@@ -191,7 +182,7 @@ class _Tagged:
 
 
 def _kinds(schema: Any) -> frozenset[str]:
-    """The types that a response parser casts a text to; none where it cannot tell."""
+    """Returns the types that the response parser casts text to; none if it cannot tell."""
     if not isinstance(schema, dict):
         return frozenset()
     declared = schema.get("type")
@@ -203,24 +194,24 @@ def _kinds(schema: Any) -> frozenset[str]:
 
 
 def text_without(*marks: str) -> str:
-    """A terminal: any text that spells none of these."""
+    """Returns a terminal for text that contains none of these strings."""
     others = (f" & ~/(?s:.*){_literal(mark)}(?s:.*)/" for mark in marks)
     return f"/(?s:.*)/{''.join(others)}"
 
 
 def _literal(text: str) -> str:
-    """In a regular expression between slashes."""
+    """Escapes text for a regular expression between slashes."""
     return "".join(char if char.isalnum() else f"\\u{{{ord(char):X}}}" for char in text)
 
 
-COMPILE_S = 5.0  # with those that are compiled before it
+COMPILE_S = 5.0  # including the wait for earlier compilations
 
 
 class GrammarCheck:
-    """Compiles what is asked for, as the target will; each grammar once."""
+    """Compiles requested grammars as the target will, each once."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
-        """Without a compiler, for a model whose texts cannot have any, all is refused."""
+        """Without a compiler (the model's texts cannot be constrained), everything is refused."""
         self._compiler = compiler
 
     async def check(self, asked: RequestedGrammar) -> None:
@@ -231,7 +222,7 @@ class GrammarCheck:
         compiling = asyncio.wrap_future(self._compiler.begin(asked.text))
         try:
             async with asyncio.timeout(COMPILE_S):
-                await asyncio.shield(compiling)  # others may ask for the same
+                await asyncio.shield(compiling)  # other requests may ask for the same grammar
         except GrammarError as error:
             raise RequestError(f"{asked.field}: {error}", asked.field) from error
         except TimeoutError as error:
@@ -245,7 +236,7 @@ ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class OfferedCall:
-    """A tool that may be called; without a schema its arguments are any."""
+    """A tool that may be called; without a schema, any arguments are valid."""
 
     name: str
     schema: Mapping[str, Any] | None
@@ -253,23 +244,23 @@ class OfferedCall:
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """Which calls an answer has."""
+    """Which calls an answer may or must have."""
 
     tools: Sequence[OfferedCall]
-    must: bool  # it calls, and says nothing else
+    must: bool  # the answer is calls only
     several: bool
-    content: RequestedGrammar | None  # what it is where it does not call; None: any text
+    content: RequestedGrammar | None  # grammar of an answer without calls; None: any text
 
 
 class CallGrammar:
-    """Writes grammars for one model."""
+    """Writes call grammars for one model."""
 
     def __init__(self, form: CallForm) -> None:
         self._form = form
         self._special_ids = form.special_ids
 
     def asked(self, calling: Calling, reasoning: ReasoningInPrompt) -> RequestedGrammar:
-        """The grammar of an answer to a prompt that has this of its reasoning. Raises RequestError."""
+        """Returns the grammar of an answer whose prompt already contains this reasoning. Raises RequestError."""
         content = calling.content
         rules = [self._start(calling, reasoning), *self._calls(calling), *self._texts()]
         grammars: list[Any] = [{"name": "answer", "lark_grammar": "\n".join(rules)}]
@@ -290,7 +281,7 @@ class CallGrammar:
         return f"start: {first if is_begun else f'({self._spelt(thinking[0])} {first})?'} {said}"
 
     def _free(self, calling: Calling) -> str:
-        """Text, thoughts and calls as they come."""
+        """Returns rules for text, reasoning and calls in any order."""
         thinks = self._form.thinking is not None
         loop = ["aside", *(["until_thought after_thought"] if thinks else [])]
         last = ["TEXT", *(["until_thought unfinished_thought"] if thinks else [])]
@@ -320,7 +311,7 @@ class CallGrammar:
         return [f"{rule}: {self._spelt(tool.name + self._form.middle)} {arguments}", *rules]
 
     def _texts(self) -> list[str]:
-        """Texts with any other special tokens in them, and the marks that end them."""
+        """Returns rules for text with other special tokens, and the markers that end it."""
         thinking = self._form.thinking
         marks = [self._trigger, *(thinking[:1] if thinking else ())]
         rules = [
@@ -342,13 +333,13 @@ class CallGrammar:
         return rules
 
     def _special_but(self, marks: Sequence[str]) -> str:
-        """Any special token but these."""
+        """Returns a rule for any special token but these."""
         others = [str(token) for text, token in self._special_ids.items() if text not in marks]
         return f"<[{','.join(others)}]>" if others else '""'
 
     @property
     def _trigger(self) -> str:
-        """By which free text ends: a special token, or what comes before one."""
+        """Returns what ends free text: a special token, or the text before one."""
         first, *_ = self._pieces(self._form.trigger)
         return first
 
@@ -356,7 +347,7 @@ class CallGrammar:
         return f"{rule}{'' if mark in self._special_ids else '[lazy]'}: {text} {self._spelt(mark)}"
 
     def _spelt(self, text: str) -> str:
-        """As the grammar has it: strings, and special tokens by their numbers."""
+        """Spells text for the grammar: strings, and special tokens by number."""
         parts = [
             f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else json.dumps(piece, ensure_ascii=False)
             for piece in self._pieces(text)
@@ -371,10 +362,10 @@ class CallGrammar:
 
 
 def _first(asked: RequestedGrammar) -> dict[str, Any]:
-    """A grammar as one of several."""
+    """Wraps a grammar as one of several."""
     try:
         (only,) = json.loads(asked.text)["grammars"]
-    except ValueError:  # in Lark's notation, as it is
+    except ValueError:  # a rule in Lark's notation
         return {"lark_grammar": asked.text}
     return dict(only)
 
@@ -396,7 +387,7 @@ def held_calls(
     asked: RequestedGrammar | None,
     reasoning: Callable[[], ReasoningInPrompt],
 ) -> RequestedGrammar | None:
-    """`asked` itself where no call is held to anything; `reasoning` is that of the prompt. Raises RequestError."""
+    """Returns the grammar of the whole answer; `asked` unchanged if no call is constrained. Raises RequestError."""
     strict = any(tool.function.strict for tool in request.offered)
     is_held = request.must_call or strict or not request.parallel_tool_calls or asked is not None
     if form is None or not request.offered or not is_held:

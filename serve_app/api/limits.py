@@ -1,9 +1,4 @@
-"""What a request may take of the server: memory and time.
-
-Bodies of requests on their way in: each bounded in size and time, all together in number and in what they hold.
-
-How long a whole request may take, from its first byte to the last of its answer.
-"""
+"""Limits on what a request may take: memory for its body, time for its body and for the whole request."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,15 +9,15 @@ from starlette.requests import Request
 
 from cluster.errors import CapacityError, RequestError, SlipstreamError
 
-GRANTED_S = 0.25  # in which bodies come whose senders do not dawdle
+GRANTED_S = 0.25  # seconds in which a normal client sends a body
 
 
 class BodyTooLargeError(RequestError):
-    """The request's body is over the limit."""
+    """The request body exceeds the limit."""
 
 
 class BodyTimeoutError(RequestError):
-    """The request's body did not come in time."""
+    """The request body did not arrive in time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -30,16 +25,15 @@ class _Arrival:
     """A body that is being read."""
 
     bound: asyncio.Timeout
-    since: float  # by the event loop's clock
+    since: float  # event loop time
     body: bytearray = field(default_factory=bytearray)
 
 
 class Bodies:
-    """What has come of the bodies that are being read, or are not requests yet.
+    """Bodies in memory: those being read, and those not yet parsed.
 
-    Where there is room for no more, the one that has been read for longest is given up, once it was granted its time:
-    whoever sends a byte now and then keeps nobody out. Where none has been read for long, it is the newcomer that is
-    refused.
+    If there is no room for another, the body that has been read for longest is dropped, once it has had its minimum
+    time, so slow uploads cannot keep others out. If none has, the newcomer is refused.
     """
 
     def __init__(
@@ -57,11 +51,11 @@ class Bodies:
         self._max_reading = max_reading
         self._timeout_s = timeout_s
         self._granted_s = granted_s
-        self._arriving: dict[_Arrival, None] = {}  # the oldest first
+        self._arriving: dict[_Arrival, None] = {}  # oldest first
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """The whole body, which counts as held until the block ends."""
+        """Reads a whole body, which counts as held until the block ends."""
         self._check(_announced(request))
         if len(self._arriving) >= self._max_reading and not self._gives_one_up():
             raise CapacityError(f"{len(self._arriving)} requests' bodies are being read; try again later")
@@ -77,7 +71,7 @@ class Bodies:
         try:
             async with arrival.bound:
                 await self._receive(request, arrival.body)
-            if arrival not in self._arriving:  # as its last bytes came
+            if arrival not in self._arriving:  # dropped while its last bytes arrived
                 raise TimeoutError
         except TimeoutError as error:
             in_time = arrival in self._arriving
@@ -96,7 +90,7 @@ class Bodies:
                     raise CapacityError(f"other requests' bodies fill {self._max_held} bytes; try again later")
 
     def _gives_one_up(self) -> bool:
-        """Whether it gave up, and forgot, the body that has been read for longest."""
+        """Drops the body that has been read for longest. Returns whether there was one to drop."""
         oldest = next(iter(self._arriving), None)
         if oldest is None or asyncio.get_running_loop().time() < oldest.since + self._granted_s:
             return False
@@ -108,7 +102,7 @@ class Bodies:
         return True
 
     def _check(self, size: int) -> None:
-        """Refuses a body as soon as it is known to be too large; where its length is announced, before it is read."""
+        """Refuses a body as soon as its announced or actual length is too large."""
         if size > self._max_bytes:
             most = f"{self._max_bytes} bytes, which is the most this server takes"
             raise BodyTooLargeError(f"the body is larger than {most}")
@@ -120,24 +114,24 @@ def _announced(request: Request) -> int:
 
 
 class RequestTimeoutError(SlipstreamError):
-    """The request took longer than requests may."""
+    """The request took longer than allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When one request must be over, if ever."""
+    """The time by which a request must end, if any."""
 
     limit_s: float | None
-    at: float | None  # by the event loop's clock
+    at: float | None  # event loop time
 
     @classmethod
     def within(cls, limit_s: float | None) -> "Deadline":
-        """From now on."""
+        """Returns a deadline counted from now."""
         return cls(limit_s, None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Cancels what is in the block by then, and raises RequestTimeoutError."""
+        """Cancels the block at the deadline and raises RequestTimeoutError."""
         bound = asyncio.timeout_at(self.at)
         try:
             async with bound:

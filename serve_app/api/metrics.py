@@ -31,7 +31,7 @@ from serve_app.publishing.aggregate_metrics import VllmNames, exposition
 
 __all__ = ["CLIENT_LEFT", "Metrics", "RequestRecord"]
 
-ABORTED = "abort"  # vLLM's word for what has ended without a reason of its own
+ABORTED = "abort"  # vLLM's finish reason for ends without a reason of their own
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -42,7 +42,7 @@ Counts = Callable[[], Mapping[tuple[str, str], int]]
 
 
 class CountsCollector(Collector):
-    """What a router counts by two labels, as it stands whenever Prometheus asks."""
+    """Exports a router's counts by two labels at each scrape."""
 
     def __init__(self, name: str, text: str, labels: tuple[str, str], counts: Counts) -> None:
         self._name = name
@@ -67,9 +67,8 @@ class Metrics:
         handovers: Counts = dict,
         model: str = "",
     ) -> None:
-        """`remedies` is asked what was done about bad drafters, by drafter and step; `handovers` is a router's.
-
-        `model` is what is served.
+        """`remedies` returns drafter recovery steps by drafter and step; `handovers` counts a router's; `model` is the
+        served name.
         """
         self.registry = registry = CollectorRegistry()
         self._vllm_names = VllmNames(registry, model)
@@ -108,7 +107,7 @@ class Metrics:
         self._accepted_at = Counter(
             "slipstream_accepted_tokens_at", "Draft tokens accepted, by position", ["position"], registry=registry
         )
-        self._positions: list[Counter] = []  # of `_accepted_at`, so that a verdict looks none up
+        self._positions: list[Counter] = []  # children of `_accepted_at`, kept so that a verdict needs no lookup
         self._finished = Counter(
             "slipstream_finished", "Choices that have ended, by reason", ["finished_reason"], registry=registry
         )
@@ -127,7 +126,7 @@ class Metrics:
 
     @contextmanager
     def request(self, endpoint: str) -> Iterator[RequestRecord]:
-        """Counts the request from entry to exit, under the status that its record then has."""
+        """Counts the request from entry to exit, under the status in its record."""
         record = RequestRecord()
         started = self._clock()
         with self._running.track_inprogress():
@@ -149,12 +148,12 @@ class Metrics:
             self._token_time.observe((seconds - choice.first_token_s) / (choice.tokens - 1))
 
     def prompt(self, tokens: int) -> None:
-        """Counts a prompt that is about to be served."""
+        """Counts a prompt before it is served."""
         self._prompt_tokens.inc(tokens)
         self._prompt_lengths.observe(tokens)
 
     def committed(self, emit: CommittedTokens, seconds: float, *, first: bool) -> None:
-        """Counts a verdict that came `seconds` after the one before, or after the start for the first."""
+        """Counts a verdict that arrived `seconds` after the previous one, or after the start."""
         (self._first_token if first else self._gap).observe(seconds)
         self._completion_tokens.inc(len(emit.tokens))
         self._draft_tokens.inc(emit.drafted)
@@ -167,10 +166,10 @@ class Metrics:
             self._positions[position].inc()
 
     def families(self) -> Iterator[Metric]:
-        """All there is by now, and what vLLM has, too, under its names as well."""
+        """Returns all metric families, with vLLM's names for those that vLLM has too."""
         yield from self.registry.collect()
         yield from self._vllm_names.collect()
 
     def exposition(self) -> bytes:
-        """The families in Prometheus' text format."""
+        """Returns the families in Prometheus' text format."""
         return exposition([self.families()])

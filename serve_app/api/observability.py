@@ -1,16 +1,9 @@
-"""What is told of requests to those who watch: records, traces, and sums by the version of a prompt.
+"""What operators see of requests: log lines, traces, and counters by prompt version.
 
-What is known of a request while it runs: for counters and traces, which look at it when it is over.
+A `RequestRecord` is filled while the request runs and read when it has ended. No text of a prompt or answer is ever
+recorded. Spans follow OpenTelemetry's conventions for generative AI.
 
-A line in the log for each request that has ended: numbers, ids, the version of its prompt, and nothing it said.
-
-What the API tells whoever traces requests. Without tracing it tells it to nobody.
-
-Spans of HTTP requests by OpenTelemetry's conventions for generative AI: parameters, usage and end; never a text.
-
-What came of requests by the version of the prompt that clients name, of which only so many are told apart.
-
-Acceptance by version:
+Acceptance by prompt version:
 
     sum by (prompt_version) (rate(slipstream_prompt_version_tokens_total{kind="accepted"}[1h]))
       / sum by (prompt_version) (rate(slipstream_prompt_version_tokens_total{kind="drafted"}[1h]))
@@ -43,24 +36,24 @@ CLIENT_LEFT = 499
 
 
 class ChoiceRecord(Protocol):
-    """One choice of an answer, as far as it has come."""
+    """Progress of one choice."""
 
     tokens: int
     accepted: int
     rejected: int
     finish: FinishReason | None
-    first_token_s: float | None  # after its session's start
+    first_token_s: float | None  # seconds after its session's start
 
 
 @dataclass
 class RequestRecord:
-    """What a running request is and how it ends, so far."""
+    """Progress and result of one request."""
 
     status: int = CLIENT_LEFT
-    traceparent: str = ""  # of what is done for it; empty: it is not traced
-    request: GenerationRequest | None = None  # once it is understood
-    name: str = ""  # which the answer tells in a header
-    response_id: str = ""  # empty until the request is taken
+    traceparent: str = ""  # trace context for work on the request; empty: not traced
+    request: GenerationRequest | None = None  # set once the request is parsed
+    name: str = ""  # sent in a response header
+    response_id: str = ""  # empty until the request is accepted
     sessions: Sequence[str] = ()
     prompt_tokens: int = 0
     choices: Sequence[ChoiceRecord] = ()
@@ -71,7 +64,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Lasts as long as the request. `sessions` are what other processes' lines call its choices."""
+    """Logs the request when the block ends; `sessions` are the names that other processes log for its choices."""
     began = clock()
     try:
         yield
@@ -95,22 +88,22 @@ def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = ti
 
 
 def _in_words(told: Mapping[str, object]) -> str:
-    """For lines of text, which have nothing of a record's extras: a word for each fact."""
+    """Formats a record's fields as words for text logs, which have no extra fields."""
     return " ".join(f"{name}={str(value).replace(' ', ',')}" for name, value in told.items())
 
 
 class RequestSpans(Protocol):
-    """Traces requests, by what they say of themselves and by what becomes of them."""
+    """Traces requests from their records."""
 
     def request(
         self, endpoint: str, path: str, headers: Mapping[str, str], record: RequestRecord
     ) -> AbstractContextManager[None]:
-        """Lasts as long as the request, and sets the record's `traceparent` where the request is traced."""
+        """Spans the request, and sets the record's `traceparent` if it is sampled."""
         ...
 
 
 class NoRequestSpans:
-    """Nothing is traced."""
+    """Tracing disabled."""
 
     def request(
         self, endpoint: str, path: str, headers: Mapping[str, str], record: RequestRecord
@@ -119,7 +112,7 @@ class NoRequestSpans:
 
 
 def request_spans(tracing: ServiceTracing) -> RequestSpans:
-    """Whoever is told of requests, as configured."""
+    """Returns the configured tracer of requests."""
     if tracing.service is None:
         return NoRequestSpans()
 
@@ -164,7 +157,7 @@ class GenAiSpans:
 
 
 def _describe(span: Span, operation: str, record: RequestRecord) -> None:
-    """All that is known of the request when it is over."""
+    """Sets the span's attributes when the request has ended."""
     span.set_attribute("http.response.status_code", record.status)
     if record.request is not None:
         span.update_name(f"{operation} {record.request.model}")
@@ -212,7 +205,7 @@ def _answered(record: RequestRecord) -> dict[str, Attribute]:
     return found
 
 
-MOST_VERSIONS = 32  # of one router; each is some ten series
+MOST_VERSIONS = 32  # versions counted separately by one router; each is about ten series
 OTHER = "other"
 """All versions that came after these."""
 
@@ -220,17 +213,17 @@ VERSION = "prompt_version"
 
 
 class PromptVersions(Collector):
-    """Sums by version, since the router began."""
+    """Totals by prompt version since the router started."""
 
     def __init__(self, most: int = MOST_VERSIONS) -> None:
         self._most = most
         self._requests: Counter[str] = Counter()
-        self._choices: Counter[str] = Counter()  # that have had a token
+        self._choices: Counter[str] = Counter()  # choices that have had a token
         self._tokens: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def ended(self, record: RequestRecord, seconds: float) -> None:
-        """A request that was understood is over, after so long."""
+        """Counts a valid request that ended after `seconds`."""
         asked = record.request
         if asked is None or asked.prompt_version is None:
             return
@@ -249,7 +242,7 @@ class PromptVersions(Collector):
         self._seconds[version]["end"] += seconds
 
     def collect(self) -> Iterator[Metric]:
-        """Of copies, for it is called in another thread than requests end in."""
+        """Exports copies, since scrapes run in another thread."""
         prefix = "slipstream_prompt_version"
         requests = CounterMetricFamily(f"{prefix}_requests", "Requests that have ended", labels=(VERSION,))
         choices = CounterMetricFamily(f"{prefix}_choices", "Choices that have had a token", labels=(VERSION,))

@@ -1,7 +1,4 @@
-"""What can be asked here, as OpenAPI: made of the very schemas that requests are read and answers written with.
-
-The description of this server as a page to read: one file, which asks no other host for anything.
-"""
+"""OpenAPI description of the server, built from the schemas of requests and answers, and an HTML page of it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,12 +33,12 @@ from serve_app.api.schemas import (
 
 Json = dict[str, Any]
 
-OPENAPI = "3.1.0"  # which most tools know; there, the schema of a stream's type is that of each event
+OPENAPI = "3.1.0"  # understood by most tools; for streams, the schema is that of each event
 REFERENCE = "#/components/schemas/{model}"
 KEY = "api_key"
-DONE = "[DONE]"  # the data of a stream's last event
-UNREADY = frozenset({"/health", "/health/ready"})  # answer 503 in their own form
-REFUSALS = {  # of every endpoint that reads a body
+DONE = "[DONE]"  # data of a stream's last event
+UNREADY = frozenset({"/health", "/health/ready"})  # these answer 503 in their own format
+REFUSALS = {  # errors of every endpoint that reads a body
     "400": "something is wrong in the request; `param` names it",
     "404": "the model is not served here",
     "408": "the body did not come in time",
@@ -61,8 +58,8 @@ class Operation:
     summary: str
     asked: type[BaseModel] | None = None
     answers: tuple[type[BaseModel], ...] = ()  # one of these; none: plain text
-    chunk: type[BaseModel] | None = None  # of a stream, the data of each event
-    is_done_said: bool = True  # a stream ends with DONE, also after an error; else with an event like the others
+    chunk: type[BaseModel] | None = None  # data of each event of a stream
+    is_done_said: bool = True  # whether streams end with DONE, even after an error
     needs_key: bool = True
 
 
@@ -98,7 +95,7 @@ OPERATIONS = (
 
 
 def description(version: str, *, with_keys: bool) -> Json:
-    """The OpenAPI document."""
+    """Returns the OpenAPI document."""
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, with_keys)
@@ -149,7 +146,7 @@ def _answers(operation: Operation) -> Iterable[tuple[str, Json]]:
 
 
 def _event(chunk: type[BaseModel], is_done_said: bool) -> Json:
-    """Of a stream."""
+    """Describes the events of a stream."""
     told = {"anyOf": [_reference(chunk), _reference(ErrorBody)]} if is_done_said else _reference(chunk)
     data: Json = {"contentMediaType": "application/json", "contentSchema": told}
     data = {"anyOf": [{"const": DONE}, data]} if is_done_said else data
@@ -176,7 +173,7 @@ code { font: 0.9em ui-monospace, monospace; }
 
 
 def docs_page(description: Json) -> str:
-    """HTML of an OpenAPI document."""
+    """Renders an OpenAPI document as one HTML page that loads nothing from other hosts."""
     schemas = description["components"]["schemas"]
     about = description["info"]
     sections = [

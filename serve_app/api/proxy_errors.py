@@ -1,7 +1,7 @@
-"""What Serve's proxy says by itself, in OpenAI's form. The proxy loads it, where its node's environment says so.
+"""OpenAI-style errors for what Serve's proxy answers itself.
 
-A request that no router takes gets its answer from the proxy: the routers' queue is full, or none is there. Serve has
-plain text for that.
+The proxy answers requests that no router takes, because routers are full or none is running, in plain text. It loads
+this middleware if its node's environment names it.
 """
 
 import json
@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.replies import RETRY_AFTER_S, ErrorDetail, error_response
 
-# Serve reads it as it starts, of its own environment: that of `ray start`, or of whoever starts Ray.
+# Serve reads it at start from the environment of `ray start`, or of the process that starts Ray.
 PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
-OF_SERVE = "/-/"  # where Serve tells those who run it of its state
-ROUTES = "/-/routes"  # there: the applications by prefix
+OF_SERVE = "/-/"  # Serve's own health and status routes
+ROUTES = "/-/routes"  # lists applications by prefix
 NOTHING_SERVED = b"nothing is served here now: the server is starting or stopping; try again later"
-KINDS = {  # by status: OpenAI's type and code
+KINDS = {  # OpenAI's type and code by status
     404: ("invalid_request_error", "not_found"),
     408: ("server_error", "request_timeout"),
     429: ("rate_limit_error", "capacity"),
@@ -30,12 +30,14 @@ TRANSIENT = frozenset({429, 503})
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve is to put around its proxy."""
+    """Returns the middleware that Serve wraps around its proxy."""
     return [Middleware(ProxyErrors)]
 
 
 class ProxyErrors:
-    """Around Serve's proxy. What routers answer passes as it is: none of their errors is plain text."""
+    """Rewrites the proxy's plain-text errors. Routers' answers pass unchanged, since none of their errors is plain
+    text.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -44,7 +46,7 @@ class ProxyErrors:
         if scope["type"] != "http" or scope["path"].startswith(OF_SERVE):
             await self._app(scope, receive, send)
             return
-        begun: Message | None = None  # by the proxy itself
+        begun: Message | None = None  # a response of the proxy itself
 
         async def send_in_form(message: Message) -> None:
             nonlocal begun
@@ -62,7 +64,7 @@ class ProxyErrors:
         await self._app(scope, receive, send_in_form)
 
     async def _serves(self, scope: Scope) -> bool:
-        """Returns whether any application is there; one that is withdrawn has no route from the beginning on."""
+        """Returns whether any application is deployed; a withdrawn one has no route."""
         messages: list[Mapping[str, Any]] = []
 
         async def collect(message: Message) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 from starlette.responses import Response
 
-RETRY_AFTER_S = 1  # what clients are told where another try may help
+RETRY_AFTER_S = 1  # sent with errors that a retry may avoid
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = int | str | None
 """vLLM's: what the request named and the choice ended with, a token or a stop string."""
@@ -17,7 +17,7 @@ class _Body(BaseModel):
 
 
 class PromptTokensDetails(_Body):
-    cached_tokens: int = 0  # which the target had computed before
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
 class CompletionTokensDetails(_Body):
@@ -35,15 +35,15 @@ class Usage(_Body):
 
 
 class SpeculativeDecoding(_Body):
-    """vLLM's: what became of the drafts of all choices, by verification steps that had one."""
+    """vLLM's speculation metrics over the verify steps of all choices."""
 
-    acceptance_histogram: tuple[int, ...]  # steps by how many draft tokens they accepted, none to `num_spec_tokens`
-    num_spec_tokens: int  # at most, of one step along one path
+    acceptance_histogram: tuple[int, ...]  # verify steps by accepted draft tokens, from none to `num_spec_tokens`
+    num_spec_tokens: int  # most draft tokens of one step along one path
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     draft_acceptance_rate: float
-    mean_acceptance_length: float  # with the target's own token
+    mean_acceptance_length: float  # including the target's own token
 
 
 class RequestMetrics(_Body):
@@ -51,16 +51,16 @@ class RequestMetrics(_Body):
 
 
 class Trace(_Body):
-    """Extension, on request: what the chunk's text came from."""
+    """Extension, on request: which draft tokens the chunk's text came from."""
 
     tokens: int = 0
     accepted: int = 0
-    pieces: tuple[tuple[str, bool], ...] = ()  # text, whether it was drafted
-    rejected: tuple[str, ...] = ()  # on request: for each piece, what the draft had instead of it and after it, or ""
+    pieces: tuple[tuple[str, bool], ...] = ()  # pairs of text and whether it was drafted
+    rejected: tuple[str, ...] = ()  # on request: per piece, the rejected draft text it replaced, or ""
 
 
 class _Reply(_Body):
-    """The head that every whole answer and every chunk has."""
+    """Fields common to whole answers and chunks."""
 
     id: str
     created: int
@@ -69,7 +69,7 @@ class _Reply(_Body):
 
 
 class TokenLogprob(_Body):
-    """One of the likeliest tokens of a place."""
+    """One of the likeliest tokens at a position."""
 
     token: str
     logprob: float
@@ -87,7 +87,7 @@ class ChatLogprobs(_Body):
 
 class CompletionLogprobs(_Body):
     text_offset: tuple[int, ...]
-    token_logprobs: tuple[float | None, ...]  # None: of a prompt's first token
+    token_logprobs: tuple[float | None, ...]  # None: a prompt's first token
     tokens: tuple[str, ...]
     top_logprobs: tuple[dict[str, float] | None, ...]
 
@@ -131,7 +131,7 @@ class FunctionReply(_Body):
 
 
 class ToolCallReply(_Body):
-    """A call that the model makes."""
+    """A call the model makes."""
 
     id: str
     type: Literal["function"] = "function"
@@ -139,31 +139,31 @@ class ToolCallReply(_Body):
 
 
 class AnswerMessage(_Body):
-    """What the model said; where it only calls tools, `content` is null."""
+    """The model's message; `content` is null if it only calls tools."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning: str | None = None  # under both of its names
+    reasoning: str | None = None  # also as `reasoning_content`
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCallReply, ...] | None = None
 
     @model_serializer(mode="wrap")
     def _of_what_there_is(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Clients take a message without these fields for one of content alone."""
+        """Omits empty optional fields, which some clients misread."""
         fields: dict[str, Any] = serialize(self)
         left_out = {name for name in ("reasoning", "reasoning_content", "tool_calls") if fields[name] is None}
         return {name: value for name, value in fields.items() if name not in left_out}
 
 
 class ToolCallDelta(ToolCallReply):
-    """A call in a stream: the parser knows one when it is whole, so it comes in one piece."""
+    """A call in a stream, sent in one piece since the parser recognizes only whole calls."""
 
     index: int
 
 
 class ChatDelta(_Body):
-    """What is new in a chunk; dumped without what is unset."""
+    """New parts of a choice; unset fields are omitted."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
@@ -216,8 +216,8 @@ class ModelCard(_Body):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "slipstream"
-    root: str | None = None  # vLLM's: what the name stands for
-    max_model_len: int  # vLLM's: tokens of prompt and answer
+    root: str | None = None  # vLLM's: the model behind the name
+    max_model_len: int  # vLLM's: most tokens of prompt and answer together
 
 
 class ModelList(_Body):
@@ -226,20 +226,20 @@ class ModelList(_Body):
 
 
 class VersionReport(_Body):
-    """GET /version."""
+    """Reply of GET /version."""
 
     version: str
 
 
 class HealthReport(_Body):
-    """GET /health."""
+    """Reply of GET /health."""
 
     status: Literal["ok", "unavailable"]
     audit: Literal["off", "ok", "differs"]
 
 
 class ProbeReport(_Body):
-    """GET /health/live and /health/ready."""
+    """Reply of GET /health/live and /health/ready."""
 
     status: Literal["ok", "unavailable"]
 
@@ -256,5 +256,5 @@ class ErrorBody(_Body):
 
 
 def error_response(status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> Response:
-    """What is answered whose whole body is an error."""
+    """Returns a response whose body is an error."""
     return Response(ErrorBody(error=detail).model_dump_json(), status, dict(headers or {}), "application/json")

@@ -1,8 +1,6 @@
-"""OpenAI's Responses, without a memory: what is asked becomes a chat, and what is said becomes items and events.
+"""OpenAI's Responses API without stored state.
 
-What is asked of /v1/responses, as the chat that it comes to.
-
-A response as it grows: items of output, and the events that tell of them.
+A request is converted into a chat request, and the chat's answer into output items and events.
 """
 
 import json
@@ -43,7 +41,7 @@ AS_IN_CHATS = (ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.k
 
 
 class ResponsesChat(ChatRequest):
-    """A chat that was asked for as a response."""
+    """A chat request converted from a responses request."""
 
     prompt_field: ClassVar[str] = "input"
     strict_field: ClassVar[str] = "tools[{}].strict"
@@ -61,7 +59,7 @@ class ResponsesChat(ChatRequest):
 
 
 def as_chat(asked: ResponsesRequest, bounds: RequestBounds) -> ResponsesChat:
-    """Items become messages, of which one of the assistant holds its reasoning, its text and its calls."""
+    """Converts items into messages. One assistant message holds a turn's reasoning, text and calls."""
     instructions = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
     same = asked.model_dump(mode="json", include=AS_IN_CHATS, exclude_unset=True, by_alias=True)
     choice = asked.tool_choice
@@ -102,7 +100,7 @@ def _messages(items: Iterable[InputItem]) -> list[Spoken]:
 
 
 def _turn(messages: list[Spoken], but_for: tuple[str, ...]) -> None:
-    """Goes on in the assistant's turn, or begins another where this one has what comes again or earlier."""
+    """Returns the assistant message to extend, or a new one if this item cannot follow the last."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in but_for):
         messages.append({"role": "assistant"})
@@ -113,30 +111,30 @@ def _text(parts: tuple[ItemPart, ...]) -> str:
 
 
 Event = dict[str, Any]
-FAULTS = {"rate_limit_error": "rate_limit_exceeded"}  # by type of error; others are the server's
+FAULTS = {"rate_limit_error": "rate_limit_exceeded"}  # by error type; others are server errors
 
 
 class ResponseWriter:
-    """Tells one response: whole at its end, or in events from its first part on."""
+    """Writes one response, whole or as events."""
 
     def __init__(self, response: ResponseReply) -> None:
-        """`response` is what can be said before anything was generated."""
+        """`response` holds the fields known before generation."""
         self._response = response
         self._name = response.id.removeprefix("resp_")
-        self._items: list[OutputItem] = []  # finished
-        self._open: Stretch | None = None  # of text, under way
+        self._items: list[OutputItem] = []  # finished items
+        self._open: Stretch | None = None  # text of the open item
         self._events = 0
         self._finish: FinishReason = "stop"
 
     def whole(self, told: Iterable[Stretch | ToolCallReply], finish: FinishReason, usage: Usage) -> ResponseReply:
-        """The response when it has ended."""
+        """Returns the finished response."""
         stretches = list(told)
         last = len(stretches) - 1
         items = [self._item(one, n, "completed" if n < last else _end(finish)) for n, one in enumerate(stretches)]
         return self._ended(items, finish, usage)
 
     def part(self, part: Part) -> Iterator[str]:
-        """Events of what has come."""
+        """Returns events for a part."""
         if not self._events:
             yield from self._told("response.created", response=self._response.model_dump())
             yield from self._told("response.in_progress", response=self._response.model_dump())
@@ -152,12 +150,12 @@ class ResponseWriter:
             yield from self._close(_end(part.finish))
 
     def closing(self, usage: Usage) -> Iterator[str]:
-        """The last event, which holds all of the response."""
+        """Returns the last event, which holds the whole response."""
         ended = self._ended(self._items, self._finish, usage)
         yield from self._told(f"response.{ended.status}", response=ended.model_dump())
 
     def failed(self, error: ErrorDetail) -> str:
-        """What ends a response that fails under way."""
+        """Returns the events that end a failed response."""
         fault = ResponseFault(code=FAULTS.get(error.type, "server_error"), message=error.message)
         update = {"status": "failed", "error": fault, "output": tuple(self._items)}
         (event,) = self._told("response.failed", response=self._response.model_copy(update=update).model_dump())
@@ -188,7 +186,7 @@ class ResponseWriter:
         self._open = None
 
     def _call(self, call: ToolCallReply) -> Iterator[str]:
-        """A call is known when it is whole; its events are those of one that grows."""
+        """Returns the events of a growing call, all at once, since only whole calls are recognized."""
         item = self._item(call, len(self._items), "completed")
         assert isinstance(item, CallItem), "a call is one"
         begun = item.model_copy(update={"status": "in_progress", "arguments": ""})
@@ -200,7 +198,7 @@ class ResponseWriter:
         self._items.append(item)
 
     def _bare(self) -> OutputItem:
-        """The item that is open, before it has anything."""
+        """Returns the open item in its initial state."""
         assert self._open is not None, "an item is open"
         item = self._item(self._open, len(self._items), "in_progress")
         return item.model_copy(update={"content": ()})
@@ -233,7 +231,7 @@ class ResponseWriter:
         return self._response.model_copy(update=update)
 
     def _at_part(self, kind: str, **fields: Any) -> Iterator[str]:
-        """An event of the one part that the open item has."""
+        """Returns an event about the only content part of the open item."""
         yield from self._told(kind, item_id=self._bare().id, content_index=0, **fields)
 
     def _told(self, kind: str, **fields: Any) -> Iterator[str]:
@@ -245,7 +243,7 @@ class ResponseWriter:
 
 
 def begun(chat: ResponsesChat, name: str, created: int) -> ResponseReply:
-    """The response before anything was generated. What was left out is told as the chat has it, which is used."""
+    """Returns the response before generation. Parameters left out are reported with the chat's defaults."""
     asked = chat.asked
     choice = asked.tool_choice
     return ResponseReply(

@@ -1,9 +1,4 @@
-"""The wire format of POST /v1/responses on its way in: items, which a conversation is told in, and parameters.
-
-The wire format of POST /v1/responses on its way out: items, and the response that holds them.
-
-The wire format of the events that a stream of POST /v1/responses consists of, as they are described to clients.
-"""
+"""Wire format of POST /v1/responses: input items and parameters, output items and the response, stream events."""
 
 from typing import Annotated, Any, Literal
 
@@ -36,14 +31,14 @@ from serve_app.api.schemas import (
 
 
 class ItemPart(RequestPart):
-    """Text of an item: of who asks, or of an answer that is sent back."""
+    """Text of an item, from a user or an earlier answer."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: str
 
     annotations: Annotated[Any, unserved([])] = None
     logprobs: Annotated[Any, unserved([])] = None
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted and not used
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted and ignored
 
 
 ItemText = Annotated[
@@ -58,7 +53,7 @@ ItemText = Annotated[
 
 
 class Item(RequestPart):
-    """What every item may have, and nothing here uses."""
+    """Fields that every item may have and that are ignored."""
 
     id: CallId | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -73,7 +68,7 @@ class MessageInput(Item):
 
 
 class CallInput(Item):
-    """A call that an assistant made earlier."""
+    """A call that the assistant made earlier."""
 
     type: Literal["function_call"]
     call_id: CallId
@@ -85,7 +80,7 @@ class CallInput(Item):
 
 
 class CallOutputInput(Item):
-    """What came of it."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -139,7 +134,7 @@ class ResponsesNamedTool(NamedFunction):
 class ReasoningOptions(RequestPart):
     effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None
 
-    summary: str | None = None  # there is none: reasoning is told as it is
+    summary: str | None = None  # reasoning is sent in full, so there is no summary
     generate_summary: str | None = None
     context: str | None = None
     mode: str | None = None
@@ -152,13 +147,13 @@ class TextOptions(RequestPart):
 
 
 class ResponsesStreamOptions(RequestPart):
-    include_usage: Flag | None = None  # of load generators; the last event always has it
+    include_usage: Flag | None = None  # sent by load generators; the last event always has usage
 
     include_obfuscation: Annotated[Any, unserved(False)] = None
 
 
 class ResponsesRequest(SamplingFields, UnservedFields):
-    """POST /v1/responses. Fields that chats have too mean the same as there."""
+    """Body of POST /v1/responses. Fields shared with chats have the same meaning."""
 
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
     input: Annotated[
@@ -183,9 +178,9 @@ class ResponsesRequest(SamplingFields, UnservedFields):
     ] = "auto"
     parallel_tool_calls: Flag = True
     reasoning: ReasoningOptions = ReasoningOptions()
-    metadata: Annotated[dict[str, str], bounded(lambda most: most.labels)] = Field({})  # told again in the answer
+    metadata: Annotated[dict[str, str], bounded(lambda most: most.labels)] = Field({})  # echoed in the answer
 
-    # Extensions, as in chats, which bound them.
+    # Extensions; chats define the same fields.
     seed: Seed | None = None
     top_k: Integer | None = None
     min_p: Number | None = None
@@ -199,20 +194,20 @@ class ResponsesRequest(SamplingFields, UnservedFields):
     chat_template_kwargs: dict[str, Any] | None = None
     speculation: SpeculationOptions | None = None
 
-    # Accepted and not used.
+    # Accepted and ignored.
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    store: Flag | None = None  # nothing is stored, and the answer says so
+    store: Flag | None = None  # nothing is stored, as the answer states
     stream_options: ResponsesStreamOptions | None = None
 
     background: Annotated[Any, unserved(False)] = None
     context_management: Annotated[Any, unserved([])] = None
     conversation: Annotated[Any, unserved()] = None
     enable_response_messages: Annotated[Any, unserved(False)] = None
-    include: Annotated[Any, unserved([], ["reasoning.encrypted_content"])] = None  # reasoning is told in the clear
+    include: Annotated[Any, unserved([], ["reasoning.encrypted_content"])] = None  # reasoning is not encrypted
     max_tool_calls: Annotated[Any, unserved()] = None
     media_io_kwargs: Annotated[Any, unserved({})] = None
     mm_processor_kwargs: Annotated[Any, unserved({})] = None
@@ -299,7 +294,7 @@ class ResponseFault(_Output):
 
 
 class ResponseReply(_Output):
-    """A response, finished or under way; what was asked is told again."""
+    """A response, finished or in progress, with the request's parameters."""
 
     id: str
     object: Literal["response"] = "response"
@@ -334,7 +329,7 @@ class _ResponsesEvent(BaseModel):
 
 
 class ResponseEvent(_ResponsesEvent):
-    """The whole of the response, as it is then; the last three end the stream."""
+    """An event with the whole response so far; the last three types end the stream."""
 
     type: Literal[
         "response.created",
@@ -416,4 +411,4 @@ class ResponseStreamEvent(
         ]
     ]
 ):
-    """One event of the stream; its name is its `type`."""
+    """One event of the stream; its SSE name is its `type`."""

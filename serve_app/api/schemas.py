@@ -1,11 +1,7 @@
-"""The wire format of requests: OpenAI's completions and chat completions, with this project's extensions.
+"""Wire format of requests: completions, chat completions, /tokenize and /detokenize, with this project's extensions.
 
-Requests are strict: an unknown field, a wrong type or a feature that is not served is refused by name, never ignored.
-`null` means "not given", as in OpenAI's API.
-
-The wire format of a conversation: its messages, the tools that are offered, and which of them must be called.
-
-The wire format of /tokenize and /detokenize, as vLLM has them.
+Requests are strict: an unknown field, a wrong type or an unserved feature is refused by name, never ignored. `null`
+means "not given", as in OpenAI's API.
 """
 
 import json
@@ -60,24 +56,24 @@ class TextPart(RequestPart):
     type: Literal["text"]
     text: str
 
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted and not used
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted and ignored
 
 
 class CalledFunction(RequestPart):
     name: FunctionName
-    arguments: str = "{}"  # JSON, as the model wrote it
+    arguments: str = "{}"  # JSON, verbatim from the model
 
-    parsed_arguments: Any = None  # OpenAI's client sends its own reading back; not used
+    parsed_arguments: Any = None  # OpenAI's client sends its parsed value back; ignored
 
 
 class ToolCall(RequestPart):
-    """One that an assistant made earlier."""
+    """A call that an assistant made earlier."""
 
     id: CallId | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    index: Integer | None = None  # a streamed call that is sent back as it came; not used
+    index: Integer | None = None  # sent back from streamed calls; ignored
 
 
 class ChatMessage(UnservedMessageFields):
@@ -93,10 +89,10 @@ class ChatMessage(UnservedMessageFields):
     ] = None
     tool_calls: Annotated[
         tuple[ToolCall, ...], Field(fail_fast=True), bounded(lambda most: most.parts)
-    ] = ()  # of an assistant
-    tool_call_id: CallId | None = None  # of a tool's answer
-    reasoning: str = ""  # vLLM's, of an assistant
-    reasoning_content: str = ""  # the same, as others call it
+    ] = ()  # of assistant messages
+    tool_call_id: CallId | None = None  # of tool messages
+    reasoning: str = ""  # vLLM's, of assistant messages
+    reasoning_content: str = ""  # an alias of the same
 
     @field_validator("content")
     @classmethod
@@ -118,7 +114,7 @@ class ChatMessage(UnservedMessageFields):
 
     @property
     def chars(self) -> int:
-        """Characters that this adds to a prompt, beside what the template adds."""
+        """Returns the characters this message adds to a prompt, beside the template's own."""
         called = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls)
         return len(self.text) + len(self.reasoning or self.reasoning_content) + called
 
@@ -127,7 +123,7 @@ class Function(RequestPart):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # JSON Schema
-    strict: Flag | None = None  # whether the arguments of any call are held to the schema
+    strict: Flag | None = None  # whether arguments must match the schema
 
 
 class Tool(RequestPart):
@@ -136,7 +132,7 @@ class Tool(RequestPart):
 
     @model_serializer
     def _as_sent(self) -> dict[str, Any]:
-        """As a chat template takes it: with what the client gave, and nothing else."""
+        """Serializes only the given fields, as chat templates expect."""
         return {"type": self.type, "function": self.function.model_dump(exclude_none=True)}
 
     @property
@@ -149,7 +145,7 @@ class NamedFunction(RequestPart):
 
 
 class NamedTool(RequestPart):
-    """The one tool that is to be called."""
+    """The one tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -164,10 +160,10 @@ ToolChoice = Annotated[
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 512
-PROMPT_VERSION = "prompt_version"  # of `metadata`: what it says is told by metrics and traces
+PROMPT_VERSION = "prompt_version"  # key of `metadata` that metrics and traces report
 VERSION_PATTERN = r"[\w.:/@+-]{1,64}"
 MAX_EFFORT_CHARS = 32
-REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII: a header tells it
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII, since a header carries it
 
 TokenIds = Annotated[
     tuple[Annotated[Integer, Field(ge=0)], ...],
@@ -194,22 +190,22 @@ def _is_prompt(value: Any) -> bool:
 
 class StreamOptions(RequestPart):
     include_usage: Flag = False
-    continuous_usage_stats: Flag = False  # vLLM's: with include_usage, every chunk tells the usage so far
+    continuous_usage_stats: Flag = False  # vLLM's: with include_usage, every chunk has the usage so far
 
     include_obfuscation: Annotated[Any, unserved(False)] = None
 
 
 class SpeculationOptions(RequestPart):
-    """Extension: how this request is speculated."""
+    """Extension: speculation options of this request."""
 
-    max_draft_tokens: Annotated[Integer, Field(ge=0, le=MAX_BLOCK_TOKENS)] | None = None  # 0: plain decoding
+    max_draft_tokens: Annotated[Integer, Field(ge=0, le=MAX_BLOCK_TOKENS)] | None = None  # 0: no speculation
     acceptance: Literal["ratio", "coupled"] | None = None
-    trace: Flag = False  # streamed chunks tell drafted tokens from the target's own
-    rejected: Flag = False  # and the draft tokens that were rejected, beside the target's own that took their place
+    trace: Flag = False  # streamed chunks mark which tokens were drafted
+    rejected: Flag = False  # also report rejected draft tokens
 
 
 class GenerationRequest(SamplingFields, UnservedFields):
-    """What both endpoints take."""
+    """Fields common to completions and chats."""
 
     prompt_field: ClassVar[str]
     default_max_tokens: ClassVar[int | None]  # None: the rest of the context
@@ -227,8 +223,8 @@ class GenerationRequest(SamplingFields, UnservedFields):
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
-    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: in the answer's id
-    ignore_eos: Flag = False  # vLLM's: go on to max_tokens
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: part of the answer's id
+    ignore_eos: Flag = False  # vLLM's: continue to max_tokens
     metadata: Annotated[dict[str, str] | None, bounded(lambda most: most.labels)] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's
@@ -236,12 +232,12 @@ class GenerationRequest(SamplingFields, UnservedFields):
 
     @property
     def prompt_version(self) -> str | None:
-        """Which version of its prompt the client says that this is."""
+        """Returns the prompt version that the client names in `metadata`."""
         return (self.metadata or {}).get(PROMPT_VERSION)
 
     @property
     def answer_format(self) -> AnswerFormat | None:
-        """OpenAI's way to ask for a form of the answer."""
+        """Returns `response_format`, which only chats and completions have."""
         return self.response_format
 
     @property
@@ -250,12 +246,12 @@ class GenerationRequest(SamplingFields, UnservedFields):
 
     @property
     def prompt_chars(self) -> int:
-        """Characters of the longest prompt, as far as it is text."""
+        """Returns the characters of the longest text prompt."""
         raise NotImplementedError
 
     @property
     def token_limits(self) -> dict[str, int]:
-        """The limits on generated tokens that the client gave, by field."""
+        """Returns the client's limits on generated tokens, by field."""
         return {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
 
     @field_validator("metadata")
@@ -269,17 +265,17 @@ class GenerationRequest(SamplingFields, UnservedFields):
 
     @property
     def top_of_tokens(self) -> int | None:
-        """How many likeliest tokens are told beside each generated one; None: nothing is told of them."""
+        """Returns the number of alternatives to score per generated token; None: no scores."""
         raise NotImplementedError
 
     @property
     def is_echoed(self) -> bool:
-        """Whether the answer begins with the prompt."""
+        """Returns whether the answer begins with the prompt."""
         return False
 
     @property
     def top_of_prompt(self) -> int | None:
-        """The same as `top_of_tokens`, of the prompt's tokens."""
+        """Returns the number of alternatives to score per prompt token; None: no scores."""
         echoed = self.top_of_tokens if self.is_echoed else None
         asked = [top for top in (self.prompt_logprobs, echoed) if top is not None]
         return max(asked, default=None)
@@ -301,7 +297,7 @@ class GenerationRequest(SamplingFields, UnservedFields):
 
 
 class CompletionRequest(UnservedCompletionFields, GenerationRequest):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt_field: ClassVar[str] = "prompt"
     default_max_tokens: ClassVar[int | None] = 16
@@ -334,7 +330,7 @@ class CompletionRequest(UnservedCompletionFields, GenerationRequest):
 
 
 class ChatRequest(UnservedChatFields, GenerationRequest):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
     strict_field: ClassVar[str] = "tools[{}].function.strict"
@@ -345,7 +341,7 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
     tools: Annotated[tuple[Tool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: Flag = True
-    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None  # what the template makes of it
+    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None  # defined by the template
     include_reasoning: Flag = True  # vLLM's
     chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})  # vLLM's
     add_generation_prompt: Flag | None = None  # vLLM's: unless the final message is continued
@@ -361,12 +357,12 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The tools that the model may call."""
+        """Returns the tools that the model may call."""
         return () if self.tool_choice == "none" else self.tools
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is to be a call."""
+        """Returns whether the answer must be a call."""
         return self.tool_choice not in ("auto", "none")
 
     logprobs: Flag = False
@@ -398,7 +394,7 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
 
 
 class TokenizeRequest(RequestPart):
-    """POST /tokenize: a prompt, or a conversation as /v1/chat/completions would put it."""
+    """Body of POST /tokenize: a prompt, or a conversation as /v1/chat/completions renders it."""
 
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None
     prompt: str | None = None
@@ -409,7 +405,7 @@ class TokenizeRequest(RequestPart):
     chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag = False
-    add_special_tokens: Flag | None = None  # around a prompt: true; a chat template writes its own
+    add_special_tokens: Flag | None = None  # prompts only; a chat template adds its own
     return_token_strs: Flag = False
 
     chat_template: Annotated[Any, unserved()] = None
@@ -439,7 +435,7 @@ class TokenizeReply(BaseModel):
 
 
 class DetokenizeRequest(RequestPart):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None
     tokens: TokenIds

@@ -1,4 +1,4 @@
-"""What is served: the model's names, and a fingerprint of all that decides its answers beside the request."""
+"""The served model: its names, and a fingerprint of everything but the request that determines answers."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from cluster.errors import RequestError
 from serve_app.api.replies import ModelCard, ModelList
 
 DISTRIBUTION = "slipstream-serving"
-SERVER_DECIDES = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # how requests are read
+SERVER_DECIDES = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # affect parsing
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that is not served."""
 
 
 def version() -> str:
@@ -23,7 +23,7 @@ def version() -> str:
 
 
 def model_list(config: SlipstreamConfig) -> ModelList:
-    """A card for each name."""
+    """Returns a card for each name."""
     created = int(time.time())
     context = config.model.max_context
     cards = (
@@ -34,20 +34,20 @@ def model_list(config: SlipstreamConfig) -> ModelList:
 
 
 def check_model(name: str, served: Sequence[str]) -> None:
-    """Raises UnknownModelError for a name that is none of those served."""
+    """Raises UnknownModelError for a name that is not served."""
     if name not in served:
         known = ", ".join(f"'{one}'" for one in served)
         raise UnknownModelError(f"model '{name}' does not exist; {known} is served", "model")
 
 
 def find_card(models: ModelList, name: str) -> ModelCard:
-    """The card of a name."""
+    """Returns the card of a name."""
     check_model(name, [card.id for card in models.data])
     return next(card for card in models.data if card.id == name)
 
 
 def fingerprint(config: SlipstreamConfig, checkpoint: str) -> str:
-    """Of all that decides an answer beside its request. Drafts have no say."""
+    """Returns a fingerprint of everything but the request that determines an answer. Drafts do not."""
     decisive = {
         "version": version(),
         "weights": checkpoint or config.model.target,

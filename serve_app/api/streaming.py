@@ -1,4 +1,4 @@
-"""HTTP beyond routes: event streams, clients that disconnect."""
+"""Server-sent event streams, JSON responses and client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -17,12 +17,12 @@ from serve_app.api.observability import RequestRecord
 T = TypeVar("T")
 
 
-LAST_WORDS_S = 1.0  # for what a client is told whose time is over
-KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which no client shows
+LAST_WORDS_S = 1.0  # seconds to send the last event after a deadline
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients ignore
 
 
 class EventStream(Response):
-    """Sends events as they come, comments while none does, and closes their source when the client leaves."""
+    """Sends events as they arrive and comments in the pauses; closes the source when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -35,7 +35,7 @@ class EventStream(Response):
         deadline: Deadline,
         as_failure: Callable[[Failure], str],
     ) -> None:
-        """`first` is the first of the events, come or coming."""
+        """`first` is the first event, ready or pending."""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
@@ -44,7 +44,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self._deadline = deadline
         self._as_failure = as_failure
-        self._is_quiet = True  # since the last look
+        self._is_quiet = True  # no event was sent since the last check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events), _ended(self._first):
@@ -59,13 +59,13 @@ class EventStream(Response):
                     await _send_part(send, event)
                 await _send_part(send, "", more=False)
         except RequestTimeoutError as error:
-            with suppress(TimeoutError):  # who has stopped reading is hung up on
+            with suppress(TimeoutError):  # the client stopped reading
                 async with asyncio.timeout(LAST_WORDS_S):
                     await _send_part(send, self._failed(error))
                     await _send_part(send, "", more=False)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Beside the events, which it costs nothing."""
+        """Sends comments from a task of its own, at no cost to events."""
         while True:
             await asyncio.sleep(self._keep_alive_s)
             if self._is_quiet:
@@ -73,7 +73,7 @@ class EventStream(Response):
             self._is_quiet = True
 
     async def _guarded(self) -> AsyncGenerator[str, None]:
-        """All events; a failure becomes the last one."""
+        """Yields all events; turns a failure into the last one."""
         try:
             yield await self._first
             async for event in self._events:
@@ -84,12 +84,14 @@ class EventStream(Response):
 
     def _failed(self, error: Exception) -> str:
         failure = failure_of(error)
-        self._record.status = failure.status  # the client was told 200 long ago
+        self._record.status = failure.status  # status 200 was sent long ago
         return self._as_failure(failure)
 
 
 async def first_of(events: AsyncGenerator[str, None], receive: Receive, patience_s: float) -> asyncio.Future[str]:
-    """The first event, come or, after so long, coming. Raises what kept it from coming; then nothing more comes."""
+    """Returns the first event, or a pending one after `seconds`. Raises the failure that prevented it and closes the
+    source.
+    """
     first = asyncio.ensure_future(anext(events))
     try:
         await while_connected(receive, asyncio.wait((first,), timeout=patience_s))
@@ -103,7 +105,7 @@ async def first_of(events: AsyncGenerator[str, None], receive: Receive, patience
 
 @asynccontextmanager
 async def _ended(task: asyncio.Future[Any]) -> AsyncGenerator[None, None]:
-    """A task that does not outlive the block."""
+    """Cancels the task when the block ends."""
     try:
         yield
     finally:
@@ -112,17 +114,17 @@ async def _ended(task: asyncio.Future[Any]) -> AsyncGenerator[None, None]:
 
 
 def as_event(data: str) -> str:
-    """A server-sent event."""
+    """Formats a server-sent event."""
     return f"data: {data}\n\n"
 
 
 def as_json(body: BaseModel, status: int = 200) -> Response:
-    """A JSON response."""
+    """Returns a JSON response."""
     return Response(body.model_dump_json(), status, media_type="application/json")
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Awaits `work`; cancels it and raises ClientDisconnect when the client leaves first."""
+    """Awaits `work`. If the client disconnects first, cancels it and raises ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_disconnect(receive))
     try:
@@ -137,7 +139,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

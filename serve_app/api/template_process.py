@@ -1,8 +1,8 @@
-"""Chat templates in a process of their own, which bounds what they cost.
+"""Renders chat templates in a separate process with limits.
 
-A template is a program that comes with a model, and messages decide how long it runs. In a thread nothing stops an
-endless loop, and a single `9**9**9` or a repeated string holds the interpreter's lock, or takes all memory, within one
-C call. A process ends by its kernel limits, and its computing never delays the event loop.
+A template is a program that comes with a model, and messages determine how long it runs. In a thread nothing stops an
+endless loop, and a single `9**9**9` or repeated string holds the GIL, or takes all memory, within one C call. Kernel
+limits end a process, and its work never delays the event loop.
 """
 
 import json
@@ -18,26 +18,26 @@ from serve_app.api.chat_template import Rendering, TemplateFailure
 from serve_app.api.template_worker import HEAD, MEMORY_BYTES, SIZE
 from serve_app.api.template_worker import __name__ as PROGRAM
 
-CPU_S = 1.0  # of processor time, for one conversation
-ANSWERS_S = 60.0  # by the wall clock, with the program's own start: a machine may be busy
+CPU_S = 1.0  # processor time of one conversation
+ANSWERS_S = 60.0  # wall clock, including the program's start on a busy machine
 STOPS_S = 5.0
 
 
 class TemplateProcess:
-    """Starts the program that renders, gives each caller a worker of it, and replaces workers that were ended.
+    """Starts the renderer, lends each caller one of its workers, and replaces workers that were killed.
 
-    Threads may call it at once.
+    Safe to call from several threads.
     """
 
     def __init__(self, cpu_s: float = CPU_S) -> None:
-        """Starts the program, which is ready some seconds later; `cpu_s` bounds the processor time of a rendering."""
+        """Starts the program, which needs some seconds; `cpu_s` limits the processor time of a rendering."""
         self._cpu_s = cpu_s
-        self._idle: list[socket.socket] = []  # one for each worker that waits for work
+        self._idle: list[socket.socket] = []  # sockets of idle workers
         self._starting = threading.Lock()
         self._program, self._control = _start(cpu_s)
 
     def __call__(self, rendering: Rendering) -> str:
-        """Returns the text; raises TemplateFailure for a template that raises or exceeds a limit."""
+        """Returns the text. Raises TemplateFailure if the template raises or exceeds a limit."""
         try:
             request = json.dumps(rendering.as_json()).encode()
         except RecursionError:
@@ -45,14 +45,14 @@ class TemplateProcess:
         worker = self._worker()
         try:
             text = self._exchange(worker, request)
-        except BaseException:  # a worker ends with its first failure
+        except BaseException:  # a worker ends at its first failure
             worker.close()
             raise
         self._idle.append(worker)
         return text
 
     def close(self) -> None:
-        """Ends the program and its workers."""
+        """Stops the program and its workers."""
         self._control.close()
         while self._idle:
             self._idle.pop().close()
@@ -63,7 +63,7 @@ class TemplateProcess:
             self._program.wait()
 
     def _worker(self) -> socket.socket:
-        """Returns one that is alive."""
+        """Returns a live worker."""
         while self._idle:
             try:
                 worker = self._idle.pop()
@@ -71,12 +71,12 @@ class TemplateProcess:
                 break
             if not select.select((worker,), (), (), 0)[0]:
                 return worker
-            worker.close()  # readable though nothing was asked: it has ended
+            worker.close()  # readable without a request: it has ended
         ours, theirs = socket.socketpair()
         with theirs, self._starting:
             try:
                 socket.send_fds(self._control, (b"w",), (theirs.fileno(),))
-            except OSError:  # the program was killed, and is started once more
+            except OSError:  # the program was killed; start it once more
                 self._control.close()
                 self._program.wait()
                 self._program, self._control = _start(self._cpu_s)
@@ -85,7 +85,7 @@ class TemplateProcess:
         return ours
 
     def _exchange(self, worker: socket.socket, request: bytes) -> str:
-        """Returns the text; raises TemplateFailure for the error that came instead, or if the worker was ended."""
+        """Returns the rendered text. Raises TemplateFailure for a reported error or a killed worker."""
         over = TemplateFailure(
             f"it takes more than {self._cpu_s:g} s of processor time or {MEMORY_BYTES >> 20} MiB of memory"
         )

@@ -18,14 +18,14 @@ from typing import BinaryIO
 
 from serve_app.api.chat_template import Rendering, describe, render_here
 
-MEMORY_BYTES = 512 << 20  # of one worker
-NICENESS = 5  # a costly template yields to the processes that compute
-SIZE = struct.Struct("=Q")  # of a request, in bytes
-HEAD = struct.Struct("=?Q")  # of a reply: whether it is the text rather than an error, and its length in bytes
+MEMORY_BYTES = 512 << 20  # bytes of one worker
+NICENESS = 5  # templates yield to model computation
+SIZE = struct.Struct("=Q")  # size prefix of a request
+HEAD = struct.Struct("=?Q")  # prefix of a reply: whether it is text rather than an error, and its length in bytes
 
 
 def main() -> None:
-    """Forks workers until the other side leaves."""
+    """Forks workers until the parent closes the socket."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers
     gc.freeze()  # keeps pages shared with the workers
     with socket.socket(fileno=int(sys.argv[1])) as control:
@@ -41,14 +41,14 @@ def main() -> None:
 
 
 def _work(connection: socket.socket, cpu_s: float) -> None:
-    """Renders until the other side leaves, or a template fails: what it left behind ends with the process."""
+    """Renders until the parent leaves or a template fails; ending the process discards what a failure left behind."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(NICENESS)
     is_text = True
     with connection.makefile("rb") as requests, connection.makefile("wb") as replies:
         while is_text and (request := _next(requests)):
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # unhandled, its signal ends the process even inside C code
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process even inside C code
             is_text, body = _rendered(request)
             signal.setitimer(signal.ITIMER_PROF, 0)
             replies.write(HEAD.pack(is_text, len(body)))
@@ -57,13 +57,13 @@ def _work(connection: socket.socket, cpu_s: float) -> None:
 
 
 def _next(requests: BinaryIO) -> bytes:
-    """Returns a request, which is empty when the other side has left."""
+    """Returns the next request; empty if the parent has left."""
     size = requests.read(SIZE.size)
     return requests.read(SIZE.unpack(size)[0]) if len(size) == SIZE.size else b""
 
 
 def _rendered(request: bytes) -> tuple[bool, bytes]:
-    """Returns whether there is a text, and that or the error."""
+    """Returns whether rendering succeeded, with the text or the error."""
     try:
         return True, render_here(Rendering(**json.loads(request))).encode()
     except MemoryError:

@@ -1,4 +1,4 @@
-"""Text to tokens and back: prompts, chat templates, incremental detokenisation, stop strings."""
+"""Text to tokens and back: prompts, incremental detokenisation, stop strings."""
 
 import logging
 from bisect import bisect_left
@@ -24,39 +24,39 @@ from serve_app.api.tool_calls import CallForm, ResponseReaders, find_call_form, 
 
 log = logging.getLogger("ray.serve")
 
-_UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
-_MOST_TOKENS_OF_A_CHARACTER = 4  # one for each of its bytes
+_UNFINISHED = "\ufffd"  # decoding of an incomplete character
+_MOST_TOKENS_OF_A_CHARACTER = 4  # bytes of a character at most, one U+FFFD each
 _SHORT_WINDOW = 8  # tokens
 _LONG_WINDOW = 16
-_LONGEST_WINDOW = 32  # at which linear time goes before equality; only bytes that are no text get there
+_LONGEST_WINDOW = 32  # window length at which linear time wins over exact equality; only invalid bytes reach it
 
 
 class Detokenizer:
-    """Text of a growing list of tokens, given out in whole characters.
+    """Incremental decoder that releases whole characters.
 
-    All that it gave out equals the decoding of all tokens at once, where they spell text. Each token costs the decoding
-    of a bounded window, whatever the tokens are. (`tokenizers.DecodeStream` holds back all of a text that ends in
-    U+FFFD, decodes it again with each token, and never gives out a tail of bytes that makes no character.)
+    Its output equals decoding all tokens at once, wherever they spell valid text. Each token costs decoding a bounded
+    window. (`tokenizers.DecodeStream` holds back all text that ends in U+FFFD, decodes it again with each token, and
+    never releases trailing bytes that form no character.)
     """
 
     def __init__(
         self, tokenizer: Tokenizer, special_ids: frozenset[int], joined_ids: frozenset[int] = frozenset()
     ) -> None:
-        """Texts of `special_ids` are left out, between two of `joined_ids` is no space."""
+        """Omits the text of `special_ids`, and puts no space between two of `joined_ids`."""
         self._tokenizer = tokenizer
         self._special_ids = special_ids
         self._joined_ids = joined_ids
-        # The window begins with tokens that were given out already: some decoders treat the very first token
+        # The window begins with tokens already released: some decoders treat the very first token
         # differently, for instance by dropping its leading space.
         self._window: list[int] = []
-        self._given = 0  # characters of the window's text that were given out
-        self._new = 0  # tokens since the text last ended in a character that is no U+FFFD
-        # Characters of the window's text after each of the newest tokens. It may shrink: where single bytes are tokens,
-        # an unfinished character makes U+FFFD of every byte beside it, until it is finished.
+        self._given = 0  # released characters of the window's text
+        self._new = 0  # tokens since the text last ended in a character other than U+FFFD
+        # Length of the window's text after each of the newest tokens. It may shrink: with byte tokens, an
+        # unfinished character turns every byte beside it into U+FFFD until it is finished.
         self._lengths: deque[int] = deque(maxlen=_MOST_TOKENS_OF_A_CHARACTER)
 
     def push(self, token: int) -> str:
-        """The text that has become final with this token."""
+        """Returns the text that this token makes final."""
         if token in self._special_ids:
             return ""
         self._window.append(token)
@@ -75,29 +75,29 @@ class Detokenizer:
         return given_out
 
     def finish(self) -> str:
-        """What is left when no token follows."""
+        """Returns the remaining text."""
         text = self._decode(self._window)
         return self._give(text, len(text))
 
     def preview(self, tokens: Sequence[int]) -> str:
-        """What these tokens would read as if they came next; special ones by their names."""
+        """Returns how these tokens would read if they came next, special ones spelled out."""
         return self._decode([*self._window, *tokens])[self._given :]
 
     def _give(self, text: str, end: int) -> str:
-        """The window's text up to `end`, as far as it was not given out."""
+        """Returns the window's unreleased text up to `end`."""
         given_out = text[self._given : end]
         self._given = max(self._given, end)
         return given_out
 
     def _begin_anew(self) -> None:
-        """All is given out; the newest tokens stay, for the next ones to be decoded with."""
+        """Resets the window to the newest tokens, as context for the next."""
         self._window = self._window[-self._new :]
         self._given = len(self._decode(self._window))
         self._new = 0
         self._lengths.clear()
 
     def _narrow(self) -> None:
-        """Drops the window's first tokens at a border, where both sides read alone as they do together."""
+        """Drops tokens from the window's start where both sides decode separately to the same text."""
         shortest = min(range(len(self._lengths)), key=lambda age: self._lengths[-1 - age])
         end = len(self._window) - shortest  # where no character was unfinished, if there is such a place
         whole = self._decode(self._window[:end])
@@ -122,26 +122,26 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Cuts a growing text at the first stop string to be complete, holding back what may be the beginning of one.
+    """Cuts growing text at the first complete stop string and holds back text that may begin one.
 
-    However the text is cut into pieces, the outcome is the same. Of stop strings that end together the longest counts.
+    The result does not depend on how the text is split. If several stop strings end at once, the longest counts.
     """
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
-        """With `keeps_stop`, the stop string itself is given out too."""
+        """With `keeps_stop`, the stop string itself is released too."""
         self._stops = sorted(set(stops))
         self._firsts = frozenset(stop[0] for stop in self._stops)
         self._keeps_stop = keeps_stop
         self._held = ""
-        self._starts: list[int] = []  # in `_held`, rising: from each on, it reads like the beginning of a stop string
-        self.match: str | None = None  # the stop string that was complete first
+        self._starts: list[int] = []  # ascending positions in `_held` from which the text may begin a stop string
+        self.match: str | None = None  # the stop string that was completed first
 
     @property
     def matched(self) -> bool:
         return self.match is not None
 
     def push(self, text: str) -> str:
-        """The text that is safe to give out now; nothing after a match."""
+        """Returns the text that is safe to release; nothing after a match."""
         if self.matched:
             return ""
         if not self._starts and self._firsts.isdisjoint(text):
@@ -156,11 +156,11 @@ class StopMatcher:
         return self._release(self._starts[0] if self._starts else len(self._held))
 
     def finish(self) -> str:
-        """What was held back, when no text follows."""
+        """Returns the text held back."""
         return "" if self.matched else self._release(len(self._held))
 
     def _completes(self, end: int) -> bool:
-        """Whether a stop string ends here; if so its start is the first of those left."""
+        """Returns whether a stop string ends here; its start is then the first candidate left."""
         left: list[int] = []
         for start in self._starts:
             tail = self._held[start:end]
@@ -196,10 +196,10 @@ class TextCodec:
         render: Render = render_here,
         max_context: int | None = None,
     ) -> None:
-        """Takes a Hugging Face tokenizer that is backed by the tokenizers library.
+        """Takes a Hugging Face tokenizer backed by the tokenizers library.
 
-        Token ids from `vocabulary` on are refused; by default the tokenizer's own limit. `render` renders its chat
-        templates, to no more text than `max_context` tokens can spell.
+        Token ids from `vocabulary` on are refused; the default is the tokenizer's own limit. `render` renders its chat
+        templates, up to the text that `max_context` tokens can spell.
         """
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
@@ -225,7 +225,7 @@ class TextCodec:
         render: Render = render_here,
         max_context: int | None = None,
     ) -> Self:
-        """Loads a checkpoint's codec. Raises ModelError when it has no tokenizer that can be served."""
+        """Loads a checkpoint's codec. Raises ModelError if it has no supported tokenizer."""
         options = server or ServerConfig()
         tokenizer = load_tokenizer(folder)
         response = find_template(options.response_template, tokenizer, read_config(folder).model_type)
@@ -245,32 +245,32 @@ class TextCodec:
         )
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of a prompt, with the special tokens that the model expects around it."""
+        """Returns the tokens of a prompt, with the special tokens the model expects around it."""
         return tuple(self.tokenizer(text).input_ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Tokens of a piece of text, with nothing around it."""
+        """Returns the tokens of a text without special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def token_text(self, token: int) -> str:
-        """Of one token by itself."""
+        """Returns the text of a single token."""
         return str(self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
 
     def decode(self, tokens: Sequence[int], skips_special: bool = True) -> str:
-        """Text of all tokens at once."""
+        """Returns the text of all tokens at once."""
         return str(self.tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=skips_special))
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> tuple[int, ...]:
-        """Tokens of a conversation in the model's own chat template, up to where the assistant begins."""
+        """Returns the tokens of a conversation in the model's chat template, up to where the assistant begins."""
         return self.template.encode(messages, options or TemplateOptions())
 
     def grammars(self) -> GrammarCompiler | None:
-        """A compiler of the grammars that answers may have to keep to; None where there are none."""
+        """Returns a compiler of grammars; None if the tokenizer cannot be constrained."""
         return grammars_of(lambda: self._grammar_vocabulary)
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """How the model writes calls, where a grammar can have them so."""
+        """Returns how the model writes calls; None if a grammar cannot express it."""
         try:
             is_special = self._grammar_vocabulary.is_special_token
         except ModelError:
@@ -285,7 +285,7 @@ class TextCodec:
         return grammar_vocabulary(self.tokenizer, self.eos_ids)
 
     def detokenizer(self, skips_special: bool = True, spaces_special: bool = True) -> Detokenizer:
-        """For one answer; a reader knows its parts by special tokens, and is to have them.
+        """Returns a detokenizer for one answer, with the special tokens by which a reader splits it.
 
         Without `spaces_special` there is no space between added tokens, where some decoders put one.
         """

@@ -1,18 +1,9 @@
-"""How the served model writes its calls: its chat template writes some, and its response parser reads them back.
+"""Splits answers into content, reasoning and tool calls, and finds how the served model writes calls.
 
-The text of a call in JSON: as the response parser is to see it, and its arguments as the model wrote them; pure.
-
-The parser ends a call at the first mark that ends calls, in a string as well. So what stands in a string reaches it in
-an escaped form, which JSON reads as the same.
-
-What a model has said, told apart into content, reasoning and tool calls by transformers' own response parser.
-
-The parser works on text as it grows, wherever it is cut: it holds back what may begin a marker, and knows a tool call
-when its region closes. Pure: it starts no clock and asks nobody.
-
-How the served model's answers are written: which response template holds, and readers of answers by it.
-
-A response template is transformers' own format: which markers begin and end reasoning, content and tool calls.
+Transformers' response parser does the reading: a response template names the markers that begin and end each part. The
+parser works on text as it grows, however it is split. It holds back what may begin a marker, and recognizes a call when
+its region closes. Since it ends a call at the first end marker, even inside a string, JSON strings reach it in an
+escaped form that JSON reads as the same text; clients receive the arguments verbatim.
 """
 
 import json
@@ -34,8 +25,8 @@ from transformers.utils.chat_parsing.response_templates import (
 from cluster.errors import ConfigError, RequestError
 from serve_app.api.chat_template import ChatTemplate, Message, TemplateOptions
 
-MOST_PLACES = 16  # that are tried for where arguments begin: a call may hold very many braces
-LINE_ENDS = frozenset("\n\r")  # no string of JSON holds one: the string was never closed
+MOST_PLACES = 16  # candidate starts of arguments that are tried, since a call may hold very many braces
+LINE_ENDS = frozenset("\n\r")  # characters that no JSON string holds: the string was never closed
 LAST_IN_ONE_ESCAPE = "\uffff"
 
 _BRACE = re.compile(r"\{")
@@ -49,7 +40,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 class CallText:
-    """One call, or several in one list, as it grows by characters."""
+    """One call, or a list of calls, fed character by character."""
 
     def __init__(self) -> None:
         self._chars: list[str] = []
@@ -59,7 +50,7 @@ class CallText:
         self._told = 0  # characters up to the end of the last arguments
 
     def take(self, char: str) -> str:
-        """The character as the parser is to see it."""
+        """Returns the character as the parser must see it."""
         self._chars.append(char)
         if self._is_broken:
             return char
@@ -75,9 +66,9 @@ class CallText:
         return _escaped(char) if self._in_string and not self._is_escaped else char
 
     def arguments(self, read: Any) -> str:
-        """The next arguments as they are written, where the parser has `read` them from an object there.
+        """Returns the next call's arguments verbatim if the parser `read` them from a JSON object there.
 
-        Others are written anew. Raises ValueError for what JSON cannot hold.
+        Serializes other arguments. Raises ValueError for values that JSON cannot hold.
         """
         text = "".join(self._chars)
         for brace in islice(_BRACE.finditer(text, self._told), MOST_PLACES):
@@ -92,21 +83,21 @@ class CallText:
 
 
 def written_anew(arguments: Any) -> str:
-    """As JSON. Raises ValueError for a number that JSON has not, and for text that UTF-8 has not."""
+    """Serializes to JSON. Raises ValueError for numbers outside JSON and text outside UTF-8."""
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     written.encode()
     return written
 
 
 def _escaped(char: str) -> str:
-    """What may be part of a mark, as JSON may have it instead."""
+    """Escapes a character that may be part of a marker, as JSON allows."""
     is_plain = char.isalnum() or char.isspace() or char > LAST_IN_ONE_ESCAPE
     return char if is_plain else f"\\u{ord(char):04x}"
 
 
-REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})  # by which templates call it
+REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})  # field names that templates use
 CALLS_FIELD = "tool_calls"
-UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)  # what the parser raises for a region not as announced
+UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)  # the parser's errors for unexpected content
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +120,7 @@ Segment = Content | Reasoning | Call
 
 
 class Parser(Protocol):
-    """The part of `transformers.utils.chat_parsing.ResponseParser` that is used."""
+    """The interface used of `transformers.utils.chat_parsing.ResponseParser`."""
 
     def feed(self, text: str) -> list[dict[str, Any]]: ...
 
@@ -137,25 +128,25 @@ class Parser(Protocol):
 
 
 class Pattern(Protocol):
-    """The part of a compiled regular expression that is used."""
+    """The interface used of a compiled regular expression."""
 
     def search(self, text: str, /) -> object | None: ...
 
 
 class Reader(Protocol):
-    """Takes an answer's text as it grows."""
+    """Splits an answer's text as it grows."""
 
     def push(self, text: str) -> list[Segment]:
-        """What has become certain with this text."""
+        """Returns the parts that this text makes final."""
         ...
 
     def finish(self) -> list[Segment]:
-        """What is left when no text follows."""
+        """Returns the remaining parts."""
         ...
 
 
 class PlainReader:
-    """For models whose answers are content and nothing else."""
+    """Reader for models whose answers are content only."""
 
     def push(self, text: str) -> list[Segment]:
         return [Content(text)] if text else []
@@ -165,23 +156,23 @@ class PlainReader:
 
 
 class ResponseReader:
-    """For models whose answers have parts.
+    """Reader for models whose answers have parts.
 
-    A region that does not hold what the template announces is content, as the model wrote it, and reading begins anew
-    after it. So is a call where no tools are offered. Where calls are JSON, text is read by single characters from one
-    that begins a call on: what follows is in a string, or it is not.
+    A region without its announced content is returned verbatim as content, and parsing restarts after it. So is a call
+    if no tools are offered. If calls are JSON, text is read character by character from the start of a call, to know
+    what is inside a string.
     """
 
     def __init__(
         self, start: Callable[[str], Parser], prompt: str, *, offers_tools: bool, json_opening: Pattern | None
     ) -> None:
-        """`start` gives a parser for what follows a prompt; `json_opening` is what begins a call in JSON."""
+        """`start` returns a parser for what follows a prompt; `json_opening` begins a call in JSON."""
         self._start = start
         self._parser = start(prompt)
         self._offers_tools = offers_tools
         self._json_opening = json_opening
-        self._call: CallText | None = None  # the one that has begun
-        self._unread = ""  # text since the last that was given out, markers included
+        self._call: CallText | None = None  # the region that has begun
+        self._unread = ""  # text since the last release, markers included
 
     def push(self, text: str) -> list[Segment]:
         pieces = text if self._may_call(text) else [text]
@@ -212,7 +203,7 @@ class ResponseReader:
     def _said(self, event: dict[str, Any], had_begun: bool) -> list[Segment]:
         match event:
             case {"type": "region_chunk", "field": field, "text": text, "dirty": False}:
-                self._unread = self._unread[self._unread.rfind(text) + len(text) :]  # what may begin a marker is left
+                self._unread = self._unread[self._unread.rfind(text) + len(text) :]  # what may begin a marker is kept
                 return [Reasoning(text) if field in REASONING_FIELDS else Content(text)]
             case {"type": "region_open", "field": field} if field == CALLS_FIELD and self._json_opening is not None:
                 self._call = CallText()
@@ -242,7 +233,7 @@ class ResponseReader:
 
 
 def read_whole(reader: Reader, texts: Iterable[str]) -> list[Segment]:
-    """An answer that has come to its end."""
+    """Reads a finished answer."""
     return [*(saying for text in texts for saying in reader.push(text)), *reader.finish()]
 
 
@@ -262,7 +253,7 @@ ReasoningInPrompt = Literal["none", "begun", "over"]
 
 
 class ResponseReaders:
-    """Makes a reader for each answer."""
+    """Creates a reader for each answer."""
 
     def __init__(self, tokenizer: Any, template: ResponseTemplate | None) -> None:
         self.template = template
@@ -270,11 +261,11 @@ class ResponseReaders:
 
     @property
     def tells_parts(self) -> bool:
-        """Whether answers are more than content."""
+        """Returns whether answers have parts beside content."""
         return self.template is not None
 
     def reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Reader:
-        """A reader of what follows the prompt, where these tools are offered."""
+        """Returns a reader for the answer to a prompt with these tools."""
         if self.template is None:
             return PlainReader()
         start = partial(self._parser, tools=tools)
@@ -282,7 +273,7 @@ class ResponseReaders:
         return ResponseReader(start, text, offers_tools=bool(tools), json_opening=self._json_opening)
 
     def reasoning_in(self, prompt: str) -> ReasoningInPrompt:
-        """What a prompt has of the answer's reasoning."""
+        """Returns the part of the answer's reasoning that the prompt already contains."""
         if self.template is None:
             return "none"
         events = self._parser(prompt).initial_events
@@ -293,22 +284,22 @@ class ResponseReaders:
 
     @property
     def _json_opening(self) -> Any:
-        """What begins a call, where calls are JSON as it is written everywhere."""
+        """Returns the marker that begins a call, if calls are plain JSON."""
         assert self.template is not None, "there is a template to parse by"
         calls = self.template.fields.get(CALLS_FIELD)
         return calls.open_re if calls is not None and calls.content == "json" and not calls.content_args else None
 
     def _parser(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
-        """A parser of what follows this text."""
+        """Returns a parser for what follows this text."""
         assert self.template is not None, "there is a template to parse by"
-        anchored = text if self.template.start_anchor_re.search(text) else ""  # else all of it were read as an answer
+        anchored = text if self.template.start_anchor_re.search(text) else ""  # else the prompt is read too
         return self._tokenizer.get_response_parser(self.template, prefix=anchored, tools=list(tools) or None)
 
 
 def find_template(configured: Configured, tokenizer: Any, model_type: str) -> ResponseTemplate | None:
-    """The template that the configuration gives or leaves to be found: the checkpoint's, or one for its architecture.
+    """Returns the configured response template, the checkpoint's, or one for its architecture.
 
-    Raises ConfigError for one that is none.
+    Raises ConfigError for an invalid one.
     """
     if configured == "none":
         return None
@@ -320,7 +311,7 @@ def find_template(configured: Configured, tokenizer: Any, model_type: str) -> Re
 
 
 def _known_template(tokenizer: Any, model_type: str) -> Mapping[str, Any] | None:
-    # Of `transformers serve`, and loaded with it: it knows the templates of checkpoints that bring none.
+    # Part of `transformers serve`: templates for checkpoints that ship none.
     from transformers.cli.serving.utils import get_response_template
 
     found: Mapping[str, Any] | None = get_response_template(
@@ -337,7 +328,7 @@ ARGUMENTS = {"probe_key": "probe value", "probe_other": "other value"}
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """Arguments that stand between marks, texts as they are and all else as JSON."""
+    """Arguments between tags: strings verbatim, all else as JSON."""
 
     before_key: str
     before_value: str
@@ -346,21 +337,21 @@ class TaggedArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The text of calls, but for their names and arguments."""
+    """The fixed text of a call around its name and arguments."""
 
-    opening: str  # up to the first call's name
-    middle: str  # from a name to its arguments
-    between: str  # from one call's arguments to the next one's name
-    closing: str  # after the last one's arguments
-    trigger: str  # the beginning of `opening` by which a call is told from content
+    opening: str  # text before the first call's name
+    middle: str  # between a name and its arguments
+    between: str  # between a call's arguments and the next name
+    closing: str  # after the last arguments
+    trigger: str  # the start of `opening` that distinguishes a call from content
     tags: TaggedArguments | None  # None: arguments are a JSON object
-    thinking: tuple[str, str] | None  # what reasoning stands between, for a model that has some
-    special_ids: Mapping[str, int]  # tokens that no string of a grammar spells, by their text; none that ends an answer
+    thinking: tuple[str, str] | None  # markers around reasoning, if the model has any
+    special_ids: Mapping[str, int]  # special tokens by text, except those that end an answer
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Where a call is in the text that the chat template made: its name, then its arguments."""
+    """Positions of a call in the chat template's text: its name, then its arguments."""
 
     name_at: int
     begin: int
@@ -368,7 +359,7 @@ class _Written:
 
 
 def find_call_form(template: ChatTemplate, readers: ResponseReaders, special_ids: Mapping[str, int]) -> CallForm | None:
-    """None where calls cannot be told, or are written in a way that is not known here; the log says why."""
+    """Returns the model's call form. Returns None, with the reason in the log, if it is unknown or unsupported."""
     response = readers.template
     if response is None or CALLS_FIELD not in response.fields or not template.takes("tools", with_tools=True):
         return None
@@ -385,7 +376,7 @@ def find_call_form(template: ChatTemplate, readers: ResponseReaders, special_ids
 
 
 def _turn(template: ChatTemplate, response: ResponseTemplate) -> str:
-    """An assistant's turn with two calls."""
+    """Returns an assistant message with two calls."""
     calls = [
         {"id": f"probe000{n}", "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
         for n, name in enumerate(NAMES)
@@ -438,7 +429,7 @@ def _find_call(turn: str, name: str, start: int, tags: TaggedArguments | None) -
 
 
 def _json_at(turn: str, start: int, tags: TaggedArguments | None) -> tuple[int, int]:
-    """Where the arguments stand as a JSON object."""
+    """Returns the position of the arguments as a JSON object."""
     del tags
     for brace in re.finditer(r"\{", turn[start:]):
         begin = start + brace.start()
@@ -461,7 +452,7 @@ def _tags_at(turn: str, start: int, tags: TaggedArguments | None) -> tuple[int, 
 
 
 def _tags(turn: str, field: ResponseTemplateField) -> TaggedArguments | None:
-    """The marks around arguments, for a response template that looks for such."""
+    """Returns the tags around arguments, if the response template uses tags."""
     if field.content != "xml-inline":
         return None
     if field.content_args.keys() - {"tag_pattern"}:
@@ -478,7 +469,7 @@ def _tags(turn: str, field: ResponseTemplateField) -> TaggedArguments | None:
 
 
 def _whole_marks(text: str) -> str:
-    """Up to where a mark or whitespace ends."""
+    """Extends a position to the end of its marker or whitespace."""
     return text[: max((found.end() for found in re.finditer(r"[>\]\s]", text)), default=0)]
 
 

@@ -1,13 +1,7 @@
-"""From a request to the sessions that it asks for, with all parameters resolved.
+"""Resolves a request into the sessions to run, with every parameter set.
 
-Pure: randomness comes in as a function. Every refusal is a RequestError that names the field.
-Knows nothing of HTTP.
-
-What a request asks for by token: which may come, how they are scored, how much of a prompt is kept.
-
-Pure. Every refusal names the field.
-
-What a checkpoint's `generation_config.json` has for requests that leave a sampling parameter out.
+Pure: randomness is passed in as a function. Every refusal is a RequestError that names the field. Parameters that a
+request leaves out come from the checkpoint's `generation_config.json`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +21,11 @@ from serve_app.api.schemas import GenerationRequest
 from serve_app.api.served_model import check_model
 from serve_app.api.text import TextCodec
 
-MAX_PROMPT_NUMBERS = 1 << 20  # that are told of one prompt: its tokens, times those told of each, in one message
+MAX_PROMPT_NUMBERS = 1 << 20  # scores of one prompt, tokens times alternatives, that fit one message
 
 
 def check_rules(request: GenerationRequest) -> None:
-    """Refuses what contradicts itself, before anything is tokenised."""
+    """Raises RequestError for contradictory fields, before tokenising."""
     for field, limit in request.token_limits.items():
         if request.min_tokens > limit:
             raise RequestError(f"min_tokens is {request.min_tokens}, expected at most {field}, {limit}", "min_tokens")
@@ -42,7 +36,7 @@ def check_rules(request: GenerationRequest) -> None:
 def rules_of(
     request: GenerationRequest, prompt_len: int, bad_words: tuple[tuple[int, ...], ...], vocabulary: int
 ) -> TokenRules:
-    """For a prompt of so many tokens."""
+    """Returns the token rules for a prompt of this many tokens."""
     words = max(map(max, bad_words), default=0)
     for field, token in (*_named(request), ("bad_words", words)):
         if token >= vocabulary:
@@ -56,7 +50,7 @@ def rules_of(
 
 
 def scoring_of(request: GenerationRequest, prompt_len: int) -> Scoring:
-    """What is to be told of tokens, for a prompt of so many."""
+    """Returns which tokens to score, for a prompt of this many tokens."""
     scoring = Scoring(request.top_of_tokens, request.top_of_prompt)
     numbers = prompt_len * (scoring.prompt_top + 1) if scoring.prompt_top is not None else 0
     if numbers > MAX_PROMPT_NUMBERS:
@@ -67,7 +61,7 @@ def scoring_of(request: GenerationRequest, prompt_len: int) -> Scoring:
 
 
 def bad_words_of(request: GenerationRequest, text: TextCodec) -> tuple[tuple[int, ...], ...]:
-    """Each word as it begins a text, and as it follows a space; both as tokens."""
+    """Tokenises each word both at the start of text and after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in request.bad_words:
         forms = [tokens for form in (word, f" {word.lstrip()}") if (tokens := text.encode_plain(form))]
@@ -78,7 +72,7 @@ def bad_words_of(request: GenerationRequest, text: TextCodec) -> tuple[tuple[int
 
 
 def truncated(request: GenerationRequest, prompt: tuple[int, ...], context: int) -> tuple[int, ...]:
-    """What is kept of a prompt: by default its end."""
+    """Truncates a prompt; keeps its end by default."""
     kept = request.truncate_prompt_tokens
     if kept is None:
         return prompt
@@ -88,7 +82,7 @@ def truncated(request: GenerationRequest, prompt: tuple[int, ...], context: int)
 
 
 def _named(request: GenerationRequest) -> Iterator[tuple[str, int]]:
-    """The highest token id of each field that names some."""
+    """Returns the highest token id of each field that names token ids."""
     fields: dict[str, Sequence[int]] = {
         "logit_bias": list(request.logit_bias),
         "allowed_token_ids": request.allowed_token_ids,
@@ -101,7 +95,7 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 class GenerationDefaults(BaseModel):
-    """The parameters that are taken over; None: the checkpoint has none."""
+    """Default sampling parameters; None: the checkpoint has none."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -112,7 +106,7 @@ class GenerationDefaults(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] | None = None
 
     def applied(self, request: RequestT) -> RequestT:
-        """The request with these in the place of what it leaves out."""
+        """Returns the request with missing parameters filled in."""
         defaults = self.model_dump(exclude_none=True)
         missing = {name: value for name, value in defaults.items() if name not in request.model_fields_set}
         return request.model_copy(update=missing) if missing else request
@@ -122,7 +116,7 @@ NO_DEFAULTS = GenerationDefaults()
 
 
 def load_defaults(model: str) -> GenerationDefaults:
-    """Of a Hugging Face model id or folder; a checkpoint without the file has none."""
+    """Reads a model's defaults; empty if its checkpoint has no such file."""
     try:
         known = GenerationConfig.from_pretrained(model).to_diff_dict()
     except OSError:
@@ -140,12 +134,12 @@ Draw = Callable[[], int]
 """Gives 64 random bits."""
 
 TOO_LONG = "context_length_exceeded"
-_SEED_MASK = (1 << 64) - 1  # a negative seed is the unsigned one of the same bits
+_SEED_MASK = (1 << 64) - 1  # a negative seed equals the unsigned one with the same bits
 
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """What can be said of a request before its prompts are tokens."""
+    """What is known of a request before its prompts are tokenised."""
 
     sessions: int
     acceptance: Acceptance
@@ -155,7 +149,7 @@ class ValidatedRequest:
 
 
 def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> ValidatedRequest:
-    """The terms of a request; refuses all that needs no tokenising to be refused.
+    """Validates everything that needs no tokens. Raises RequestError.
 
     `max_token_chars` is the length of the vocabulary's longest token.
     """
@@ -185,7 +179,7 @@ def resolve(
     bad_words: tuple[tuple[int, ...], ...] = (),
     traceparent: str = "",
 ) -> list[Generation]:
-    """The sessions to run: `n` for each prompt, in the order of the answer's choices."""
+    """Returns the sessions to run: `n` for each prompt, in the order of the answer's choices."""
     generations = []
     for prompt in prompts:
         _check_prompt(request, prompt, vocabulary)
@@ -229,7 +223,7 @@ def _check_count(request: GenerationRequest, most: int) -> None:
 
 
 def _check_limits(request: GenerationRequest, context: int) -> None:
-    """Refuses what no prompt leaves room for."""
+    """Raises RequestError if no prompt would leave room for the requested tokens."""
     for field, limit in request.token_limits.items():
         if limit >= context:
             message = f"{field} is {limit}, expected less than {context}: the context holds the prompt too"
@@ -237,7 +231,7 @@ def _check_limits(request: GenerationRequest, context: int) -> None:
 
 
 def _check_text(request: GenerationRequest, context: int, max_token_chars: int) -> None:
-    """Refuses text that cannot be few enough tokens, however they fall."""
+    """Raises RequestError if a text is too long for any tokenisation to fit."""
     most = context * max_token_chars
     if request.prompt_chars > most:
         field = request.prompt_field
@@ -275,7 +269,7 @@ def _grammar(request: GenerationRequest) -> RequestedGrammar | None:
 
 
 def _stop_ids(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Each once."""
+    """Returns the stop token ids without duplicates."""
     return tuple(dict.fromkeys((*(() if request.ignore_eos else eos_ids), *request.stop_token_ids)))
 
 
