@@ -1,7 +1,6 @@
-"""The Serve application: one config in, three bound deployments out.
+"""The Serve application: one configuration in, three bound deployments out.
 
-`serve deploy`, KubeRay and the command line all come through `build`, with what `config_split` gives to each
-deployment.
+`serve deploy`, KubeRay and the command line all use `build`, with the per-deployment parts from `serve_manifest`.
 """
 
 from collections.abc import Mapping
@@ -18,11 +17,11 @@ from serve_app.serve_manifest import ROUTER_OPTIONS, router_sizes
 
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
 POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}
-ENDS_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # what a target has left to end in once it has drained
+ENDS_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # extra seconds for a target to end after it has drained
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """The application for a config given as a mapping; raises ConfigError naming what is wrong in it."""
+    """Builds the application from a configuration mapping. Raises ConfigError that names what is wrong."""
     return application(validated(args))
 
 
@@ -46,10 +45,10 @@ def application(config: SlipstreamConfig) -> serve.Application:
     router = serve.deployment(RouterDeployment, name="Router").options(
         **router_sizes(config.server),
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
-        # A router that was full has room again at once, for it refuses most of what it is given.
+        # A full router is retried at once, since it may have room again soon.
         request_router_config={"max_backoff_s": 0.05},
         ray_actor_options=dict(ROUTER_OPTIONS),
-        max_surge_percent=100,  # of an update: new requests are taken while those that run are finished
+        max_surge_percent=100,  # during an update, new replicas take requests while old ones finish
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,
         **_logging(config.server),
@@ -63,5 +62,5 @@ def _scaling(replicas: Replicas) -> dict[str, Any]:
 
 
 def _logging(server: ServerConfig) -> dict[str, Any]:
-    """Text is as Serve's own configuration has it, which may name something else."""
+    """Returns Serve's logging options; text logs keep Serve's own configuration."""
     return {} if server.log_format == "text" else {"logging_config": {"encoding": "JSON"}}

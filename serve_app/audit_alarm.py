@@ -1,4 +1,4 @@
-"""Tells people what an audit found: a log line at ERROR, and a line of JSON in a file of bounded size."""
+"""Reports differences that an audit found: a log line at ERROR, and a JSON line in a file of bounded size."""
 
 import json
 import logging
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class AuditAlarm:
-    """To be called with every difference. Routers of one machine may share a file, for each line is one write."""
+    """Callable for every difference. Routers on one machine may share a file, since each line is one write."""
 
     def __init__(self, records: str | None, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
-        """Raises ConfigError where `records` cannot be written."""
+        """Raises ConfigError if `records` cannot be written."""
         self._path = None if records is None else Path(records).expanduser()
         self._max_bytes = max_bytes
         self._clock = clock
@@ -46,7 +46,7 @@ class AuditAlarm:
             raise ConfigError(f"{what}; expected a file in a folder that exists") from error
 
     def _record(self, path: Path, difference: Difference) -> None:
-        """A full disk is no reason to serve nobody."""
+        """Appends a record; a full disk is logged and does not stop serving."""
         record = {"time": self._clock(), **asdict(difference), "acceptance": difference.acceptance.name.lower()}
         line = json.dumps(record).encode() + b"\n"
         try:

@@ -1,4 +1,5 @@
-"""The three Serve deployments: thin shells that give each part its process, its place and its health.
+"""The three Serve deployments: thin shells that give target, drafter and router a process, an address and health
+checks.
 
 `app.py` binds them together.
 """
@@ -65,18 +66,18 @@ from serve_app.startup import (
 
 log = logging.getLogger("ray.serve")
 
-MOST_AHEAD = 0.25  # of its places, by which a target may be ahead of others for what its cache holds
+MOST_AHEAD = 0.25  # share of its slots by which a target's cached prefix may outweigh load
 OWN_STOP_PERIOD_S = 0.5
-DRAFTER_LEAVES_S = 5.0  # for routers to give its sessions to others; where there are none, their targets go on alone
+DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another drafter, targets go on alone
 
 
 def pacing_of(speculation: SpeculationConfig) -> PacingPolicy:
-    """The policy that the configuration names."""
+    """Returns the configured pacing policy."""
     return ReferenceLoop() if speculation.is_lock_step else Adaptive()
 
 
 async def run_logged(name: str, loop: Coroutine[Any, Any, None]) -> None:
-    """Runs a replica's loop; logs the cause of its end with a traceback, and raises EngineError with type and text."""
+    """Runs a replica's loop. Logs a failure with its traceback and raises it as EngineError with type and text."""
     try:
         await loop
     except Exception as error:
@@ -86,13 +87,13 @@ async def run_logged(name: str, loop: Coroutine[Any, Any, None]) -> None:
 
 
 def check_running(work: asyncio.Task[None]) -> None:
-    """Raises what ended a loop, if it has ended."""
+    """Raises the failure of a loop that has ended."""
     if work.done() and not work.cancelled():
         work.result()
 
 
 async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, None]) -> None:
-    """Until the replica has left, or its work has failed."""
+    """Waits until the replica has left or its work has failed."""
     task = asyncio.create_task(leaving)
     await asyncio.wait((task, work), return_when=asyncio.FIRST_COMPLETED)
     task.cancel()
@@ -100,10 +101,10 @@ async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, 
 
 
 class TargetDeployment:
-    """One target replica's coordinator: owns the ranks, verifies, answers on gRPC."""
+    """One target replica's coordinator: owns the ranks, verifies, and answers on gRPC."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._ending = AsyncExitStack()  # of what has been started, the last first; Serve ends a failed start, too
+        self._ending = AsyncExitStack()  # started parts, last first, to stop in that order; also after a failed start
         log_under_serve()
         self._tracing = ServiceTracing(config.tracing, "target")
         self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)
@@ -125,8 +126,8 @@ class TargetDeployment:
         )
         self._attention = attention_counts([report.attention for report in self._engine.reports])
         self._method = config.draft.method
-        self._report = TargetReport()  # the latest one to the autoscaling policy
-        self._scaling: Settings = {}  # of both pools
+        self._report = TargetReport()  # the latest report to the autoscaling policy
+        self._scaling: Settings = {}  # scaling settings of both pools
         self._counters = ReplicaCounters(self._counts)
         self._model = config.model.name
         self._mirror = RayMirror(self._levels)
@@ -136,7 +137,7 @@ class TargetDeployment:
         self._ending.push_async_callback(self._leave)
 
     async def _serve(self) -> None:
-        """Verifies until a rank or a step fails; then peers are told at once by the end of their streams."""
+        """Verifies until a rank or a step fails, then closes all streams so that peers notice at once."""
         tasks = [asyncio.create_task(self._replica.run()), asyncio.create_task(self._engine.watch())]
         try:
             await asyncio.gather(*tasks)
@@ -146,19 +147,19 @@ class TargetDeployment:
             await self._server.stop(grace_s=0)
 
     async def reconfigure(self, scaling: Settings) -> None:
-        """Serve calls this with `user_config`, before the replica takes part and whenever that has changed."""
+        """Applies `user_config`. Serve calls this before the replica takes part and after every change."""
         self._scaling = scaling
 
     def record_replica_metadata(self) -> dict[str, str]:
         return {ADDRESS: self._server.address, **place(), COSTS: self._engine.step_cost.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve asks every two seconds, here on the event loop, where nothing changes meanwhile."""
+        """Returns load for autoscaling. Serve calls it every two seconds on the event loop."""
         self._report = self._replica.report()
         return {**asdict(self._report), **as_numbers(self._scaling)}
 
     def check_health(self) -> None:
-        """Serve asks every second, in a thread beside the event loop; what was counted leaves on that occasion."""
+        """Raises if the replica has failed, and publishes counters. Serve calls it every second, in a thread."""
         check_running(self._work)
         if (stuck_s := self._replica.stuck_s) is not None:
             raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
@@ -173,11 +174,11 @@ class TargetDeployment:
         return target_levels(scheduler.reporter.activity(), scheduler.preempted, self._model)
 
     def metrics(self) -> bytes:
-        """All that Prometheus is told of this replica, for `/metrics`."""
+        """Returns this replica's metric families for `/metrics`."""
         return packed([*counted_families(self._counts()), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
-        """What this replica holds and has dropped, for status and tests."""
+        """Returns what this replica holds and has dropped, for status and tests."""
         return {
             "pid": os.getpid(),
             "engine": self._engine_name,
@@ -209,11 +210,11 @@ class TargetDeployment:
         }
 
     def trace(self) -> bytes:
-        """What this replica did last; apart from `inspect`, whose answers are to stay small."""
+        """Returns recent events, apart from `inspect`, whose answers stay small."""
         return pack(Actor("target", f"target {os.getpid()}", self._replica.timeline.recording()))
 
     async def sample(self) -> TargetSample:
-        """For the live page."""
+        """Returns a sample for the live page."""
         return target_sample(self._replica, f"target {os.getpid()}")
 
     async def _leave(self) -> None:
@@ -223,7 +224,7 @@ class TargetDeployment:
         await asyncio.gather(self._work, return_exceptions=True)
 
     async def __del__(self) -> None:
-        """Serve, which sees no session, calls this at once, and then waits until sessions are elsewhere."""
+        """Drains the replica. Serve, which sees no sessions, calls this at once and waits for it."""
         await self._ending.aclose()
 
 
@@ -233,10 +234,10 @@ class DraftDeployment:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any]
     ) -> None:
-        self._ending = AsyncExitStack()  # as a target's
+        self._ending = AsyncExitStack()  # as for targets
         log_under_serve()
         known_targets = partial(addresses, targets)
-        known_targets()  # they are heard of while the method is loaded
+        known_targets()  # membership is read while the method loads
         config = as_told(config, os.environ)
         use_cpu(config.draft.resources)
         starting = asyncio.to_thread(start_drafter, config)
@@ -256,13 +257,13 @@ class DraftDeployment:
             published_acceptance=published_acceptance(config.draft),
             credentials=credentials_of(config.trust, PeerRole.DRAFTER),
             tracer=self._tracing.sessions("draft"),
-            # Who gets a core only while nobody wants it may wait for ever, and is as well as before.
+            # A background process may wait forever for a core and is healthy nonetheless.
             working_clock=time.process_time if is_background else None,
             known_targets=known_targets,
         )
         self._ending.push_async_callback(self._drafter.close)
         self._method = config.draft.method
-        self._report = DraftReport()  # the latest one to the autoscaling policy
+        self._report = DraftReport()  # the latest report to the autoscaling policy
         self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
         self._mirror = RayMirror(self._levels)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
@@ -273,12 +274,12 @@ class DraftDeployment:
         return {ADDRESS: self._server.address, **place(), COSTS: self._costs.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """As a target's."""
+        """Returns load for autoscaling, as targets do."""
         self._report = self._drafter.report()
         return asdict(self._report)
 
     def check_health(self) -> None:
-        """As a target's."""
+        """Raises if the drafter has failed, and publishes counters."""
         check_running(self._work)
         if (stuck_s := self._drafter.stuck_s) is not None:
             raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
@@ -289,11 +290,11 @@ class DraftDeployment:
         return drafter_levels(self._drafter.scheduler.load(), dict(self._drafter.pass_s))
 
     def metrics(self) -> bytes:
-        """As a target's."""
+        """Returns this drafter's metric families for `/metrics`."""
         return packed([*counted_families(drafter_counts(self._drafter)), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
-        """What this drafter holds and has counted, for status and tests."""
+        """Returns what this drafter holds and has counted, for status and tests."""
         return {
             "pid": os.getpid(),
             "idle": self._drafter.is_idle,
@@ -310,11 +311,11 @@ class DraftDeployment:
         }
 
     def trace(self) -> bytes:
-        """What this drafter did last; apart from `inspect`, whose answers are to stay small."""
+        """Returns recent events, apart from `inspect`, whose answers stay small."""
         return pack(Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording()))
 
     async def sample(self) -> DraftSample:
-        """For the live page."""
+        """Returns a sample for the live page."""
         return draft_sample(self._drafter, f"drafter {os.getpid()}", self._method)
 
     async def _leave(self) -> None:
@@ -325,18 +326,18 @@ class DraftDeployment:
         await asyncio.gather(self._work, return_exceptions=True)
 
     async def __del__(self) -> None:
-        """As a target's."""
+        """Drains the drafter, as for targets."""
         await self._ending.aclose()
 
 
 @serve.ingress()
 class RouterDeployment:
-    """The HTTP front and the router behind it."""
+    """The HTTP API and the router behind it."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
-        self._ending = AsyncExitStack()  # as a target's
+        self._ending = AsyncExitStack()  # as for targets
         from serve_app.api.access import AdminAddress, NamedByServe
         from serve_app.api.app import create_api
         from serve_app.api.failures import RefuseWhenStopped
@@ -416,17 +417,17 @@ class RouterDeployment:
         return HealthReport(status=status, audit=self._router.audits.state)
 
     async def drain(self, within_s: float | None = None) -> None:
-        """Refuses new requests; ends those that still run after `within_s` with an error.
+        """Refuses new requests, and ends those still running after `within_s` with an error.
 
-        A coroutine, since Serve would call a function in a thread beside the event loop.
+        A coroutine, since Serve would run a function on a thread beside the event loop.
         """
         self._router.drain(within_s)
 
     async def _follow_own_stop(self, drain_s: float) -> None:
         """Ends requests that outlast `drain_s` once Serve stops this replica, before Serve kills it.
 
-        Serve does not tell the replica, and only takes it from the list of those that get requests. An update of
-        options does so too, for a moment.
+        Serve does not notify the replica, but removes it from the list of those that get requests. An update of options
+        also does so for a moment.
         """
         own = own_deployment()
         name = str(serve.get_replica_context().replica_id)
@@ -453,11 +454,11 @@ class RouterDeployment:
         return {**audit_counts(self._router.audits), **routed_counts(self._router.routed)}
 
     def metrics(self) -> bytes:
-        """As a target's."""
+        """Returns this router's metric families for `/metrics`."""
         return packed([*counted_families(self._counts()), *self._levels()])
 
     def inspect(self) -> dict[str, Any]:
-        """What this router holds, for status and tests."""
+        """Returns what this router holds, for status and tests."""
         return {
             "pid": os.getpid(),
             "idle": self._router.is_idle,
@@ -472,7 +473,7 @@ class RouterDeployment:
         }
 
     def trace(self) -> bytes:
-        """What this router did last; apart from `inspect`, whose answers are to stay small."""
+        """Returns recent events, apart from `inspect`, whose answers stay small."""
         return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))
 
     async def _stop_working(self) -> None:
@@ -482,5 +483,5 @@ class RouterDeployment:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def __del__(self) -> None:
-        """Serve has waited for the requests that ran here, for `server.drain_s`."""
+        """Stops the router after Serve has waited `server.drain_s` for its requests."""
         await self._ending.aclose()

@@ -1,4 +1,4 @@
-"""The endpoint as its clients see it: chat over HTTP with streaming, health, models, counters."""
+"""Client of the HTTP endpoint: streaming chat, health, model names, counters."""
 
 import json
 import time
@@ -16,7 +16,13 @@ from cluster.errors import SlipstreamError
 TIMEOUT = httpx.Timeout(300, connect=5)
 LIMITS = httpx.Limits(max_connections=None)
 
-COUNTED = ("completion_tokens", "draft_tokens", "accepted_tokens", "verifies", "blocks")  # in the order of a Tally
+COUNTED = (
+    "completion_tokens",
+    "draft_tokens",
+    "accepted_tokens",
+    "verifies",
+    "blocks",
+)  # in the order of Tally's fields
 
 Piece = tuple[str, bool]
 """Text of one token, and whether the token was drafted."""
@@ -27,18 +33,18 @@ Turn = tuple[str, str]
 
 
 class EndpointError(SlipstreamError):
-    """The endpoint cannot be reached, or refuses."""
+    """The endpoint cannot be reached or refused the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What verification came to, in counts."""
+    """Counts of verification results."""
 
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     verifies: int = 0
-    blocks: int = 0  # verifies that had a block; the others decoded plainly
+    blocks: int = 0  # verify steps with a block; the others were non-speculative
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(
@@ -68,13 +74,13 @@ class Tally:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens that a verified block commits."""
+        """Mean tokens committed per verified block."""
         return 1 + self.accepted / self.blocks if self.blocks else None
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One answered request, as its client saw it."""
+    """One answer as its client saw it."""
 
     text: str
     tokens: int
@@ -82,12 +88,12 @@ class TimedAnswer:
     rejected: int
     first_token_s: float
     latency_s: float
-    gaps_s: tuple[float, ...] = ()  # between events of the stream that brought text
+    gaps_s: tuple[float, ...] = ()  # seconds between stream events with text
 
 
 @dataclass(frozen=True, slots=True)
 class ChatQuestion:
-    """One user turn and how it is to be answered; what is None is as the server is configured."""
+    """One user message and its parameters; None leaves a parameter to the server."""
 
     prompt: str
     max_tokens: int
@@ -95,17 +101,17 @@ class ChatQuestion:
     max_draft_tokens: int | None = None
     temperature: float = 0.0
     acceptance: Literal["coupled", "ratio"] | None = None
-    earlier: Sequence[Turn] = ()  # of the conversation
+    earlier: Sequence[Turn] = ()  # earlier messages of the conversation
     seed: int | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The whole conversation, as the API takes it."""
+        """Returns the whole conversation in the API's form."""
         return [{"role": role, "content": text} for role, text in (*self.earlier, ("user", self.prompt))]
 
 
 class ChatEndpoint:
-    """One endpoint, spoken to over HTTP."""
+    """One endpoint over HTTP."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
@@ -113,9 +119,9 @@ class ChatEndpoint:
     @classmethod
     @asynccontextmanager
     async def at(cls, url: str, key: str | None = None) -> AsyncIterator["ChatEndpoint"]:
-        """The endpoint at a base URL such as http://127.0.0.1:8000; transport failures raise EndpointError.
+        """Connects to a base URL such as http://127.0.0.1:8000. Transport failures raise EndpointError.
 
-        `key` is shown to a server that asks for API keys.
+        `key` is the API key, if the server requires one.
         """
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(
@@ -127,7 +133,7 @@ class ChatEndpoint:
                 raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
 
     async def health(self) -> dict[str, Any]:
-        """What /health says, whether or not the endpoint is healthy."""
+        """Returns the body of /health, healthy or not."""
         response = await self._http.get("/health")
         try:
             report: dict[str, Any] = response.json()
@@ -136,13 +142,13 @@ class ChatEndpoint:
         return report
 
     async def model(self) -> str:
-        """Name of the model that is served."""
+        """Returns the served model's name."""
         response = await self._http.get("/v1/models")
         _check(response)
         return str(response.json()["data"][0]["id"])
 
     async def page_state(self) -> dict[str, Any]:
-        """What the live page shows."""
+        """Returns the live page's state."""
         response = await self._http.get("/page/state")
         if response.status_code == 404:
             raise EndpointError(f"{response.url} is not there; expected a Slipstream with server.page: true")
@@ -151,11 +157,11 @@ class ChatEndpoint:
         return state
 
     async def counters(self) -> "Counters":
-        """What all routers have counted."""
+        """Returns the counters of all routers."""
         return Counters.parse(await self.exposition())
 
     async def exposition(self) -> str:
-        """All metrics, in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         response = await self._http.get("/metrics")
         _check(response)
         return response.text
@@ -163,7 +169,7 @@ class ChatEndpoint:
     async def ask(
         self, model: str, question: ChatQuestion, on_pieces: Callable[[Sequence[Piece]], None] | None = None
     ) -> TimedAnswer:
-        """Streams one answer; `on_pieces` is told of tokens as they come, drafted ones and the target's own."""
+        """Streams one answer; `on_pieces` receives tokens as they arrive, marked as drafted or not."""
         reader = _StreamReader(on_pieces)
         body = _body(model, question, trace=on_pieces is not None)
         async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -177,14 +183,14 @@ class ChatEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What routers have counted since they started."""
+    """Router counters since start."""
 
     running_requests: int
     tally: Tally
 
     @classmethod
     def parse(cls, exposition: str) -> Self:
-        """From Prometheus' text format."""
+        """Reads counters from Prometheus' text format."""
         families = text_string_to_metric_families(exposition)
         values: dict[str, int] = {}
         for sample in (sample for family in families for sample in family.samples):
@@ -198,7 +204,7 @@ class Counters:
 
 
 class _StreamReader:
-    """Takes in the lines of one event stream."""
+    """Reads the lines of one event stream."""
 
     def __init__(
         self, on_pieces: Callable[[Sequence[Piece]], None] | None, clock: Callable[[], float] = time.perf_counter

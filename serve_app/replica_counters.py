@@ -1,24 +1,23 @@
-"""What targets, drafters and routers' audits count by cause, as Prometheus counters among Ray's.
+"""Counters of targets, drafters and routers' audits by cause, exported through Ray's metrics.
 
-A router's `/metrics` knows only what that router sees of requests (`metrics.py`). These counters leave with Ray's own,
-at the metrics port of each node; Ray puts `ray_` before their names and says of which `deployment` and `replica` they
-are.
+A router's `/metrics` only covers what that router sees of requests (`api/metrics.py`). These counters leave through Ray
+at the metrics port of each node; Ray prefixes their names with `ray_` and adds `deployment` and `replica` labels.
 
-Share of the verdicts drafted ahead for, for which the right block was there:
+Share of verdicts with a block drafted ahead that matched:
 
     sum(rate(ray_slipstream_guesses_total{cause="hit"}[5m])) / sum(rate(ray_slipstream_guesses_total[5m]))
 
-Share of the draft tokens that came to nothing:
+Share of draft tokens wasted:
 
     sum(rate(ray_slipstream_received_draft_tokens_total{cause="wasted"}[5m]))
       / sum(rate(ray_slipstream_received_draft_tokens_total[5m]))
 
-Share of the time with sessions in which a target waited, by replica:
+Share of time with sessions in which a target was idle, by replica:
 
     sum by (replica) (rate(ray_slipstream_target_seconds_total{cause="idle"}[5m]))
       / sum by (replica) (rate(ray_slipstream_target_seconds_total[5m]))
 
-Acceptance of blocks' first tokens, by the context before them and whether its beginning came from the cache:
+Acceptance of blocks' first tokens, by context length and whether its prefix was cached:
 
     sum by (context, prefix) (rate(ray_slipstream_draft_positions_total{position="1", outcome="accepted"}[5m]))
       / sum by (context, prefix) (rate(ray_slipstream_draft_positions_total{position="1"}[5m]))
@@ -68,19 +67,19 @@ HELP = {
 
 
 class GrowingCounter(Protocol):
-    """A Prometheus counter with the labels of its family."""
+    """A Prometheus counter with its family's labels."""
 
     def inc(self, value: float, tags: dict[str, str]) -> None: ...
 
 
 def attention_counts(reports: Sequence[AttentionReport]) -> Counts:
-    """How many of a replica's ranks attend the slow way."""
+    """Counts a replica's ranks that use the slow attention fallback."""
     slow = Counter(report.chosen for report in reports if report.is_fallback)
     return {"slipstream_attention_fallbacks": slow}
 
 
 def target_counts(target: TargetReplica, method: str) -> Counts:
-    """What a target replica has counted so far; `method` is what its drafters draft by."""
+    """Returns a target replica's counts; `method` is its drafters' method."""
     scheduler = target.scheduler
     return {
         "slipstream_dropped_blocks": dict(scheduler.dropped),
@@ -101,7 +100,7 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
 
 
 def _positions(tally: AcceptanceStats, method: str) -> dict[tuple[str, ...], float]:
-    """By the labels of the family. A position is accepted or rejected if it was reached at all."""
+    """Returns position counts by label. Positions that acceptance reached are accepted or rejected."""
     found: dict[tuple[str, ...], float] = {}
     for drafter, kinds in tally.counts.items():
         for kind, counts in kinds.items():
@@ -114,7 +113,7 @@ def _positions(tally: AcceptanceStats, method: str) -> dict[tuple[str, ...], flo
 
 
 def drafter_counts(drafter: Drafter) -> Counts:
-    """What a drafter has counted so far."""
+    """Returns a drafter's counts."""
     events = dict(drafter.scheduler.counts)
     return {
         "slipstream_guesses": {"hit": events.pop("guess_hit", 0), "miss": events.pop("guess_miss", 0)},
@@ -131,17 +130,17 @@ def _ray_counter(name: str) -> GrowingCounter:
 
 
 def audit_counts(audits: Audits) -> Counts:
-    """What a router's audits have come to so far."""
+    """Returns a router's audit outcomes."""
     return {"slipstream_audits": dict(audits.counts)}
 
 
 def routed_counts(routed: Mapping[str, int]) -> Counts:
-    """By what a router has chosen targets so far."""
+    """Returns how often a router chose targets, by reason."""
     return {"slipstream_routed_sessions": routed}
 
 
 def counted_families(counts: Counts) -> Iterator[Metric]:
-    """The same, for Prometheus without Ray."""
+    """Returns the same counts as Prometheus families, for use without Ray."""
     for name, causes in counts.items():
         labels = LABELS.get(name, CAUSE)
         family = CounterMetricFamily(name, HELP[name], labels=labels)
@@ -151,7 +150,7 @@ def counted_families(counts: Counts) -> Iterator[Metric]:
 
 
 class ReplicaCounters:
-    """The counters of one process. To be made in it, where Serve can tell which replica it is."""
+    """The Ray counters of one process; create it inside that process, where Serve knows the replica."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class ReplicaCounters:
         make: Callable[[str], GrowingCounter] = _ray_counter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`counts` is asked for what there is by now; `make` gives the counter of a family."""
+        """`counts` returns current totals; `make` creates the counter of a family."""
         self._counts = counts
         self._clock = clock
         self._counters = {name: make(name) for name in counts()}
@@ -167,7 +166,7 @@ class ReplicaCounters:
         self._due = clock()
 
     def publish(self) -> None:
-        """Adds what has come since; at once again, it does nothing, so it may be called as often as one likes."""
+        """Adds the increase since the previous call."""
         now = self._clock()
         if now < self._due:
             return

@@ -1,7 +1,7 @@
-"""The router: keeps every session's ledger, gives it a target and a drafter, and commits what the target decides.
+"""The router: keeps every session's ledger, assigns a target and a drafter, and commits what the target decides.
 
-Many sessions are in flight at once; that is what lets one be drafted while another is verified. The router is in
-no round: blocks go from drafter to target, verdicts come back to both. Knows nothing of text or HTTP.
+Many sessions are in flight at once, so one can be drafted while another is verified. The router takes no part in a
+round: blocks go from drafter to target, and verdicts come back to both. It knows nothing of text or HTTP.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ CUT_SHORT = "this server stopped before the answer was complete; send the reques
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What peers must share to talk."""
+    """What peers must have in common to exchange tokens."""
 
     vocabulary: str
     target_model: str
@@ -51,22 +51,22 @@ class RouterLimits:
 
 @dataclass(frozen=True, slots=True)
 class RouterActivity:
-    """What is so now, and what was counted since the beginning."""
+    """The router's current state and counters."""
 
     seeking: int  # sessions without a target
-    breakers: Mapping[str, bool]  # of drafters, by address: whether it is open
-    opened: Mapping[tuple[str, str], int]  # how often, by address and cause
+    breakers: Mapping[str, bool]  # breaker states by drafter address
+    opened: Mapping[tuple[str, str], int]  # counts by address and cause
 
 
 @dataclass(eq=False)
 class ClientAssignment(Assignment):
-    """A session and whoever waits for its tokens."""
+    """A session and the queue of its client."""
 
     out: asyncio.Queue[CommittedTokens | Ended | Failed] = field(default_factory=asyncio.Queue)
 
 
 class Router:
-    """Implements `serve_app.generation.Generator`."""
+    """Implements `serve_app.api.generation.Generator`."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Router:
         limits: RouterLimits,
         audits: Audits,
         clock: Callable[[], float] = time.monotonic,
-        credentials: Credentials | None = None,  # shown to targets and drafters
+        credentials: Credentials | None = None,  # presented to targets and drafters
         tracer: SessionTracer | None = None,
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
@@ -95,12 +95,12 @@ class Router:
         )
         self._targets: dict[str, Link] = {}  # by address
         self._drafters: dict[str, Link] = {}
-        self._present: frozenset[str] = frozenset()  # addresses that membership lists
+        self._present: frozenset[str] = frozenset()  # addresses listed by membership
 
     # ------------------------------------------------------------ one session
 
     def check_room(self, sessions: int) -> None:
-        """See `Generator`."""
+        """Implements `Generator`."""
         if self._draining:
             raise DrainingError("this server is stopping and takes no new requests; try again later")
         if (running := len(self._assignments)) + sessions > self._limits.max_sessions:
@@ -110,7 +110,7 @@ class Router:
             raise CapacityError("every target replica is full; try again later")
 
     async def generate(self, generation: Generation) -> AsyncGenerator[CommittedTokens | Ended, None]:
-        """See `Generator`."""
+        """Implements `Generator`."""
         self.check_room(1)
         name = generation.session
         context = self._tracer.opened(name, generation.traceparent, prompt_tokens=len(generation.prompt))
@@ -142,10 +142,10 @@ class Router:
             if link := self._targets.get(address) or self._drafters.get(address):
                 link.send(message)
 
-    # ------------------------------------------------------------ what peers say
+    # ------------------------------------------------------------ messages of peers
 
     def _receive(self, address: str, frame: Decoded) -> None:
-        """Everything that a target or a drafter has for this router at one moment."""
+        """Handles all messages of a target or drafter that arrived together."""
         now = self._clock()
         for message in frame.messages:
             if isinstance(message, Refusal):
@@ -169,7 +169,7 @@ class Router:
     # ------------------------------------------------------------ membership
 
     async def run(self) -> None:
-        """Follows membership, places sessions that wait, and audits where nobody does, until cancelled."""
+        """Follows membership, places waiting sessions, and audits while idle, until cancelled."""
         while True:
             members = await self._membership.current()
             self._present = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
@@ -188,70 +188,70 @@ class Router:
 
     @property
     def reachable(self) -> frozenset[str]:
-        """Addresses of the peers that are connected now."""
+        """Addresses of connected peers."""
         return frozenset(a for links in (self._targets, self._drafters) for a, link in links.items() if link.is_up)
 
     def drain(self, within_s: float | None = None) -> None:
-        """Refuses new sessions from now on, and ends those that still run after `within_s`."""
+        """Refuses new sessions, and ends those still running after `within_s`."""
         self._draining = True
         self._send(self.audits.stop())
         if within_s is not None:
             self.end_after(within_s)
 
     def end_after(self, delay_s: float) -> None:
-        """Ends all sessions after a delay, unless `go_on` comes first; a second call does not move the moment."""
+        """Ends all sessions after a delay unless `go_on` is called first. A second call does not move the deadline."""
         if self._end is None:
             self._end = asyncio.get_running_loop().call_later(delay_s, self._end_sessions)
 
     def go_on(self) -> None:
-        """Lets sessions run; for a router that is not draining after all."""
+        """Cancels `end_after`, for a router that is not stopping after all."""
         if self._end is not None and not self._draining and not self._ended:
             self._end.cancel()
             self._end = None
 
     def _end_sessions(self) -> None:
-        """Fails what runs, which its client is told; nothing is served from now on."""
+        """Fails all running sessions; nothing is served afterwards."""
         self._draining = self._ended = True
         for assignment in list(self._assignments):
             assignment.out.put_nowait(Failed(DrainingError(CUT_SHORT)))
 
     @property
     def has_ended(self) -> bool:
-        """Whether the time in which running sessions could finish is over."""
+        """Whether the time for running sessions is over."""
         return self._ended
 
     @property
     def is_ready(self) -> bool:
-        """Whether new sessions are taken: some target can be reached, and nobody has said to drain."""
+        """Whether new sessions are accepted: a target is reachable and the router is not draining."""
         return not self._draining and not self.reachable.isdisjoint(self._targets)
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Peers that will not talk to this router, and why."""
+        """Peers that refuse this router, and their reasons."""
         links = [*self._targets.values(), *self._drafters.values()]
         return {link.address: link.refused for link in links if link.refused is not None}
 
     @property
     def remedies(self) -> dict[tuple[str, str], int]:
-        """What was done because drafters' blocks had become bad, by drafter and step."""
+        """Recovery steps after bad blocks, by drafter and step."""
         counts = self._assignments.remedies.counts
         return {(drafter, remedy.value): count for (drafter, remedy), count in counts.items()}
 
     @property
     def activity(self) -> RouterActivity:
-        """For whoever watches the router."""
+        """Returns the router's state and counters."""
         seeking = sum(one.session.phase is Phase.SEEKING for one in self._assignments)
         breakers = self._assignments.breakers
         return RouterActivity(seeking, breakers.are_open(self._clock()), dict(breakers.opened))
 
     @property
     def routed(self) -> dict[str, int]:
-        """Sessions that were given to a target, by whether something of their text was there already."""
+        """Counts of sessions given to targets, by whether their prefix was cached there."""
         return dict(self._assignments.routed)
 
     @property
     def handovers(self) -> dict[tuple[str, str], int]:
-        """Sessions that went from one peer to another, by the pool of who had them, and whether that was planned."""
+        """Counts of sessions moved between peers, by pool and whether planned."""
         return dict(self._assignments.handovers)
 
     @property
@@ -265,7 +265,7 @@ class Router:
         dial: Callable[[str], Link],
         place: Callable[[ClientAssignment], str | None],
     ) -> None:
-        """Dials who is new; hangs up on who has left, once its last session here is over."""
+        """Dials new peers, and disconnects departed ones after their last session."""
         present = {endpoint.address for endpoint in endpoints}
         for address in present - links.keys():
             links[address] = dial(address)
@@ -275,7 +275,7 @@ class Router:
                 await links.pop(address).close()
 
     def _place_sessions(self) -> None:
-        """New ones go to peers that are connected and not leaving."""
+        """Assigns waiting sessions to connected peers that are not leaving."""
         pools = ((self._assignments.targets, self._targets), (self._assignments.drafters, self._drafters))
         for peers, links in pools:
             for address, link in links.items():
@@ -312,5 +312,5 @@ class Router:
         )
 
     def _hello(self, live: tuple[LiveSession, ...]) -> Hello:
-        """Lists what is alive at a peer; whatever else it holds of ours from an older stream, it frees."""
+        """Lists the live sessions at a peer, which frees all others of this router's older streams."""
         return Hello(self.peer_id, self._identity.vocabulary, self._identity.target_model, live)

@@ -1,13 +1,10 @@
-"""What Serve is told of a deployment, as data: the content of a file for `serve deploy`. Pure.
+"""A configuration as Serve's deployment data: the content of a file for `serve deploy`. Pure.
 
-The command line, KubeRay and `serve deploy` are all given this.
-
-Which part of a configuration each deployment is told, so that only those are replaced whose part has changed. Pure.
-
-Serve makes one version of an application's arguments, and replaces every replica once that is another. What is below
-`deployments` has no part in it: bounds are for Serve's controller alone, `user_config` is given to replicas that run,
-and other `ray_actor_options` replace the replicas of their deployment alone. So a section that is of one deployment
-alone is an environment variable of its processes.
+The command line, KubeRay and `serve deploy` all use it. Serve derives one version from an application's arguments and
+replaces every replica when it changes. What is below `deployments` is not part of it: bounds concern Serve's controller
+only, `user_config` is passed to running replicas, and other `ray_actor_options` replace the replicas of their
+deployment only. Therefore a section that concerns one deployment is an environment variable of its processes, and only
+those replicas are replaced when it changes.
 """
 
 import json
@@ -24,22 +21,22 @@ from cluster.placement import AUTOSCALING_POLICY, actor_options, bounds, scaling
 
 Json = dict[str, Any]
 
-# Not of the variables that override a file's keys, for a node may have those of its own.
-DRAFT = "SLIPSTREAM_TOLD_DRAFT"  # of drafters
-SERVER = "SLIPSTREAM_TOLD_SERVER"  # of routers
+# Other names than the variables that override a file's keys, which a node may have set.
+DRAFT = "SLIPSTREAM_TOLD_DRAFT"  # drafters' section
+SERVER = "SLIPSTREAM_TOLD_SERVER"  # routers' section
 ROUTER_OPTIONS = {"num_cpus": 0.1}
-ROUTER_ENDS_S = 5  # after `server.drain_s`, to end the requests that are left with an error
-OF_DRAFTERS_ALONE = "as drafters are told"  # in the place of a model that nobody else loads
-OF_SERVE_ALONE = {"max": 2}  # in the place of a mixed pool's bounds: the fewest replicas that it may have
+ROUTER_ENDS_S = 5  # after `server.drain_s`, to end the remaining requests with an error
+OF_DRAFTERS_ALONE = "as drafters are told"  # stands for a model that only other deployments load
+OF_SERVE_ALONE = {"max": 2}  # stands for a mixed pool's bounds: its smallest size
 POOLS_ALONE = {"replicas", "resources", "cache", "max_sessions"}
-METHODS_ALONE = {"draft_model", "prompt_lookup", "layer_skip", "suffix"}  # options that change nothing at a target
+METHODS_ALONE = {"draft_model", "prompt_lookup", "layer_skip", "suffix"}  # options without effect on a target
 
 
 def shared(config: SlipstreamConfig) -> Json:
-    """What all deployments are told, as a configuration: what differs from the defaults.
+    """Returns the part of the configuration common to all deployments, without defaults.
 
-    Of drafters, what targets must know to serve them: a method that reads their hidden states as a whole. Of the
-    server, what targets and drafters write their logs by.
+    Of drafters, targets need to know a method that reads their hidden states; of the server, targets and drafters need
+    the log format.
     """
     routers_alone = set(ServerConfig.model_fields) - {"log_format"}
     given: Json = config.model_dump(
@@ -57,7 +54,7 @@ def shared(config: SlipstreamConfig) -> Json:
 
 
 def told_apart(config: SlipstreamConfig) -> dict[str, Json]:
-    """What each deployment is told beyond that, by its name: options of `serve deploy` for it."""
+    """Returns each deployment's own part, by name, as options of `serve deploy`."""
     return {
         "Target": {
             "autoscaling_config": bounds(config.target.replicas),
@@ -75,7 +72,7 @@ def told_apart(config: SlipstreamConfig) -> dict[str, Json]:
 
 
 def router_sizes(server: ServerConfig) -> Json:
-    """How many routers there are, what Serve gives to each at once, and how long each may take to end."""
+    """Returns the number of routers, the requests Serve sends to each at once, and the time each has to end."""
     return {
         "num_replicas": server.routers,
         # Above the router's own limit, which answers 429: what Serve holds back would wait unseen at its proxy.
@@ -86,8 +83,10 @@ def router_sizes(server: ServerConfig) -> Json:
 
 
 def _placed(draft: DraftPool) -> Json:
-    """Serve builds an application on a node that has the labels of all deployments named here; while no node has those
-    of drafters, it would build none. With an alternative, though it is the same labels, it builds on any node.
+    """Returns a placement on nodes with the labels of all deployments.
+
+    Serve builds an application on such a node. If no node has the drafters' labels yet, it would build none; with an
+    alternative, even of the same labels, it builds on any node.
     """
     options = actor_options(draft.resources)
     labels = draft.resources.labels
@@ -96,12 +95,12 @@ def _placed(draft: DraftPool) -> Json:
 
 def _telling(variable: str, section: BaseModel, but: str) -> Json:
     given = section.model_dump(mode="json", exclude_defaults=True, exclude={but})
-    told = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would take ${NAME} for a node's variable
+    told = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would expand ${NAME} as a node's variable
     return {"runtime_env": {"env_vars": {variable: told}}}
 
 
 def as_told(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:
-    """With the section that the process is told apart, where the configuration that all are told is not the whole."""
+    """Merges a deployment's own section into the common configuration."""
     apart: dict[str, BaseModel] = {}
     if DRAFT in environment:
         apart["draft"] = DraftPool.model_validate_json(environment[DRAFT])
@@ -111,7 +110,7 @@ def as_told(config: SlipstreamConfig, environment: Mapping[str, str]) -> Slipstr
 
 
 def told_drain_s(application: Mapping[str, Any]) -> float | None:
-    """How long routers were told to let requests finish, of what Serve was told of an application, if that says so."""
+    """Returns the drain time in Serve's record of an application, if it has one."""
     routers = [one for one in application.get("deployments", []) if one["name"] == "Router"]
     timeout_s: float | None = routers[0].get("graceful_shutdown_timeout_s") if routers else None
     return None if timeout_s is None else max(0.0, timeout_s - ROUTER_ENDS_S)
@@ -127,13 +126,13 @@ def application(
     route_prefix: str = "/",
     more: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Json:
-    """One application; `more` is by deployment, and differs from what the configuration says."""
+    """Returns one application's data; `more` overrides options by deployment."""
     apart = told_apart(config)
     return {
         "name": name,
         "route_prefix": route_prefix,
         "import_path": IMPORT_PATH,
-        # It sees both pools. Without it the draft pool would keep the size that it begins with.
+        # The policy sees both pools. Without it the draft pool would keep its initial size.
         "autoscaling_policy": dict(AUTOSCALING_POLICY),
         "deployments": [{"name": one, **_with(apart[one], more.get(one, {}))} for one in apart],
         "args": shared(config),
@@ -141,18 +140,18 @@ def application(
 
 
 def _with(options: Mapping[str, Any], more: Mapping[str, Any]) -> Json:
-    """Those of processes are joined."""
+    """Merges options; environment variables are joined."""
     of_processes = {**options.get("ray_actor_options", {}), **more.get("ray_actor_options", {})}
     return {**options, **more, **({"ray_actor_options": of_processes} if of_processes else {})}
 
 
 def serve_file(applications: Iterable[Json], http_options: Mapping[str, Any], **more: Any) -> Json:
-    """All that one Ray cluster serves."""
+    """Returns everything that one Ray cluster serves."""
     return {**more, "http_options": dict(http_options), "applications": list(applications)}
 
 
 def http_options(config: SlipstreamConfig) -> Json:
-    """Where Serve's proxies listen, and how long they keep connections. Raises ConfigError for any free port."""
+    """Returns the address of Serve's proxies and their keep-alive. Raises ConfigError for port 0."""
     server = config.server
     if server.port == 0:
         raise ConfigError("server.port is 0, any free port, which each node would choose for itself; give a number")
@@ -160,5 +159,5 @@ def http_options(config: SlipstreamConfig) -> Json:
 
 
 def whole_file(config: SlipstreamConfig) -> Json:
-    """For `serve deploy`, on any Ray cluster: a proxy on each node that has a router."""
+    """Returns a file for `serve deploy` on any Ray cluster, with a proxy on each node that has a router."""
     return serve_file([application(config)], http_options(config), proxy_location="EveryNode")

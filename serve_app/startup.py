@@ -1,16 +1,7 @@
-"""What takes long before a replica takes part: downloads, and models that are loaded and measured.
+"""Replica start-up: downloads, model loading and measurement, engine choice, addresses and logging.
 
-All of it is waited for in a thread or a rank: who starts a replica goes on, and gives up a start that hangs.
-
-Which engine a target replica computes with: the project's own ranks, or vLLM.
-
-How long the start of a replica may take: Serve, which starts another for one that fails, waits for ever for it.
-
-Where replicas are, and where their gRPC servers listen.
-
-Our loggers under Ray Serve's: its handlers, level and format, and its context of a replica and a request.
-
-With `server.log_format: json`, each of a record's extras is a field of its own.
+Slow work runs in a thread or a rank and is awaited with a limit, since Serve waits forever for a start that hangs but
+replaces one that fails.
 """
 
 import asyncio
@@ -50,10 +41,10 @@ from cluster.verification.scheduler import VerificationLimits
 
 
 class WatchedEngine(Engine, Protocol):
-    """An engine of a replica: it says what steps cost, and when it has failed."""
+    """A replica's engine, with its measured step costs and a way to notice its failure."""
 
     step_cost: ForwardCost
-    reports: tuple[RankReport, ...]  # of ranks that are the project's own
+    reports: tuple[RankReport, ...]  # reports of the project's own ranks
     pids: tuple[int, ...]
 
     async def watch(self) -> NoReturn:
@@ -65,14 +56,14 @@ class WatchedEngine(Engine, Protocol):
 class StartedEngine:
     engine: WatchedEngine
     limits: VerificationLimits
-    memory: SessionMemory | None = None  # None: the scheduler's own
+    memory: SessionMemory | None = None  # None: the scheduler's own estimate
 
 
 def engine_of(pool: TargetPool, replica: int) -> str:
-    """Of a pool's replica with this rank, as it is at the replica's start.
+    """Returns the engine for the replica with this rank in its pool.
 
-    Serve counts ranks from 0 and frees one once its replica has ended. Who starts before that, as in an update, has
-    another: a mixed pool is mixed when it is deployed, and may drift to one engine afterwards.
+    Serve counts ranks from 0 and frees one when its replica has ended. A replica that starts before that, as in an
+    update, gets another rank, so a mixed pool may drift to one engine.
     """
     if pool.engine == "mixed":
         return ("slipstream", "vllm")[replica % 2]
@@ -80,7 +71,7 @@ def engine_of(pool: TargetPool, replica: int) -> str:
 
 
 async def start_engine(config: SlipstreamConfig, folder: Path, tokens: Mapping[int, str], engine: str) -> StartedEngine:
-    """Loads the target; raises ModelError for what cannot be served, EngineError for what fails."""
+    """Loads the target. Raises ModelError for an unsupported model and EngineError for a failed start."""
     start = _start_vllm if engine == "vllm" else _start_ranks
     return await start(config, folder, max(tokens) + 1)
 
@@ -100,7 +91,7 @@ async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) 
         ranks=pool.tensor_parallel,
         capture=capture,
     )
-    run_on(pool.resources_per_rank.cpu_affinity)  # verdicts and plans are between two forwards, beside the ranks
+    run_on(pool.resources_per_rank.cpu_affinity)  # one core for verdicts and plans between two forwards
     ranks = await RankGroup.start(spec, get_current_placement_group())
     limits = _limits(
         config,
@@ -146,9 +137,9 @@ Started = TypeVar("Started")
 
 
 async def started_within(limit_s: float, key: str, starting: Awaitable[Started]) -> Started:
-    """What was started; raises EngineError, which names the configuration's `key`, for a start that hangs.
+    """Returns the started part. Raises EngineError, naming the configuration's `key`, if the start hangs.
 
-    What runs in a thread goes on: the process has to end.
+    Work on a thread continues, so the process must end.
     """
     try:
         async with asyncio.timeout(limit_s) as limit:
@@ -163,19 +154,19 @@ async def started_within(limit_s: float, key: str, starting: Awaitable[Started])
 
 
 LOOPBACK = "127.0.0.1"
-ZONE_LABEL = "ray.io/availability-zone"  # which Ray takes from RAY_NODE_ZONE
+ZONE_LABEL = "ray.io/availability-zone"  # Ray takes it from RAY_NODE_ZONE
 
 
 def place() -> dict[str, str]:
-    """What a replica publishes of where it runs, so that drafters are chosen near their targets."""
+    """Returns the replica's location, so that drafters are chosen near their targets."""
     context = ray.get_runtime_context()
     return {NODE: context.get_node_id(), ZONE: str(context.get_node_labels().get(ZONE_LABEL, ""))}
 
 
 def listening_host(trust: TrustConfig) -> str:
-    """The node's address; loopback where nobody need prove anything and the whole cluster is this machine.
+    """Returns the address to listen on: loopback on a single machine without credentials, else the node's.
 
-    What is left, several machines and nobody trusted, is refused by whoever is told to listen there.
+    Several machines without credentials are refused by the server.
     """
     here = ray.util.get_node_ip_address()
     machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -187,14 +178,14 @@ SERVE = "ray.serve"
 
 
 def log_under_serve(packages: Iterable[str] = PACKAGES, parent: str = SERVE) -> None:
-    """To be called in a replica, where Serve has set its logger up."""
+    """Adds our loggers to Serve's handlers. Call it in a replica, after Serve has set up its logger."""
     for package in packages:
         logging.getLogger(package).parent = logging.getLogger(parent)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
-    """The target's checkpoint, here; a drafter has all but its weights."""
+    """The target's local checkpoint; a drafter has all but its weights."""
 
     folder: Path
     tokens: Mapping[int, str]
@@ -203,21 +194,21 @@ class TargetFiles:
 
 
 def _target_files(model: str, with_weights: bool) -> TargetFiles:
-    """Downloads what is not here yet, and reads what identifies it."""
+    """Downloads missing files, and reads what identifies the checkpoint."""
     folder = local_folder(model, with_weights)
     tokens = vocabulary(folder)
     return TargetFiles(folder, tokens, vocabulary_fingerprint(tokens), checkpoint_fingerprint(folder))
 
 
 async def start_target(config: SlipstreamConfig, engine: str) -> tuple[TargetFiles, StartedEngine]:
-    """Raises ModelError for what cannot be served, EngineError for what fails."""
+    """Starts the target's engine. Raises ModelError for an unsupported model and EngineError for a failed start."""
     files = await asyncio.to_thread(_target_files, config.model.target, with_weights=True)
     return files, await start_engine(config, files.folder, files.tokens, engine)
 
 
 @dataclass(frozen=True, slots=True)
 class StartedDrafter:
-    """What drafts, and what its passes cost."""
+    """A loaded drafting method and the cost of its passes."""
 
     files: TargetFiles
     method: DraftingMethod
@@ -226,7 +217,7 @@ class StartedDrafter:
 
 
 def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
-    """Loads what drafts, and measures its passes; raises ModelError for what does not fit the target."""
+    """Loads the drafting method and measures it. Raises ModelError if it does not fit the target."""
     files = _target_files(config.model.target, with_weights=False)
     states = states_format(config.draft, files.folder)
     bounds = state_bounds(config.draft, files.folder)

@@ -1,22 +1,10 @@
 """`slipstream status`: the state of a running deployment, as terminal tables.
 
-`report.py` is the entry point: it reads the HTTP endpoint and, through Ray, what replicas answer to `inspect`. The
-other modules make its tables: acceptance, pool sizes and versions of prompts. `watch.py` is `slipstream status
---watch`.
+`endpoint_status` reads the HTTP endpoint and `ray_status` what replicas answer to `inspect`. `watch` implements
+`slipstream status --watch`, the live page's content in a terminal.
 
-`slipstream status`: what a running deployment reports, over HTTP and through Ray.
-
-Tables of `slipstream status` about acceptance: load checks of drafters, remedies for bad ones, and counts.
-
-All tables are made from what replicas answer to `inspect`.
-
-Table of `slipstream status` about pool sizes: how many replicas each pool needs now, and why.
-
-The policy is applied to the latest report of each replica. Serve's controller, which decides, averages over seconds.
-
-Table of `slipstream status` about the versions of prompts that clients name.
-
-`slipstream status --watch`: the content of the live page in a terminal, refreshed every second.
+The pool sizes are those that the scaling policy computes from each replica's latest report; Serve's controller, which
+decides, averages over seconds.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Tables for a terminal."""
+"""Terminal tables."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,18 +18,18 @@ TALLY_ROWS = (
 
 
 def shown(value: float | None, spec: str = ".2f") -> str:
-    """A number, or a dash where there is none."""
+    """Formats a number, or a dash for None."""
     return "-" if value is None else format(value, spec)
 
 
 def tally_column(tally: Tally) -> tuple[str, ...]:
-    """A tally's values for TALLY_ROWS."""
+    """Returns a tally's values for TALLY_ROWS."""
     counts = tally.verifies, tally.blocks, tally.drafted, tally.accepted, tally.rejected
     return (*map(str, counts), shown(tally.acceptance_rate), shown(tally.acceptance_length))
 
 
 def table(title: str, first: str, *others: str) -> Table:
-    """An empty table: a column of names, and columns of values."""
+    """Returns an empty table with a column of names and columns of values."""
     made = Table(title=title, title_justify="left")
     made.add_column(first)
     for other in others:
@@ -38,7 +38,7 @@ def table(title: str, first: str, *others: str) -> Table:
 
 
 def sheet(title: str, rows: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
-    """A table with a name for each row: narrow, however much is measured."""
+    """Returns a narrow table with one named row per value."""
     made = table(title, "", *columns)
     for name, *values in zip(rows, *columns.values(), strict=True):
         made.add_row(name, *values)

@@ -1,1 +1,1 @@
-"""The command line and the demo."""
+"""Commands that serve, and the demo."""

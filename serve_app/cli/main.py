@@ -1,6 +1,6 @@
-"""Commands that serve: each reads the config, checks it and hands over. `tools/cli.py` adds the others.
+"""Commands that serve: each reads the configuration, checks it and hands over. `tools/cli.py` adds the others.
 
-Modules that bring in torch or Ray are imported by the commands that need them, so that help and config stay quick.
+Modules that import torch or Ray are imported by the commands that need them, so that help and config stay quick.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ def options(
 
 
 def main() -> None:
-    """Runs the command line; deliberate errors are one message on stderr."""
+    """Runs the command line; deliberate errors become one message on stderr."""
     try:
         app()
     except SlipstreamError as error:
@@ -159,7 +159,7 @@ def status(
 
 @app.command()
 def key(name: Annotated[str, typer.Argument(help="Whose key it is, as the configuration is to call it.")]) -> None:
-    """Makes an API key, which is shown once, and prints what the configuration is to hold of it."""
+    """Creates an API key, shown once, and prints the configuration section for it."""
     from serve_app.cli.running import key_lines, new_key
 
     made = new_key()
@@ -178,7 +178,7 @@ def check(
     overrides: Overrides = None,
     models: Annotated[bool, typer.Option("--models", help="Check the models that it names too.")] = False,
 ) -> None:
-    """Says whether CONFIG is right, and what is wrong with it."""
+    """Checks CONFIG, and with --models its checkpoints, and reports every problem."""
     config = load(config_path, overrides)
     if models:
         for line in check_models_of(config, Console(stderr=True)):
@@ -191,7 +191,7 @@ def load(path: Path, overrides: Sequence[str] | None, port: int | None = None) -
 
 
 def load_demo(overrides: Sequence[str] | None, port: int | None, console: Console) -> SlipstreamConfig:
-    """The demo's config, once its target model is there."""
+    """Returns the demo's configuration, after preparing its target model."""
     from serve_app.cli.demo import demo_config, prepare_target
 
     config = demo_config([*(overrides or []), *_port_override(port)], os.environ)
@@ -204,7 +204,7 @@ def _port_override(port: int | None) -> list[str]:
 
 
 def check_models_of(config: SlipstreamConfig, console: Console, *, with_weights: bool = False) -> list[str]:
-    """Returns what was found, as lines to print; raises ModelError for what cannot be served."""
+    """Returns report lines. Raises ModelError for models that cannot be served."""
     with console.status("Checking the models"):
         from serve_app.operations.preflight import check_models
 

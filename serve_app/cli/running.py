@@ -1,7 +1,4 @@
-"""`slipstream up` and `down`, and the file for `serve deploy`: deploying to a running Ray cluster.
-
-A new API key, and what the configuration is to hold of it.
-"""
+"""`slipstream up`, `down` and the `serve deploy` file for a running Ray cluster; new API keys."""
 
 import hashlib
 import os
@@ -31,7 +28,7 @@ def up(
         bool, typer.Option("--autoscaled", help="The cluster adds the nodes that are missing: wait for them.")
     ] = False,
 ) -> None:
-    """Deploys CONFIG to a running Ray cluster, or changes what is deployed there to it, and returns once it answers."""
+    """Deploys CONFIG to a running Ray cluster, or updates what is deployed there, and returns once it answers."""
     console = Console(stderr=True)
     config = load(config_path, overrides)
     with console.status("Starting") as status:
@@ -51,7 +48,7 @@ def down(
     ] = None,
     address: RayAddress = "auto",
 ) -> None:
-    """Takes what `slipstream up` has deployed off its Ray cluster, once its requests have finished."""
+    """Removes a deployment from its Ray cluster after its requests have finished."""
     drain_s = None if config_path is None else load(config_path, None).server.drain_s
     with Console(stderr=True).status("Stopping") as status:
         from serve_app.operations.rollout import down as take_down
@@ -78,11 +75,11 @@ KEY_BYTES = 32
 
 
 def new_key() -> str:
-    """256 random bits, so that its digest needs no salt."""
+    """Returns 256 random bits, so that the digest needs no salt."""
     return f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 def key_lines(name: str, key: str) -> str:
-    """The section of the configuration for a key."""
+    """Returns the configuration section for a key."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return f"server:\n  keys:\n    {name}: {{sha256: {digest}}}"

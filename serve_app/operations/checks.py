@@ -1,10 +1,8 @@
-"""Which nodes of a Ray cluster could hold a pool's replicas, and what is missing where none can. Pure.
+"""Checks before deployment: whether nodes can hold each pool's replicas, and whether an exposed endpoint has a key.
+Pure.
 
-It refuses only what cannot be: that a pool fits by these sums does not say that Ray finds room while others use it.
-
-What a config needs of Ray against what a machine offers. Pure.
-
-Whether an endpoint that others can reach has a key before it.
+Only what cannot work is refused. That a pool fits by these sums does not mean that Ray finds room while others use the
+nodes.
 """
 
 import ipaddress
@@ -21,7 +19,7 @@ ROUTER_CPUS = 0.1
 
 
 def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[str, float]:
-    """What Ray must offer for the pools at the size that `size` picks from their bounds."""
+    """Returns what Ray must offer for the pools at the size that `size` picks from their bounds."""
     target = config.target
     draft = config.draft
     total: Counter[str] = Counter()
@@ -32,7 +30,7 @@ def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[st
 
 
 def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> None:
-    """Raises ConfigError when this machine, a cluster that cannot grow, does not offer what the pools need."""
+    """Raises ConfigError if this machine, as a cluster that cannot grow, lacks what the pools need."""
     elsewhere = "ask for less, or give the --address of a cluster that has it"
     needed = demand(config, lambda replicas: replicas.min)
     missing = [
@@ -50,25 +48,25 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_keys(server: ServerConfig) -> None:
-    """Raises ConfigError for an address that others can reach, where anybody would be served unsaid."""
+    """Raises ConfigError for an address that others can reach, without a key or `server.insecure`."""
     for name, host in (("server.host", server.host), ("server.operators.host", server.operators.host)):
         if not is_loopback(host) and not is_guarded(server):
             raise ConfigError(f"{name} is {host}, which others can reach, and {missing_keys()}")
 
 
 def for_this_machine(config: SlipstreamConfig) -> SlipstreamConfig:
-    """The same, but on loopback and without keys: for a server that is started to be measured."""
+    """Returns the configuration on loopback and without keys, for a server started to be measured."""
     alone = {"host": LOOPBACK, "keys": {}, "operators": AdminConfig()}
     return config.model_copy(update={"server": config.server.model_copy(update=alone)})
 
 
 def is_guarded(server: ServerConfig) -> bool:
-    """Whether clients need a key, or somebody has said that they need none."""
+    """Returns whether clients need a key, or the configuration states that they need none."""
     return bool(server.keys) or server.insecure
 
 
 def missing_keys() -> str:
-    """What is wrong where it is not, as the end of a sentence."""
+    """Returns what is missing, as the end of a sentence."""
     return (
         "server.keys is empty: anybody would be served; set keys (`slipstream key` makes one), or say server.insecure:"
         " true"
@@ -76,19 +74,19 @@ def missing_keys() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Returns whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-SLACK = 1e-6  # Ray counts in ten-thousandths, we in floats
+SLACK = 1e-6  # Ray counts in ten-thousandths, this module in floats
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a node offers to Ray, whoever uses it now."""
+    """A node's total resources, used or not."""
 
     node_id: str
     address: str
@@ -98,21 +96,21 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaNeed:
-    """One replica of a pool: all of it on one node."""
+    """Resources of one replica, all on one node."""
 
     pool: str
-    section: str  # of the configuration
+    section: str  # the configuration key
     resources: Mapping[str, float]
     labels: Mapping[str, str]
-    replicas: int  # that must fit at the same time
+    replicas: int  # replicas that must fit at the same time
 
     def fits(self, node: Node) -> bool:
-        """Whether the node could hold one."""
+        """Returns whether the node could hold one."""
         return carries(node.labels, self.labels) and room(node.resources, self.resources) > 0
 
 
 def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
-    """Of targets, drafters and routers."""
+    """Returns the needs of targets, drafters and routers."""
     target = config.target
     draft = config.draft
     group: Counter[str] = Counter()
@@ -128,12 +126,12 @@ def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
 def _pool_need(
     pool: str, section: str, resources: Mapping[str, float], asked: Resources, replicas: Replicas
 ) -> ReplicaNeed:
-    """A pool that may be empty must have room for its first replica all the same."""
+    """Returns a pool's need; even a pool that may be empty must have room for its first replica."""
     return ReplicaNeed(pool, section, dict(resources), asked.labels, max(replicas.min, 1))
 
 
 def carries(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether labels satisfy a selector of Ray's: `value`, `!value`, `in(a,b)` or `!in(a,b)` for each key."""
+    """Returns whether labels satisfy a Ray label selector: `value`, `!value`, `in(a,b)` or `!in(a,b)` per key."""
     return all(_satisfies(labels.get(key), wanted) for key, wanted in selector.items())
 
 
@@ -146,21 +144,20 @@ def _satisfies(value: str | None, wanted: str) -> bool:
 
 
 def room(offered: Mapping[str, float], needed: Mapping[str, float]) -> int:
-    """How many times `needed` fits into `offered`."""
+    """Returns how many times `needed` fits into `offered`."""
     times = [(offered.get(name, 0.0) + SLACK) / amount for name, amount in needed.items() if amount > 0]
     return math.floor(min(times)) if times else 1
 
 
 def misfits(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
-    """One line for each pool that the cluster cannot hold at its least size: what is missing, what there is, and what
-    to do."""
+    """Returns a line for each pool whose minimum size does not fit: what is missing, what exists, what to do."""
     wanted = needs(config)
     alone = [line for need in wanted if (line := _misfit(need, nodes)) is not None]
     return alone or _too_much_together(wanted, nodes)
 
 
 def check_fit(config: SlipstreamConfig, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError when a pool can be placed on no node that there is."""
+    """Raises ConfigError if a pool fits no node."""
     lines = misfits(config, nodes)
     if lines:
         kept = "nothing was changed; where the cluster adds such nodes by itself, `slipstream up --autoscaled` waits"
@@ -198,7 +195,7 @@ def _lacking(missing: Mapping[str, float], most: Mapping[str, float], is_alone: 
 
 
 def _too_much_together(wanted: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
-    """Each pool fits alone; whether the sum of all does."""
+    """Returns whether the sum of all pools does not fit although each pool does."""
     total: Counter[str] = Counter()
     for need in wanted:
         for name, amount in need.resources.items():
@@ -227,6 +224,6 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def _all_labels(nodes: Iterable[Node]) -> str:
-    """What tells nodes apart; Ray's own label of each node's id would only be long."""
+    """Returns the labels that distinguish nodes, without Ray's node id."""
     found = {f"{key}={value}" for node in nodes for key, value in node.labels.items() if key != "ray.io/node-id"}
     return ", ".join(sorted(found)) or "none"

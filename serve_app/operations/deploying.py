@@ -1,9 +1,7 @@
-"""Deploys a config as `serve deploy` does, from its data: only so does Serve take an application's autoscaling policy.
+"""Deploys a configuration as data, as `serve deploy` does; only then does Serve accept an autoscaling policy.
 
-Serve has no public call for it but over its dashboard, which a local cluster has none of. Hence the private ones here
-and nowhere else.
-
-How long Ray must let replicas finish on a node that is asked to end. Pure.
+Serve's only public call for this needs the dashboard, which a local cluster lacks. The private calls are confined to
+this module. `drain_s` returns how long Ray must let replicas finish on a node that is stopped.
 """
 
 import math
@@ -22,21 +20,21 @@ from cluster.errors import ConfigError, ModelError, SlipstreamError
 from serve_app.serve_manifest import application
 
 POLL_S = 0.5
-RAISED = re.compile(r"\bcluster\.errors\.(\w+): ")  # as a traceback names what a replica raised
+RAISED = re.compile(r"\bcluster\.errors\.(\w+): ")  # how a traceback names what a replica raised
 PERMANENT: Mapping[str, type[SlipstreamError]] = MappingProxyType(
     {"ConfigError": ConfigError, "ModelError": ModelError}
 )
 
 
 class StartError(SlipstreamError):
-    """The application could not be started."""
+    """The application could not start."""
 
 
 def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None:
     """Returns once the application runs.
 
-    A replica's ModelError or ConfigError is raised at once, for Serve would only meet it again; any other failure is a
-    StartError with its cause once Serve has given up.
+    Raises a replica's ModelError or ConfigError at once, since Serve's retries would only meet it again. Raises
+    StartError with the cause for any other failure, once Serve has given up.
     """
     ours = application_schema(config, name, route_prefix)
     earlier = _messages(name)
@@ -53,7 +51,7 @@ def check_start(messages: Mapping[str, str]) -> None:
 
 
 def start_failure(messages: Mapping[str, str]) -> StartError:
-    """Returns the error of a start that Serve has given up, with the last cause that its messages name."""
+    """Returns the error of a start that Serve has given up, with the last cause in its messages."""
     raised = {deployment: last_raised(message) for deployment, message in messages.items()}
     causes = {deployment: error[1] for deployment, error in raised.items() if error is not None} or {
         deployment: message.strip().rpartition("\n")[2] for deployment, message in messages.items()
@@ -63,7 +61,7 @@ def start_failure(messages: Mapping[str, str]) -> StartError:
 
 
 def last_raised(message: str) -> tuple[str, str] | None:
-    """Returns name and text of the last deliberate error that a traceback names, if any."""
+    """Returns name and text of the last deliberate error in a traceback, if any."""
     found = list(RAISED.finditer(message))
     if not found:
         return None
@@ -72,29 +70,29 @@ def last_raised(message: str) -> tuple[str, str] | None:
 
 
 def withdraw(name: str) -> None:
-    """The opposite; nor does a controller that starts anew bring the application back."""
+    """Removes the application for good: a restarted controller does not bring it back."""
     serve.delete(name)
     _apply(_others(name))
 
 
 def application_schema(config: SlipstreamConfig, name: str, route_prefix: str) -> ServeApplicationSchema:
-    """What is below `applications` in a file for `serve deploy`."""
+    """Returns an application's entry for a `serve deploy` file."""
     return ServeApplicationSchema.model_validate(application(config, name, route_prefix))
 
 
 def is_running() -> bool:
-    """Whether Serve runs on the cluster that this process is connected to."""
+    """Returns whether Serve runs on the connected cluster."""
     return _get_global_client(raise_if_no_controller_running=False) is not None
 
 
 def serve_details() -> dict[str, Any]:
-    """What Serve says of itself, of its proxies and of all applications."""
+    """Returns Serve's details of itself, its proxies and all applications."""
     details: dict[str, Any] = _get_global_client().get_serve_details()
     return details
 
 
 def _wait_until_running(name: str, earlier: Mapping[str, str]) -> None:
-    """Waits for an application; `earlier` are messages that its deployments had before this start."""
+    """Waits for an application; `earlier` are its deployments' messages before this start."""
     while True:
         status = serve.status().applications[name].status
         messages = {one: text for one, text in _messages(name).items() if text and earlier.get(one) != text}
@@ -107,7 +105,7 @@ def _wait_until_running(name: str, earlier: Mapping[str, str]) -> None:
 
 
 def _messages(name: str) -> dict[str, str]:
-    """Returns Serve's messages by deployment, and its message about the application itself."""
+    """Returns Serve's messages by deployment, and its message about the application."""
     overview = serve.status().applications.get(name)
     if overview is None:
         return {}
@@ -115,23 +113,23 @@ def _messages(name: str) -> dict[str, str]:
 
 
 def _apply(applications: list[ServeApplicationSchema]) -> None:
-    """Serve takes the whole list: what was deployed in this way and is not in it ends."""
+    """Passes the whole list to Serve, which ends declared applications that are not in it."""
     capacity = serve_details().get("target_capacity")
     _get_global_client().deploy_apps(ServeDeploySchema(applications=applications, target_capacity=capacity))
 
 
 def _others(name: str) -> list[ServeApplicationSchema]:
-    """Applications of others on the same cluster that were deployed from data."""
+    """Returns the cluster's other declared applications."""
     deployed = {other: one.get("deployed_app_config") for other, one in serve_details()["applications"].items()}
     return [ServeApplicationSchema.model_validate(data) for other, data in deployed.items() if data and other != name]
 
 
-RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # seconds; `ray start --block` reads it, and heeds it on SIGTERM
-RAY_DRAINS_S = 30.0  # unless it is told
-SERVE_NOTICES_S = 15  # until Serve has learnt that a node drains and has stopped what ran there
-REPLICA_ENDS_S = 10  # from the end of a replica's own drain to its end, before Serve kills it
+RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # seconds; `ray start --block` reads and applies it on SIGTERM
+RAY_DRAINS_S = 30.0  # Ray's default
+SERVE_NOTICES_S = 15  # until Serve notices that a node drains and has stopped what ran there
+REPLICA_ENDS_S = 10  # from the end of a replica's own drain until Serve kills it
 
 
 def drain_s(config: SlipstreamConfig) -> int:
-    """How long Ray lets replicas finish on a node that ends, if they are to have all that the configuration says."""
+    """Returns how long Ray lets replicas finish on a stopped node, at least as long as the configuration says."""
     return math.ceil(max(config.server.drain_s, config.target.drain_s)) + REPLICA_ENDS_S + SERVE_NOTICES_S

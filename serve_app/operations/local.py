@@ -1,4 +1,4 @@
-"""Serves a config while a block of code runs, on a Ray cluster of its own or on an existing one."""
+"""Serves a configuration while a block of code runs, on its own Ray cluster or an existing one."""
 
 import logging
 import math
@@ -34,18 +34,18 @@ from serve_app.serve_manifest import APPLICATION, ROUTER_ENDS_S
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 << 20  # only Ray's own messages pass through it
-READY_TIMEOUT_S = 60.0  # from "deployed" to "a target is reached"
+READY_TIMEOUT_S = 60.0  # seconds from deployment until a target is reached
 POLL_S = 0.1
-STARTS = 2  # of Ray: on a busy machine its processes can miss the seconds that it gives them
+STARTS = 2  # attempts: on a busy machine Ray's processes may exceed their own start limits
 
 
 @contextmanager
 def serving(
     config: SlipstreamConfig, console: Console, *, address: str | None = None, verbose: bool = False
 ) -> Iterator[str]:
-    """Gives the base URL once requests are answered; SIGTERM, like Ctrl-C, ends the block by KeyboardInterrupt.
+    """Yields the base URL once requests are answered; SIGTERM, like Ctrl-C, ends the block with KeyboardInterrupt.
 
-    On leaving, running requests may finish for as long as `server.drain_s` allows; then everything is stopped.
+    On exit, running requests may finish within `server.drain_s`; then everything is stopped.
     """
     check_keys(config.server)
     host = config.server.host
@@ -83,7 +83,7 @@ def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verb
         else:
             status.update(f"Connecting to the Ray cluster at {address}")
             _connect_ray(config, address, level, verbose)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray, which sets a handler of its own
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray, which installs its own handler
         yield
     finally:
         disconnect()
@@ -91,10 +91,10 @@ def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verb
 
 def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run workers, models among them, at 15
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run workers, models among them, at niceness 15
     for variable, value in PROXY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    # Ray only counts these, it hands out no cores: pools larger than the machine start too, and share its cores.
+    # Ray only counts cores: pools larger than the machine start too, and share its cores.
     cpus = max(os.cpu_count() or 1, math.ceil(demand(config, lambda replicas: replicas.max)["CPU"]))
     for starts_left in reversed(range(STARTS)):
         try:
@@ -107,7 +107,7 @@ def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
                 log_to_driver=verbose,
             )
             break
-        except Exception as error:  # Ray raises this very class when its processes are not up in time
+        except Exception as error:  # Ray raises this class when its processes do not start in time
             if not starts_left:
                 logs = "what its processes say is in Ray's latest logs, by default in /tmp/ray/session_latest/logs"
                 raise StartError(f"Ray did not start on this machine: {error}; {logs}") from error
@@ -142,13 +142,13 @@ def wait_until_ready(url: str) -> None:
 
 
 def let_requests_finish(drain_s: float) -> None:
-    """Has routers refuse new requests and finish those that run; what runs longer they end with an error."""
+    """Makes routers refuse new requests and finish running ones, up to the drain time."""
     _refuse_new_requests(drain_s)
     _drain(drain_s + ROUTER_ENDS_S)
 
 
 def _refuse_new_requests(drain_s: float) -> None:
-    """Informs every router; where none answers, there is nothing to refuse."""
+    """Notifies every router; without an answer there is nothing to refuse."""
     try:
         broadcast(deployed("Router", APPLICATION), "drain", drain_s)
     except (ClusterError, RayServeException, TimeoutError) as error:
@@ -156,7 +156,7 @@ def _refuse_new_requests(drain_s: float) -> None:
 
 
 def _drain(limit_s: float) -> None:
-    """Returns when no router has a request any more, or time is up, or nothing answers."""
+    """Returns when no router has requests, time is up, or nothing answers."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
@@ -172,7 +172,7 @@ def _drain(limit_s: float) -> None:
 
 
 def checked_port(host: str, port: int) -> int:
-    """The port itself, or a free one for 0; raises ConfigError when it is taken."""
+    """Returns the port, or a free one for 0. Raises ConfigError if it is taken."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of closed connections are free
         try:

@@ -1,7 +1,7 @@
-"""Checks a config against the checkpoints that it names, before anything starts.
+"""Checks a configuration against its checkpoints before anything starts.
 
-Everything that files, configurations and an empty model tell is checked here, for `config check --models`, `serve`,
-`up` and each node. What only the weights themselves tell is left to the replicas.
+Everything that files, configurations and an empty model reveal is checked here, for `config check --models`, `serve`,
+`up` and each node. What only the weights reveal is left to the replicas.
 """
 
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: 
     if config.target.engine != "vllm":
         check_files(target, is_whole)
     elif is_whole:
-        checkpoint_fingerprint(target)  # vLLM quantises and fuses in ways of its own
+        checkpoint_fingerprint(target)  # vLLM quantises and fuses in its own ways
     templates_of(load_tokenizer(target))
     return vocabulary(target)
 
@@ -129,7 +129,7 @@ def has_weights(name: str, with_weights: bool) -> bool:
     return with_weights or Path(name).expanduser().is_dir()
 
 
-# ---------------------------------------------------------------- what was found
+# ---------------------------------------------------------------- report
 
 
 def target_line(config: SlipstreamConfig, target: Path, tokens: Mapping[int, str]) -> str:

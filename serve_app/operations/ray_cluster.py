@@ -1,12 +1,7 @@
-"""A connection to a running Ray cluster, while a block of code needs it.
+"""Reads from a running Ray cluster: connections, replicas' answers, recordings and measured costs.
 
-The costs of a running deployment, as its replicas measure them: the input of `slipstream plan --costs`.
-
-With them goes what draft tokens were accepted.
-
-What replicas measured at their start is in their Serve metadata, which does not change.
-
-What the replicas of a running deployment recorded last, read from a Ray cluster.
+`cost_model` builds the input of `slipstream plan --costs` from replicas' start-up measurements, which do not change,
+and from their recordings.
 """
 
 import logging
@@ -33,17 +28,17 @@ from cluster.telemetry import Actor, Span, spans, unpack
 from serve_app.operations.checks import Node
 
 FOUND_BY_RAY = ("auto", "local")
-CONNECT_S = 3.0  # Ray itself would try for more than a minute
+CONNECT_S = 3.0  # seconds; Ray itself would try for more than a minute
 ANSWER_S = 20.0
 
 
 class ClusterError(SlipstreamError):
-    """There is no Ray cluster, or nobody in it answers."""
+    """There is no Ray cluster, or nothing in it answers."""
 
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Raises ClusterError within seconds when nothing listens at `address`."""
+    """Connects for the duration of a block. Raises ClusterError within seconds if nothing listens at `address`."""
     check_reachable(address)
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
@@ -56,10 +51,10 @@ def connected(address: str) -> Iterator[None]:
 
 
 def disconnect() -> None:
-    """Leaves the cluster, and ends it if it was started here.
+    """Leaves the cluster, and stops it if it was started here.
 
-    The threads of Serve's handles go on otherwise, and start a cluster of their own for what they have to report. Serve
-    has no public call that ends them and leaves the applications alone.
+    Otherwise the threads of Serve's handles continue and start a cluster of their own to report to. Serve has no public
+    call that ends them without ending applications.
     """
     client = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
     if client is not None:
@@ -68,7 +63,7 @@ def disconnect() -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raises ClusterError when `address` is no host:port, or no gRPC server answers there."""
+    """Raises ClusterError if `address` is not host:port, or no gRPC server answers there."""
     if address in FOUND_BY_RAY:
         return
     where = address.removeprefix("ray://")
@@ -85,7 +80,7 @@ def check_reachable(address: str) -> None:
 
 
 def alive_nodes() -> list[Node]:
-    """Of the cluster that this process is connected to."""
+    """Returns the nodes of the connected cluster."""
     return [
         Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"], one["Labels"])
         for one in ray.nodes()
@@ -94,7 +89,7 @@ def alive_nodes() -> list[Node]:
 
 
 def broadcast(handle: DeploymentHandle[Any], method: str, *args: Any) -> list[Any]:
-    """Returns the answers of every replica of a deployment; none of one that is there and is scaled to none."""
+    """Returns the answers of all replicas of a deployment; none if it is scaled to zero."""
     try:
         return list(handle.broadcast(method, *args).results(timeout_s=ANSWER_S))
     except (DeploymentUnavailableError, RayActorError) as error:
@@ -104,14 +99,14 @@ def broadcast(handle: DeploymentHandle[Any], method: str, *args: Any) -> list[An
 
 
 def is_empty(handle: DeploymentHandle[Any]) -> bool:
-    """Whether the deployment runs with no replica, as a draft pool may."""
+    """Returns whether the deployment runs without replicas, as a draft pool may."""
     application = serve.status().applications.get(handle.app_name)
     status = application.deployments.get(handle.deployment_name) if application is not None else None
     return status is not None and status.status is DeploymentStatus.HEALTHY and not any(status.replica_states.values())
 
 
 def deployed(deployment: str, application: str) -> DeploymentHandle[Any]:
-    """A handle of a running deployment."""
+    """Returns a handle of a running deployment."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(deployment, application)
     return handle
 
@@ -120,7 +115,7 @@ DEPLOYMENTS = ("Router", "Drafter", "Target")
 
 
 def live_actors(address: str, application: str) -> list[Actor]:
-    """Connects to the Ray cluster at `address` and returns every replica's recording; raises ClusterError."""
+    """Connects to the Ray cluster at `address` and returns every replica's recording. Raises ClusterError."""
     with connected(address):
         return recordings(application)
 
@@ -131,11 +126,11 @@ def recordings(application: str) -> list[Actor]:
     return [unpack(one) for one in packed]
 
 
-HOPS = ("send", "return")  # spans that are a message's way
+HOPS = ("send", "return")  # spans of a message's transport
 
 
 def live_costs(address: str, application: str) -> CostModel:
-    """Raises ClusterError when the cluster or the application cannot be reached."""
+    """Returns a running deployment's costs. Raises ClusterError if it cannot be reached."""
     with connected(address):
         actors = recordings(application)
         targets, drafters = (broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter"))
@@ -145,10 +140,10 @@ def live_costs(address: str, application: str) -> CostModel:
 def cost_model(
     targets: Iterable[Mapping[str, Any]], drafters: Iterable[Mapping[str, Any]], actors: Sequence[Actor]
 ) -> CostModel:
-    """One model of a fleet, of what its replicas answer to `inspect` and of their recordings.
+    """Builds one cost model of a fleet from what its replicas answer to `inspect` and their recordings.
 
-    The replica in the middle of each pool, the messages' median time, and the acceptance of all blocks. What lies
-    between two steps counts as part of a step; plain ones, where a replica knows them, were measured with it.
+    Uses the median replica of each pool, the messages' median time, and the acceptance of all blocks. Time between two
+    steps counts as part of a step.
     """
     targets = list(targets)
     steps = [(ForwardCost.model_validate_json(one["costs"]), _plain(one)) for one in targets]
@@ -170,13 +165,13 @@ def _plain(target: Mapping[str, Any]) -> ForwardCost | None:
 
 
 def _acceptance(targets: Iterable[Mapping[str, Any]]) -> tuple[float, ...] | None:
-    """By position in a block; None where too few were verified."""
+    """Returns acceptance by position in a block; None if too few blocks were verified."""
     counts = [AcceptanceCounts(**one["acceptance"]) for one in targets]
     return sum(counts, AcceptanceCounts()).by_position() or None
 
 
 def _between_steps_s(found: Sequence[Span]) -> float:
-    """From one step's end to the next's beginning where nothing is waited for: the lower quartile."""
+    """Returns the lower quartile of the time between steps, when nothing is waited for."""
     gaps: list[float] = []
     for actor in {span.actor for span in found}:
         steps = [span for span in found if span.actor == actor and span.name == "verify"]
@@ -185,5 +180,5 @@ def _between_steps_s(found: Sequence[Span]) -> float:
 
 
 def _one_token_s(cost: ForwardCost | DraftCost) -> float:
-    """What replicas of one pool are compared by."""
+    """Returns the cost by which replicas of one pool are compared."""
     return cost.seconds(1, 1)

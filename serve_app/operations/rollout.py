@@ -1,6 +1,6 @@
-"""`slipstream up` and `slipstream down`: puts a deployment on a running Ray cluster, and takes it off again.
+"""`slipstream up` and `slipstream down`: deploys to a running Ray cluster, and removes the deployment.
 
-Nothing of it stays in the process that asked: Serve's controller has what it was told, as after `serve deploy`.
+Nothing remains in the calling process: Serve's controller keeps the state, as after `serve deploy`.
 """
 
 import time
@@ -30,16 +30,16 @@ ANY_ADDRESS = "0.0.0.0"
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a deployment answers; `differs` is what its configuration asked for in vain, if anything."""
+    """Where a deployment answers; `differs` names settings that the running proxies do not have, if any."""
 
     urls: tuple[str, ...]
     differs: str | None
 
 
 def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bool) -> Endpoints:
-    """Returns once every router reaches a target; of one that is up already, replaces what has changed.
+    """Returns once every router reaches a target. Updates a running deployment.
 
-    On a cluster that is autoscaled, nodes that are missing may come.
+    An autoscaled cluster may add missing nodes.
     """
     check_keys(config.server)
     status.update(f"Connecting to the Ray cluster at {address}")
@@ -59,7 +59,7 @@ def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bo
 
 
 def down(address: str, drain_s: float | None, status: Status) -> None:
-    """Takes the deployment off once its requests have had `drain_s` to finish, by default as it was told itself.
+    """Removes the deployment after `drain_s` for its requests, by default its own setting.
 
     Serve itself ends with its last application.
     """
@@ -78,7 +78,7 @@ def down(address: str, drain_s: float | None, status: Status) -> None:
 
 
 def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None:
-    """On a node that may hold a drafter, which reads both models; they need not be where `slipstream up` is run."""
+    """Checks the models on a node that may hold a drafter, which reads both; this machine may have neither."""
     drafter = needs(config)[1]
     holder = next((node for node in nodes if drafter.fits(node)), None)
     if holder is None:
@@ -93,7 +93,7 @@ def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None
 
 
 def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints:
-    """Of what Serve says of itself: it listens where it was first told to, until it ends."""
+    """Returns the addresses from Serve's details; Serve listens where it was first told to until it ends."""
     host = details["http_options"]["host"]
     port = details["http_options"]["port"]
     hosts = sorted({proxy["node_ip"] for proxy in details["proxies"].values()}) if host == ANY_ADDRESS else [host]
