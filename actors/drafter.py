@@ -1,7 +1,7 @@
 """A drafter: the drafting loop around the scheduler, a drafting method, and the streams to targets.
 
-Reads top to bottom: sessions that want a block are drafted for together, and their blocks go straight to the targets
-that verify them. Knows nothing of Ray or of how a method drafts.
+Reads top to bottom: sessions that request a block are drafted together, and their blocks go straight to the targets
+that verify them. This module knows nothing of Ray or of how a method drafts.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ class Drafter:
         target_model: str,
         draft_ahead: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        prepare_thread: Callable[[], None] | None = None,  # of drafting, in which it is called first
+        prepare_thread: Callable[[], None] | None = None,  # called first on the drafting thread
         profile: DraftCost = UNKNOWN,
-        published_acceptance: float | None = None,  # of first tokens, as the draft's folder promises it
-        credentials: Credentials | None = None,  # shown to targets
+        published_acceptance: float | None = None,  # acceptance of first tokens as published in the draft's folder
+        credentials: Credentials | None = None,  # presented to targets
         tracer: SessionTracer | None = None,
-        working_clock: Callable[[], float] | None = None,  # by which a pass is stuck; default: `clock`
-        known_targets: Callable[[], frozenset[str]] | None = None,  # no other address is dialled; default: any is
+        working_clock: Callable[[], float] | None = None,  # clock for detecting a stuck pass; default: `clock`
+        known_targets: Callable[[], frozenset[str]] | None = None,  # allowed target addresses; default: any
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
@@ -65,8 +65,8 @@ class Drafter:
         self.timing = DraftTiming(profile)
         self._reporter = DraftReporter(profile)
         self._progress = Watchdog(TimeoutPolicy())
-        self.refused: Counter[str] = Counter()  # malformed messages, by kind
-        self.pass_s: defaultdict[str, float] = defaultdict(float)  # in passes, asked or ahead
+        self.refused: Counter[str] = Counter()  # malformed messages by kind
+        self.pass_s: defaultdict[str, float] = defaultdict(float)  # time in passes, requested or ahead
         self._credentials = credentials or NoCredentials()
         self._tracer = tracer or NoTracing()
         self._method = method
@@ -76,10 +76,10 @@ class Drafter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
         self._routers: dict[str, Outbox] = {}  # by stream
         self._targets: dict[str, Link] = {}  # by address
-        self._feeds: dict[str, Link] = {}  # of hidden states, by their streams' names; of a method that reads them
+        self._feeds: dict[str, Link] = {}  # streams of hidden states by name, for methods that read them
         self._changed = asyncio.Event()
-        self._left = asyncio.Event()  # nobody is drafted for any more, as planned
-        self._wanted = threading.Event()  # what interrupts drafting ahead
+        self._left = asyncio.Event()  # draining as planned
+        self._wanted = threading.Event()  # interrupts drafting ahead
         self._streams = 0
 
     # ------------------------------------------------------------ the loop
@@ -99,10 +99,12 @@ class Drafter:
             self._offer(await self._make(drafting))
             if drafting.news.closed:
                 await self._drop_unused_targets()
-            await asyncio.sleep(0)  # blocks leave, and what arrived meanwhile is heard, before the next pass
+            await asyncio.sleep(
+                0
+            )  # blocks leave, and messages that arrived meanwhile are handled, before the next pass
 
     async def _make(self, drafting: DraftingPass) -> list[Proposal]:
-        """One pass, on the drafting thread."""
+        """Makes one pass, on the drafting thread."""
         loop = asyncio.get_running_loop()
 
         def early(proposals: list[Proposal]) -> None:
@@ -132,17 +134,17 @@ class Drafter:
         return proposals
 
     async def leave(self, within_s: float) -> None:
-        """Takes no more sessions, and drafts for those that it has until routers have moved them, or time is up."""
+        """Accepts no more sessions, and drafts for those it has until routers have moved them or time is up."""
         self._send(self.scheduler.leave())
         self._changed.set()
         try:
             async with asyncio.timeout(within_s):
                 await self._left.wait()
         except TimeoutError:
-            return  # its sessions go on plainly
+            return  # its sessions go on without speculation
 
     def _expected_s(self, drafting: DraftingPass) -> float | None:
-        """By what passes were measured to cost, each token of a prompt as a row; None where nothing is known."""
+        """Estimates a pass's duration from measured costs, each prompt token as a row; None if unknown."""
         cost = self.timing.cost
         asked: list[DraftRequest | AheadRequest] = [*drafting.requests, *drafting.ahead]
         longest = max((request.max_tokens for request in asked), default=0)
@@ -155,13 +157,15 @@ class Drafter:
             await link.close()
         self._targets.clear()
         self._feeds.clear()
-        self._thread.shutdown(wait=self.stuck_s is None)  # nobody waits for a pass that never ends
+        self._thread.shutdown(
+            wait=self.stuck_s is None
+        )  # the loop is cancelled without waiting for a pass that may never end
 
     def _offer(self, proposals: list[Proposal]) -> None:
-        """Sends blocks, unless the verdict has overtaken them."""
+        """Sends blocks, unless a verdict has overtaken them."""
         sends = self.scheduler.proposed(proposals, self._clock())
         if sent := dict.fromkeys(message.session for _, message in sends if isinstance(message, Block)):
-            self.timeline.record("sent", *sent)  # those drafted ahead leave before their pass ends
+            self.timeline.record("sent", *sent)  # blocks drafted ahead leave before their pass ends
         self._send(sends)
 
     def _send(self, sends: list[Send]) -> None:
@@ -176,7 +180,7 @@ class Drafter:
     # ------------------------------------------------------------ routers
 
     def router_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """A router's stream begins: only the sessions that it lists stay."""
+        """Handles a router's new stream: of its sessions, only those it lists stay."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
         self._routers[stream] = outbox = Outbox()
@@ -185,7 +189,7 @@ class Drafter:
         return stream, outbox
 
     def receive(self, peer: str, frame: Decoded) -> None:
-        """Everything that a router, by its stream, or a target, by its address, has for this drafter at one moment."""
+        """Handles messages that arrived together from a router (by stream) or a target (by address)."""
         self._count_malformed(peer, frame)
         for message in frame.messages:
             if isinstance(message, Verdict):
@@ -230,7 +234,7 @@ class Drafter:
             self._dial_feed(address)
 
     def _dial_feed(self, address: str) -> None:
-        """For hidden states; whichever of a target's two streams is up last, its sessions are attached then."""
+        """Dials a target's stream for hidden states; sessions attach once both streams are up."""
         name = states_stream(address)
         self._feeds[name] = Link(
             address,
@@ -245,7 +249,7 @@ class Drafter:
         )
 
     async def _drop_unused_targets(self) -> None:
-        while unused := self._targets.keys() - self.scheduler.targets:  # asked anew: sessions are opened meanwhile
+        while unused := self._targets.keys() - self.scheduler.targets:  # computed again: sessions are opened meanwhile
             address = unused.pop()
             links = [self._targets.pop(address), self._feeds.pop(states_stream(address), None)]
             for link in links:
@@ -257,13 +261,13 @@ class Drafter:
         self._changed.set()
 
     def _feed_up(self, address: str) -> None:
-        """What was sent to the stream before this one may be lost. While the target is not reached, that is to come."""
+        """Handles a new stream for hidden states: what the previous one carried may be lost and is requested again."""
         target = self._targets.get(address)
         if target is not None and target.is_up:
             self._target_up(address)
 
     def _wake(self) -> None:
-        """Something was heard: it may end a wait, or drafting ahead."""
+        """Ends a wait, or drafting ahead, after a message."""
         self._changed.set()
         if self.scheduler.has_requests or self.scheduler.is_ahead_vain:
             self._wanted.set()
@@ -271,18 +275,18 @@ class Drafter:
     # ------------------------------------------------------------ inspection
 
     def report(self) -> DraftReport:
-        """For autoscaling, of the time since it was last asked for."""
+        """Returns load since the previous report, for autoscaling."""
         late = self.scheduler.counts["blocks_late"]
         return self._reporter.report(late + self.scheduler.counts["blocks_in_time"], late, self._clock())
 
     @property
     def refusals(self) -> Refusals:
-        """Of who may not do what it wanted."""
+        """Returns peers that were refused, and why."""
         return self.scheduler.refusals
 
     @property
     def stuck_s(self) -> float | None:
-        """How long the pass at hand has taken, where that is longer than it may take."""
+        """Returns how long the current pass has exceeded its limit."""
         return self._progress.stuck_s(self._working_clock())
 
     @property

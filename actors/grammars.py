@@ -1,14 +1,9 @@
-"""Grammars that a text must keep to: compiled, followed along its tokens, and as masks over the vocabulary.
+"""Grammars that constrain a text: compiled in the background, advanced along its tokens, applied as masks over the
+vocabulary.
 
-The vocabulary as grammars see it: the bytes that each token stands for, and which tokens end a text.
-
-From a grammar's text to what follows it along tokens, beside the caller's thread; the latest ones are kept.
-
-Compiling is bounded in work and memory, and so is following what was compiled: who asks for more is told so.
-
-One text along its grammar: which tokens may come after what was decided, and after each path of a draft.
-
-The grammar of a session as a logits processor, in a target and in a drafter alike.
+`GrammarCompiler` compiles on one thread, with bounds on work and memory, and keeps the latest grammars. `TextGrammar`
+follows one text and gives masks after each path of a draft. `GrammarMasking` applies it as a logits processor, in
+targets and drafters alike.
 """
 
 import logging
@@ -34,15 +29,15 @@ from protos.messages import Open
 
 
 def load_grammar_vocabulary(folder: Path) -> LLTokenizer:
-    """Of the checkpoint in this folder. Takes a second, or several of a large vocabulary.
+    """Loads a checkpoint's vocabulary for grammars, which takes a second, or several for a large one.
 
-    Raises ModelError where grammars cannot be kept to: no token ends a text, or tokens are of another library.
+    Raises ModelError if grammars are unsupported: no token ends a text, or the tokenizer is of another library.
     """
     return grammar_vocabulary(load_tokenizer(folder), end_ids(folder))
 
 
 def grammar_vocabulary(tokenizer: Any, ends: Sequence[int]) -> LLTokenizer:
-    """Of a Hugging Face tokenizer, with the ids of the tokens that end a text."""
+    """Converts a Hugging Face tokenizer, with the ids of the tokens that end a text."""
     if not ends:
         raise ModelError(
             "the model has no end-of-text token, and grammars need one; add eos_token_id to generation_config.json"
@@ -62,28 +57,29 @@ _logger = logging.getLogger(__name__)
 
 
 class TextGrammar:
-    """A compiled grammar and where a text has got to in it.
+    """A compiled grammar and a text's position in it.
 
-    A mask has one bit a token, the lowest of a byte first. `ends`, the tokens that end a text, are in it where the
-    grammar may end, and alone where it must. Where only one string may follow, it is spelt as the tokenizer would.
+    A mask has one bit per token, lowest bit of a byte first. The end tokens `ends` are allowed where the grammar may
+    end, and are the only ones allowed where it must. If only one string may follow, it is tokenised as the tokenizer
+    would.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
         self._matcher = matcher
         self._ends = frozenset(ends)
-        self._is_over = False  # the text has ended, or has broken its grammar
+        self._is_over = False  # the text has ended or broken its grammar
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these for good."""
+        """Commits tokens."""
         if tokens and not self._is_over:
             self._is_over = not self._ends.isdisjoint(tokens) or self._matcher.try_consume_tokens([*tokens]) < len(
                 tokens
             )
 
     def masks(self, paths: Sequence[tuple[int, ...]]) -> list[bytes | None]:
-        """After the text and each path of tokens; None where that has ended the text or broken the grammar.
+        """Returns a mask after the text and each path; None where the path ended the text or broke the grammar.
 
-        Nothing is asked for there: no such token is decided with another after it.
+        No mask is needed there: nothing after such a token can be decided.
         """
         if self._is_over:
             return [None] * len(paths)
@@ -96,7 +92,7 @@ class TextGrammar:
 
 
 class _Walk:
-    """Goes from path to path by way of what they share, on a copy: what an expensive path does stays with that path."""
+    """Visits paths over their common prefixes, on a copy, so an expensive path affects only itself."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._start = matcher
@@ -113,7 +109,7 @@ class _Walk:
         self._taken = path[: shared + taken]
         if self._taken != path:
             return None
-        mask = self._matcher.compute_bitmask()  # the ends alone, where that took more work than is allowed
+        mask = self._matcher.compute_bitmask()  # only the ends, if the mask exceeded its work limit
         if self._matcher.is_error():
             self._matcher = self._start.deep_copy()
             self._taken = ()
@@ -121,7 +117,7 @@ class _Walk:
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many of the first tokens are the same."""
+    """Returns the length of the common prefix."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -129,14 +125,14 @@ _BITS = 8
 
 
 class GrammarMasking:
-    """Leaves the tokens that a session's grammar allows.
+    """Leaves only the tokens that a session's grammar allows.
 
-    The grammar may still be being compiled when this is made; the first row waits for it. Where other processors have
-    left nothing that the grammar allows, all that it allows is equally likely: a text is never anything else.
+    The grammar may still be compiling; the first row waits for it. If other processors forbid everything the grammar
+    allows, all allowed tokens become equally likely: the grammar always wins.
     """
 
     def __init__(self, compiled: Callable[[], TextGrammar]) -> None:
-        """`compiled` gives the grammar from its beginning."""
+        """`compiled` returns the grammar in its initial state."""
         self._compiled = compiled
 
     @cached_property
@@ -154,9 +150,9 @@ class GrammarMasking:
 
 
 def unpacked(masks: Sequence[bytes | None], logits: Tensor) -> Tensor:
-    """Whether each token is allowed, like `logits`, (rows, vocabulary); all of them in a row without a mask.
+    """Unpacks bit masks into booleans shaped like `logits`, (rows, vocabulary); rows without a mask allow everything.
 
-    The bits go to the device, which is a thirty-second of what the logits themselves have.
+    The bits are unpacked on the device, since they take a thirty-second of the logits' bytes.
     """
     width = -(-logits.shape[-1] // _BITS)
     rows = [np.full(width, 0xFF, np.uint8) if m is None else np.frombuffer(m, np.uint8, width) for m in masks]
@@ -165,9 +161,9 @@ def unpacked(masks: Sequence[bytes | None], logits: Tensor) -> Tensor:
     return (bits.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : logits.shape[-1]].bool()
 
 
-KEPT = 64  # compiled grammars
+KEPT = 64  # compiled grammars that are cached
 MAX_MESSAGE_CHARS = 1024
-PLAINLY = {  # what the library's own word means
+PLAINLY = {  # replaces the library's own wording
     "NoExtensionBias": "no text meets this: nothing can stand at its beginning, for instance because a rule or a $ref"
     " leads only to itself; expected one that leads to a type or a text",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
@@ -175,17 +171,17 @@ PLAINLY = {  # what the library's own word means
     ),
 }
 LIMITS = LLParserLimits(
-    max_lexer_states=20_000,  # of 1 to 2 kB
+    max_lexer_states=20_000,  # items of 1 to 2 kB
     max_grammar_size=100_000,
-    step_lexer_fuel=100_000,  # of one mask: 7 ms
-    step_max_items=4_000,  # of one mask; the library's own bound of 50 000 may take a second
-    precompute_large_lexemes=False,  # what is never reached is never paid for
+    step_lexer_fuel=100_000,  # work for one mask: 7 ms
+    step_max_items=4_000,  # work for one mask; the library's own limit of 50,000 may take a second
+    precompute_large_lexemes=False,  # lexemes cost time only once reached
     verbose_errors=False,
 )
 
 
 def grammars_of(vocabulary: Callable[[], LLTokenizer]) -> "GrammarCompiler | None":
-    """Over a vocabulary; None, and a word in the log, for a model whose texts cannot have any."""
+    """Returns a compiler for a vocabulary; None, with the reason in the log, if the model cannot be constrained."""
     try:
         return GrammarCompiler(vocabulary())
     except ModelError as error:
@@ -194,20 +190,21 @@ def grammars_of(vocabulary: Callable[[], LLTokenizer]) -> "GrammarCompiler | Non
 
 
 class GrammarCompiler:
-    """The grammars over one vocabulary. Any thread may ask; one compiles, so that grammars never take more than a core.
+    """Compiles grammars over one vocabulary. Callable from any thread; one thread compiles, so that grammars use one
+    core at most.
 
-    `kept` compiled ones stay, those used last, whether they could be compiled or not.
+    The `kept` most recently used results are cached, failures included.
     """
 
     def __init__(self, tokenizer: LLTokenizer, kept: int = KEPT) -> None:
         self._tokenizer = tokenizer
         self._kept = kept
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by text, latest use last
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by text, most recently used last
         self._lock = Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
     def begin(self, grammar: str) -> "Future[LLMatcher]":
-        """Has a grammar compiled, unless it is; the future raises GrammarError where that cannot be."""
+        """Starts to compile a grammar unless it is cached; the future raises GrammarError on failure."""
         with self._lock:
             if grammar not in self._compiled:
                 self._compiled[grammar] = self._thread.submit(self._compile, grammar)
@@ -217,25 +214,25 @@ class GrammarCompiler:
             return self._compiled[grammar]
 
     def follow(self, grammar: str) -> TextGrammar:
-        """The grammar from its beginning, once it is compiled. Raises GrammarError."""
+        """Returns the compiled grammar in its initial state. Raises GrammarError."""
         return TextGrammar(self.begin(grammar).result().deep_copy(), self._tokenizer.eos_tokens)
 
     def fault(self, grammar: str) -> str | None:
-        """Compiles a grammar; what is wrong with it, if anything is."""
+        """Compiles a grammar and returns what is wrong with it, if anything."""
         error = self.begin(grammar).exception()
         if error is not None and not isinstance(error, GrammarError):
             raise error
         return None if error is None else str(error)
 
     def masking(self, request: Open) -> GrammarMasking | None:
-        """A session's logits processor; None where any text will do. What it needs begins to be compiled."""
+        """Returns a session's logits processor and starts to compile; None without a grammar."""
         if not request.grammar:
             return None
         self.begin(request.grammar)
         return GrammarMasking(partial(self.follow, request.grammar))
 
     def draft_masking(self, request: Open) -> GrammarMasking | None:
-        """The same for a drafter: where it cannot compile a grammar, it drafts as if there were none."""
+        """Returns the same for a drafter, which ignores grammars that it cannot compile."""
         try:
             return self.masking(request) if request.grammar and self.begin(request.grammar).result() else None
         except GrammarError as error:
@@ -249,8 +246,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         trial = matcher.deep_copy()
         if not matcher.is_error():
-            trial.compute_bitmask()  # what no text meets shows only here
+            trial.compute_bitmask()  # errors of unreachable rules show only here
         if trial.is_error():
-            why, *_ = trial.get_error().split("\n<")  # what follows is for the library's developers
+            why, *_ = trial.get_error().split("\n<")  # the rest of the message is for the library's developers
             raise GrammarError(PLAINLY.get(why, why)[:MAX_MESSAGE_CHARS])
         return matcher

@@ -1,4 +1,4 @@
-"""The gRPC servers of drafter and target: streams in, calls on the replica out."""
+"""The gRPC servers of drafter and target, which turn streams into calls on the replica."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ from protos.speculation_pb2_grpc import (
     add_TargetServiceServicer_to_server,
 )
 
-TRUST = TrustConfig()  # what a server is told that is told nothing: it listens on loopback only
+TRUST = TrustConfig()  # default credentials: listen on loopback only
 
 
 class TargetServicer(TargetServiceServicer):

@@ -1,9 +1,8 @@
 """A target replica: the verification loop around the scheduler, the engine and the streams.
 
-Reads top to bottom: messages come in, a step is planned, the engine computes, verdicts go out. Knows nothing of
-Ray: the engine may be threads or ranks.
-
-Holds sessions back at a target until their grammars are compiled there, so that no step ever waits for one.
+Reads top to bottom: messages arrive, a step is planned, the engine computes, verdicts leave. This module knows nothing
+of Ray; the engine may be a thread or ranks. `GrammarGate` holds sessions back until their grammars are compiled, so
+that no step waits for one.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ Prepare = Callable[[str], Awaitable[str | None]]
 
 @dataclass
 class HeldSession:
-    """What a router's stream opened, and the wait for its grammar."""
+    """A session waiting for its grammar, as a router's stream opened it."""
 
     router: str
     open: Open
@@ -45,10 +44,11 @@ class HeldSession:
 
 
 class GrammarGate:
-    """Of one target. What it lets pass goes to `admit`, with the stream that it came on, and refusals to `refuse`.
+    """Holds sessions of one target until their grammars are compiled. Passes them to `admit` with their stream, and
+    refusals to `refuse`.
 
-    At most `limit` sessions are held. One that is held belongs to the router that opened it, as one that has passed
-    does, of which `router_of` tells the stream.
+    At most `limit` sessions are held. A held session belongs to the router that opened it, as an admitted one does;
+    `router_of` maps a stream to its router.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GrammarGate:
         self._held: dict[str, HeldSession] = {}  # by session
 
     def takes(self, router: str, message: Message) -> bool:
-        """Whether it keeps or has answered the message; if not, the message may go on."""
+        """Returns whether the gate keeps or has answered the message; otherwise the message goes on."""
         if isinstance(message, Open):
             return self._takes_open(router, message)
         if isinstance(message, Close):
@@ -77,7 +77,7 @@ class GrammarGate:
         return False
 
     def greeted(self, router: str, hello: Hello) -> None:
-        """A router's stream is new: of what its older streams left, only the sessions that it lists stay."""
+        """Handles a router's new stream: of its older streams' sessions, only those it lists stay."""
         wanted = {(item.session, item.attempt) for item in hello.live}
         for name, held in list(self._held.items()):
             if peer_of(held.router) != peer_of(router):
@@ -87,7 +87,7 @@ class GrammarGate:
                 self._drop(name)
 
     def gone(self, router: str) -> None:
-        """The stream broke: what it opened is nobody's."""
+        """Disowns the sessions of a broken stream."""
         for name, held in list(self._held.items()):
             if held.router == router:
                 self._drop(name)
@@ -97,7 +97,7 @@ class GrammarGate:
         return not self._held
 
     def _takes_open(self, router: str, request: Open) -> bool:
-        """Holds a session that has a grammar; a later attempt takes the place of one that is held."""
+        """Holds a session with a grammar; a later attempt replaces an earlier one."""
         name = request.session
         if (held := self._held.get(name)) is not None:
             if held.router != router:
@@ -117,7 +117,7 @@ class GrammarGate:
         return True
 
     def _close(self, router: str, close: Close) -> None:
-        """Forgets a session; another router's, or a newer attempt is left alone."""
+        """Forgets a session, unless it is another router's or a newer attempt."""
         held = self._held.get(close.session)
         if held is not None and held.router == router and held.open.attempt <= close.attempt:
             self._drop(close.session)
@@ -126,7 +126,7 @@ class GrammarGate:
         why = await self._prepare(request.grammar)
         held = self._held.get(request.session)
         if held is None or held.open is not request:
-            return  # dropped meanwhile, though compiling did not end with it
+            return  # dropped meanwhile; compiling continues regardless
         del self._held[request.session]
         if why is None:
             self._admit(held.router, request)
@@ -138,15 +138,15 @@ class GrammarGate:
         self._held.pop(session).task.cancel()
 
 
-TURN_BYTES = 4 << 20  # of hidden states that are read between two steps: as many as a step's chunk of a prompt has
+TURN_BYTES = 4 << 20  # positions of hidden states read between two steps, like a step's prompt chunk
 Computed = TypeVar("Computed")
 
 
 class TargetReplica:
     """Serves sessions for routers, with blocks from drafters.
 
-    `vocabulary` and `target_model` are the fingerprints that callers must share. `memory` is the engine's, if it keeps
-    its pages itself.
+    `vocabulary` and `target_model` are fingerprints that callers must match. `memory` is the engine's, if the engine
+    manages its own pages.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class TargetReplica:
         self.target_model = target_model
         self.scheduler = VerificationScheduler(limits, pacing, step_cost, memory)
         self.timeline = Timeline(clock)
-        self.refused: Counter[str] = Counter()  # malformed messages, by kind
-        self.decided_tokens = 0  # by steps; where a session ends, those after its end count too
+        self.refused: Counter[str] = Counter()  # malformed messages by kind
+        self.decided_tokens = 0  # tokens by step; those after a session's end count too
         self.failure: EngineError | None = None
         self._engine = engine
         self._gate = GrammarGate(
@@ -179,13 +179,13 @@ class TargetReplica:
         self._tracer = tracer or NoTracing()
         self._outboxes: dict[str, Outbox] = {}  # by stream
         self._changed = asyncio.Event()
-        self._left = asyncio.Event()  # nobody is served any more, as planned
+        self._left = asyncio.Event()  # draining as planned
         self._streams = 0
 
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> None:
-        """Verifies until cancelled; a failing engine is remembered in `failure` and raised."""
+        """Verifies until cancelled; stores a failing engine's error in `failure` and raises it."""
         while True:
             is_fed = await self._feed_drafters()
             plan = self.scheduler.plan(self._clock())
@@ -206,12 +206,12 @@ class TargetReplica:
         self.timeline.record("decided", *sessions)
         self.decided_tokens += sum([outcome.token_count for outcome in outcomes])
         self._send(self.scheduler.apply(outcomes, now - began, now))
-        await asyncio.sleep(0)  # verdicts leave, and what arrived meanwhile is heard, before the next plan
+        await asyncio.sleep(0)  # verdicts leave, and messages that arrived meanwhile are handled, before the next plan
 
     async def _feed_drafters(self) -> bool:
-        """Between two steps, once verdicts have left: the hidden states that drafters lack, for a while.
+        """Sends missing hidden states to drafters for a while, between two steps and after verdicts.
 
-        Returns whether they have all that there is and that they have room for.
+        Returns whether drafters have everything that exists and that they have room for.
         """
         left = TURN_BYTES
         while (asked := self.scheduler.feeds.next_read()) is not None:
@@ -223,7 +223,7 @@ class TargetReplica:
         return True
 
     def _expected_s(self, plan: StepPlan) -> float | None:
-        """By what steps were measured to cost; None while nothing is known."""
+        """Estimates a step's duration from measured costs; None without measurements."""
         rows = len(plan.rows)
         tokens = sum(len(row.tokens) for row in plan.rows)
         cost = self.scheduler.step_cost
@@ -250,12 +250,12 @@ class TargetReplica:
             async with asyncio.timeout(None if due is None else max(0.0, due - self._clock())):
                 await self._changed.wait()
         except TimeoutError:
-            return  # the patience with some block is over
+            return  # the wait for a block has timed out
 
     async def leave(self, within_s: float) -> None:
-        """Takes no more sessions, and goes on with those that it has until routers have moved them elsewhere.
+        """Accepts no more sessions, and continues those it has until routers have moved them.
 
-        What is left after `within_s` is given back; routers open it again wherever there is room.
+        Sessions left after `within_s` are returned; routers reopen them elsewhere.
         """
         departure = self.scheduler.departure
         self._send(departure.begin())
@@ -276,7 +276,7 @@ class TargetReplica:
     # ------------------------------------------------------------ streams
 
     def router_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """A router's stream begins: of its sessions only those that it lists stay."""
+        """Handles a router's new stream: of its sessions, only those it lists stay."""
         stream, outbox = self.drafter_up(hello)
         self._gate.greeted(stream, hello)
         self.scheduler.receive(stream, hello, self._clock())
@@ -284,7 +284,7 @@ class TargetReplica:
         return stream, outbox
 
     def drafter_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """A drafter's stream begins. It attaches to sessions, and has no say about those of routers."""
+        """Handles a drafter's new stream. It may attach to sessions, but not open or close them."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
         outbox = Outbox()
@@ -293,7 +293,7 @@ class TargetReplica:
         return stream, outbox
 
     def states_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """A drafter's stream for hidden states begins; it takes the place of an older one."""
+        """Handles a drafter's new stream for hidden states, which replaces an older one."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
         outbox = StatesOutbox()
@@ -306,7 +306,7 @@ class TargetReplica:
             del self._outboxes[states_stream(stream)]
 
     def receive(self, stream: str, frame: Decoded) -> int:
-        """Everything that a peer has for this target at one moment; returns how much of it nobody had asked for."""
+        """Handles messages of a peer that arrived together; returns how many were unsolicited."""
         now = self._clock()
         before = self.scheduler.unasked
         self._count_malformed(stream, frame)
@@ -334,7 +334,7 @@ class TargetReplica:
         self._changed.set()
 
     def _count_malformed(self, stream: str, frame: Decoded) -> None:
-        """Refuses what could not be read; an Open is answered, so that nobody waits for it."""
+        """Counts an unreadable message; answers an unreadable Open, so that its router does not wait."""
         for item in frame.malformed:
             self.refused[item.kind] += 1
             self.refusals.log_once(stream, f"a malformed {item.kind}", item.why)
@@ -344,17 +344,17 @@ class TargetReplica:
     # ------------------------------------------------------------ inspection
 
     def report(self) -> TargetReport:
-        """For autoscaling, of the time since it was last asked for."""
+        """Returns load since the previous report, for autoscaling."""
         return self.scheduler.report(self._clock())
 
     @property
     def refusals(self) -> Refusals:
-        """Of who may not do what it wanted."""
+        """Returns peers that were refused, and why."""
         return self.scheduler.refusals
 
     @property
     def stuck_s(self) -> float | None:
-        """How long the step at hand has taken, where that is longer than it may take."""
+        """Returns how long the current step has exceeded its limit."""
         return self._progress.stuck_s(self._clock())
 
     @property

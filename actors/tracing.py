@@ -1,15 +1,8 @@
 """OpenTelemetry spans of a process's work for traced sessions.
 
-`service.py` is the entry point: it does nothing, and imports no OpenTelemetry, unless tracing is configured.
-`session_spans.py` makes the spans, `exporting.py` sends them, and `contexts.py` converts trace contexts.
-
-Conversion of trace contexts between W3C's text form, used on the wire, and OpenTelemetry.
-
-One process's spans of sessions: one span per session, below the router's. Slow ones list their rounds as events.
-
-Export of spans. Each service of a process has its own provider, because traces distinguish services by provider.
-
-Tracing of one service as configured. If it is off, OpenTelemetry is not even imported.
+`ServiceTracing` is the entry point: it does nothing, and imports no OpenTelemetry, unless tracing is configured.
+`SessionSpans` records one span per session, below the router's; slow ones list their rounds as events. `TracedService`
+exports them, with one provider per service, since traces distinguish services by provider.
 """
 
 import time

@@ -1,8 +1,11 @@
-"""Attention of a step's rows over the paged cache, by whichever library does it best.
+"""Attention of a step's rows over the paged cache.
 
-A backend plans a step once, on the host, and its plan is called in every layer. `gathered` always works and is the
-reference; `flashinfer`, `varlen` and `flex` read the pages where they are; `select_backend` measures. All of them read
-the same pool, whose keys and values are strided views (`pages_of`).
+A backend plans a step once, on the host, and its plan is called in every layer. `sdpa_gather` works everywhere and is
+the reference; `flashinfer`, `varlen` and `flex` read the pages in place. `select_backend` measures them at start and
+picks the fastest correct one. All of them read the same pool, whose keys and values are strided views (`pages_of`).
+`batch` turns a step's rows into flat tensors, and `hugging_face` registers our attention with transformers.
+
+To add a backend, implement `AttentionBackend` and `AttentionPlan` and add an entry to `choose_attention`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ from actors.compute.kv_cache import FeedRow, PagedCache
 class AttentionPlan(Protocol):
     """The attention of one step's rows, the same in every layer.
 
-    `integers` are what it needs to have on the device; `place` is given them there, as int64 tensors in the same order,
+    `integers` are the numbers it needs on the device; `place` receives them there as int64 tensors, in the same order,
     before the first call.
     """
 
@@ -26,30 +29,30 @@ class AttentionPlan(Protocol):
     def place(self, parts: Sequence[Tensor]) -> None: ...
 
     def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        """Attends each row's queries, (total, heads, head dim), to its keys and values in a layer's pool,
-        (positions, 2 x kv heads, head dim), the row's new ones included; shaped as the queries.
+        """Attends each row's queries to its keys and values, the new ones included.
 
-        A query at some position sees the keys up to it, with a window only the last `window` of them; that of a tree's
-        node sees those on its path (`FeedRow`).
+        Queries have shape (total, heads, head dim), the pool of a layer (positions, 2 x kv heads, head dim); the result
+        is shaped as the queries. A query sees the keys up to its position, with a window only the last `window` of
+        them. The query of a tree node also sees the nodes on its path (`FeedRow`).
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention."""
+    """One implementation of attention."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def takes_trees(self) -> bool:
-        """Whether rows may have trees."""
+        """Whether rows may contain trees."""
         ...
 
     def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> AttentionPlan: ...
 
 
 def pages_of(pool: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """A layer's keys and its values, each a view of shape (pages, page size, kv heads, head dim)."""
+    """Returns a layer's keys and values as views of shape (pages, page size, kv heads, head dim)."""
     keys, values = pool.view(-1, page_size, *pool.shape[1:]).chunk(2, dim=2)
     return keys, values

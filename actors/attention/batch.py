@@ -1,4 +1,4 @@
-"""A step's rows as flat tensors on the device: what one forward feeds, where it is cached and how it attends."""
+"""A step's rows as flat tensors on the device: tokens, positions, cache places and attention plan."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,16 +9,16 @@ from actors.compute.kv_cache import FeedRow, PagedCache, to_device
 
 
 class Interrupted(Exception):
-    """A forward was given up before its end; what is cached of its rows is undefined."""
+    """A forward was abandoned; the cache of its rows is undefined."""
 
 
 def never() -> bool:
-    """What is not to be interrupted."""
+    """Default interruption check: always False."""
     return False
 
 
 class RaggedBatch:
-    """Rows of mixed lengths, one after the other; all of their integers reach the device in one copy."""
+    """Rows of mixed lengths, concatenated; all of their integers reach the device in one copy."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RaggedBatch:
         written = [row.pages[at // size] * size + at % size for row in rows for at in row.places]
         self._plan = backend.plan(rows, cache)
         parts = to_device([tokens, positions, written, _logit_places(rows), *self._plan.integers], cache.device)
-        # tokens and positions: (total,); written: (total,) places in the pool; logit_at: (wanted,) places in the batch
+        # tokens and positions: (total,); written: (total,) places in the pool; logit_at: (wanted,) indices in the batch
         self.tokens, self.positions, self.written, self.logit_at = parts[:4]
         self._plan.place(parts[4:])
 
@@ -49,7 +49,7 @@ class RaggedBatch:
     ) -> Tensor:
         """Caches the new keys and values and attends each row to its own; shape (total, heads x head dim).
 
-        Raises Interrupted when nobody wants the result any more: each layer asks.
+        Raises Interrupted if the forward is no longer needed; every layer checks.
         """
         if self._interrupted():
             raise Interrupted
@@ -60,7 +60,7 @@ class RaggedBatch:
 
 
 def _logit_places(rows: Sequence[FeedRow]) -> list[int]:
-    """Places in the flat batch whose logits are wanted."""
+    """Returns the indices in the flat batch whose logits are wanted."""
     found: list[int] = []
     end = 0
     for row in rows:

@@ -1,6 +1,6 @@
-"""Attention by FlashInfer (the extra `flashinfer`): ragged queries over pages where they are.
+"""Attention by FlashInfer (the extra `flashinfer`): ragged queries over pages in place.
 
-FlashInfer plans on the host, for a shape, a scale and a window, then runs in every layer that has these.
+FlashInfer plans on the host for one shape, scale and window, then runs in every layer that has these.
 """
 
 import importlib
@@ -15,12 +15,12 @@ from torch import Tensor
 from actors.attention import pages_of
 from actors.compute.kv_cache import FeedRow, PagedCache
 
-WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Layers that differ in any of these need a plan of their own."""
+    """Layers that differ in any of these need separate plans."""
 
     heads: int
     kv_heads: int
@@ -28,11 +28,11 @@ class _Shape:
     dtype: torch.dtype
     scaling: float | None
     window: int | None
-    masked: bool  # by a mask of our own: FlashInfer picks its kernel with a wrapper's first plan, and not all take one
+    masked: bool  # a wrapper's first plan fixes its kernel, and not all support masks
 
 
 class FlashInfer:
-    """`library` is the module flashinfer."""
+    """Backend over the module flashinfer (`library`)."""
 
     name = "flashinfer"
     takes_trees = True
@@ -46,7 +46,9 @@ class FlashInfer:
         return FlashInferPlan(rows, cache, self)
 
     def wrapper(self, shape: _Shape) -> Any:
-        """It holds a plan from step to step; those of all shapes share the workspace, for they run in turn."""
+        """Returns the wrapper of a shape, which keeps its plan across steps. All wrappers share one workspace, since
+        they run in sequence.
+        """
         if shape not in self._wrappers:
             make = self._library.BatchPrefillWithPagedKVCacheWrapper
             self._wrappers[shape] = make(self._workspace, "NHD")
@@ -54,9 +56,9 @@ class FlashInfer:
 
 
 class FlashInferPlan:
-    """One run a layer for all rows; the first layer of a shape plans for the others.
+    """One call per layer for all rows; the first layer of a shape plans for the others.
 
-    FlashInfer wants its integers on the host, where it plans, and copies them itself.
+    FlashInfer plans on the host and copies its integers itself.
     """
 
     integers: Sequence[Sequence[int]] = ()
@@ -72,18 +74,18 @@ class FlashInferPlan:
         lists = [
             torch.tensor(numbers, dtype=torch.int32, pin_memory=pinned)
             for numbers in (
-                [0, *accumulate(len(row.tokens) for row in rows)],  # where each row's queries begin
-                [0, *accumulate(map(len, used))],  # where each row's pages begin
+                [0, *accumulate(len(row.tokens) for row in rows)],  # start of each row's queries
+                [0, *accumulate(map(len, used))],  # start of each row's pages
                 [page for pages in used for page in pages],
                 [row.end - (len(pages) - 1) * cache.page_size for row, pages in zip(rows, used, strict=True)],
             )
         ]
-        # With a mask of our own, FlashInfer makes more of them on the device.
+        # With a custom mask, FlashInfer creates more of them on the device.
         self._lists = [numbers.to(cache.device) for numbers in lists] if self._has_trees else lists
         self._planned: dict[_Shape, Any] = {}
 
     def place(self, parts: Sequence[Tensor]) -> None:
-        """Nothing is needed."""
+        """Does nothing."""
 
     def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
         heads, head_dim = query.shape[1:]
@@ -96,7 +98,7 @@ class FlashInferPlan:
 
     def _plan(self, shape: _Shape) -> Any:
         wrapper = self._backend.wrapper(shape)
-        if shape.masked:  # by position, which a tree's places do not tell
+        if shape.masked:  # by position, which differs from the place for tree nodes
             masks = [visible_keys(row, shape.window).flatten() for row in self._rows]
             seen: dict[str, Any] = {"custom_mask": torch.cat(masks).to(self._device)}
         else:
@@ -116,7 +118,7 @@ class FlashInferPlan:
 
 
 def visible_keys(row: FeedRow, window: int | None) -> Tensor:
-    """Which of a row's places each of its tokens sees, (tokens, places)."""
+    """Returns which of a row's places each of its tokens sees, (tokens, places)."""
     positions = torch.tensor([*range(row.start), *row.positions])
     places = torch.arange(row.end)
     seen = places <= torch.tensor(row.seen).unsqueeze(1)
@@ -129,5 +131,5 @@ def visible_keys(row: FeedRow, window: int | None) -> Tensor:
 
 
 def flashinfer_for(device: torch.device) -> FlashInfer:
-    """Raises ImportError where FlashInfer is not installed."""
+    """Creates the backend. Raises ImportError if FlashInfer is not installed."""
     return FlashInfer(importlib.import_module("flashinfer"), device)

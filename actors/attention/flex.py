@@ -1,7 +1,7 @@
-"""Attention by torch's FlexAttention, with a block mask that says which pages each row reads.
+"""Attention by torch's FlexAttention, with a block mask that tells which pages each row reads.
 
-On a GPU it is compiled to one kernel that reads pages where they are. Uncompiled, as on a CPU, it computes every score
-of the whole pool and is good for tests only.
+On a GPU it compiles to one kernel that reads pages in place. Uncompiled, as on a CPU, it computes every score of the
+whole pool and is only good for tests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +17,14 @@ from actors.compute.kv_cache import FeedRow, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 QUERY_BLOCK = 128  # queries that share a list of pages
-LEAST_PAGE = 16  # keys that a kernel takes at a time, at least
-COMPILED = 64  # kernels that torch may build before it gives up and computes every score: chains, trees, windows, ...
-WORD = 32  # nodes whose being on a path is said by one number
+LEAST_PAGE = 16  # smallest number of keys per kernel block
+COMPILED = 64  # kernels that torch may build before it falls back to computing every score: chains, trees, windows, ...
+WORD = 32  # nodes per bit set
 WORDS = -(-MAX_BLOCK_TOKENS // WORD)
 
 
 class Flex:
-    """`kernel` has the signature of torch's flex_attention."""
+    """Backend; `kernel` has the signature of torch's flex_attention."""
 
     name = "flex"
     takes_trees = True
@@ -37,12 +37,12 @@ class Flex:
 
 
 class FlexPlan:
-    """The pool is one long sequence of keys; the block mask is made once for each window."""
+    """Treats the pool as one long sequence of keys; the block mask is made once per window."""
 
     def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel
         self._page_size = cache.page_size
-        self._pages = cache.nowhere // cache.page_size + 1  # of the pool
+        self._pages = cache.nowhere // cache.page_size + 1  # pages of the pool
         self._rows = len(rows)
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
         row_of = [index for index, row in enumerate(rows) for _ in row.tokens]
@@ -68,17 +68,17 @@ class FlexPlan:
     def place(self, parts: Sequence[Tensor]) -> None:
         self._row_of, self._positions, held, logical, counts, listed_at, listed, self._behind = parts[:8]
         self._tree_parts = parts[8:]
-        # (rows x pages of the pool,): which of the row's pages it is, or -1
+        # (rows x pages of the pool,): the index of the page in the row's table, or -1
         self._page_of_row = torch.full((self._rows * self._pages,), -1, device=held.device)
         self._page_of_row[held] = logical
         self._counts = counts.to(torch.int32).view(1, 1, -1)
-        # One place for each page of the pool, as kernels expect it; those beyond a block's count are not looked at.
+        # One entry per page of the pool, as kernels expect; those beyond a block's count are ignored.
         blocks = torch.zeros(len(counts) * self._pages, dtype=torch.int32, device=held.device)
         blocks[listed_at] = listed.to(torch.int32)
         self._blocks = blocks.view(1, 1, -1, self._pages)
 
     def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        # The kernel multiplies what it hides with nought; after another session it could be NaN.
+        # The kernel multiplies hidden values by zero, and another session's memory could be NaN.
         pool.index_fill_(0, self._behind, 0)
         if window not in self._masks:
             self._masks[window] = self._block_mask(window, len(query), len(pool))
@@ -113,11 +113,11 @@ class FlexPlan:
             BLOCK_SIZE=(QUERY_BLOCK, self._page_size),
             mask_mod=self._seen_in_trees(window) if self._has_trees else seen,
             seq_lengths=(queries, keys),
-            compute_q_blocks=False,  # they serve the backward pass
+            compute_q_blocks=False,  # used by the backward pass only
         )
 
     def _seen_in_trees(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """As the mask without trees, but that a node sees those on its path, and not what lies between them."""
+        """Returns the mask in which a node sees the nodes on its path, but not those in between."""
         row_of = self._row_of
         positions = self._positions
         page_of_row = self._page_of_row
@@ -136,7 +136,7 @@ class FlexPlan:
             visible = (page >= 0) & ((at <= seen_to[query]) | on_path)
             if window is None:
                 return visible
-            fed = (begins[row] + at - starts[row]).clamp(0, last)  # the key's place in the batch, if it is a node's
+            fed = (begins[row] + at - starts[row]).clamp(0, last)  # the key's index in the batch, if it is a node's
             key_position = torch.where(node >= 0, positions[fed], at)
             return visible & (positions[query] - key_position < window)
 
@@ -144,14 +144,14 @@ class FlexPlan:
 
 
 def _laid_out(query: Tensor) -> Tensor:
-    """The same, never a part of a larger product: torch builds a kernel for each way that a tensor lies in memory."""
+    """Returns a contiguous copy of a slice: torch builds a kernel for each memory layout."""
     return query.flatten().view(query.shape)
 
 
 def _tree_integers(rows: Sequence[FeedRow]) -> list[list[int]]:
-    """By query: the last place up to which it sees everything, and WORDS numbers whose bits are the nodes on its path.
+    """Returns, per query, the last place up to which it sees everything, and WORDS bit sets of the nodes on its path.
 
-    By row: its first place, where its tokens begin in the batch, and the place of its first node.
+    Per row: its first place, the start of its tokens in the batch, and the place of its first node.
     """
     paths: list[int] = []
     for row in rows:
@@ -169,9 +169,9 @@ def _tree_integers(rows: Sequence[FeedRow]) -> list[list[int]]:
 
 
 def _behind_the_ends(rows: Sequence[FeedRow], page_size: int) -> Iterator[tuple[int, int]]:
-    """Page and place of every position in rows' last pages that nothing was written to yet.
+    """Returns page and offset of unwritten positions in rows' last pages.
 
-    A page that is written to is its row's alone.
+    A page that is being written belongs to one row only.
     """
     for row in rows:
         filled = (row.end - 1) % page_size + 1
@@ -179,14 +179,14 @@ def _behind_the_ends(rows: Sequence[FeedRow], page_size: int) -> Iterator[tuple[
 
 
 def flex_for(page_size: int) -> Flex:
-    """Compiled. Raises RuntimeError for pages that no kernel can read."""
+    """Creates the compiled backend. Raises RuntimeError for pages that no kernel can read."""
     if page_size < LEAST_PAGE or page_size & (page_size - 1):
         raise RuntimeError(f"pages of {page_size} positions; expected a power of two from {LEAST_PAGE} on")
     return Flex(compiled())
 
 
 def compiled(backend: str | Callable[..., Any] | None = None) -> Callable[..., Tensor]:
-    """FlexAttention whose kernels serve any number of rows, tokens and pages."""
+    """Returns FlexAttention with kernels for any number of rows, tokens and pages."""
     options: dict[str, Any] = {"dynamic": True, "recompile_limit": COMPILED}
     if backend is not None:
         options["backend"] = backend

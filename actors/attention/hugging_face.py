@@ -1,4 +1,4 @@
-"""Our attention as an attention function of transformers, for models that run through their own code."""
+"""Registers our attention with transformers, for models that run through transformers' code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from actors.attention.batch import RaggedBatch
 from cluster.errors import ModelError
 
 ATTENTION_NAME = "slipstream"
-CHANGES_SCORES = {  # arguments of transformers' attention functions that change the result, by what they add
+CHANGES_SCORES = {  # arguments of transformers' attention functions that change the result, by feature
     "s_aux": "attention sinks",
     "softcap": "a soft cap on scores",
     "position_bias": "a bias by position",
@@ -23,7 +23,7 @@ CHANGES_SCORES = {  # arguments of transformers' attention functions that change
 
 
 class BatchSlot:
-    """Holds the batch of the forward that is running; all attention layers of a model share one."""
+    """Holds the batch of the running forward; all attention layers of a model share one."""
 
     def __init__(self) -> None:
         self._batch: RaggedBatch | None = None
@@ -46,7 +46,7 @@ def paged_attention(
     module: nn.Module,
     query: Tensor,  # (1, heads, total, head dim)
     key: Tensor,  # (1, kv heads, total, head dim)
-    value: Tensor,  # (1, kv heads, total, value dim): no wider than the keys
+    value: Tensor,  # (1, kv heads, total, value dim): at most as wide as the keys
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -54,8 +54,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface with `RaggedBatch.attend`.
 
-    Narrower values are padded to the width of the keys in the cache. Raises ModelError for arguments that would change
-    the result and that no backend computes.
+    Pads narrower values to the width of the cached keys. Raises ModelError for arguments that would change the result
+    and that no backend supports.
     """
     for name, meaning in CHANGES_SCORES.items():
         if others.get(name) is not None:
@@ -72,9 +72,9 @@ def paged_attention(
 
 
 def share_batch(model: PreTrainedModel) -> BatchSlot:
-    """Gives all attention layers of a model one slot, the same however often this is called; returns it.
+    """Gives all attention layers of a model one slot and returns it; idempotent.
 
-    An argument of the model's forward would not do: some architectures do not pass theirs on to their layers.
+    An argument of the model's forward would not work: some architectures do not pass theirs on to their layers.
     """
     slot = getattr(model, "batch_slot", None) or BatchSlot()
     for module in (model, *(module for module in model.modules() if hasattr(module, "layer_idx"))):
@@ -83,6 +83,6 @@ def share_batch(model: PreTrainedModel) -> BatchSlot:
 
 
 def register_attention() -> None:
-    """Makes `paged_attention` known to transformers under ATTENTION_NAME; registering again changes nothing."""
+    """Registers `paged_attention` with transformers under ATTENTION_NAME; idempotent."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)

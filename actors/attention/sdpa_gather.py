@@ -1,7 +1,7 @@
-"""Attention over gathered keys and values by torch's scaled dot products: what works everywhere.
+"""Attention over gathered keys and values by torch's scaled dot products; works everywhere.
 
-Rows of like lengths are attended together, so nothing is done per row inside the layers; where a single row's pages
-lie one after the other, its keys and values are not even copied.
+Rows of similar length are attended together, so layers do no work per row. If a single row's pages are adjacent, its
+keys and values are not copied.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from actors.compute.kv_cache import FeedRow, PagedCache
 
-SHORT_ROW = 8  # rows of up to so many tokens (blocks, single tokens) are attended together
-SHORT_CONTEXT = 256  # so are contexts up to this length; beyond, those of the same power of two
-CPU_POSITIONS = 2048  # that are gathered at once on a CPU: what was copied is still in its cache when it is attended to
+SHORT_ROW = 8  # rows of up to this many tokens (blocks, single tokens) are attended together
+SHORT_CONTEXT = 256  # contexts up to this length share a group; longer ones do within the same power of two
+CPU_POSITIONS = 2048  # keys gathered at once on a CPU, so that the copy is still cached when it is read
 
 
 class Gathered:
-    """Copies each group's keys and values together, then attends."""
+    """Gathers each group's keys and values, then attends."""
 
     name = "gathered"
     takes_trees = True
@@ -30,19 +30,19 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows that are attended together: queries and keys padded to the longest of them."""
+    """Rows attended together: queries and keys padded to the longest of them."""
 
     count: int
     queries: int
     keys: int
-    query_at: Tensor | None  # (count x queries,) places in the flat batch; None: the whole batch, in order
-    real: Tensor | None  # (real queries,) places in the padded queries that are none of the padding; None: all
+    query_at: Tensor | None  # (count x queries,) indices in the flat batch; None: the whole batch, in order
+    real: Tensor | None  # (real queries,) indices of the padded queries that are not padding; None: all
     key_at: Tensor | slice  # (count x keys,) places in the pool
     positions: Tensor  # (count, queries)
-    seen: Tensor  # (count, queries) last of the keys from the first on that a query sees; further on, those on its path
-    on_path: Tensor  # (nodes seen by nodes,) places in (count, queries, keys)
-    behind: Tensor  # (nodes seen by nodes,) how many positions the key is behind the query
-    all_visible: bool  # every query sees every key, but for a window
+    seen: Tensor  # (count, queries) the last key up to which a query sees everything; beyond, it sees those on its path
+    on_path: Tensor  # (node pairs,) indices in (count, queries, keys)
+    behind: Tensor  # (node pairs,) distance in positions from query to key
+    all_visible: bool  # every query sees every key, except for a window
 
 
 class GatheredPlan:
@@ -79,7 +79,7 @@ class GatheredPlan:
     def _attend_group(
         self, index: int, query: Tensor, pool: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        """query and result: (count x queries, heads, head dim).
+        """Attends one group; query and result have shape (count x queries, heads, head dim).
 
         Query heads that share a key head become further queries of it, so keys and values are never repeated.
         """
@@ -100,8 +100,10 @@ class GatheredPlan:
         return apart.reshape(-1, heads, head_dim)
 
     def mask(self, group: int, repeat: int, window: int | None) -> Tensor | None:
-        """What to add to scores of the queries, each repeated in `repeat` heads, shape (count, 1, repeat x queries,
-        keys); None: nothing. Made once per step, for all layers."""
+        """Returns the additive mask, (count, 1, repeat x queries, keys), with each query repeated for `repeat` heads.
+
+        None if nothing is masked. Made once per step, for all layers.
+        """
         rows = self.groups[group]
         if rows.all_visible and (window is None or rows.keys <= window):
             return None
@@ -121,18 +123,20 @@ class GatheredPlan:
 
 
 class _GroupDraft:
-    """A group before its integers are on the device: `integers` are query_at, real, positions, seen, on_path,
-    behind, tables and ends."""
+    """A group before its integers are on the device.
+
+    `integers` are query_at, real, positions, seen, on_path, behind, tables and ends.
+    """
 
     def __init__(self, members: list[tuple[int, FeedRow]], rows: int, page_size: int) -> None:
-        """`members`: a row and where its tokens begin in the flat batch; `rows`: how many the batch has."""
+        """`members`: rows and the start of their tokens in the flat batch; `rows`: number of rows in the batch."""
         self.count = len(members)
         self.queries = max(len(row.tokens) for _, row in members)
         self.keys = max(row.end for _, row in members)
         self.even = all(len(row.tokens) == self.queries for _, row in members)
         self.whole = self.even and len(members) == rows
         self.all_visible = self.queries == 1 and all(row.end == self.keys for _, row in members)
-        # Padding repeats a row's last query: its result is not used.
+        # Padding repeats a row's last query; its result is not used.
         offsets = [[min(i, len(row.tokens) - 1) for i in range(self.queries)] for _, row in members]
         pages = -(-self.keys // page_size)
         first = members[0][1].pages[:pages]
@@ -151,7 +155,7 @@ class _GroupDraft:
         ]
 
     def _paths(self, rows: Sequence[FeedRow]) -> tuple[list[int], list[int]]:
-        """`on_path` and `behind` of all nodes."""
+        """Returns `on_path` and `behind` of all nodes."""
         on_path: list[int] = []
         behind: list[int] = []
         for index, row in enumerate(rows):
@@ -182,18 +186,18 @@ class _GroupDraft:
 
 
 def _gather(rows: RowGroup, pool: Tensor) -> Tensor:
-    """The group's keys and values, (count, keys, 2, kv heads, head dim); a view where they lie together."""
+    """Returns the group's keys and values, (count, keys, 2, kv heads, head dim); a view if they are adjacent."""
     found = pool[rows.key_at] if isinstance(rows.key_at, slice) else pool.index_select(0, rows.key_at)
     return found.view(rows.count, rows.keys, 2, pool.shape[1] // 2, pool.shape[2])
 
 
 def _octave(length: int, least: int) -> int:
-    """The same for all lengths up to `least`, and then for all between two powers of two."""
+    """Maps lengths to a bucket: one up to `least`, then one per power of two."""
     return (max(length, least) - 1).bit_length()
 
 
 def _alike(rows: Sequence[FeedRow]) -> list[list[tuple[int, FeedRow]]]:
-    """Rows of similar lengths together, so that padding at most doubles them."""
+    """Groups rows of similar length, so that padding at most doubles them."""
     groups: dict[tuple[int, int], list[tuple[int, FeedRow]]] = {}
     begin = 0
     for row in rows:
@@ -204,7 +208,7 @@ def _alike(rows: Sequence[FeedRow]) -> list[list[tuple[int, FeedRow]]]:
 
 
 def _groups(rows: Sequence[FeedRow], device: torch.device) -> list[list[tuple[int, FeedRow]]]:
-    """Rows that are attended together, as many as pay."""
+    """Splits rows into groups that are worth attending together."""
     if device.type != "cpu":
         return _alike(rows)
     found = []
@@ -219,9 +223,9 @@ def _padded(pages: tuple[int, ...], count: int) -> list[int]:
 
 
 def _places(tables: Tensor, ends: Tensor, keys: int, cache: PagedCache) -> Tensor:
-    """Where the first `keys` positions of each row lie in the pool, (rows x keys,).
+    """Returns where the first `keys` positions of each row lie in the pool, (rows x keys,).
 
-    Positions beyond a row's end are nowhere: masks hide scores, but not the NaN that another's memory may hold.
+    Positions beyond a row's end read the padding page: masks hide scores, but not NaN in another row's memory.
     """
     size = cache.page_size
     places = tables.unsqueeze(2) * size + torch.arange(size, device=tables.device)

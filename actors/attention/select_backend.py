@@ -1,8 +1,7 @@
-"""Which attention backend serves a model on a device: the fastest that is correct, measured at start.
+"""Selects the attention backend of a model on a device: the fastest correct one, measured at start.
 
-Right is what agrees with `gathered`, also where memory that is none of a row's holds NaN.
-
-What a model's layers require of attention and of the cache.
+A backend is correct if it agrees with `sdpa_gather`, also where memory of other rows holds NaN. `attention_shape`
+derives what a model's layers require of attention and cache.
 """
 
 import logging
@@ -25,7 +24,7 @@ from actors.attention.sdpa_gather import Gathered
 from actors.attention.varlen import varlen_for
 from actors.compute.kv_cache import FeedRow, PagedCache
 
-GATHERED = "colwise_gather_output"  # in transformers' tensor-parallel plans: ranks exchange what they projected
+GATHERED = "colwise_gather_output"  # in transformers' tensor-parallel plans: ranks exchange their projections
 REPEATS_KEYS = frozenset({"jetmoe"})  # architectures that repeat keys for every query head before attention
 
 
@@ -39,18 +38,18 @@ class AttentionShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    slides: bool = True  # whether any layer sees no further back than a window
+    slides: bool = True  # whether any layer has a sliding window
 
     @property
     def page_bytes(self) -> int:
-        """Of one page in all layers, keys and values."""
+        """Returns the bytes of one page in all layers, keys and values."""
         return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
 
 
 def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> AttentionShape:
-    """Returns what one of `ranks` writes and attends, by the model's config.
+    """Returns what one of `ranks` writes and attends to, from the model's config.
 
-    `actors.models.reference_check` proves for every class that its layers write just this.
+    `actors.models.reference_check` proves for every class that its layers write exactly this.
     """
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
@@ -67,18 +66,18 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
 
 
 def _splits_heads(model: PreTrainedModel) -> bool:
-    """Whether each rank attends with its own heads; with a fused projection, or a norm over all heads, it has all."""
+    """Returns whether each rank has only its own heads; a fused projection, or a norm over all heads, needs all."""
     plan = model.tp_plan or {}
     return not any(style == GATHERED for name, style in plan.items() if "attn" in name or "attention" in name)
 
 
 def _has_latent_attention(config: PretrainedConfig) -> bool:
-    """Whether keys and values are projected up from one latent vector, for every query head anew."""
+    """Returns whether keys and values are projected up from one latent vector, separately for every query head."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _kv_heads(config: PretrainedConfig, heads: int) -> int:
-    """Heads of keys that reach attention, which is where they are cached."""
+    """Returns the number of key heads that reach attention, which are the ones cached."""
     if _has_latent_attention(config) or config.model_type in REPEATS_KEYS:
         return heads
     if config.model_type == "gpt_bigcode":
@@ -93,16 +92,16 @@ def _head_dim(config: PretrainedConfig, heads: int) -> int:
     return int(named or config.hidden_size // heads)
 
 
-# What is tried: rows of a block each after contexts of several lengths, as a target has them.
+# The trial: one block per row after contexts of several lengths, as a target has them.
 QUERIES = 5
-PARENTS = (-1, 0, -1, 2)  # of all but the first, where the block is a tree
+PARENTS = (-1, 0, -1, 2)  # parents of all but the first token, if the block is a tree
 CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
 WINDOW = 100
-LONG = 300  # tokens of a prompt's part, more than one block of queries in a kernel
+LONG = 300  # tokens of a prompt chunk, more than one query block of a kernel
 WARM_UPS = 2
 REPEATS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# How a library says that it is not installed, not built for this device, or not for this shape.
+# Errors of libraries that are not installed, not built for this device, or unsuited to this shape.
 MAY_FAIL = (
     ImportError,
     RuntimeError,
@@ -121,17 +120,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One backend's trial: the milliseconds that attention takes a step, or why it is out of the question."""
+    """One backend's trial: milliseconds of attention per step, or why it is unusable."""
 
     name: str
     step_ms: float | None
     refused: str = ""
-    no_trees: str = ""  # why it attends to no trees, if it serves
+    no_trees: str = ""  # why it does not support trees, if it is usable otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
-    """Which backend serves, and what was tried to find it; nothing where there is no choice."""
+    """The chosen backend and its alternatives; empty if there was no choice."""
 
     chosen: str
     tried: tuple[Tried, ...] = ()
@@ -139,20 +138,20 @@ class AttentionReport:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether `gathered` serves though there was a choice: on a GPU, where others read in place what it copies."""
+        """Whether the gathering backend serves on a GPU, where others would read pages in place."""
         return bool(self.tried) and self.chosen == FALLBACK
 
 
 class Trial:
-    """A step of attention on random keys and values, again and again the same."""
+    """A repeatable step of attention on random keys and values."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape
-        # A kernel for windows is one more to build, which may take a minute: only for a model that has them.
+        # Kernels for windows may take a minute to build: only for models that have windows.
         self.windows = (None, WINDOW) if shape.slides else (None,)
         per_row = [-(-(context + QUERIES) // shape.page_size) for context in CONTEXTS]
         generator = torch.Generator().manual_seed(0)
-        # Every other page is none of the rows', and theirs lie in no order.
+        # Every other page belongs to no row, and rows' pages are out of order.
         pages = torch.randperm(2 * sum(per_row), generator=generator)
         tables = torch.split(pages[: sum(per_row)], per_row)
         self._cache = PagedCache(len(pages), shape.page_size, shape.dtype, device)
@@ -169,7 +168,7 @@ class Trial:
         self._old = [random(context, 2 * shape.kv_heads, shape.head_dim) for context in CONTEXTS]
 
     def attend(self, backend: AttentionBackend, window: int | None, trees: bool = False) -> Tensor:
-        """The result of one layer, with chains or with trees; whatever is not the rows' own in the pool is NaN."""
+        """Returns the result of one layer, with chains or trees; memory of other rows is NaN."""
         pool = self._cache.layer(0, self._shape.kv_heads, self._shape.head_dim)
         pool[: self._cache.nowhere] = torch.nan
         size = self._shape.page_size
@@ -181,7 +180,7 @@ class Trial:
         return batch.attend(0, self._query, self._new, self._scaling, window)
 
     def build(self, backend: AttentionBackend, trees: bool) -> None:
-        """Attends once in every kind of step: kernels that are built by kind are there before anything is served."""
+        """Attends once for every kind of step, so that all kernels are built before serving."""
         for window in self.windows:
             for rows in self._kinds(trees):
                 batch = RaggedBatch(rows, self._cache, backend)
@@ -190,14 +189,14 @@ class Trial:
                 batch.attend(0, query, self._new[:1].expand(total, -1, -1), self._scaling, window)
 
     def _kinds(self, trees: bool) -> list[list[FeedRow]]:
-        """One token, and chains and trees of one row and of several, also beside a long part of a prompt."""
+        """Yields single tokens, chains and trees, of one row and of several, also beside a long prompt chunk."""
         token = replace(self._rows[0], tokens=(0,))
         long = FeedRow((0,) * LONG, 0, 0, self._rows[-1].pages)
         chains = [[token], self._rows[:1], self._rows[:2], [long]]
         return [*chains, self._trees[:1], self._trees[:2], [long, *self._trees[:2]]] if trees else chains
 
     def step(self, backend: AttentionBackend) -> None:
-        """A step's attention in all layers, finished."""
+        """Computes and finishes a step's attention in all layers."""
         batch = RaggedBatch(self._rows, self._cache, backend)
         for _ in range(self._shape.layers):
             batch.attend(0, self._query, self._new, self._scaling, None)
@@ -208,7 +207,7 @@ class Trial:
 def fastest(
     makes: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[AttentionBackend, AttentionReport]:
-    """The fastest right one of the backends that can be made; `gathered` is the reference, and always one of them."""
+    """Returns the fastest correct backend; `gathered` is the reference and always among them."""
     reference = Gathered()
     best: AttentionBackend = reference
     best_ms = _step_ms(reference, trial, clock)
@@ -231,7 +230,7 @@ def fastest(
 
 
 def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float) -> str:
-    """Why a backend that is right about chains attends to no trees; nothing if it does, and rightly."""
+    """Returns why a backend that is correct for chains does not support trees; empty if it does."""
     if not backend.takes_trees:
         return "its kernel takes no mask"
     try:
@@ -244,7 +243,7 @@ def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBacke
 def _check(
     backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float, trees: bool = False
 ) -> None:
-    """Raises ValueError for results that are not the reference's."""
+    """Raises ValueError if results differ from the reference."""
     for window in trial.windows:
         expected = trial.attend(reference, window, trees)
         found = trial.attend(backend, window, trees)
@@ -266,13 +265,13 @@ def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]
 
 @torch.inference_mode()
 def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
-    """Measured on a GPU. On a CPU there is nothing to choose: no library attends to pages there."""
+    """Measures backends on a GPU. On a CPU there is no choice, since no library reads pages there."""
     if device.type != "cuda":
         return Gathered(), AttentionReport(Gathered.name)
     makes: dict[str, Make] = {
         "flashinfer": lambda: flashinfer_for(device),
         "flex": lambda: flex_for(shape.page_size),
-        "varlen": lambda: varlen_for(device),  # last: it puts its kernels in the place of torch's
+        "varlen": lambda: varlen_for(device),  # last, since it replaces torch's kernels
     }
     trial = Trial(shape, device)
     backend, report = fastest(makes, trial, TOLERANCE[shape.dtype])
@@ -285,7 +284,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
 
 
 def fallback_warning(report: AttentionReport) -> str:
-    """Says that a GPU attends the slow way, and why each other backend does not serve."""
+    """Returns a warning that a GPU uses the slow fallback, with each other backend's reason."""
     others = (
         f"{one.name}: {one.refused or f'slower, {one.step_ms:.2f} ms'}"
         for one in report.tried

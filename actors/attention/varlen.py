@@ -1,6 +1,7 @@
-"""Attention by torch's variable-length attention with block tables: FlashAttention over pages where they are.
+"""Attention by torch's variable-length attention with block tables: FlashAttention over pages in place.
 
-torch has block tables only with FlashAttention 3 (compute capability 9.0) or 4 (10.0), each from a package of its own.
+torch supports block tables only with FlashAttention 3 (compute capability 9.0) or 4 (10.0), each from a separate
+package.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ IMPLEMENTATION = {9: "FA3", 10: "FA4"}  # by major compute capability
 
 
 class Varlen:
-    """`kernel` has the signature of torch's varlen_attn."""
+    """Backend; `kernel` has the signature of torch's varlen_attn."""
 
     name = "varlen"
     takes_trees = False
@@ -32,7 +33,7 @@ class Varlen:
 
 
 class VarlenPlan:
-    """One call a layer for all rows."""
+    """One call per layer for all rows."""
 
     def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, kernel: Callable[..., Any]) -> None:
         self._kernel = kernel
@@ -50,7 +51,7 @@ class VarlenPlan:
         numbers = parts[0].to(torch.int32)
         rows = self._rows
         self._begins = numbers[: rows + 1]
-        # Kernels read tables and lengths in wide words: each in memory of its own, which begins at such a word.
+        # Kernels read tables and lengths in wide words, so each starts at an aligned address of its own.
         self._used = numbers[rows + 1 : 2 * rows + 1].clone()
         self._tables = numbers[2 * rows + 1 :].view(rows, -1).clone()
 
@@ -61,7 +62,7 @@ class VarlenPlan:
             keys,
             values,
             self._begins,
-            None,  # where keys begin is in the block table
+            None,  # the block table locates keys
             self._max_queries,
             self._max_keys,
             scale=scaling,
@@ -74,7 +75,7 @@ class VarlenPlan:
 
 
 def varlen_for(device: torch.device) -> Varlen:
-    """Raises RuntimeError or ImportError where torch has no paged kernel for the device."""
+    """Creates the backend. Raises RuntimeError or ImportError if torch has no paged kernel for the device."""
     major, minor = torch.cuda.get_device_capability(device)
     if major not in IMPLEMENTATION:
         raise RuntimeError(f"no FlashAttention with block tables for compute capability {major}.{minor}")

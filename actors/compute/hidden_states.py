@@ -1,14 +1,11 @@
-"""Capture of the target's hidden states: which streams a forward keeps, what is made of them, and where they lie.
+"""Hidden states of the target for draft heads: capture in a forward, encoding, storage.
 
-Storage of the target's hidden states: pages parallel to the KV cache, or only the latest forward's rows.
+States are stored either in pages parallel to the KV cache, or only for the latest forward. With pages, states computed
+once are found again by any session that shares their KV pages: one with the same prefix, a preempted one, or a drafter
+that takes over midway.
 
-With pages, states that were computed once are found again by whatever shares their KV pages: a session with the same
-prefix, a preempted one, a drafter that takes over midway.
-
-Encoding of hidden states as bytes: bfloat16, or 8 bits with one scale per token.
-
-The scale is amax / 448 and at least 1e-12, over all layers of a token, as in vLLM's and speculators' stores of hidden
-states. There, acceptance with 8 bits equalled that with 16.
+Rows are encoded in bfloat16, or in 8 bits with one scale per token. The scale is amax / 448 and at least 1e-12, over
+all layers of a token, as in vLLM's and speculators' stores; acceptance with 8 bits equals that with 16 there.
 """
 
 from collections.abc import Callable, Sequence
@@ -135,20 +132,20 @@ StateProjection = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """What the leading rank is told to capture. Pickled: `load_projection` is a function of a module."""
+    """What the leading rank captures. Pickled, so `load_projection` must be a module-level function."""
 
     layers: tuple[int, ...]
     format: StatesFormat
     load_projection: Callable[[torch.device], StateProjection] | None = None
-    is_kept: bool = True  # beside the KV cache; else there are those of the latest forward alone
+    is_kept: bool = True  # stored beside the KV cache; otherwise only those of the latest forward exist
 
     def projection_on(self, device: torch.device) -> StateProjection | None:
-        """Loads it, if there is one."""
+        """Loads the projection, if there is one."""
         return self.load_projection(device) if self.load_projection is not None else None
 
 
 class StateCapture:
-    """The states of all that is fed, encoded; `project` is the spec's projection, loaded."""
+    """Encodes the states of everything that is fed; `project` is the spec's loaded projection."""
 
     def __init__(
         self,
@@ -166,7 +163,7 @@ class StateCapture:
         self._project = project
 
     def keep(self, places: Tensor, streams: Tensor) -> None:
-        """Of the tokens of one forward: the places that they were written to, (n,), and their streams."""
+        """Stores one forward's streams at the places its tokens were written to, (n,)."""
         rows = self._project(streams) if self._project is not None else streams
         assert rows.shape[1] == self._format.width, f"states are {rows.shape[1]} wide, not {self._format.width}"
         self.cache.write(places, encode_rows(rows, self._format.dtype))

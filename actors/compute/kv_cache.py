@@ -1,11 +1,8 @@
-"""Paged KV cache: one pool of pages, which the rows of a step address through page tables.
+"""Paged KV cache: one pool of pages, addressed through the page tables of a step's rows.
 
 `cluster.page_allocator` decides which sequence owns which page; this module holds the memory and knows nothing of
-sessions or models.
-
-Copies of numbers from the host to the device: all numbers of one kind that a step needs go in one copy.
-
-Each copy costs a launch, and a copy from pageable memory makes the host wait.
+sessions or models. `to_device` copies all numbers of one kind that a step needs at once, since each copy costs a
+launch, and a copy from pageable memory blocks the host.
 """
 
 from collections.abc import Sequence

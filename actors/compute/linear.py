@@ -1,8 +1,7 @@
 """Matrix products with fixed weights, packed for the processor where that is faster, or in 8 bits.
 
-Decoding feeds a handful of rows through very large weights; on a CPU oneDNN reads them up to twice as fast from a
-layout of its own than from a plain matrix. Where a product need not be exact, as a draft's, 8 bits are read in half of
-the time again.
+Decoding multiplies a few rows by very large weights. On a CPU, oneDNN reads them up to twice as fast from its own
+layout as from a plain matrix. Where a product need not be exact, as for a draft, 8 bits halve the time again.
 """
 
 import dis
@@ -21,7 +20,7 @@ FASTEST_ROWS = 4  # oneDNN takes up to a quarter longer for one to three rows th
 class Projection(Protocol):
     """y = x W^T + b, x of shape (..., inputs).
 
-    Fewer rows than `fastest_rows` are no faster.
+    Fewer rows than `fastest_rows` are not faster.
     """
 
     @property
@@ -30,7 +29,7 @@ class Projection(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """y + other, of y's shape."""
+        """Returns y + other, of y's shape."""
         ...
 
 
@@ -39,7 +38,7 @@ Product = Callable[[Tensor, Tensor | None], Projection]
 
 
 class PlainProjection:
-    """Over the weights as they are."""
+    """Product with the weights as stored."""
 
     fastest_rows = 1
 
@@ -55,7 +54,7 @@ class PlainProjection:
 
 
 class PackedProjection:
-    """Over weights in oneDNN's layout, by the operators that torch's own compiler emits for frozen models."""
+    """Product with weights in oneDNN's layout, through the operators that torch's compiler emits for frozen models."""
 
     fastest_rows = FASTEST_ROWS
 
@@ -80,9 +79,9 @@ class PackedProjection:
 
 
 class EightBitProjection:
-    """Over weights and rows rounded to 8 bits, with a scale for each output and each row; in float32 but for that.
+    """Product with weights and rows rounded to 8 bits, one scale per output and per row, otherwise in float32.
 
-    By the kernels of torch's dynamic quantisation; close to the product, not equal.
+    Uses the kernels of torch's dynamic quantisation. The result is close, not equal.
     """
 
     fastest_rows = 1
@@ -110,12 +109,12 @@ class EightBitProjection:
             alone: Tensor = self._linear(x, self._weight, self._reduce_range)
             return alone
         largest = x.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
-        together: Tensor = self._linear(x / largest, self._weight, self._reduce_range)  # rounded by one scale for all
+        together: Tensor = self._linear(x / largest, self._weight, self._reduce_range)  # one scale for all
         return together.mul_(largest)
 
 
 class SharedProjection:
-    """A rank's part of a product; `combine` makes the whole of it and what the other ranks have."""
+    """A rank's part of a product; `combine` adds the other ranks' parts."""
 
     def __init__(self, part: Projection, combine: Callable[[Tensor], Tensor]) -> None:
         self._part = part
@@ -130,7 +129,7 @@ class SharedProjection:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this build of torch and this processor have the packed product for such weights."""
+    """Returns whether this build of torch and this processor have the packed product for such weights."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype is torch.bfloat16:
@@ -139,19 +138,19 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def can_round(device: torch.device) -> bool:
-    """Whether this build of torch has products in 8 bits there."""
+    """Returns whether this build of torch has 8-bit products there."""
     return device.type == "cpu" and torch.backends.quantized.engine != "none"
 
 
 def projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
-    """The fastest product for weights of shape (outputs, inputs)."""
+    """Returns the fastest product for weights of shape (outputs, inputs)."""
     weight = weight.detach()
     bias = bias.detach() if bias is not None else None
     return PackedProjection(weight, bias) if can_pack(weight) else PlainProjection(weight, bias)
 
 
 class PackedLinear(nn.Module):
-    """Stands where an `nn.Linear` stood."""
+    """Replaces an `nn.Linear`."""
 
     def __init__(self, linear: nn.Linear, product: Product) -> None:
         super().__init__()
@@ -164,9 +163,9 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, product: Product = projection) -> None:
-    """Replaces every `nn.Linear` inside a model whose weights can be packed; a tied embedding keeps its own copy.
+    """Replaces every `nn.Linear` of a model whose weights can be packed; a tied embedding keeps its own copy.
 
-    A layer whose weight the model's code reads by itself, as some routers' is, stays as it is.
+    A layer whose weight the model's code reads directly, such as some routers', stays unchanged.
     """
     found = [
         (name, child)

@@ -1,12 +1,8 @@
-"""The target's step on one rank: rows in, decisions out; sampling and acceptance sit beside the logits.
+"""The target's step on one rank: rows in, decisions out. Sampling and acceptance run beside the logits.
 
-Knows what each session was fed; does not know why a row is in a step, nor who owns the cache's pages.
-
-The interface of an engine: a step behind one awaitable message, off the event loop that serves gRPC.
-
-`tensor_parallel.py` holds the tensor-parallel engine.
-
-Waiting with a limit that counts no time in which this process itself stood still.
+The executor remembers what each session was fed. It does not know why a row is in a step, nor who owns the cache's
+pages. `Engine` is the interface to it off the event loop: one awaitable call per step. `done_within` waits with a limit
+that ignores time in which this process itself stood still.
 """
 
 import asyncio
@@ -33,49 +29,49 @@ from protos.messages import Open, TokenScore
 @dataclass(slots=True)
 class _FedSession:
     open: Open
-    tokens: list[int]  # its ledger, then all that was fed and stands
+    tokens: list[int]  # committed tokens first, then everything that was fed and kept
     chain: ProcessorChain | None
-    prompt_scores: list[TokenScore] | None = None  # of its tokens, from the second on; None: nobody asks for them
+    prompt_scores: list[TokenScore] | None = None  # scores of the prompt from its second token on; None: not requested
 
     def take_prompt_scores(self) -> tuple[TokenScore, ...]:
-        """Once."""
+        """Returns the prompt's scores, once."""
         scores = self.prompt_scores or ()
         self.prompt_scores = None
         return tuple(scores)
 
     def scored(self, row: Row) -> tuple[int, ...]:
-        """The tokens of the prompt after each of the row's first ones, if they are to be scored."""
+        """Returns the prompt tokens that follow the row's first ones, if they are to be scored."""
         if self.prompt_scores is None:
             return ()
         return self.open.tokens[row.start + 1 : min(row.base_len + 1, self.open.prompt_len)]
 
 
 class StepExecutor:
-    """Runs step plans on a `Runner`; ids from `vocabulary` on are the model's padding and never drawn."""
+    """Runs step plans on a `Runner`. Token ids from `vocabulary` on are padding of the model and never drawn."""
 
     def __init__(
         self,
         runner: Runner,
         vocabulary: int,
         makers: tuple[Maker, ...] = MAKERS,
-        grammars: GrammarCompiler | None = None,  # where sessions may have any
+        grammars: GrammarCompiler | None = None,  # if the model supports grammars
     ) -> None:
         self._runner = runner
-        self._makers = makers if grammars is None else (*makers, grammars.masking)  # of logits processors
+        self._makers = makers if grammars is None else (*makers, grammars.masking)  # factories of logits processors
         self._grammars = grammars
         self._vocabulary = vocabulary
         self._sessions: dict[str, _FedSession] = {}
 
     def answer(self, asked: StepPlan | StateRead) -> list[Outcome] | bytes:
-        """Whichever of the two it is asked for."""
+        """Executes either kind of request."""
         return self.step(asked) if isinstance(asked, StepPlan) else self.read(asked)
 
     def read(self, asked: StateRead) -> bytes:
-        """Hidden states that pages hold, with no forward."""
+        """Returns hidden states from pages, without a forward."""
         return self._runner.read_states(asked.places)
 
     def step(self, plan: StepPlan) -> list[Outcome]:
-        """Forgets, adds, feeds, decides; one outcome per deciding row, in order."""
+        """Forgets, adds, feeds and decides; returns one outcome per deciding row, in order."""
         for name in plan.closes:
             del self._sessions[name]
         for request in plan.opens:
@@ -89,12 +85,12 @@ class StepExecutor:
         return self._decide(plan, self._score_prompts(plan.rows, feeds, logits))
 
     def _opened(self, request: Open) -> _FedSession:
-        is_begun = len(request.tokens) > request.prompt_len  # then its prompt's scores were told with the first tokens
+        is_begun = len(request.tokens) > request.prompt_len  # the prompt's scores were then sent with the first tokens
         scores: list[TokenScore] | None = None if request.scoring.prompt_top is None or is_begun else []
         return _FedSession(request, list(request.tokens), chain_of(request, self._makers), scores)
 
     def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar for a session to come; what is wrong with it. It may be called while a step is made."""
+        """Compiles a grammar for a future session and returns what is wrong with it. Safe to call during a step."""
         return "this target has none" if self._grammars is None else self._grammars.fault(grammar)
 
     @property
@@ -111,7 +107,7 @@ class StepExecutor:
         return FeedRow(row.tokens, row.start, logits, row.pages, parents)
 
     def _score_prompts(self, rows: Sequence[Row], feeds: Sequence[FeedRow], logits: Tensor) -> Tensor:
-        """Notes what is to be told of prompts; what is left of the logits is to decide by."""
+        """Records scores of prompt tokens; returns the logits that remain, which decide."""
         if all(feed.logits == row.deciding for row, feed in zip(rows, feeds, strict=True)):
             return logits
         left: list[Tensor] = []
@@ -123,7 +119,7 @@ class StepExecutor:
                 top = session.open.scoring.prompt_top or 0
                 found = score(part[: len(tokens)], tokens, [top] * len(tokens))
                 assert session.prompt_scores is not None, "they are asked for"
-                session.prompt_scores[row.start :] = found  # again from there, once its place in the cache was lost
+                session.prompt_scores[row.start :] = found  # fed again from there, after its cache place was lost
         return torch.cat(left)
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
@@ -151,7 +147,7 @@ class StepExecutor:
         return riding(rows, outcomes, self._runner.read_states)
 
     def _margin(self, row: Row, block: PendingBlock, logits: Tensor) -> float | None:
-        """Of an audit that names a rival."""
+        """Returns the margin of an audit that names a rival token."""
         rival = self._sessions[row.session].open.rival
         if rival is None:
             return None
@@ -172,14 +168,14 @@ class StepExecutor:
         )
 
 
-LOOK_S = 1.0  # of waiting between two looks: as much as a stop of whatever length counts
+LOOK_S = 1.0  # seconds between two checks: the most that one stop of the process counts
 
 
 async def done_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
-    """Whether it is done before it has been waited for so long.
+    """Returns whether the future finishes within the limit.
 
-    A process that was stopped, or whose machine was, finds its time over and the answer not yet read: it would give up
-    what goes on as well as before.
+    A process that was suspended, or whose machine was, finds its time over and the answer not yet read; counting that
+    time would abandon work that is fine.
     """
     left_s = limit_s
     while not work.done() and left_s >= 0:
@@ -192,17 +188,17 @@ class Engine(Protocol):
     """Computes step plans, one at a time."""
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Raises EngineError when the engine is no longer usable."""
+        """Computes a plan. Raises EngineError if the engine is no longer usable."""
         ...
 
     async def read(self, asked: StateRead) -> bytes:
-        """Hidden states that the cache holds, between two steps; raises as `step` does."""
+        """Returns hidden states from the cache, between two steps; raises as `step` does."""
         ...
 
     async def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar before a session that has it comes to a step; returns why not, where that cannot be.
+        """Compiles a grammar before its session reaches a step; returns what is wrong with it, if anything.
 
-        Steps go on meanwhile. Raises as `step` does.
+        Steps continue meanwhile. Raises as `step` does.
         """
         ...
 
@@ -210,7 +206,7 @@ class Engine(Protocol):
 
 
 class ThreadEngine:
-    """An engine in this process, on one thread of its own."""
+    """An engine in this process, on a thread of its own."""
 
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor

@@ -1,4 +1,4 @@
-"""How large a cache can be: the bytes of a page, and how many pages fit."""
+"""The size of the cache: bytes per page, and how many pages fit."""
 
 from pathlib import Path
 
@@ -11,22 +11,22 @@ from cluster.config import CacheConfig
 from cluster.errors import ModelError
 
 GIB = 1 << 30
-SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # other programs live in a host's memory too
+SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # share to use; other programs need some of a host's memory
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
-    """Of one page in all layers, on one of `ranks`."""
+    """Returns the bytes of one page in all layers, on one of `ranks`."""
     return attention_shape(model, page_size, ranks).page_bytes
 
 
 def state_bytes(capture: CaptureSpec | None, page_size: int) -> int:
-    """Of the hidden states that are kept beside one page."""
+    """Returns the bytes of hidden states stored beside one page."""
     return page_size * capture.format.row_bytes if capture is not None and capture.is_kept else 0
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated; of a container's host only the container's part."""
+    """Returns the memory that can be allocated; in a container, only the container's part."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -36,7 +36,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def left_of_share(device: torch.device, share: float) -> int:
-    """What a process that was given a part of a GPU may still take: others may start after it, and need theirs."""
+    """Returns what a process with a share of a GPU may still allocate, leaving the others' shares alone."""
     total = int(torch.cuda.mem_get_info(device)[1])
     return int(share * total) - int(torch.cuda.memory_reserved(device))
 
@@ -44,7 +44,7 @@ def left_of_share(device: torch.device, share: float) -> int:
 def page_count(
     cache: CacheConfig, bytes_each: int, sessions: int, context: int, device: torch.device, gpu_share: float = 1.0
 ) -> int:
-    """Pages that the cache gets. Raises ModelError when not even one session of full length has room."""
+    """Returns the number of pages of the cache. Raises ModelError if not even one full-length session fits."""
     per_session = -(-context // cache.page_size)
     if cache.gib is not None:
         pages = int(cache.gib * GIB) // bytes_each

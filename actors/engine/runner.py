@@ -1,7 +1,4 @@
-"""One model, one cache, one forward over ragged rows.
-
-What a target's steps cost on this machine, measured once before it serves.
-"""
+"""One model, one cache, one forward over ragged rows; and measured costs of steps, taken once before serving."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +23,9 @@ from cluster.page_allocator import PageCopy, SlotMove
 
 
 class Runner(Protocol):
-    """Moves places, copies pages and feeds rows; returns what was computed at their wanted places.
+    """Moves places, copies pages and feeds rows; returns outputs at the wanted places.
 
-    There are as many of these as the sum of the rows' `logits`.
+    Their number is the sum of the rows' `logits`.
     """
 
     vocabulary: int
@@ -38,12 +35,12 @@ class Runner(Protocol):
     ) -> ForwardOutput: ...
 
     def read_states(self, places: Sequence[int]) -> bytes:
-        """The encoded hidden states at places of the pages, of a runner that captures them."""
+        """Returns the encoded hidden states at places of the pages, if the runner captures them."""
         ...
 
 
 class InterruptibleRunner(Protocol):
-    """A `Runner` that gives a forward up between two layers, by raising Interrupted, when `interrupted` says so."""
+    """A `Runner` that abandons a forward between layers, by raising Interrupted, once `interrupted` returns True."""
 
     vocabulary: int
 
@@ -56,7 +53,7 @@ class InterruptibleRunner(Protocol):
 
 
 def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raises ModelError for layers that the model has not got, and for those that do not rise."""
+    """Raises ModelError for layers that the model lacks or that are not in ascending order."""
     last = int(model.config.get_text_config().num_hidden_layers)
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
         raise ModelError(
@@ -66,11 +63,11 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 class ModelRunner:
-    """Runs a Hugging Face causal language model, for texts of up to `context` tokens.
+    """Runs a Hugging Face causal language model on texts of up to `context` tokens.
 
-    `choose_attention` chooses `attention` and `decoder_for` the `decoder` where none is given. With `capture` it keeps
-    the hidden states of all that it is fed. Raises ModelError for a model that cannot be proved right, unless its class
-    and config were checked before (`is_checked`).
+    By default `choose_attention` picks `attention` and `decoder_for` the `decoder`. With `capture` it keeps the hidden
+    states of everything it is fed. Raises ModelError for a model that cannot be proved exact, unless its class and
+    config were checked before (`is_checked`).
     """
 
     def __init__(
@@ -120,22 +117,23 @@ class ModelRunner:
         return self._capture.cache.read(places)
 
 
-SIZES = (1, 4, 6, 8, 12, 16, 32, 64)  # tokens of a step; a processor's products have steps at some of them
+SIZES = (1, 4, 6, 8, 12, 16, 32, 64)  # tokens of a step; some processors' products have steps in cost at some of these
 CONTEXT = 64  # tokens before them
-REPEATS = 5  # turns, of which the fastest counts: when a pool starts, much else does too
+REPEATS = 5  # turns, of which the fastest counts, since a pool's start is busy
 
 
 def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
-    """Forwards over one row of so many tokens, and over so many rows of one; overwrites the cache's first pages.
+    """Measures forwards over one row of each length, and over each number of one-token rows; overwrites the cache's
+    first pages.
 
-    Sizes that the pages have no room for are left out.
+    Sizes that do not fit the pages are left out.
     """
     sizes = [size for size in SIZES if size <= pages * page_size]
     one_row = []
     single_tokens = []
     for size in sizes:
         start = min(CONTEXT, pages * page_size - size)
-        # Rows may share pages here: what they read and write does not matter.
+        # Rows may share pages here, since their content does not matter.
         needed = tuple(range(-(-(start + size) // page_size)))
         one_row.append([FeedRow((0,) * size, start, size, needed)])
         single_tokens.append([FeedRow((0,), start, 1, needed)] * size)
@@ -151,14 +149,14 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
 
 
 def _forward(runner: Runner, rows: list[FeedRow]) -> None:
-    runner.forward(rows).logits.max(dim=-1).indices.tolist()  # the result is fetched, as a verdict needs it
+    runner.forward(rows).logits.max(dim=-1).indices.tolist()  # fetch the result, as a verdict needs it
 
 
 def least_seconds(todo: Sequence[Callable[[], object]]) -> list[float]:
-    """The least seconds of each of several things.
+    """Returns the least time of each of several functions.
 
-    They take turns, so that whatever else a machine is at does not fall on one of them alone; the first turn, in which
-    memory is allocated and prompts are read, does not count.
+    They run in turns, so that other load does not affect only one of them. The first turn, which allocates memory and
+    reads prompts, is not counted.
     """
     turns = []
     for _ in range(1 + REPEATS):

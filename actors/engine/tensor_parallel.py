@@ -1,16 +1,10 @@
-"""Tensor-parallel ranks: each its own Ray actor, one torch.distributed group, one engine to the coordinator.
+"""Tensor-parallel ranks: one Ray actor each, one torch.distributed group, one engine for the coordinator.
 
-The leader gets the step plan, broadcasts its rows as one tensor, and alone samples. When any rank dies the engine is
-done for: its replica is replaced as a whole.
-
-Work that goes on as long as every rank does, and the failure of one: whoever waits for it would wait for ever.
-
-A step's way from the coordinator to the leading rank and back: one message each over a Unix socket.
-
-A Ray call costs milliseconds where cores are few, and every step would pay them. Ray still starts the ranks and tells
-of their death. Only processes of the same user can reach the socket, which is gone once the coordinator has dialled.
-
-A step's rows as one tensor of integers, so that one broadcast tells every rank what to compute.
+The coordinator sends each step plan to rank 0 over a Unix socket, since a Ray call costs milliseconds where cores are
+few. Rank 0 broadcasts the plan's rows as one tensor of integers, every rank makes the same forward, and rank 0 samples.
+Ray still starts the ranks and reports their death. Only processes of the same user can reach the socket, which is
+unlinked once the coordinator has connected. If a rank dies, the others would wait forever in a collective, so the
+engine fails and the replica is replaced as a whole.
 """
 
 import asyncio
@@ -60,7 +54,7 @@ Done = TypeVar("Done")
 
 
 async def first_to_end(running: Sequence[Awaitable[Any]]) -> NoReturn:
-    """Waits until one of these ends, which is always a failure; raises EngineError."""
+    """Waits until one of these ends, which is always a failure, and raises EngineError."""
     tasks = [asyncio.ensure_future(reference) for reference in running]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -75,7 +69,7 @@ async def first_to_end(running: Sequence[Awaitable[Any]]) -> NoReturn:
 
 
 async def while_running(work: Awaitable[Done], running: Sequence[Awaitable[Any]]) -> Done:
-    """What comes of `work`, in which one rank may wait for others for ever; raises EngineError once one has ended."""
+    """Returns the result of `work`, which may block on a dead rank. Raises EngineError as soon as a rank ends."""
     if not running:
         return await work
     working = asyncio.ensure_future(work)
@@ -88,11 +82,11 @@ async def while_running(work: Awaitable[Done], running: Sequence[Awaitable[Any]]
         watching.cancel()
 
 
-FRAME_HEADER = struct.Struct("!I")  # bytes that follow
+FRAME_HEADER = struct.Struct("!I")  # length of the message that follows
 
 
 class StepListener:
-    """The rank's end: answers one caller."""
+    """The rank's end of the socket; serves one caller."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="slipstream-")
@@ -102,7 +96,9 @@ class StepListener:
         self._socket.listen(1)
 
     def serve(self, answer: Callable[[Any], Any]) -> None:
-        """Answers messages until the caller hangs up. What `answer` raises ends the conversation and is raised here."""
+        """Answers messages until the caller disconnects. An exception of `answer` ends the connection and is raised
+        here.
+        """
         caller, _ = self._socket.accept()
         self._socket.close()
         self._folder.cleanup()
@@ -113,7 +109,7 @@ class StepListener:
 
 
 class StepCaller:
-    """The coordinator's end: one call at a time."""
+    """The coordinator's end of the socket; one call at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -124,7 +120,7 @@ class StepCaller:
         return cls(*await asyncio.open_unix_connection(path))
 
     async def call(self, message: Any) -> Any:
-        """Raises ConnectionError or EOFError when the rank is gone or has failed."""
+        """Sends a request, returns its answer. Raises ConnectionError or EOFError if the rank has failed."""
         self._writer.write(_framed(message))
         (size,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
         return pickle.loads(await self._reader.readexactly(size))
@@ -143,7 +139,7 @@ ROW_FIELDS = 5  # tokens, start, logits, pages, parents
 
 
 def to_tensor(rows: Sequence[FeedRow], copies: Sequence[PageCopy], moves: Sequence[SlotMove] = ()) -> Tensor:
-    """Rows, copies, moves; shape (length,), the first number is the length itself."""
+    """Encodes rows, copies and moves; shape (length,), where the first number is the length itself."""
     numbers = [0, len(rows), len(copies), len(moves)]
     for row in rows:
         numbers += (len(row.tokens), row.start, row.logits, len(row.pages), len(row.parents))
@@ -160,7 +156,7 @@ def to_tensor(rows: Sequence[FeedRow], copies: Sequence[PageCopy], moves: Sequen
 
 
 def from_tensor(tensor: Tensor) -> tuple[list[FeedRow], list[PageCopy], list[SlotMove]]:
-    """What `to_tensor` was given; numbers beyond the length are ignored."""
+    """Decodes the output of `to_tensor`; numbers beyond the length are ignored."""
     numbers = tensor.tolist()
     _, row_count, copy_count, move_count = numbers[:PLAN_HEADER]
     at = PLAN_HEADER + ROW_FIELDS * row_count
@@ -179,38 +175,38 @@ def from_tensor(tensor: Tensor) -> tuple[list[FeedRow], list[PageCopy], list[Slo
     return rows, copies, [SlotMove(*pair) for pair in pairs[copy_count:]]
 
 
-STEP_NUMBERS = 4096  # of a step's first message: 16 KiB, enough for all but long prompts
-PREPARE_S = 60.0  # for one grammar, which a router compiled before it asked
-IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective; a hung step is noticed by the coordinator
+STEP_NUMBERS = 4096  # integers in a step's first message: 16 KiB, enough for all but long prompts
+PREPARE_S = 60.0  # seconds for one grammar, which a router compiled before requesting it
+IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective, and the coordinator notices a hung step
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What every rank of a replica is told."""
+    """Parameters common to all ranks of a replica."""
 
     folder: str
-    vocabulary: int  # token ids are below this; the model may have padding rows beyond
+    vocabulary: int  # upper bound of token ids; the model may have padding rows beyond
     dtype: str
-    sessions: int  # in the cache at once
+    sessions: int  # sessions in the cache at once
     context: int  # tokens of the longest session
     cache: CacheConfig
     resources: Resources
     ranks: int
-    capture: CaptureSpec | None = None  # of hidden states, by the leader
+    capture: CaptureSpec | None = None  # hidden states that the leader captures
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank says of itself once its model is loaded."""
+    """What a rank reports after loading its model."""
 
     pid: int
-    pages: int  # that its memory has room for
+    pages: int  # pages that its memory has room for
     load: LoadReport
     attention: AttentionReport
 
 
 class LeadingRunner:
-    """The leader's runner: has every follower make the same forward."""
+    """Rank 0's runner, which makes every follower run the same forward."""
 
     def __init__(self, runner: ModelRunner, group: Group, device: torch.device) -> None:
         self._runner = runner
@@ -229,7 +225,7 @@ class LeadingRunner:
 
 
 def send_step(step: Tensor, group: Group, device: torch.device) -> None:
-    """To every follower: in one message of fixed size, and a second only when it is too long for that."""
+    """Broadcasts a step to the followers: one message of fixed size, and a second one only if it does not fit."""
     first = torch.zeros(STEP_NUMBERS, dtype=torch.int32)
     first[: min(len(step), STEP_NUMBERS)] = step[:STEP_NUMBERS]
     group.broadcast(first.to(device))
@@ -238,7 +234,7 @@ def send_step(step: Tensor, group: Group, device: torch.device) -> None:
 
 
 def receive_step(group: Group, device: torch.device) -> Tensor:
-    """What the leader sent."""
+    """Receives the leader's step."""
     first = torch.zeros(STEP_NUMBERS, dtype=torch.int32, device=device)
     group.broadcast(first)
     rest = int(first[0]) - STEP_NUMBERS
@@ -263,20 +259,20 @@ class Rank:
         self._model: PreTrainedModel | None = None
         self._attention: AttentionBackend | None = None
         self._executor: StepExecutor | None = None
-        self._runner: ModelRunner | None = None  # of this rank's share alone
+        self._runner: ModelRunner | None = None  # this rank's share only
         self._leading: Runner | None = None  # of all ranks
         self._pages = 0
         self._listener: StepListener | None = None
         self._aside: StepListener | None = None
 
     def free_address(self) -> str:
-        """Where the group can meet: a free port on this rank's node."""
+        """Returns a free port on this rank's node for the group to meet at."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def load(self, meeting_point: str) -> RankReport:
-        """Joins the group, loads this rank's share and says how large its cache could be."""
+        """Joins the group, loads this rank's share, and reports how large its cache could be."""
         spec = self._spec
         device = self._device
         if spec.ranks > 1:
@@ -290,14 +286,14 @@ class Rank:
         loaded = load(Path(spec.folder), spec.dtype, device, self._group)
         self._model = loaded.model
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
-        self._attention, attention = choose_attention(shape, device)  # first, for it may take memory
+        self._attention, attention = choose_attention(shape, device)  # first, since it may allocate memory
         self._project = self._captured.projection_on(device) if self._captured else None  # before memory is counted
         page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
         pages = page_count(spec.cache, page_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share)
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def allocate(self, pages: int) -> None:
-        """Makes the cache; every rank's has as many pages."""
+        """Creates the cache, with the same number of pages on every rank."""
         spec = self._spec
         assert self._model is not None, "load first"
         page_size = spec.cache.page_size
@@ -308,7 +304,7 @@ class Rank:
             self._attention,
             capture=self._capture(pages),
             context=spec.context,
-            is_checked=True,  # by the leader, while loading
+            is_checked=True,  # captured by the leader while loading
         )
         self._model = None  # the runner keeps what it needs
         alone = spec.ranks == 1
@@ -323,25 +319,25 @@ class Rank:
         return StateCapture(self._captured, pages, self._spec.cache.page_size, self._device, self._project)
 
     def profile(self) -> ForwardCost:
-        """Leader only: what steps cost, once the others follow."""
+        """Measures steps on the leader, while the others follow."""
         assert self._leading is not None, "allocate first"
         return profile_steps(self._leading, self._spec.cache.page_size, self._pages)
 
     def follow(self) -> None:
-        """Followers only: makes the leader's forwards for as long as the leader lives."""
+        """Runs the leader's forwards on a follower until the leader ends."""
         assert self._runner is not None, "allocate first"
         while True:
             rows, copies, moves = from_tensor(receive_step(self._group, self._device))
             self._runner.forward(rows, copies, moves=moves)
 
     def listen(self) -> tuple[str, str]:
-        """Leader only: where the coordinator reaches `lead`, for steps and for what goes on beside them."""
+        """Returns where the coordinator reaches the leader's `lead`, for steps and for calls beside them."""
         self._listener = StepListener()
         self._aside = StepListener()
         return self._listener.path, self._aside.path
 
     def lead(self) -> None:
-        """Leader only: computes step plans until the coordinator hangs up."""
+        """Computes step plans on the leader until the coordinator disconnects."""
         assert self._executor is not None, "allocate first"
         assert self._listener is not None, "listen first"
         assert self._aside is not None, "listen first"
@@ -350,7 +346,7 @@ class Rank:
 
 
 class RankGroup:
-    """The engine of a target replica: its ranks, seen from the coordinator."""
+    """The ranks of a target replica, as the coordinator's engine."""
 
     def __init__(
         self,
@@ -361,17 +357,17 @@ class RankGroup:
         aside: StepCaller,
         running: Sequence[Any],
     ) -> None:
-        self.reports = tuple(reports)  # of the ranks, in order
+        self.reports = tuple(reports)  # handles of the ranks, in order
         self.pids = tuple(report.pid for report in reports)
-        self.pages = min(report.pages for report in reports)  # of every rank's cache
+        self.pages = min(report.pages for report in reports)  # pages of every rank's cache
         self.takes_trees = all(report.attention.takes_trees for report in reports)
-        self.step_cost = step_cost  # by a profile, before anything was served
+        self.step_cost = step_cost  # measured before serving
         self._ranks = ranks
         self._leader = leader
         self._aside = aside
         self._aside_turn = asyncio.Lock()
-        self._running = running  # what each rank does until it fails
-        self._is_hung = asyncio.Event()  # a rank lives, and does not what it was asked for
+        self._running = running  # runs on each rank until it fails
+        self._is_hung = asyncio.Event()  # a rank is alive but does not answer
 
     @classmethod
     async def start(cls, spec: RankSpec, group: PlacementGroup | None) -> "RankGroup":
@@ -381,7 +377,7 @@ class RankGroup:
         for index in range(spec.ranks):
             options = actor_options(spec.resources)
             if group is not None:
-                options.pop("label_selector", None)  # the group's bundles carry it
+                options.pop("label_selector", None)  # the group's bundles specify it
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
                 )
@@ -399,17 +395,17 @@ class RankGroup:
         return cls(ranks, reports, step_cost, *callers, [leading, *following])
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Raises EngineError when a rank is gone or its step failed."""
+        """Computes a plan. Raises EngineError if a rank is gone or its step failed."""
         outcomes: list[Outcome] = await self._call(plan)
         return outcomes
 
     async def read(self, asked: StateRead) -> bytes:
-        """Raises as `step` does."""
+        """Reads hidden states; raises as `step` does."""
         states: bytes = await self._call(asked)
         return states
 
     async def prepare(self, grammar: str) -> str | None:
-        """Raises as `step` does. A call that nobody waits for any more is still finished."""
+        """Compiles a grammar; raises as `step` does. A cancelled call still runs to its end."""
         return await asyncio.shield(asyncio.ensure_future(self._prepare(grammar)))
 
     async def _prepare(self, grammar: str) -> str | None:
@@ -432,7 +428,7 @@ class RankGroup:
             await self.watch()
 
     async def watch(self) -> NoReturn:
-        """Waits until a rank is gone, which is always a failure; raises EngineError."""
+        """Waits until a rank is gone and raises EngineError."""
         await first_to_end([*self._running, self._hung()])
 
     async def _hung(self) -> NoReturn:

@@ -1,7 +1,4 @@
-"""Checkpoints: where they are, which vocabulary they speak, what identifies them, and loading them.
-
-Some tensors of a checkpoint on the Hugging Face hub: only the files that hold them are fetched.
-"""
+"""Checkpoints: location, vocabulary, fingerprint and loading, from a folder or the Hugging Face hub."""
 
 import hashlib
 import json
@@ -51,15 +48,15 @@ from actors.models.weights import (
 )
 from cluster.errors import ModelError
 
-COMMIT = re.compile("[0-9a-f]{40}")  # name of a snapshot's folder in the Hugging Face cache
+COMMIT = re.compile("[0-9a-f]{40}")  # snapshot folder names in the Hugging Face cache
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, chat template
 
 
 def local_folder(name: str, with_weights: bool = True, more: Sequence[str] = ()) -> Path:
-    """The folder of a checkpoint: `name` itself if it is one, else the Hugging Face snapshot, downloaded if needed.
+    """Returns a checkpoint's folder: `name` itself, or the Hugging Face snapshot, downloaded if needed.
 
-    With weights, files that fit the patterns `more` are downloaded too.
+    With weights, files matching the patterns `more` are downloaded too.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -70,7 +67,7 @@ def local_folder(name: str, with_weights: bool = True, more: Sequence[str] = ())
 
 
 def fetched(name: str, patterns: Sequence[str]) -> Path:
-    """The snapshot of a Hugging Face id, with the files that fit these patterns; others may be there from before."""
+    """Downloads the files of a Hugging Face id that match these patterns; returns the snapshot."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -85,8 +82,8 @@ def fetched(name: str, patterns: Sequence[str]) -> Path:
 def vocabulary(folder: Path) -> dict[int, str]:
     """Returns the tokens that can be served, by id: those of the tokenizer that the model has an embedding for.
 
-    Rows that pad an embedding are no tokens. A tokenizer may have more tokens than the model, if some were added and
-    the embedding was not resized; those are left out.
+    Rows that pad an embedding are not tokens. A tokenizer may have more tokens than the model, if tokens were added
+    without resizing the embedding; those are left out.
     """
     rows = embedding_rows(folder)
     ids: Mapping[str, int] = load_tokenizer(folder).get_vocab()
@@ -97,7 +94,7 @@ def vocabulary(folder: Path) -> dict[int, str]:
 
 
 def surplus_tokens(folder: Path) -> str:
-    """Returns a warning about tokens that the model has no embedding for; empty where there are none."""
+    """Returns a warning about tokens without an embedding; empty if there are none."""
     rows = embedding_rows(folder)
     tokenizer = load_tokenizer(folder)
     if rows is None or id_limit(tokenizer) <= rows:
@@ -114,7 +111,7 @@ def surplus_tokens(folder: Path) -> str:
 
 
 def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:
-    """Identity of a vocabulary; peers compare it before they exchange token ids."""
+    """Returns a fingerprint of a vocabulary, which peers compare before they exchange token ids."""
     digest = hashlib.blake2b(digest_size=16)
     for token_id in sorted(tokens):
         digest.update(f"{token_id}\0{tokens[token_id]}\0".encode())
@@ -122,9 +119,9 @@ def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:
 
 
 def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -> None:
-    """Raises ModelError where an id means different tokens; ids that only one side has are harmless.
+    """Raises ModelError if an id means different tokens. Ids that only one side has are harmless.
 
-    A draft never proposes an id that the target lacks: those are masked.
+    A draft never proposes an id that the target lacks, since those are masked.
     """
     different = [i for i in sorted(target.keys() & draft.keys()) if target[i] != draft[i]]
     if different or not target.keys() & draft.keys():
@@ -136,10 +133,10 @@ def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -
 
 
 def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
-    """Raises ModelError when a draft checkpoint does not share the target's vocabulary.
+    """Raises ModelError if a draft checkpoint does not share the target's vocabulary.
 
-    A draft without a tokenizer of its own was made for the target's. Either must have a row for each of the
-    target's tokens, for it is fed all of them.
+    A draft without a tokenizer was made for the target's. It must have a row for each of the target's tokens, since it
+    is fed all of them.
     """
     if has_tokenizer(draft_folder):
         check_same_vocabulary(target, vocabulary(draft_folder))
@@ -151,16 +148,16 @@ def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
         )
 
 
-stop_ids = end_ids  # the name that scripts outside the project may use
+stop_ids = end_ids  # public alias for scripts outside the project
 
 
 # ---------------------------------------------------------------- weights
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """Identity of a checkpoint: the commit of a Hugging Face snapshot, else config and safetensors headers.
+    """Returns a fingerprint: the commit of a Hugging Face snapshot, else of config and safetensors headers.
 
-    Neither needs the weights to be read, the first not even to be there.
+    Neither reads the weights; the first does not even need them.
     """
     digest = hashlib.blake2b(digest_size=16)
     if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
@@ -175,20 +172,20 @@ def checkpoint_fingerprint(folder: Path) -> str:
     for path in files:
         with path.open("rb") as file:
             digest.update(file.read(int.from_bytes(file.read(8), "little")))
-            digest.update(file.read(4096))  # of the weights, just enough to tell fine-tunes of one shape apart
+            digest.update(file.read(4096))  # bytes of the weights, enough to distinguish fine-tunes of one shape
     return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model, or one rank's share of it, and what loading it took."""
+    """A model, or one rank's share of it, with its load report."""
 
     model: PreTrainedModel
     report: LoadReport
 
 
 def check_tensor_parallel(folder: Path, ranks: int) -> None:
-    """Raises ModelError, naming the sizes that work, when a model cannot be split over `ranks`."""
+    """Raises ModelError, naming the sizes that work, if a model cannot be split over `ranks`."""
     if ranks == 1:
         return
     config = read_config(folder)
@@ -212,9 +209,9 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
 
 
 def check_files(folder: Path, with_weights: bool) -> None:
-    """Raises ModelError for all that is wrong with a checkpoint and can be known without reading its weights.
+    """Raises ModelError for everything wrong with a checkpoint that shows without reading its weights.
 
-    Without `with_weights`, files of weights need not be there. Nor need a tokenizer, which a draft may lack.
+    Without `with_weights`, weight files may be missing, as may a tokenizer, which a draft may lack.
     """
     config = read_config(folder)
     end_of_text(folder)
@@ -238,9 +235,9 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
 
 
 def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded:
-    """Loads this rank's share of a causal language model, and reports what that took.
+    """Loads this rank's share of a causal language model and reports the load.
 
-    Raises ModelError unless each weight is stored, finite and of the model.
+    Raises ModelError unless every weight is stored, finite and part of the model.
     """
     started = time.perf_counter()
     config = read_config(folder)
@@ -266,7 +263,7 @@ def _read(
     device: torch.device,
     group: Group,
 ) -> PreTrainedModel:
-    """Straight from the safetensors, or through transformers where it would have to change them, on one rank only."""
+    """Reads safetensors directly, or through transformers if it must convert them, on one rank only."""
     model = empty_model(folder, config, dtype)
     reason = misfit(model, stored)
     if reason and group.size > 1:
@@ -283,7 +280,7 @@ def _read(
 
 
 def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: torch.device) -> PreTrainedModel:
-    """By transformers: quantised, renamed or fused weights."""
+    """Loads quantised, renamed or fused weights through transformers."""
     check_no_strays(folder, stored)
     model, found = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -291,7 +288,7 @@ def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: t
         device_map=device,
         trust_remote_code=False,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are refused below, in one line
+        ignore_mismatched_sizes=True,  # refused below, in one line
     )
     misshapen = {name: (tuple(held), tuple(expected)) for name, held, expected in found["mismatched_keys"]}
     shapes = {key: tensor.shape for key, tensor in stored.items()}
@@ -301,13 +298,13 @@ def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: t
 
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
-    """Parameters without memory; the buffers, which follow from the config, as they will be."""
+    """Returns a model whose parameters have no memory; buffers, which follow from the config, are real."""
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         if (folder / GENERATION_CONFIG).is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # models check what their config says in ways of their own
+    except Exception as error:  # models validate their config in their own ways
         raise ModelError(
             f"{folder} describes a model that cannot be built: {one_line(error)}; correct its {CONFIG}, or fetch it"
             " again"
@@ -316,7 +313,7 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTraine
 
 
 def _mlp_widths(config: Any) -> set[int]:
-    """Sizes of the MLPs' inner layers: of all or layer by layer."""
+    """Returns the inner sizes of the MLPs, one for all or one per layer."""
     found = getattr(config, "intermediate_size", None) or []
     return set(found if isinstance(found, list | tuple) else [found])
 
@@ -328,7 +325,7 @@ Wanted = Callable[[Collection[str]], Collection[str]]
 
 
 def folder_with(name: str, wanted: Wanted) -> Path:
-    """The folder of a checkpoint that has the wanted tensors, and need not have others; a local one is as it is.
+    """Returns a checkpoint's folder with the wanted tensors, and maybe without others; a local folder is used as it is.
 
     A checkpoint in one file is fetched whole. Raises ModelError as `local_folder` does.
     """
@@ -342,7 +339,7 @@ def folder_with(name: str, wanted: Wanted) -> Path:
 
 
 def of_layers(layers: Collection[int]) -> Wanted:
-    """All tensors but those of other layers."""
+    """Selects all tensors except those of other layers."""
 
     def wanted(names: Collection[str]) -> list[str]:
         numbers = {name: LAYER.search(name) for name in names}
@@ -352,7 +349,7 @@ def of_layers(layers: Collection[int]) -> Wanted:
 
 
 def first_of_each(groups: Sequence[Sequence[str]]) -> Wanted:
-    """Of each group the first that there is."""
+    """Selects the first existing file of each group."""
 
     def wanted(names: Collection[str]) -> list[str]:
         found = [next((name for name in group if name in names), None) for group in groups]

@@ -19,7 +19,7 @@ from cluster.errors import ModelError
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"  # written by peft
-PLAIN_ROPE = frozenset({"default", "axial"})  # beside those that transformers computes by function
+PLAIN_ROPE = frozenset({"default", "axial"})  # in addition to those that transformers computes by function
 MODES = ("vision_config", "audio_config")
 
 
@@ -31,8 +31,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     _check_model_type(folder, raw)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config.get_text_config()  # which raises where a model has several
-    except Exception as error:  # config classes validate values in ways of their own
+        config.get_text_config()  # raises if a model has several
+    except Exception as error:  # config classes validate values in their own ways
         raise ModelError(
             f"{folder / CONFIG} is no valid {raw['model_type']} configuration: {one_line(error)};"
             " correct it, or fetch the checkpoint again"
@@ -170,7 +170,7 @@ def check_quantization(folder: Path, config: PretrainedConfig) -> None:
     if not method:
         return
     try:
-        with suppress(RuntimeError):  # of a missing GPU, which the node that loads the model may have
+        with suppress(RuntimeError):  # a GPU may be missing here but present on the node that loads the model
             AutoHfQuantizer.from_config(_section(config), pre_quantized=True).validate_environment(device_map=None)
     except (ImportError, ValueError, TypeError) as error:
         raise ModelError(

@@ -1,19 +1,12 @@
-"""From a ragged batch to logits: any Hugging Face model by its own code, those of the Llama kind by a leaner one.
+"""From a ragged batch to logits: any Hugging Face model through its own code, the Llama kind through a leaner one.
 
-A small step of a model spends half its time between the matrix products: modules, casts, copies. Decoders of the Llama
-kind (pre-norm, rotary positions, gated MLP) share one shape, so theirs is written out here with few and large
+A small step of a model spends half its time between the matrix products, in modules, casts and copies. Models of the
+Llama kind (pre-norm, rotary positions, gated MLP) share one shape, so theirs is written out here with few, large
 operations over packed weights.
 
-What one forward of a model returns.
-
-Rotary frequencies that depend on how long a text is, fixed once for all rows.
-
-transformers chooses them by the longest sequence of a forward. Here texts of all lengths share a forward, and cached
-keys keep the frequencies that they were rotated with: one choice must hold for a model's whole life.
-
-A language model small enough that its exact distribution is known: a Markov chain.
-
-Stands where a real model stands, so that tests and simulations run the real loops against exact probabilities.
+Transformers chooses rotary frequencies by the longest sequence of a forward. Here texts of all lengths share a forward,
+and cached keys keep the frequencies they were rotated with, so `fix_frequencies` makes one choice for a model's whole
+life. `ToyRunner` is a Markov chain with known probabilities, for tests and simulations.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,20 +30,20 @@ from cluster.page_allocator import PageCopy, SlotMove
 
 
 class ForwardOutput(NamedTuple):
-    """Of the places that were asked for, in order."""
+    """Outputs at the wanted places, in order."""
 
     logits: Tensor  # (places, columns)
-    hidden: Tensor | None  # (places, hidden) what the logits were made of; None where the model's code keeps it
-    streams: Tensor | None = None  # (tokens, layers x hidden) of all that was fed, where layers were asked for
+    hidden: Tensor | None  # (places, hidden) input of the LM head; None if the model's code does not expose it
+    streams: Tensor | None = None  # (tokens, layers x hidden) of everything fed, if layers were requested
 
 
 LONGROPE = "longrope"
 DYNAMIC = "dynamic"
-STATIC = "default"  # a type that transformers' modules leave as it is
+STATIC = "default"  # a rope type that transformers' modules leave unchanged
 
 
 def check_positions(config: PretrainedConfig, context: int | None) -> None:
-    """Raises ModelError where frequencies would have to grow with a text of up to `context` tokens."""
+    """Raises ModelError if frequencies would have to change within texts of up to `context` tokens."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
     by_layer = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
@@ -66,9 +59,9 @@ def check_positions(config: PretrainedConfig, context: int | None) -> None:
 def fix_frequencies(model: nn.Module, context: int | None = None) -> None:
     """Makes every rotary module of a model static, for texts of up to `context` tokens.
 
-    With `longrope`, a context beyond the original length takes the long factors, for short texts too; without a
-    context the short ones hold. `dynamic` frequencies stay as they are within the model's own positions
-    (`check_positions`). A model that is static already stays as it is.
+    With `longrope`, a context beyond the original length uses the long factors, even for short texts; without a context
+    the short factors apply. `dynamic` frequencies stay unchanged within the model's own positions (`check_positions`).
+    Static models stay unchanged.
     """
     module: Any
     for module in model.modules():
@@ -80,7 +73,7 @@ def fix_frequencies(model: nn.Module, context: int | None = None) -> None:
 
 
 def _fixed(module: Any, kind: str, layer_type: str | None, context: int | None) -> str:
-    """Sets the frequencies of one kind of layer; returns the type that the module has from now on."""
+    """Sets the frequencies of one kind of layer and returns the module's new rope type."""
     if DYNAMIC in kind:
         return STATIC
     if kind != LONGROPE:
@@ -96,7 +89,7 @@ def _fixed(module: Any, kind: str, layer_type: str | None, context: int | None) 
 
 
 class ToyRunner:
-    """A runner over a table of logits, shape (vocabulary, vocabulary): row = last token, column = next."""
+    """A runner over a table of logits, shape (vocabulary, vocabulary): row = last token, column = next token."""
 
     def __init__(self, table: Tensor) -> None:
         self.vocabulary = int(table.shape[0])
@@ -116,22 +109,24 @@ class ToyRunner:
         raise NotImplementedError("a table has no hidden states")
 
 
-KNOWN_LINEARS = frozenset({nn.Linear, RowParallelLinear, VocabularyParallelHead})  # not: quantised ones, adapters
+KNOWN_LINEARS = frozenset(
+    {nn.Linear, RowParallelLinear, VocabularyParallelHead}
+)  # excludes quantised layers and adapters
 LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
 class Decoder(Protocol):
-    """Logits of the batch's wanted places, of the whole vocabulary.
+    """Computes logits of the batch's wanted places over the whole vocabulary.
 
-    With `layers`, rising, also the residual streams of all tokens there: numbered as in `output_hidden_states`, so the
-    last one is after the final norm.
+    With ascending `layers`, also returns the residual streams of all tokens there, numbered as in
+    `output_hidden_states`: the last one is after the final norm.
     """
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput: ...
 
 
 class ModelDecoder:
-    """Through the model's own code and the registered attention."""
+    """Runs the model's own code with the registered attention."""
 
     def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         register_attention()
@@ -161,7 +156,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainNorm:
-    """By torch's own function, which is one operation on a GPU."""
+    """Uses torch's function, a single operation on a GPU."""
 
     weight: Tensor
     eps: float
@@ -171,7 +166,7 @@ class PlainNorm:
 
 
 class MirroredNorm:
-    """By layer norm, which on a CPU is one operation where torch's RMS norm is ten.
+    """Uses layer norm, a single operation on a CPU, where torch's RMS norm takes ten.
 
     The row [x, -x] has mean 0 and the mean square of x, so its layer norm begins with the RMS norm of x.
     """
@@ -191,7 +186,7 @@ class Layer:
     """One decoder layer's weights."""
 
     attention_norm: Norm
-    qkv: Projection  # queries, keys, values, one after the other
+    qkv: Projection  # queries, keys, values concatenated
     query_norm: Norm | None
     key_norm: Norm | None
     attention_out: Projection
@@ -203,7 +198,7 @@ class Layer:
 
 
 class Rotation(NamedTuple):
-    """Of every token, (total, 1, head dim), for x cos + roll(x) sin: rotate_half's sign is in the sin."""
+    """Rotation of every token, (total, 1, head dim), for x cos + roll(x) sin; rotate_half's sign is in the sin."""
 
     cos: Tensor
     sin: Tensor
@@ -211,7 +206,7 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """Those of a layer."""
+    """The attention heads of a layer."""
 
     queries: int
     keys: int
@@ -220,7 +215,7 @@ class AttentionHeads:
     def attend(
         self, layer: Layer, index: int, inputs: Tensor, residual: Tensor, rotation: Rotation, batch: RaggedBatch
     ) -> Tensor:
-        """A layer's attention over `inputs`, normed already, plus `residual`; both have the batch's rows or more."""
+        """Computes a layer's attention over normed `inputs` plus `residual`; both have at least the batch's rows."""
         rotated = self.queries + self.keys
         qkv = layer.qkv(inputs).view(len(inputs), rotated + self.keys, self.dim)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -236,13 +231,13 @@ class AttentionHeads:
 
 
 def gated_mlp(layer: Layer, hidden: Tensor) -> Tensor:
-    """A layer's second half, residual included."""
+    """Computes a layer's second half, residual included."""
     gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
     return layer.down.plus(F.silu(gate) * up, hidden)
 
 
 def rotation_of(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotation:
-    """At positions (total,), by transformers' module; in the type of `like`."""
+    """Returns the rotation at positions (total,), from transformers' module, in the dtype of `like`."""
     cos, sin = rotary(like, position_ids=positions.unsqueeze(0))
     cos = cos[0].unsqueeze(1)
     sin = sin[0].unsqueeze(1)
@@ -251,7 +246,7 @@ def rotation_of(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotation:
 
 
 class LlamaDecoder:
-    """Llama, Mistral, Qwen2 and Qwen3, with their own weights in fewer operations."""
+    """Computes Llama, Mistral, Qwen2 and Qwen3 from their own weights in fewer operations."""
 
     def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         body = model.get_decoder()
@@ -271,13 +266,13 @@ class LlamaDecoder:
         return ForwardOutput(self._head(hidden), hidden, torch.cat(kept, dim=-1) if layers else None)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(tokens, hidden)."""
+        """Returns embeddings, (tokens, hidden)."""
         return F.embedding(tokens, self._embedding)
 
     def _hidden(self, batch: RaggedBatch, layers: tuple[int, ...], kept: list[Tensor]) -> Tensor:
-        """What the head reads at the batch's wanted places, (places, hidden).
+        """Returns what the head reads at the batch's wanted places, (places, hidden).
 
-        The streams at `layers` are added to `kept`, each (tokens, hidden).
+        Appends the streams at `layers` to `kept`, each (tokens, hidden).
         """
         total = len(batch.tokens)
         padding = (0, max(0, self._least_rows - total))
@@ -294,7 +289,7 @@ class LlamaDecoder:
 
 
 def norm_of(weight: Tensor, eps: float) -> Norm:
-    """The fastest for where the weight lies."""
+    """Returns the fastest norm for the weight's device."""
     kind = MirroredNorm if weight.device.type == "cpu" else PlainNorm
     return kind(weight, eps)
 
@@ -321,14 +316,14 @@ def _layer(module: Any, product: Product) -> Layer:
 
 
 def _window(attention: Any) -> int | None:
-    """Qwen's layers each have their own, all of Mistral's the model's, Llama's none."""
+    """Returns a layer's window: per layer in Qwen, per model in Mistral, none in Llama."""
     said_by = attention.config if type(attention) is MistralAttention else attention
     window: int | None = getattr(said_by, "sliding_window", None)
     return window
 
 
 def _together(product: Product, *linears: nn.Linear) -> Projection:
-    """One product in place of several over the same input."""
+    """Fuses several products over the same input into one."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears)), "some of these layers have a bias and some have none"
@@ -336,7 +331,7 @@ def _together(product: Product, *linears: nn.Linear) -> Projection:
 
 
 def _alone(linear: nn.Linear, product: Product) -> Projection:
-    """One layer's product; a rank's part of it is summed or gathered as the layer itself would."""
+    """Returns one layer's product; a rank's part is summed or gathered as the layer itself would."""
     if isinstance(linear, RowParallelLinear):
         return SharedProjection(product(linear.weight, None), linear.reduce)
     whole = product(linear.weight, linear.bias)
@@ -344,7 +339,7 @@ def _alone(linear: nn.Linear, product: Product) -> Projection:
 
 
 def is_llama_kind(model: PreTrainedModel) -> bool:
-    """Whether `LlamaDecoder` computes what this model does; what it has not got is left to the model's own code."""
+    """Returns whether `LlamaDecoder` computes what this model does; other models run their own code."""
     config = model.config
     return (
         type(model).__name__ in LLAMA_KIND

@@ -1,6 +1,5 @@
-"""Some layers of a checkpoint as a model of their own, with its embedding, final norm and LM head.
-
-Context length of a model: the positions that its configuration gives it, RoPE scaling included.
+"""Some layers of a checkpoint as a model of their own, with its embedding, final norm and LM head; a model's context
+length.
 """
 
 import re
@@ -19,7 +18,7 @@ from cluster.errors import ModelError
 
 
 def check_layers(folder: Path, layers: Sequence[int]) -> None:
-    """Raises ModelError when the checkpoint lacks some of these layers."""
+    """Raises ModelError if the checkpoint lacks some of these layers."""
     count = int(read_config(folder).get_text_config().num_hidden_layers)
     missing = [layer for layer in layers if not 0 <= layer < count]
     if missing or not layers:
@@ -30,9 +29,9 @@ def check_layers(folder: Path, layers: Sequence[int]) -> None:
 
 
 def load_layers(folder: Path, layers: Sequence[int], dtype: str, device: torch.device) -> PreTrainedModel:
-    """A causal language model of these layers, ids from 0; nothing else of the checkpoint is read.
+    """Loads a causal language model of these layers, renumbered from 0; reads nothing else of the checkpoint.
 
-    Raises ModelError when the checkpoint lacks some of them, or is not simply tensors under the model's names.
+    Raises ModelError if the checkpoint lacks some of them, or is not simply tensors under the model's names.
     """
     check_layers(folder, layers)
     model = empty_model(folder, _config_of(read_config(folder), layers), dtype)
@@ -47,7 +46,7 @@ def load_layers(folder: Path, layers: Sequence[int], dtype: str, device: torch.d
 
 
 def _config_of(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
-    """The same for a model of these layers; what it says of each layer is said of those that stay."""
+    """Returns the config for these layers, with per-layer lists reduced to them."""
     text = config.get_text_config()
     count = text.num_hidden_layers
     for name, said in text.to_dict().items():
@@ -58,7 +57,7 @@ def _config_of(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCon
 
 
 def _name_of_layers(model: PreTrainedModel) -> str:
-    """As its tensors' names begin, up to the layer's number."""
+    """Returns the prefix of layers' tensor names, up to the layer number."""
     names: list[str] = [name for name, _ in model.named_parameters() if ".layers.0." in name]
     if not names:
         raise ModelError(f"a {type(model).__name__} does not name its layers; use another draft.method")
@@ -66,7 +65,7 @@ def _name_of_layers(model: PreTrainedModel) -> str:
 
 
 def _renumbered(stored: Mapping[str, Stored], prefix: str, layers: Sequence[int]) -> dict[str, Stored]:
-    """The checkpoint's tensors under the names that they have in the model of these layers alone."""
+    """Maps the checkpoint's tensors to their names in the model of these layers."""
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.(.*)")
     places = {layer: place for place, layer in enumerate(layers)}
     found = {}

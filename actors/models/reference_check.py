@@ -1,8 +1,8 @@
-"""Proves, before anything is served, that a model's class and config give the right logits here.
+"""Proves at load that a model's class and config give the right logits in this engine.
 
-A small random model of the same class and config takes steps as they are served: parts of prompts, single tokens,
-blocks, a rejection, a tree, two sessions side by side. Its logits are compared with transformers' own forward over the
-whole texts. What differs, fails, attends past the cache or caches other sizes than planned is refused.
+A small random model of the same class and config takes steps as they are served: prompt chunks, single tokens, blocks,
+a rejection, a tree, two sessions side by side. Its logits are compared with transformers' own forward over the whole
+texts. A model that differs, fails, attends past the cache or caches other sizes than planned is refused.
 """
 
 import copy
@@ -32,26 +32,26 @@ from actors.models.small_config import SMALL_VOCABULARY, TEXT_TOKENS, small_conf
 from cluster.errors import ModelError
 from cluster.page_allocator import SlotMove
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # what attention backends compute
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # kinds of layers that attention backends support
 NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 FIX = "use another model, or target.engine: vllm for a target"
 PAGE_SIZE = 8
-PAGES = (tuple(range(24, 12, -1)), tuple(range(12)))  # of either session: backwards, and one after the other
-FIRST_TOKEN = 3  # those before it may be padding
-TOLERANCE = 1e-3  # of the largest logit: sums in another order differ by 1e-6, a wrong key by .1
-SEEDS = (0, 1)  # two experts may be equally good for a token to the last bit, but not for two models in turn
-MOST_PARAMETERS = 20_000_000  # of a model that is made to be checked
-NOISE = 0.1  # added to norms and biases, which start as ones and noughts
+PAGES = (tuple(range(24, 12, -1)), tuple(range(12)))  # pages of either session: in reverse and interleaved order
+FIRST_TOKEN = 3  # smaller ids may be padding
+TOLERANCE = 1e-3  # relative to the largest logit: another summation order differs by 1e-6, a wrong key by .1
+SEEDS = (0, 1)  # two experts may tie to the last bit for one token, but not for two models in a row
+MOST_PARAMETERS = 20_000_000  # upper limit for the small model
+NOISE = 0.1  # added to norms and biases, which are initialised to ones and zeros
 TREE = (-1, 0, -1, 2)  # parents of the nodes: two branches of two
 BASE = 33  # tokens before the tree
 A_TOKENS = BASE + 5  # of the first session: the second branch, and three more
-B_TOKENS = 93  # of the second
+B_TOKENS = 93  # of the second session
 
 
 def check_model(folder: Path, *, ranks: int = 1, max_context: int | None = None) -> None:
-    """Raises ModelError when a checkpoint's class and config cannot be proved right; reads no weights.
+    """Raises ModelError if a checkpoint's class and config cannot be proved right; reads no weights.
 
-    With several `ranks`, also split over two. `max_context` is the longest session, where it is known.
+    With several `ranks`, also checks it split over two. `max_context` is the longest session, if known.
     """
     config = read_config(folder)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -59,21 +59,21 @@ def check_model(folder: Path, *, ranks: int = 1, max_context: int | None = None)
         raise ModelError(
             f"{folder} is a {config.model_type}, which transformers has no causal language model of; {FIX}"
         )
-    is_part = kind.config_class is type(config.get_text_config())  # the text model of one with images alone
+    is_part = kind.config_class is type(config.get_text_config())  # only the text model of a multimodal one
     check_class(kind, config.get_text_config() if is_part else config, ranks=ranks, context=max_context)
 
 
 def check_class(
     kind: type[PreTrainedModel], config: PretrainedConfig, *, ranks: int = 1, context: int | None = None
 ) -> None:
-    """Raises ModelError as `check_model` does; one class and config are proved once in a process."""
+    """Raises ModelError as `check_model` does; each class and config is proved once per process."""
     compared = {name: value for name, value in config.to_dict().items() if name not in NOT_COMPARED}
     _prove(_Case(kind, json.dumps(compared, sort_keys=True, default=str), min(ranks, 2), context, config))
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A class and config to prove, equal to another by what the config says."""
+    """A class and config to prove, compared by the config's content."""
 
     kind: type[PreTrainedModel]
     fields: str
@@ -84,7 +84,7 @@ class _Case:
 
 @lru_cache(maxsize=64)
 def _prove(case: _Case) -> None:
-    """Raises ModelError where it fails; an error is not remembered."""
+    """Proves a case. Raises ModelError on failure, which is not cached."""
     text = case.config.get_text_config()
     if by_layer := text.to_dict().get("per_layer_config"):
         different = sorted({name for fields in by_layer.values() for name in fields})
@@ -114,15 +114,15 @@ def _prove(case: _Case) -> None:
 
 
 class _WrongError(Exception):
-    """Something is wrong with a class as it is served."""
+    """Something is wrong with how a class is served."""
 
 
 class _DifferentLogitsError(_WrongError):
-    """Logits are not those of transformers, which may be chance once: two experts that are equally good."""
+    """Logits differ from transformers', which may happen once by chance: two experts tie."""
 
 
 def _serve_small(case: _Case, seed: int) -> None:
-    """Serves a small random model; raises _WrongError with what is wrong."""
+    """Serves a small random model. Raises _WrongError with what is wrong."""
     texts, model = _reference(case, seed)
     try:
         models: list[tuple[PreTrainedModel, Group]] = (
@@ -134,10 +134,12 @@ def _serve_small(case: _Case, seed: int) -> None:
         ranks = [_CheckedRank(part, group, case.context) for part, group in models]
     except Exception as error:  # whatever a class raises here, it would raise at load
         raise _wrong(error) from error
-    with ThreadPoolExecutor(len(ranks)) as pool:  # rather than one after the other: ranks exchange sums
+    with ThreadPoolExecutor(len(ranks)) as pool:  # in parallel, since ranks exchange sums
         errors = [future.exception() for future in [pool.submit(rank.run, texts) for rank in ranks]]
     failures = [error for error in errors if error is not None]
-    failures.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))  # that of another's failure last
+    failures.sort(
+        key=lambda error: isinstance(error, threading.BrokenBarrierError)
+    )  # a failure caused by another's comes last
     if failures:
         raise _wrong(failures[0]) from failures[0]
 
@@ -153,27 +155,27 @@ def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-# ---------------------------------------------------------------- transformers' side
+# ---------------------------------------------------------------- transformers' results
 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """Two sessions' tokens, what is drafted in vain, and transformers' logits of each."""
+    """Two sessions' tokens, rejected draft tokens, and transformers' logits of each."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
-    rejected: tuple[int, ...]  # after 27 tokens of a
-    branch: tuple[int, ...]  # of the tree, beside the one that a goes on with
+    rejected: tuple[int, ...]  # after 27 tokens of session a
+    branch: tuple[int, ...]  # of the tree, beside the branch that session a continues
     logits: dict[tuple[int, ...], Tensor]  # by whole text: (tokens, vocabulary)
 
     def expected(self, text: tuple[int, ...], count: int) -> Tensor:
-        """The logits of a text's last `count` tokens."""
+        """Returns the logits of a text's last `count` tokens."""
         whole = next(logits for of, logits in self.logits.items() if of[: len(text)] == text)
         return whole[len(text) - count : len(text)]
 
 
 def _reference(case: _Case, seed: int) -> tuple[_Texts, PreTrainedModel]:
-    """Returns what transformers computes without a cache, and the model; the first small config that works serves."""
+    """Returns transformers' uncached results and the model, for the first small config that works."""
     reasons = []
     for with_widths in (True, False):
         try:
@@ -186,7 +188,7 @@ def _reference(case: _Case, seed: int) -> tuple[_Texts, PreTrainedModel]:
 
 
 def _random_model(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """Returns a model with weights so large that a wrong key shows; leaves torch's own generator as it was."""
+    """Returns a model with weights so large that a wrong key shows; keeps torch's generator state."""
     with torch.device("meta"):
         parameters = kind._from_config(config, dtype=torch.float32).num_parameters()
     if parameters > MOST_PARAMETERS:
@@ -213,12 +215,12 @@ def _plain_logits(model: PreTrainedModel, seed: int) -> _Texts:
     return _Texts(a, b, rejected, branch, logits)
 
 
-# ---------------------------------------------------------------- our side
+# ---------------------------------------------------------------- our results
 
 
 @dataclass(frozen=True, slots=True)
 class _Attended:
-    """What one call of attention was given."""
+    """Arguments of one attention call."""
 
     layer: int
     kv_heads: int
@@ -227,7 +229,7 @@ class _Attended:
 
 
 class _RecordedBatch(RaggedBatch):
-    """Records what each layer attends with."""
+    """Records the attention arguments of each layer."""
 
     def __init__(self, rows: Sequence[FeedRow], cache: PagedCache) -> None:
         super().__init__(rows, cache, Gathered())
@@ -241,14 +243,14 @@ class _RecordedBatch(RaggedBatch):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A row of a step, and the texts whose logits it is to give: of a tree one for each node."""
+    """A row of a step, and the texts whose logits it must give; for a tree, one per node."""
 
     row: FeedRow
     expected: Tensor
 
 
 class _CheckedRank:
-    """A rank's share of the small model, or the whole of it, and the cache that it is served with."""
+    """A rank's share of the small model, or all of it, with its cache."""
 
     def __init__(self, model: PreTrainedModel, group: Group, context: int | None) -> None:
         self._config = model.config.get_text_config()
@@ -258,7 +260,7 @@ class _CheckedRank:
         self._group = group
 
     def run(self, texts: _Texts) -> None:
-        """Takes every kind of step; raises _WrongError at the first that is not as transformers and the config say."""
+        """Takes every kind of step. Raises _WrongError at the first that differs from transformers or the config."""
         try:
             self._run(texts)
         except BaseException:
@@ -306,14 +308,14 @@ class _CheckedRank:
         self._check_attention(batch.attended)
         expected = torch.cat([part.expected for part in parts])
         furthest = float((logits - expected).abs().max() / expected.abs().max())
-        if not furthest < TOLERANCE:  # NaN differs too
+        if not furthest < TOLERANCE:  # true for NaN, too
             raise _DifferentLogitsError(
                 f"its logits differ by {furthest:.2g} of the largest from those of transformers' own forward, compared"
                 f" for {what} with small random weights"
             )
 
     def _check_attention(self, attended: Sequence[_Attended]) -> None:
-        """Raises _WrongError unless every layer attended once, with the sizes and windows that its config gives."""
+        """Raises _WrongError unless every layer attended once, with the sizes and windows of its config."""
         times = Counter(call.layer for call in attended)
         for layer in range(self._shape.layers):
             if times[layer] != 1:

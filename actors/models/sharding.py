@@ -1,7 +1,7 @@
-"""A model's linear layers split over tensor-parallel ranks, as transformers' plan for its architecture says.
+"""Splits a model's linear layers over tensor-parallel ranks, as transformers' plan for its architecture says.
 
-Every rank holds plain tensors: its rows or columns of the split layers and all of the others. Two kinds of layer speak
-to the other ranks, the rest does not know that there are any.
+Every rank holds plain tensors: its rows or columns of the split layers, and all of the others. Only two kinds of layers
+communicate; the rest of the model does not know about ranks.
 """
 
 import re
@@ -33,12 +33,12 @@ class Cut:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What selects the part."""
+        """Returns the index that selects the part."""
         return (slice(None),) * self.dim + (slice(self.begin, self.begin + self.length),)
 
 
 class RowParallelLinear(nn.Linear):
-    """Holds some of the inputs' columns; the ranks' partial outputs are summed, the bias added once."""
+    """Holds some input columns; the ranks' partial outputs are summed and the bias is added once."""
 
     def __init__(self, whole: nn.Linear, group: Group, inputs_are_split: bool) -> None:
         cut = _even_cut(1, whole.in_features, group)
@@ -53,15 +53,15 @@ class RowParallelLinear(nn.Linear):
         return self.reduce(F.linear(inputs, self.weight))
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """The layer's output from this rank's product with `weight`, which is overwritten."""
+        """Sums this rank's product with `weight` over the ranks; overwrites it."""
         self.group.all_reduce(partial)
         return partial if self.bias is None else partial.add_(self.bias)
 
 
 class VocabularyParallelHead(nn.Linear):
-    """Holds some of the outputs' rows and gathers the outputs: the vocabulary, or what else a plan wants whole.
+    """Holds some output rows and gathers the outputs: the vocabulary, or another layer that a plan gathers.
 
-    The last ranks hold fewer rows where the size cannot be divided.
+    The last ranks hold fewer rows if the size is not divisible.
     """
 
     def __init__(self, whole: nn.Linear, group: Group) -> None:
@@ -78,13 +78,13 @@ class VocabularyParallelHead(nn.Linear):
         return self.gather(super().forward(inputs))
 
     def gather(self, local: Tensor) -> Tensor:
-        """The layer's output from this rank's columns of it."""
+        """Gathers the layer's output from this rank's columns."""
         gathered = self.group.all_gather(F.pad(local, (0, self._rows - local.shape[-1])))  # (ranks, ..., rows)
         return gathered.movedim(0, -2).flatten(-2)[..., : self._outputs]
 
 
 def check_plan(model: PreTrainedModel) -> None:
-    """Raises ModelError for a model without a plan or one that asks for what is not built, naming it."""
+    """Raises ModelError for a model without a plan, or with a style that is not implemented."""
     if not model.tp_plan:
         raise ModelError(f"{type(model).__name__} has no tensor-parallel plan; use target.tensor_parallel: 1")
     others = {name: style for name, style in _styles(model).items() if style not in SPLIT | WHOLE}
@@ -97,7 +97,7 @@ def check_plan(model: PreTrainedModel) -> None:
 
 
 def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
-    """Puts this rank's layers, still empty, in place of the whole ones; returns which parameters are cut, and where.
+    """Replaces the model's empty layers by this rank's; returns which parameters are cut, and where.
 
     The embedding stays whole.
     """
@@ -117,14 +117,14 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
 
 
 def _styles(model: PreTrainedModel) -> dict[str, str]:
-    """The plan for every layer and parameter that it names."""
+    """Returns the plan's style for every layer and parameter that it names."""
     names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
     wanted = {name: model.tp_plan.get(_in_plan(name)) for name in names}
     return {name: style for name, style in wanted.items() if style is not None}
 
 
 def _in_plan(name: str) -> str:
-    """A layer's name as plans have it, which say the same of all layers: a number between dots is any number."""
+    """Returns a layer's name as plans spell it, with `*` for layer numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

@@ -1,8 +1,8 @@
-"""A model's config made small: every kind of layer kept, and every length that depends on positions made short.
+"""Shrinks a model's config: keeps every kind of layer, and shortens every length that depends on positions.
 
-What is proved for the small model holds for the large one only as far as both take the same ways through the code. So
-sizes keep how they relate to each other (as many key heads as query heads, one, or some), and windows and the like
-become so short that a text of a hundred tokens passes them several times.
+What is proved for the small model holds for the large one only if both take the same paths through the code. So sizes
+keep their relations (as many key heads as query heads, one, or some), and windows and similar lengths become so short
+that a text of a hundred tokens passes them several times.
 """
 
 from typing import Any
@@ -13,15 +13,15 @@ DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
-LEAST_LAYERS = 4  # what alternates does so within these
+LEAST_LAYERS = 4  # layers within which alternating patterns repeat
 SMALL_HEADS = 4
 SMALL_HIDDEN = 64
 SMALL_VOCABULARY = 256
-TEXT_TOKENS = 128  # the longest text of a check, and more
+TEXT_TOKENS = 128  # more than the longest text of a check
 WINDOW = 8
-SHORT = 16  # after so many positions rotary scaling begins
+SHORT = 16  # original length of rotary scaling
 
-# By field: at most so large. A field that a config lacks, or that is None or not a number there, stays as it is.
+# Upper limits by field. A field that a config lacks, or that is not a number there, stays unchanged.
 WIDTHS = {
     "intermediate_size": 96,
     "intermediate_size_mlp": 96,
@@ -66,7 +66,7 @@ EXPERTS = {
     "moe_layer_start_index": 1,
 }
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions")
-# From such a position on attention is another: a window slides, a chunk ends, a temperature rises.
+# Lengths at which attention changes: a window slides, a chunk ends, a temperature rises.
 THRESHOLDS = (
     "sliding_window",
     "sliding_window_size",
@@ -88,7 +88,7 @@ VOCABULARY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-NUMBERED_LAYERS = (  # lists of layers' numbers
+NUMBERED_LAYERS = (  # lists of layer numbers
     "mlp_only_layers",
     "full_attn_idxs",
     "moe_layers",
@@ -96,7 +96,7 @@ NUMBERED_LAYERS = (  # lists of layers' numbers
     "cross_attention_layers",
     "ple_layer_ids",
 )
-DROPPED = (  # what says nothing of a model's computation, or of weights that are not there
+DROPPED = (  # fields without effect on computation, or about weights that are absent
     "quantization_config",
     "transformers_version",
     "_name_or_path",
@@ -106,15 +106,15 @@ DROPPED = (  # what says nothing of a model's computation, or of weights that ar
     "auto_map",
     "_attn_implementation",
     "attn_implementation",
-    "attention_types",  # GPT-Neo's layers in short, beside the list of them
+    "attention_types",  # short form of GPT-Neo's layers, beside their list
 )
 
 
 def small_config(config: PretrainedConfig, *, context: int | None = None, with_widths: bool = True) -> PretrainedConfig:
-    """Returns a small copy, to stand for texts of up to `context` tokens, or of as many as the model has positions.
+    """Returns a small copy that stands for texts of up to `context` tokens, or up to the model's positions.
 
-    A threshold that no such text reaches is reached by none of a check either. Without `with_widths` only layers,
-    vocabulary and positions are made fewer.
+    A threshold that no such text reaches is not reached in a check either. Without `with_widths`, only layers,
+    vocabulary and positions are reduced.
     """
     return type(config)(**_small(config.to_dict(), context, with_widths))
 
@@ -176,7 +176,7 @@ def _cut_layers(fields: dict[str, Any]) -> None:
 
 
 def _shrink_heads(small: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Keeps one key head, as many as query heads or some; and heads that fill the hidden size, or not."""
+    """Keeps the relation of key heads to query heads, and whether heads fill the hidden size."""
     heads = next((fields[name] for name in HEADS if _is_count(fields.get(name))), None)
     hidden = next((fields[name] for name in HIDDEN if _is_count(fields.get(name))), None)
     if not heads or not hidden:
@@ -214,7 +214,7 @@ def _shrink_heads(small: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _shorten_rope(name: str, small: dict[str, Any], fields: dict[str, Any], context: int | None) -> None:
-    """Makes the original length of a scaling so short that texts pass it, unless texts are to stay within it."""
+    """Shortens a scaling's original length so that check texts pass it, unless real texts never do."""
     by_kind = {kind: part for kind, part in fields[name].items() if isinstance(part, dict)} or {"": fields[name]}
     shortened = {}
     for kind, part in by_kind.items():
@@ -237,6 +237,6 @@ def _shorten_rope(name: str, small: dict[str, Any], fields: dict[str, Any], cont
 
 
 def _rotated(fields: dict[str, Any]) -> int:
-    """Size of a head as rotary positions see it, before a part of it is left out."""
+    """Returns a head's size for rotary positions, before partial rotation."""
     named = fields.get("qk_rope_head_dim") or fields.get("head_dim")
     return int(named or fields["hidden_size"] // fields["num_attention_heads"])

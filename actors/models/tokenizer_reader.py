@@ -1,7 +1,4 @@
-"""Loads a checkpoint's tokenizer, and refuses one that cannot be served in one line with a remedy.
-
-Finds the tokens that end a text: the same for sampling, for grammars and for drafting.
-"""
+"""Loads a checkpoint's tokenizer and its end-of-text ids; refuses unsupported ones in one line with a remedy."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,12 +15,12 @@ FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "voc
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a checkpoint brings a tokenizer of its own."""
+    """Returns whether a checkpoint ships its own tokenizer."""
     return any((folder / name).is_file() for name in FILES)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Loads a tokenizer of the tokenizers library. Raises ModelError when the folder holds none that can be served."""
+    """Loads a tokenizer of the tokenizers library. Raises ModelError if the folder holds none that can be served."""
     folder = Path(folder)
     if not has_tokenizer(folder):
         raise ModelError(
@@ -43,7 +40,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             " use a checkpoint with a tokenizer.json"
         )
     backend = tokenizer.backend_tokenizer
-    if backend.decoder is None and not isinstance(backend.model, models.WordLevel):  # whole words need none
+    if backend.decoder is None and not isinstance(
+        backend.model, models.WordLevel
+    ):  # tokenizers of whole words need none
         raise ModelError(
             f"the tokenizer in {folder} has no decoder and cannot turn tokens into text; add the decoder to its"
             " tokenizer.json, as in the original checkpoint"
@@ -52,13 +51,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def id_limit(tokenizer: Any) -> int:
-    """Returns the highest token id plus 1: ids may have gaps, so that the number of tokens is no bound."""
+    """Returns the highest token id plus 1; ids may have gaps, so the number of tokens is not a bound."""
     ids: Mapping[str, int] = tokenizer.get_vocab()
     return max(ids.values()) + 1
 
 
 def _reason(error: Exception) -> str:
-    if "trust_remote_code" in str(error):  # advice that nobody can follow here
+    if "trust_remote_code" in str(error):  # advice that does not apply here
         return "it needs Python code of its own (auto_map in tokenizer_config.json), which is never run here"
     text = one_line(error)
     return text if isinstance(error, OSError | ImportError | ValueError) else f"{type(error).__name__}: {text}"

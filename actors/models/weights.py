@@ -1,6 +1,6 @@
-"""Loads weights from safetensors shards into an empty model: only what this rank holds, cast on the way.
+"""Loads weights from safetensors shards into an empty model: only what this rank holds, cast while reading.
 
-A checkpoint is loaded only if each parameter is stored once, or tied to one that is, and nothing else is stored.
+A checkpoint is loaded only if each parameter is stored once, or tied to a stored one, and nothing else is stored.
 """
 
 import re
@@ -29,9 +29,9 @@ from cluster.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHOWN_AFTER_S = 2.0  # a load that takes longer shows a progress bar
+SHOWN_AFTER_S = 2.0  # seconds after which a load shows a progress bar
 NOT_READ = (
-    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # old checkpoints carry what is computed from the config
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # computed from the config, and stored by old checkpoints
     r"(^|\.)position_ids$",
     r"(^|\.)(attn|attention)\.masked_bias$",
     r"^mtp\.",  # modules of multi-token prediction, which drafters read
@@ -46,24 +46,24 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor of a checkpoint is."""
+    """Location of a tensor in a checkpoint."""
 
     path: Path
     shape: Shape
-    key: str  # in that file
+    key: str  # key in that file
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What loading took on one rank."""
+    """Time and memory that loading took on one rank."""
 
     seconds: float
-    peak_bytes: int  # the most that was held so far: by the process with what it reads, on a GPU by torch
-    parameters: int  # tied ones once
+    peak_bytes: int  # peak memory: of the process, or on a GPU of torch's allocator
+    parameters: int  # tied parameters count once
 
 
 def indexed_files(folder: Path) -> dict[str, str]:
-    """Returns the file of each tensor, as a checkpoint's index gives them. Raises ModelError for a broken index."""
+    """Returns the file of each tensor from a checkpoint's index. Raises ModelError for a broken index."""
     path = folder / INDEX
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
@@ -72,7 +72,7 @@ def indexed_files(folder: Path) -> dict[str, str]:
 
 
 def stored_tensors(folder: Path, *, partial: bool = False) -> dict[str, Stored]:
-    """Returns a folder's tensors by key; none where it has no safetensors under the names that transformers reads.
+    """Returns a folder's tensors by key; none if it has no safetensors files that transformers would read.
 
     The index decides which file holds a tensor. With `partial`, files that were not fetched are left out; without, a
     missing file raises ModelError.
@@ -100,7 +100,7 @@ def stored_tensors(folder: Path, *, partial: bool = False) -> dict[str, Stored]:
 
 
 def check_has_weights(folder: Path) -> None:
-    """Raises ModelError when a folder has no weights under the names that are read, saying what it has instead."""
+    """Raises ModelError if a folder has no weights under the expected names, and names what it has instead."""
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return
     for pattern, kind in (("*.bin", "PyTorch pickles"), ("*.pt", "PyTorch pickles"), ("*.gguf", "GGUF files")):
@@ -115,7 +115,7 @@ def check_has_weights(folder: Path) -> None:
 
 
 def check_no_strays(folder: Path, stored: Mapping[str, Stored]) -> None:
-    """Raises ModelError when a shard holds tensors that the index does not give to it: transformers would read them."""
+    """Raises ModelError if a shard holds tensors that the index does not list for it; transformers would read them."""
     for path in sorted({tensor.path for tensor in stored.values()}):
         own = {tensor.key for tensor in stored.values() if tensor.path == path}
         if strays := [key for key in _header(path) if key not in own]:
@@ -126,15 +126,15 @@ def check_no_strays(folder: Path, stored: Mapping[str, Stored]) -> None:
 
 
 def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Tensors of one file, on the CPU: those of these names, or all."""
+    """Returns tensors of one file, on the CPU: those of these names, or all."""
     with _opened(path) as shard:
         return {name: shard.get_tensor(name) for name in (list(shard.keys()) if names is None else names)}
 
 
 def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], folder: Path) -> None:
-    """Raises ModelError unless stored tensors are all of a model's, no more, and of its shapes where they are known.
+    """Raises ModelError unless the stored tensors are exactly the model's, in its shapes where known.
 
-    Names are compared as transformers would rename them. Tied weights may be stored once.
+    Names are compared after transformers' renaming. Tied weights may be stored once.
     """
     wanted: dict[str, Tensor] = model.state_dict()
     transforms = get_model_conversion_mapping(model)
@@ -152,7 +152,7 @@ def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], fo
             surplus.append(key)
         elif pattern is None:
             held[name] = shape
-        else:  # one of the tensors that make one parameter or several
+        else:  # one of the tensors that are merged into a parameter
             held |= {name.replace(targets[pattern][0], target): None for target in targets[pattern]}
     for pair in model.all_tied_weights_keys.items():
         if not held.keys().isdisjoint(pair):
@@ -175,7 +175,7 @@ def refuse_misfits(
     misshapen: Mapping[str, tuple[Shape, Shape]],
     shapes: Mapping[str, Shape | None],
 ) -> None:
-    """Raises ModelError for tensors that are missing, too many but for harmless ones, or stored in another shape."""
+    """Raises ModelError for tensors that are missing, unexpected (unless harmless), or of another shape."""
     missing = sorted(missing)
     surplus = sorted(name for name in surplus if not _is_harmless(model, name, shapes.get(name)))
     if not (missing or surplus or misshapen):
@@ -205,7 +205,7 @@ def refuse_misfits(
 
 
 def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
-    """Why a checkpoint is not simply this whole model's tensors under the model's names; empty if it is."""
+    """Returns why a checkpoint is not simply this model's tensors under the model's names; empty if it is."""
     if getattr(model.config, "quantization_config", None):
         return "its weights are quantised"
     if any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model, add_legacy=False)):
@@ -227,7 +227,8 @@ def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
 def fill(
     model: PreTrainedModel, stored: Mapping[str, Stored], cuts: Mapping[str, Cut], device: torch.device, show: bool
 ) -> None:
-    """Gives an empty model its weights, those in `cuts` cut; a long load shows a progress bar on stderr if asked to.
+    """Gives an empty model its weights, cut according to `cuts`; optionally shows a progress bar on stderr for a long
+    load.
 
     Raises ModelError for weights that are not finite.
     """
@@ -253,12 +254,12 @@ def fill(
             if broken:  # raised once no thread reads the file any more
                 raise _not_finite(path, broken, model.dtype)
     model.load_state_dict(filled, assign=True)
-    model.to(device)  # the buffers, which no checkpoint holds
+    model.to(device)  # buffers that no checkpoint holds
     model.requires_grad_(False)
 
 
 def report(model: PreTrainedModel, started: float) -> LoadReport:
-    """Of a load that began at `started`, by time.perf_counter()."""
+    """Returns the report of a load that began at `started`, by time.perf_counter()."""
     if model.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(model.device)
     else:
@@ -269,7 +270,7 @@ def report(model: PreTrainedModel, started: float) -> LoadReport:
 
 
 def _origins(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, str]:
-    """The key of every parameter and buffer that can be read; of tied ones a checkpoint may hold either or both."""
+    """Returns the possible keys of every parameter and buffer; a checkpoint may hold either or both of tied ones."""
     origins = {name: name for name in model.state_dict() if name in stored}
     for target, source in model.all_tied_weights_keys.items():
         for name, other in ((target, source), (source, target)):
@@ -281,14 +282,14 @@ def _origins(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, 
 @dataclass(frozen=True, slots=True)
 class _Read:
     key: str
-    whole: Tensor  # all that this rank holds of it
+    whole: Tensor  # everything that this rank holds of it
     held: Mapping[str, Tensor]  # by parameter
 
 
 def _read(shard: Any, key: str, parts: Mapping[str, Cut | None], dtype: torch.dtype, device: torch.device) -> _Read:
-    """Reads what each parameter holds of a tensor; where they do not all hold the same, views of the whole.
+    """Reads what each parameter holds of a tensor, as views of the whole if parameters hold different parts.
 
-    On a CPU, what is neither cast nor cut by columns stays in the file.
+    On a CPU, parts that are neither cast nor cut by columns stay memory-mapped.
     """
     cuts = set(parts.values())
     common = cuts.pop() if len(cuts) == 1 else None
@@ -306,8 +307,8 @@ def is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.dtype.itemsize == 1:
-        tensor = tensor.to(torch.bfloat16)  # 8-bit floats have no order
-    least, most = torch.aminmax(tensor.detach())  # NaN wins over every number
+        tensor = tensor.to(torch.bfloat16)  # 8-bit floats cannot be compared
+    least, most = torch.aminmax(tensor.detach())  # the maximum propagates NaN
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
@@ -326,7 +327,7 @@ def _not_finite(where: Path, names: Sequence[str], dtype: torch.dtype) -> ModelE
 
 
 def _is_harmless(model: PreTrainedModel, name: str, shape: Shape | None) -> bool:
-    """Returns whether a stored tensor that the model has no place for can be left out without changing its text."""
+    """Returns whether a stored tensor without a place in the model can be ignored without changing its text."""
     text = model.config.get_text_config()
     first = int(getattr(text, "num_hidden_layers", 0))  # modules of multi-token prediction may follow the last layer
     extra = range(first, first + int(getattr(text, "num_nextn_predict_layers", None) or 0))
@@ -341,7 +342,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """Returns all tensors of a file."""
+    """Returns all tensors listed in a file's header."""
     with _opened(path) as shard:
         return {key: Stored(path, tuple(shard.get_slice(key).get_shape()), key) for key in list(shard.keys())}
 

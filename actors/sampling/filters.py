@@ -1,6 +1,6 @@
-"""From logits to the distribution that a request asked for: temperature, top-k, top-p and min-p.
+"""From logits to the requested distribution: temperature, top-k, top-p and min-p.
 
-What depends on the text before a row was done to it already (`logits/`). Knows nothing of acceptance.
+Changes that depend on the text before a row come earlier (`processors`). Acceptance comes later.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from actors.sampling.processors import Penalties, paths_of
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Sampling
 
-CANDIDATES = 1024  # tokens that top-k and top-p look at before they sort everything
+CANDIDATES = 1024  # tokens that top-k and top-p examine before sorting everything
 
 
 @dataclass(frozen=True, slots=True)
 class Restricted:
     """Scaled and masked logits, (positions, vocabulary).
 
-    `sure` says at which positions they are right, (positions,); there `candidates` are all tokens that are left and
-    maybe others, (positions, count). None: any token may be left.
+    `sure` marks the positions at which they are right, (positions,). There, `candidates` include all remaining tokens
+    and maybe others, (positions, count); None: any token may remain.
     """
 
     logits: Tensor
@@ -30,10 +30,11 @@ class Restricted:
 
 
 def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: DraftTree = NO_TREE) -> Tensor:
-    """Scaled and masked logits, float32, shape (positions, vocabulary) like `logits`.
+    """Returns scaled and masked logits, float32, shape (positions, vocabulary) like `logits`.
 
-    Row 0 is the distribution after `generated`, row 1 + i the one after node i of `draft`. Softmax of a row is the
-    request's distribution; excluded tokens are -inf. It has no prompt: a repetition penalty sees `generated` alone.
+    Row 0 is the distribution after `generated`, row 1 + i the one after node i of `draft`. The softmax of a row is the
+    request's distribution; excluded tokens are -inf. There is no prompt here: a repetition penalty sees `generated`
+    only.
     """
     logits = logits.to(torch.float32, copy=True)
     if sampling.penalised:
@@ -44,9 +45,9 @@ def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft:
 
 
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Scaled and masked logits, from processed ones in float32, (positions, vocabulary).
+    """Scales and masks processed logits in float32, (positions, vocabulary).
 
-    Greedy requests are not scaled: only their argmax counts.
+    Greedy requests are not scaled, since only their argmax counts.
     """
     if sampling.greedy:
         return logits
@@ -55,14 +56,14 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Restricted:
-    """Temperature, top-k, top-p and min-p, for any number of positions of requests with the same parameters.
+    """Applies temperature, top-k, top-p and min-p to any number of positions with the same parameters.
 
-    Sorting a whole vocabulary costs a large part of a step, so only the likeliest tokens are looked at, and `sure` says
-    where they sufficed; with `thorough` everything is sorted where that has to be.
+    Sorting a whole vocabulary costs a large part of a step, so only the likeliest tokens are examined, and `sure` marks
+    where they sufficed. With `thorough`, everything is sorted where needed.
     """
     sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     candidates = None
-    # The likeliest token is put at 0 first: no temperature, however small, makes logits infinite.
+    # The likeliest token is shifted to 0 first, so that no temperature makes logits infinite.
     logits = (logits - logits.max(dim=-1, keepdim=True).values) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         logits, enough, candidates = _keep_top_k(logits, sampling.top_k, thorough)
@@ -82,9 +83,9 @@ def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Rest
 
 
 def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Exactly k tokens stay; of equal logits the lower id, so that every device keeps the same.
+    """Keeps exactly k tokens; of equal logits the lower id, so that every device keeps the same.
 
-    Without sorting it is right where nothing ties at the edge.
+    Without sorting, the result is right where nothing ties at the edge.
     """
     if k < CANDIDATES and not thorough:
         ranked = logits.topk(k, dim=-1)
@@ -96,10 +97,10 @@ def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor,
 
 
 def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The smallest set of likeliest tokens whose probability reaches top_p, and what ties with its last; never empty.
+    """Keeps the smallest set of likeliest tokens whose probability reaches top_p, and ties with its last; never empty.
 
-    With the ties, a position's set is the same whichever other positions are in the block. Without sorting everything
-    it is right where the candidates reach top_p, and the last of them is not needed for it: others may tie with it.
+    With the ties, a position's set does not depend on the block's other positions. Without sorting, the result is right
+    where the candidates reach top_p without the last one, with which others may tie.
     """
     log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
     if thorough or logits.shape[-1] <= CANDIDATES:
@@ -108,7 +109,7 @@ def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, T
         ranked, ids = logits.topk(CANDIDATES, dim=-1)
     probs = torch.exp(ranked - log_total)
     count = (probs.cumsum(dim=-1) - probs < top_p).sum(dim=-1, keepdim=True)
-    floor = ranked.gather(-1, count.clamp_min(1) - 1)  # a model that computes nonsense counts none
+    floor = ranked.gather(-1, count.clamp_min(1) - 1)  # a model with non-finite logits counts none
     enough = (probs.sum(dim=-1) > top_p) & (floor > ranked[..., -1:]).squeeze(-1)
     if ids.shape[-1] == logits.shape[-1]:
         enough = torch.ones_like(enough)

@@ -15,20 +15,20 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MULTIPLY_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MULTIPLY_2 = -7723592293110705685  # 0x94D049BB133111EB
 _SIGN = 1 << 63
-NOISE_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers: what stays in a cache, what fills a GPU
+NOISE_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers per slice: as many as stay in a cache, or fill a GPU
 
 
 class Purpose(IntEnum):
-    """Streams of noise that never mix."""
+    """Separate streams of noise."""
 
-    DRAW = 1  # the target's own tokens; under coupled acceptance also the drafter's
-    ACCEPT = 2  # ratio: whether a draft token stands
-    RECOVER = 3  # ratio: the token after a rejection
-    DRAFT = 4  # ratio: the drafter's tokens
+    DRAW = 1  # the target's own tokens; under Gumbel coupling also the drafter's
+    ACCEPT = 2  # rejection sampling: whether a draft token is accepted
+    RECOVER = 3  # rejection sampling: the token after a rejection
+    DRAFT = 4  # rejection sampling: the drafter's tokens
 
 
 def key(seed: int, choice: int, position: int, purpose: Purpose) -> int:
-    """64-bit key of one draw, as a signed integer that torch can hold."""
+    """Returns the 64-bit key of one draw, as a signed integer that torch can hold."""
     state = seed
     for part in (choice, position, int(purpose)):
         state = extend_hash(state, part)
@@ -36,12 +36,12 @@ def key(seed: int, choice: int, position: int, purpose: Purpose) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch only has the arithmetic one."""
+    """Shifts logically; torch only shifts arithmetically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1), float64, for int64 `keys` and `token_ids` of broadcastable shapes.
+    """Returns uniform numbers in (0, 1), float64, for int64 `keys` and `token_ids` of broadcastable shapes.
 
     splitmix64's finaliser (Steele et al. 2014) over key + id x golden ratio; int64 products wrap.
     """
@@ -53,28 +53,28 @@ def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel(at: int, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise of key `at` for each of `token_ids`, float64."""
+    """Returns standard Gumbel noise of key `at` for each of `token_ids`, float64."""
     return gumbels(torch.tensor(at, dtype=torch.int64, device=token_ids.device), token_ids)
 
 
 def gumbels(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise for int64 `keys` and `token_ids` of broadcastable shapes, float64."""
+    """Returns standard Gumbel noise for int64 `keys` and `token_ids` of broadcastable shapes, float64."""
     return -torch.log(-torch.log(uniform(keys, token_ids)))
 
 
 def gumbel_argmax(scores: Tensor, at: int) -> int:
-    """The token that wins with the noise of key `at`, shape (vocabulary,): one draw from softmax(scores).
+    """Returns the token that wins with the noise of key `at`, shape (vocabulary,): one draw from softmax(scores).
 
-    Tokens at -inf cannot win and are given no noise: after top-k or top-p few are left.
+    Tokens at -inf cannot win and get no noise: after top-k or top-p, few remain.
     """
     ids = torch.isneginf(scores).logical_not().nonzero().squeeze(1)
-    if ids.numel() == 0:  # a model that computes nonsense still gives a token
+    if ids.numel() == 0:  # a model with non-finite logits still yields a token
         return int(scores.argmax())
     return int(ids[(scores[ids] + gumbel(at, ids)).argmax()])
 
 
 def gumbel_argmaxes(scores: Tensor, keys: Tensor) -> Tensor:
-    """`gumbel_argmax` of each row, on the device: scores (rows, vocabulary), keys (rows,) -> tokens (rows,)."""
+    """Computes `gumbel_argmax` of each row on the device: scores (rows, vocabulary), keys (rows,) -> tokens (rows,)."""
     ids = torch.arange(scores.shape[1], device=scores.device)
     at_once = max(1, NOISE_AT_ONCE[scores.device.type] // len(ids))
     parts = zip(torch.split(scores, at_once), torch.split(keys, at_once), strict=True)
@@ -82,13 +82,13 @@ def gumbel_argmaxes(scores: Tensor, keys: Tensor) -> Tensor:
 
 
 def gumbel_argmaxes_among(scores: Tensor, keys: Tensor, candidates: Tensor) -> Tensor:
-    """`gumbel_argmaxes` for rows whose winners are among `candidates`, (rows, count)."""
+    """Computes `gumbel_argmaxes` for rows whose winners are among `candidates`, (rows, count)."""
     noisy = scores.gather(-1, candidates) + gumbels(keys.unsqueeze(1), candidates)
     return candidates.gather(-1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
 def uniform_scalar(at: int) -> float:
-    """`uniform` for one key and token id 0, without tensors."""
+    """Computes `uniform` for one key and token id 0, without tensors."""
     mask = (1 << 64) - 1
     x = at & mask
     x = ((x ^ (x >> 30)) * (_MULTIPLY_1 & mask)) & mask

@@ -1,39 +1,30 @@
-"""Logits processors: what a request's parameters change of the logits after each prefix, before temperature.
+"""Logits processors: penalties, bias, token masks and grammars, applied to each row before temperature.
 
-The seam for whatever changes logits by the text before them: penalties, biases, masks, grammars.
+A processed row of logits is a function of the request, of the text before the row, and of the model's own row. This
+holds for every row of a step, on every path of a draft tree, and for a drafter's rows. Hence Gumbel coupling gives the
+same tokens with and without speculation, and rejection sampling the same distribution.
 
-A processed row of logits is a function of the request, of the text before the row, and of the model's own row. It is
-so for every row of a step, on every path of a draft tree, and for a row of a drafter: then coupled sampling gives the
-same tokens with speculation and without, and the ratio rule the same distribution.
+**One processor serves one session in one process.** It knows two kinds of text:
 
-**One processor serves one session in one process.** It has two kinds of knowledge:
+* the committed text, which only grows: `advance` receives each generated token once, in order;
+* a path of tokens after it, which holds for one row only: `apply` receives one path per row.
 
-* the decided text, which only grows: `advance` tells it of each generated token once, in order;
-* a path of tokens after that, which holds for one row alone: `apply` gets one path for each row.
+A stateful processor, such as the matcher of a grammar, moves forward for good in `advance`. In `apply` it forks, or
+moves along a path and rolls back: afterwards it must be where it was. A block's paths are ordered such that a path's
+parent precedes it, mostly directly, so rolling back to the common prefix of two successive paths takes few steps. The
+same path may come in later calls again, or never.
 
-A processor with a state of its own, such as the matcher of a grammar, moves it forward in `advance` for good. In
-`apply` it forks, or moves along a path and rolls back: after `apply` it must be where it was. Paths of a block come
-such that each path's parent is before it, and mostly right before it, so that a state that rolls back to the common
-beginning of two successive paths takes few steps. The same path may come in later calls again, or never.
+A path may hold tokens that the processor itself forbids, since drafters need not know of it. Nothing after such a token
+can be decided, so its row may stay unchanged; it must neither fail nor change another row. The same holds after a stop
+id.
 
-A path may hold tokens that the processor itself forbids, for drafters need not know of it. What comes after such a
-token can never be decided, so its row may be left as it is; it must neither fail nor change another row. The same holds
-after a stop id.
+In a target, rank 0 alone calls `advance` between steps and `apply` once or more per step. In a drafter, the committed
+text is what the drafter knows, and a path is what it drafts after that, guessed verdicts included. Sessions without
+processors skip all of this.
 
-In a target, `advance` is called between steps and `apply` once or more a step, by the leading rank alone, beside the
-logits. In a drafter, the decided text is what the drafter knows of, and a path is what it drafts after that, guessed
-verdicts included. Sessions whose processors are absent never come here.
-
-Repetition, frequency and presence penalties.
-
-Repetition looks at prompt and generated tokens alike, as in transformers; the other two only at generated ones, as in
-OpenAI's API.
-
-Which tokens a request allows, and how much it likes them: allowed tokens, bad words, no early end, bias.
-
-All kinds of logits processors, in the order in which they change logits: masks, then bias, then penalties.
-
-The order is vLLM's. A processor of another kind is a module with a maker, and a line here.
+Penalties: repetition applies to prompt and generated tokens, as in transformers; frequency and presence only to
+generated ones, as in OpenAI's API. `chain_of` applies masks, then bias, then penalties, in vLLM's order. To add a kind,
+write a class and a maker and add it there.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,16 +42,17 @@ Path = tuple[int, ...]
 
 
 class LogitsProcessor(Protocol):
-    """One session's change of its logits."""
+    """Changes the logits of one session."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These generated tokens were decided after those told before; never the prompt, which the Open holds."""
+        """Receives newly committed tokens, in order; never the prompt, which the Open holds."""
         ...
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
-        """Changes `logits` in place: float32, (rows, vocabulary), on the model's device, one row for each path.
+        """Changes `logits` in place: float32, (rows, vocabulary), on the model's device, one row per path.
 
-        A forbidden token is set to -inf. It must not wait for the device: what it needs there goes by `to_device`.
+        A forbidden token is set to -inf. It must not wait for the device: numbers it needs there go through
+        `to_device`.
         """
         ...
 
@@ -77,16 +69,16 @@ class ProcessorChain:
 
     def __init__(self, request: Open, processors: Sequence[LogitsProcessor]) -> None:
         self._processors = processors
-        self._length = request.prompt_len  # of the text that they know
+        self._length = request.prompt_len  # length of the known text
 
     def follow(self, text: Sequence[int], length: int | None = None) -> None:
-        """The text, prompt included, is decided up to `length`, or as a whole."""
+        """Commits the text up to `length`, prompt included, or all of it."""
         end = len(text) if length is None else length
         assert end >= self._length, "what was decided is never taken back"
         self.advance(text[self._length : end])
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These tokens were decided after those that they know."""
+        """Commits tokens after those already known."""
         if tokens:
             for processor in self._processors:
                 processor.advance(tokens)
@@ -94,15 +86,15 @@ class ProcessorChain:
 
     @property
     def length(self) -> int:
-        """Of the text that they know, prompt included."""
+        """Length of the known text, prompt included."""
         return self._length
 
     def path(self, text: Sequence[int]) -> Path:
-        """What of a longer text comes after the decided one."""
+        """Returns the part of a longer text after the committed one."""
         return tuple(text[self._length :])
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
-        """A processed copy in float32, (rows, vocabulary): row i is the one after the decided text and `paths[i]`."""
+        """Returns a processed copy in float32, (rows, vocabulary): row i follows the committed text and `paths[i]`."""
         assert len(logits) == len(paths), "one path for each row"
         processed = logits.to(torch.float32, copy=True)
         for processor in self._processors:
@@ -111,7 +103,7 @@ class ProcessorChain:
 
 
 def paths_of(draft: DraftTree) -> list[Path]:
-    """Of the rows of a block: after the decided text, then after each node."""
+    """Returns the paths of a block's rows: after the committed text, then after each node."""
     found: list[Path] = [()]
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
         found.append((*found[parent + 1], token))
@@ -119,13 +111,13 @@ def paths_of(draft: DraftTree) -> list[Path]:
 
 
 class Penalties:
-    """Counts tokens on the device; a step brings it only what is new."""
+    """Counts tokens on the device; each step copies only new ones."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         self._sampling = sampling
         self._prompt = sorted(set(prompt)) if sampling.repetition_penalty != 1.0 else []
-        self._fresh: list[int] = []  # generated, and not counted yet
-        self._counts: Tensor | None = None  # of generated tokens, (vocabulary,)
+        self._fresh: list[int] = []  # generated, not counted yet
+        self._counts: Tensor | None = None  # counts of generated tokens, (vocabulary,)
         self._in_prompt: Tensor | None = None  # (vocabulary,)
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -173,7 +165,7 @@ class AllowedTokens:
         self._forbidden: Tensor | None = None  # (vocabulary,)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Whatever comes, the same tokens are allowed."""
+        """Does nothing."""
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
         if self._forbidden is None:
@@ -183,14 +175,14 @@ class AllowedTokens:
 
 
 class LogitBias:
-    """Adds a number to the logit of each of some tokens."""
+    """Adds a bias to the logits of some tokens."""
 
     def __init__(self, bias: Sequence[tuple[int, float]]) -> None:
         self._bias = bias
         self._on_device: tuple[Tensor, Tensor] | None = None  # ids and values, (tokens,)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Whatever comes, the bias is the same."""
+        """Does nothing."""
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
         if self._on_device is None:
@@ -202,11 +194,11 @@ class LogitBias:
 
 
 class BadWords:
-    """Forbids the last token of each of some sequences where the generated text ends in all tokens before it."""
+    """Forbids the last token of a sequence wherever the generated text ends in all tokens before it."""
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._words = words
-        self._reach = max(map(len, words)) - 1  # tokens that are looked back at
+        self._reach = max(map(len, words)) - 1  # tokens to look back at
         self._tail: Path = ()
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -227,7 +219,7 @@ class BadWords:
 
 
 class NoEarlyEnd:
-    """Forbids stop ids until enough tokens were generated."""
+    """Forbids stop ids until enough tokens are generated."""
 
     def __init__(self, stop_ids: Sequence[int], missing: int) -> None:
         self._stop_ids = stop_ids
@@ -272,10 +264,10 @@ MAKERS: tuple[Maker, ...] = (make_allowed, make_bad_words, make_no_early_end, ma
 
 
 def chain_of(request: Open, makers: tuple[Maker, ...] = MAKERS) -> ProcessorChain | None:
-    """A session's processors; None for a plain request, whose logits nobody touches.
+    """Returns a session's processors; None for a request whose logits stay unchanged.
 
-    An engine or a drafting method whose processors need more than the Open, such as a tokenizer, binds it to makers of
-    its own and hands those in.
+    An engine or drafting method whose processors need more than the Open, such as a tokenizer, passes makers of its
+    own.
     """
     processors = [made for maker in makers if (made := maker(request)) is not None]
     return ProcessorChain(request, processors) if processors else None

@@ -1,17 +1,16 @@
-"""The two acceptance rules for one block, as the specification: which draft tokens stand, and which token follows.
+"""The two acceptance rules for one block, as the specification: which draft tokens are accepted, and what follows.
 
-Two exact rules; greedy is the special case of both.
+Both are exact; greedy decoding is the special case of both.
 
-coupled: the target draws every position itself, as argmax(logits + Gumbel noise), with noise that the drafter
-    used too. A draft token stands where it equals the target's own draw, so a tree of them is walked down from the
-    prefix, each time to the child that the target says. The output is a function of prefix, parameters and seed
-    alone (Daliri et al. 2024, arXiv 2408.07978).
-ratio: a draft token x stands with probability min(1, target_probs[x] / draft_probs[x]); after a rejection the
-    recovered token is drawn from normalised max(target_probs - draft_probs, 0) (Leviathan et al. 2023,
-    arXiv 2211.17192). Without probabilities a draft token is a point mass. It decides about chains.
+* Gumbel coupling (`coupled`): the target draws every position itself, as argmax(logits + Gumbel noise), with noise that
+the drafter used too. A draft token is accepted if it equals the target's own draw, so a tree is walked from its root to
+the child with the target's token each time. The output is a function of prefix, parameters and seed alone (Daliri et
+al. 2024, arXiv 2408.07978).
+* Rejection sampling (`ratio`): a draft token x is accepted with probability min(1, target_probs[x] / draft_probs[x]);
+after a rejection, the recovered token is drawn from the normalised max(target_probs - draft_probs, 0) (Leviathan et al.
+2023, arXiv 2211.17192). A draft token without probabilities is a point mass. Chains only.
 
-This is the specification, one block at a time; a step decides all of its blocks together (`rejection_sampler.py`).
-Knows nothing of sessions' ends: what follows a stop id is cut elsewhere.
+A step decides all of its blocks together (`rejection_sampler.py`). Text after a stop id is cut elsewhere.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from protos.messages import Acceptance
 
 @dataclass(frozen=True, slots=True)
 class DrawAddress:
-    """Where a session's noise lives; `position` is that of the first token to decide."""
+    """Address of a session's noise; `position` is that of the first token to decide."""
 
     seed: int
     choice: int
@@ -39,9 +38,9 @@ class DrawAddress:
 
 @dataclass(frozen=True, slots=True)
 class BlockDecision:
-    """The nodes on `path` stand, each after the one before; `next_token` is the recovered or bonus token.
+    """The accepted nodes on `path`, from the root, and `next_token`, the recovered or bonus token.
 
-    Where `is_finite` is false, some of the logits were NaN or +inf, or a row had nothing but -inf: nothing is decided.
+    If `is_finite` is false, logits were NaN or +inf, or a row had only -inf: nothing is decided.
     """
 
     path: tuple[int, ...]
@@ -62,18 +61,18 @@ def accept(rule: Acceptance, greedy: bool, logits: Tensor, draft: DraftTree, at:
 
 
 def offsets(draft: DraftTree) -> list[int]:
-    """Of the tokens to draw, from the first one on: whatever comes after a node has the place after its own."""
+    """Returns the positions of the tokens to draw, relative to the first; a node's successor is one after the node."""
     return [0, *[depth + 1 for depth in draft.depths]]
 
 
 def draw(logits: Tensor, draft: DraftTree, at: DrawAddress) -> list[int]:
-    """The target's own token after the prefix and after each node, shape (1 + nodes, vocabulary) -> 1 + nodes."""
+    """Draws the target's own token after the prefix and after each node, shape (1 + nodes, vocabulary) -> 1 + nodes."""
     drawn = zip(offsets(draft), logits, strict=True)
     return [gumbel_argmax(row, at.key(offset, Purpose.DRAW)) for offset, row in drawn]
 
 
 def match(own: Sequence[int], draft: DraftTree) -> BlockDecision:
-    """The target's own tokens decide: from each node that stands on to the child that has the token after it."""
+    """Accepts nodes by the target's own tokens: from each accepted node to the child that equals the next token."""
     path: list[int] = []
     last = -1
     for node, parent in enumerate(draft.parents):  # a node's children come after it
@@ -99,7 +98,7 @@ def _accept_by_ratio(logits: Tensor, draft: DraftTree, at: DrawAddress) -> Block
 
 
 def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> dict[int, float]:
-    """What one draft token was drawn from, by token id; a point mass if nothing else was sent."""
+    """Returns the distribution that one draft token was drawn from, by token id; a point mass if none was sent."""
     if draft_probs is None:
         return {token: 1.0}
     total = sum(draft_probs.weights[offset])
@@ -108,14 +107,14 @@ def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> di
 
 
 def _residual(target_row: Tensor, draft_row: dict[int, float]) -> Tensor:
-    """max(target_probs - draft_probs, 0), not normalised."""
+    """Returns max(target_probs - draft_probs, 0), not normalised."""
     ids = torch.tensor(list(draft_row), device=target_row.device)
     probs = torch.tensor(list(draft_row.values()), dtype=target_row.dtype, device=target_row.device)
     residual = target_row.index_add(0, ids, -probs).clamp_min(0)
-    # Equal distributions leave nothing but rounding: then a rejection has no mass of its own.
+    # Equal distributions leave only rounding errors, so a rejection has no mass of its own.
     return residual if float(residual.sum()) > 0 else target_row
 
 
 def _draw_from(probs: Tensor, at: int) -> int:
-    """One token from unnormalised probabilities, shape (vocabulary,)."""
+    """Draws one token from unnormalised probabilities, shape (vocabulary,)."""
     return gumbel_argmax(probs.log(), at)

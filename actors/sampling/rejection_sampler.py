@@ -1,7 +1,6 @@
-"""The two acceptance rules for all blocks of a step together, beside the logits, with one copy to the host.
+"""The two acceptance rules for all blocks of a step, beside the logits, with one copy to the host.
 
-`reference.accept` says the same of one block at a time, which is easier to read; tests hold the two to equality.
-Knows nothing of sessions' ends.
+`reference.accept` decides one block at a time and is easier to read; tests require equal results.
 """
 
 from collections import Counter, defaultdict
@@ -20,18 +19,18 @@ from actors.sampling.reference import NOT_DECIDED, BlockDecision, DrawAddress, d
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling
 
-NOT_FINITE = -1  # in the place of a token, where the logits are not finite
-AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers that are worked on together: what stays in a cache, what has room
+NOT_FINITE = -1  # replaces the token if logits are not finite
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers processed together: as many as stay in a cache, or fit in memory
 
 
 @dataclass(frozen=True, slots=True)
 class PendingBlock:
-    """What there is to decide about one session: draft tokens to accept, maybe none, and one further token."""
+    """One session's block: draft tokens to accept, maybe none, and one further token."""
 
     rule: Acceptance
     sampling: Sampling
-    draft: DraftTree  # under ratio a chain
-    chain: ProcessorChain | None  # of the session, which knows the text before the draft; None: logits stay as they are
+    draft: DraftTree  # a chain under rejection sampling
+    chain: ProcessorChain | None  # of the session, which knows the text before the draft; None: logits stay unchanged
     at: DrawAddress
 
     @property
@@ -51,9 +50,9 @@ _Kind = tuple[tuple[float, int, float, float], Acceptance, bool]
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    """Decisions of some blocks while they are on the device: `numbers`, int64, and how to read them on the host.
+    """Decisions of some blocks on the device: `numbers`, int64, and how to read them on the host.
 
-    None stands for a decision that is not sure.
+    None stands for an unsure decision.
     """
 
     numbers: Tensor
@@ -61,11 +60,11 @@ class _OnDevice:
 
 
 def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision]:
-    """Decides all blocks; their logits follow one another, (sum of the blocks' positions, vocabulary).
+    """Decides all blocks; their logits are concatenated, (sum of the blocks' positions, vocabulary).
 
-    Any of a block's rows whose largest logit is not finite leaves the whole block undecided. A maximum propagates NaN,
-    and -inf alone is how models mask. The answer travels in the place of the token, so it costs no further copy.
-    Blocks for which the likeliest candidates do not suffice, which are few, are decided a second time thoroughly.
+    A block with a row whose largest logit is not finite stays undecided: a maximum propagates NaN, and only models'
+    masks produce -inf. The flag travels in place of the token, so it costs no further copy. The few blocks for which
+    the likeliest candidates do not suffice are decided again thoroughly.
     """
     places = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
     decisions: list[BlockDecision | None] = [None] * len(blocks)
@@ -83,14 +82,14 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision
 
 
 def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tensor) -> list[list[int]]:
-    """Indices of blocks that are decided together: same rule and parameters, and no more than memory bears."""
+    """Groups blocks with the same rule and parameters, within the memory limit; returns their indices."""
     most = max(1, AT_ONCE[logits.device.type] // logits.shape[1])  # positions
     groups: dict[tuple[_Kind, int], list[int]] = defaultdict(list)
     before: Counter[_Kind] = Counter()  # positions
     for index in indices:
         block = blocks[index]
         kind = block.kind
-        if block.sampling.greedy and block.chain is None:  # one pass over the logits as they are
+        if block.sampling.greedy and block.chain is None:  # one pass over the unprocessed logits
             groups[kind, 0].append(index)
             continue
         groups[kind, before[kind] // most].append(index)
@@ -99,7 +98,7 @@ def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tenso
 
 
 def _read(answers: Sequence[_OnDevice]) -> list[list[BlockDecision | None]]:
-    """The one copy to the host."""
+    """Reads all decisions in one copy to the host."""
     if not answers:
         return []
     sizes = [len(answer.numbers) for answer in answers]
@@ -109,19 +108,19 @@ def _read(answers: Sequence[_OnDevice]) -> list[list[BlockDecision | None]]:
 
 
 def _rows(logits: Tensor, places: Sequence[range]) -> Tensor:
-    """The logits of some blocks; a view where they lie together."""
+    """Returns the logits of some blocks; a view if they are adjacent."""
     if all(before.stop == after.start for before, after in pairwise(places)):
         return logits[places[0].start : places[-1].stop]
     return logits.index_select(0, to_device([list(chain(*places))], logits.device)[0])
 
 
 def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool) -> _OnDevice:
-    """Decides blocks of one kind."""
+    """Decides blocks with the same parameters."""
     sampling = blocks[0].sampling
     if sampling.greedy and blocks[0].chain is None:
         largest, own = logits.max(dim=-1)  # argmax takes four times as long in bfloat16
         return _match(blocks, own, torch.isfinite(largest), None)
-    finite = torch.isfinite(logits.amax(dim=-1))  # of the model's own logits: processors put -inf over NaN
+    finite = torch.isfinite(logits.amax(dim=-1))  # on the model's own logits, since processors write -inf over NaN
     if blocks[0].chain is not None:
         parts = torch.split(logits, [block.positions for block in blocks])
         logits = torch.cat([_processed(part, block) for part, block in zip(parts, blocks, strict=True)])
@@ -141,14 +140,14 @@ def _processed(logits: Tensor, block: PendingBlock) -> Tensor:
 
 
 def _draw(scores: Tensor, keys: Tensor, candidates: Tensor | None) -> Tensor:
-    """One token of each row."""
+    """Draws one token per row."""
     if candidates is None:
         return gumbel_argmaxes(scores, keys)
     return gumbel_argmaxes_among(scores, keys, candidates)
 
 
 def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Tensor | None) -> _OnDevice:
-    """The target's own tokens decide, (positions,): the drafts stand as far as they have them."""
+    """Accepts drafts that equal the target's own tokens, (positions,)."""
     total = len(own)
     own = torch.where(finite, own, NOT_FINITE)
 
@@ -158,7 +157,7 @@ def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Te
         for block in blocks:
             end = begin + block.positions
             tokens = numbers[begin:end]
-            is_sure = all(numbers[total + begin : total + end])  # of nothing, where all are
+            is_sure = all(numbers[total + begin : total + end])  # the maximum of nothing, if all are accepted
             if NOT_FINITE in tokens:
                 found.append(NOT_DECIDED)
             else:
@@ -170,13 +169,13 @@ def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Te
 
 
 class _Grid:
-    """Blocks of uneven lengths as rows of a grid as wide as the longest."""
+    """Blocks of different lengths as rows of a grid as wide as the longest."""
 
     def __init__(self, blocks: Sequence[PendingBlock]) -> None:
         self.rows = len(blocks)
         self.drafts = max(len(block.draft) for block in blocks)
         begins = accumulate((block.positions for block in blocks), initial=0)
-        # Beyond a block's end its last position is repeated.
+        # Beyond a block's end, its last position is repeated.
         self.places = [
             begin + min(i, len(block.draft))
             for begin, block in zip(begins, blocks, strict=False)
@@ -186,7 +185,7 @@ class _Grid:
 
 
 def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite: Tensor) -> _OnDevice:
-    """Accepts with min(1, target_probs / draft_probs); only the one position that decides is drawn at."""
+    """Accepts with min(1, target_probs / draft_probs); draws only at the first position after the accepted ones."""
     assert all(block.draft.is_chain for block in blocks), "the ratio rule decides about chains"
     device = target.logits.device
     grid = _Grid(blocks)
@@ -198,12 +197,12 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
     target_probs = torch.softmax(target.logits.to(torch.float64), dim=-1)
     stands = bounds.view(grid.rows, -1) < target_probs[places[:, :-1], drafts.view(grid.rows, -1)]
     accepted = stands.cumprod(dim=1).sum(dim=1)
-    here = places[row, accepted]  # (rows,) positions: the first where a draft token falls, or the one after the last
+    here = places[row, accepted]  # (rows,) positions: the first rejected draft token, or the one after the last
     target_rows = target_probs[here]  # (rows, vocabulary)
     draft_ids = ids.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
     draft_probs = probs.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
     residual = target_rows.scatter_add(1, draft_ids, -draft_probs).clamp_min(0)
-    # Equal distributions leave nothing but rounding: then a rejection has no mass of its own.
+    # Equal distributions leave only rounding errors, so a rejection has no mass of its own.
     left = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target_rows)
     candidates = None if target.candidates is None else target.candidates[here]
     token = _draw(left.log(), keys.view(grid.rows, -1)[row, accepted], candidates)
@@ -224,10 +223,11 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
 
 
 class _RatioInputs:
-    """What ratio acceptance is told of every place of the grid.
+    """Inputs of rejection sampling for every place of the grid.
 
-    `bounds`, (blocks, drafts): a draft token stands when the target finds it likelier; `keys`, (blocks, drafts + 1): of
-    the draw if the draft stands up to there; `ids` and `probs`, (blocks, drafts + 1, width): what was drawn from there.
+    `bounds`, (blocks, drafts): a draft token is accepted if its target probability exceeds its bound. `keys`, (blocks,
+    drafts + 1): key of the draw if all drafts before are accepted. `ids` and `probs`, (blocks, drafts + 1, width): the
+    distribution the draft token was drawn from.
     """
 
     def __init__(self, blocks: Sequence[PendingBlock]) -> None:

@@ -1,8 +1,7 @@
-"""Log probabilities of tokens by the model's own logits, at temperature 1 and with nothing done to them.
+"""Log probabilities of tokens under the model's unmodified logits at temperature 1, and near ties of decisions.
 
-How near a decision was: by how much logits must be wrong for another token to have been decided.
-
-An audit asks for it, of one token at a time, where plain decoding says another token than was committed.
+An audit asks for a decision's margin, the smallest error of logits that would have decided another token, where
+non-speculative decoding disagrees with what was committed.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ ROWS_AT_ONCE = 64
 
 
 def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenScore]:
-    """Of one token after each row of logits, (rows, vocabulary), with so many of the likeliest beside it."""
+    """Scores one token after each row of logits, (rows, vocabulary), with the `top` likeliest alternatives."""
     if not tokens:
         return []
     (ids,) = to_device([tokens], logits.device)
@@ -39,9 +38,9 @@ def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[To
 def decided_scores(
     blocks: Sequence[PendingBlock], decisions: Sequence[BlockDecision], tops: Sequence[int | None], logits: Tensor
 ) -> list[tuple[TokenScore, ...]]:
-    """Of what was decided of each block, all at once; nothing of a block whose `top` is None.
+    """Scores the decided tokens of all blocks at once; none for a block whose `top` is None.
 
-    The blocks' logits follow one another.
+    The blocks' logits are concatenated.
     """
     places: list[int] = []
     tokens: list[int] = []
@@ -60,7 +59,7 @@ def decided_scores(
 
 
 def _numbers(logits: Tensor, ids: Tensor, width: int) -> Tensor:
-    """Own logarithm and rank, then tokens, then their logarithms: float64, (rows, 2 + 2 * width)."""
+    """Returns each token's log probability and rank, then alternatives, then theirs: float64, (rows, 2 + 2 * width)."""
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     own = log_probs.gather(1, ids.unsqueeze(1))
     ranks = (log_probs > own).sum(dim=1, keepdim=True) + 1
@@ -74,21 +73,22 @@ def _score(row: Sequence[float], top: int, width: int) -> TokenScore:
 
 
 class _Edges(NamedTuple):
-    """How far each token is from being let in by top-k, top-p and min-p, and from being left out, (vocabulary,)."""
+    """Distance of each token from being admitted or excluded by top-k, top-p and min-p, (vocabulary,)."""
 
     enters: Tensor
     leaves: Tensor
 
     def within(self, other: "_Edges") -> "_Edges":
-        """Both restrictions together."""
+        """Combines two restrictions."""
         return _Edges(torch.maximum(self.enters, other.enters), torch.minimum(self.leaves, other.leaves))
 
 
 def margin(logits: Tensor, sampling: Sampling, chain: ProcessorChain | None, at: DrawAddress, rival: int) -> float:
-    """The least error of logits against each other, (vocabulary,), by which `rival` is decided; 0 if it is anyway.
+    """Returns the least error of logits relative to each other, (vocabulary,), that would decide `rival`; 0 if it wins
+    anyway.
 
-    The error is in logits, whatever the temperature. Among restricted tokens it may take another way than the nearest,
-    so there it is right up to a small factor.
+    The error is in logits, at any temperature. With restrictions the nearest way is not always found, so the result is
+    right up to a small factor.
     """
     logits = logits.to(torch.float32)
     if chain is not None:
@@ -98,12 +98,12 @@ def margin(logits: Tensor, sampling: Sampling, chain: ProcessorChain | None, at:
     ids = torch.arange(len(logits), device=logits.device)
     scores = logits + sampling.temperature * gumbel(at.key(0, Purpose.DRAW), ids)
     edges = _edges(logits, sampling)
-    ahead = torch.minimum(scores - scores[rival], edges.leaves).max()  # each other token is overtaken, or left out
+    ahead = torch.minimum(scores - scores[rival], edges.leaves).max()  # each other token is overtaken or excluded
     return _finite(torch.maximum(ahead, edges.enters[rival]))
 
 
 def _finite(error: Tensor) -> float:
-    """Of a model that computes nonsense too."""
+    """Bounds values of models with non-finite logits."""
     return max(0.0, float(torch.nan_to_num(error, nan=torch.finfo(torch.float32).max)))
 
 
@@ -123,18 +123,18 @@ def _edges(logits: Tensor, sampling: Sampling) -> _Edges:
 
 
 def _around(logits: Tensor, last: Tensor, first_out: Tensor) -> _Edges:
-    """Of a restriction that keeps what is at least `last`; `first_out` is the next below."""
+    """Returns the edges of a restriction that keeps values from `last` on; `first_out` is the next below."""
     return _Edges((last - logits).clamp_min(0), (logits - first_out).clamp_min(0))
 
 
 def _top_p_edges(logits: Tensor, kept: Tensor, sampling: Sampling) -> _Edges:
-    """A token crosses the edge past its neighbours, or as the probability of all likelier ones crosses top_p."""
+    """Returns top-p's edges: a token passes its neighbors, or the probability of likelier ones crosses top_p."""
     temperature = sampling.temperature
     ranked, ids = kept.sort(descending=True)
     probs = torch.softmax((ranked - ranked[0]) / temperature, dim=-1)
-    before = torch.empty_like(probs).scatter(0, ids, probs.cumsum(0) - probs)  # the probability of likelier tokens
+    before = torch.empty_like(probs).scatter(0, ids, probs.cumsum(0) - probs)  # the probability of all likelier tokens
     last = torch.where(before < sampling.top_p, kept, torch.inf).min()
     first_out = torch.where(kept < last, kept, -torch.inf).max()
     steps = _around(logits, last, first_out)
-    shift = temperature * torch.log(before / sampling.top_p)  # of all likelier tokens
+    shift = temperature * torch.log(before / sampling.top_p)  # the probability of all likelier tokens
     return _Edges(torch.minimum(steps.enters, shift.clamp_min(0)), torch.minimum(steps.leaves, (-shift).clamp_min(0)))
