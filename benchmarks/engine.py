@@ -156,7 +156,7 @@ def show(console: Console, found: list[Throughput], first: dict[str, float], ste
 
 
 def plot(path: Path, found: list[Throughput]) -> None:
-    """Tokens per second over concurrency; needs matplotlib (the extra `plot`)."""
+    """Plots tokens per second over concurrency."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from ray import serve
@@ -158,7 +157,7 @@ def three_nodes() -> Iterator[str]:
 
 
 def picture(samples: Sequence[Sample], path: Path) -> None:
-    """Requests in flight above, replicas below, over time; needs matplotlib (the extra `plot`)."""
+    """Requests in flight above, replicas below, over time."""
     from matplotlib import pyplot
 
     figure, (load, pools) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 4.6), layout="constrained")
@@ -189,8 +188,6 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, metavar="OUT.svg")
     parser.add_argument("--stretch", type=float, default=1.0)
     arguments = parser.parse_args()
-    if arguments.picture and find_spec("matplotlib") is None:
-        parser.error("--picture needs matplotlib: pip install '.[plot]'")
     failures: list[str] = []
     if arguments.recorded:
         samples = [Sample(**one) for one in json.loads(arguments.recorded.read_text())["samples"]]

@@ -7,14 +7,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from cluster.errors import SlipstreamError
 from cluster.telemetry import STAGES, Span
 from serve_app.tables import shown, table
-from tools.svg import Bar, gantt
+from tools.charts import Bar, require_matplotlib, svg, timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MICRO = 1e6
 SEVERAL = "several"  # requests in one span
@@ -68,7 +71,7 @@ def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) ->
     return ends - seconds, ends
 
 
-def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
+def trace_chart(found: Sequence[Span], begins: float, ends: float) -> "Figure":
     """Draws the activity in a window: a line for each actor and kind of span, a colour for each request.
 
     Requests are numbered in order of their first span of their own; spans of several requests are grey.
@@ -85,21 +88,22 @@ def gantt_picture(found: Sequence[Span], begins: float, ends: float) -> str:
             f"request {number[span.sessions[0]]}" if len(span.sessions) == 1 else SEVERAL,
             span.began_s * 1e3,
             span.ended_s * 1e3,
-            f"{span.name}: {' '.join(span.sessions)}",
         )
         for span in inside
     ]
-    return gantt(bars, begins * 1e3, ends * 1e3, "ms", grey=SEVERAL)
+    return timeline(bars, begins * 1e3, ends * 1e3, "ms", grey=SEVERAL)
 
 
 def write_trace(
     found: Sequence[Span], json_path: Path, picture_path: Path | None, seconds: float, ends_before_s: float
 ) -> None:
     """Writes the trace, and the picture if a path is given."""
+    if picture_path is not None:
+        require_matplotlib()
     begins, ends = window(found, seconds, ends_before_s)
     json_path.write_text(json.dumps(chrome_trace(found)) + "\n", encoding="utf-8")
     if picture_path is not None:
-        picture_path.write_text(gantt_picture(found, begins, ends), encoding="utf-8")
+        picture_path.write_text(svg(trace_chart(found, begins, ends)), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- where the time goes

@@ -23,8 +23,8 @@ from tools.planning.plan_report import (
     ACCEPTANCES,
     BLOCK_LENS,
     TOLERANCE,
+    advice_chart,
     advice_data,
-    advice_picture,
     advice_report,
     lessons,
     theory_tables,
@@ -91,10 +91,9 @@ def test_what_does_not_keep_up_has_no_latency_to_show():
     assert "plain decoding does not keep up" in verdict(question, some)
     assert "grows" in shown(advice_report(question, some))
     assert "grows" not in shown(advice_report(question, advice))
-    picture = advice_picture(question, some)
-    assert "adaptive" in picture
-    assert "lock-step" not in picture
-    assert "plain" not in picture
+    labels = {line.get_label() for line in advice_chart(question, some).axes[0].lines}
+    assert "adaptive" in labels
+    assert labels.isdisjoint({"lock-step", "plain"})
 
 
 def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
@@ -108,7 +107,7 @@ def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
     assert advice.limits is None, "there is no number of sessions at once"
     assert "Where the gain ends" not in text
     assert not any(one["keeps_up"] for one in advice_data(TOO_MUCH, advice)["answers"])
-    assert "tokens/s of one target" in advice_picture(TOO_MUCH, advice)
+    assert advice_chart(TOO_MUCH, advice).axes[0].get_ylabel() == "tokens/s of one target"
 
 
 @pytest.mark.parametrize("arrivals", [ClosedLoop(2), Poisson(1.0)])

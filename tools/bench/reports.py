@@ -21,7 +21,7 @@ from tools.bench.experiment import AT_ONCE, Plan, run_bench
 from tools.bench.latencies import MEASURES, QUANTILES, LoadPoint
 from tools.bench.open_loop import Sweep, run_sweep
 from tools.bench.tables import latencies_table, milliseconds
-from tools.svg import curves
+from tools.charts import line_chart, require_matplotlib, svg
 
 NAMES = {
     "ttft": "Time to the first token",
@@ -39,7 +39,7 @@ svg { max-width: 100%; height: auto; }
 
 def html_report(title: str, conditions: str, load: str, points: Sequence[LoadPoint]) -> str:
     """Renders the report; `load` is the unit of the points' load, such as "requests/s"."""
-    body = "\n".join([_table(load, points), *_pictures(load, points)])
+    body = "\n".join([_table(load, points), *_charts(load, points)])
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}</head>\n'
@@ -58,10 +58,10 @@ def _table(load: str, points: Sequence[LoadPoint]) -> str:
     return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 
 
-def _pictures(load: str, points: Sequence[LoadPoint]) -> Iterator[str]:
+def _charts(load: str, points: Sequence[LoadPoint]) -> Iterator[str]:
     arms = list(dict.fromkeys(point.arm for point in points))
     speeds = {arm: [(point.load, point.tokens_per_s) for point in points if point.arm == arm] for arm in arms}
-    yield f"<h2>Throughput</h2>{curves(speeds, {}, load, 'tokens/s')}"
+    yield f"<h2>Throughput</h2>{svg(line_chart(speeds, {}, load, 'tokens/s'))}"
     for measure in MEASURES:
         lines = {
             f"{arm}, {quantile}": [
@@ -73,8 +73,8 @@ def _pictures(load: str, points: Sequence[LoadPoint]) -> Iterator[str]:
             for quantile in QUANTILES
         }
         if any(lines.values()):
-            told = {name: line for name, line in lines.items() if line}
-            yield f"<h2>{NAMES[measure]}</h2>{curves(told, {}, load, 'ms')}"
+            measured = {name: line for name, line in lines.items() if line}
+            yield f"<h2>{NAMES[measure]}</h2>{svg(line_chart(measured, {}, load, 'ms'))}"
 
 
 A_SECOND = "requests/s"
@@ -90,6 +90,8 @@ def report_on_batches(
     html_path: Path | None,
 ) -> None:
     """Runs the experiment, prints it and writes it to files."""
+    if html_path is not None:
+        require_matplotlib()
     report = asyncio.run(run_bench(url, config, plan, generate, console, json_path))
     console.print(report.tables())
     if html_path is not None:
@@ -109,6 +111,8 @@ def measure_rates(
     """Measures the plan's prompts at each rate, prints the results and writes them to files."""
     if not rates:
         raise ConfigError("--url needs --rate: requests a second, as in --rate 1 --rate 2")
+    if html_path is not None:
+        require_matplotlib()
     sweep = Sweep(plan.prompts, tuple(rates), requests, plan.max_tokens)
     model, points = asyncio.run(_swept(url, key, sweep, console))
     console.print(latencies_table(A_SECOND, points))

@@ -88,15 +88,18 @@ def measure(
     from serve_app.demo_data import BENCH_PROMPTS
     from serve_app.operations.preflight import check_models
     from tools.bench.experiment import read_prompts
+    from tools.charts import require_matplotlib, svg
     from tools.drafts.comparison import (
         Comparison,
         compare,
+        comparison_chart,
         comparison_data,
-        comparison_picture,
         comparison_sheets,
         named,
     )
 
+    if plot is not None:
+        require_matplotlib()
     loaded = [load_config(path, (), os.environ) for path in configs]
     comparison = Comparison(
         drafts=named(configs, loaded),
@@ -115,7 +118,7 @@ def measure(
     if json_path is not None:
         json_path.write_text(json.dumps(comparison_data(compared), indent=1) + "\n", encoding="utf-8")
     if plot is not None:
-        plot.write_text(comparison_picture(compared), encoding="utf-8")
+        plot.write_text(svg(comparison_chart(compared)), encoding="utf-8")
 
 
 def inspection_data(found: DraftInspection) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -15,8 +15,11 @@ from actors.engine.process import use_cpu
 from cluster.config import DraftPool, SlipstreamConfig
 from cluster.errors import ConfigError
 from serve_app.tables import sheet, shown
+from tools.charts import line_chart
 from tools.drafts.evaluation import BEST, DecodedText, DraftMeasures, MeasuredTarget, measures, replay
-from tools.svg import curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +147,11 @@ def comparison_data(compared: Compared) -> dict[str, Any]:
     return {"target_step_s": compared.step_s, "drafts": [asdict(each) for each in compared.found]}
 
 
-def comparison_picture(compared: Compared) -> str:
-    """Plots tokens per verification over the size of a block, as SVG."""
+def comparison_chart(compared: Compared) -> "Figure":
+    """Plots tokens per verification over the size of a block."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in compared.found:
         name = f"{each.draft}, T {each.temperature:g}"
         lines[f"{name}, chain"] = [(float(most), value) for most, value in each.chains.items()]
         lines[f"{name}, tree"] = [(float(most), value) for most, value in each.trees.items()]
-    return curves(lines, {"plain decoding": 1.0}, "tokens of a block", "tokens a verify", (960, 480))
+    return line_chart(lines, {"plain decoding": 1.0}, "tokens of a block", "tokens a verify", (9.6, 4.8))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.markup import escape
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from serve_app.tables import shown, table
+from tools.charts import line_chart, require_matplotlib, svg
 from tools.planning.estimates import (
     CROWD,
     CandidateFleet,
@@ -35,7 +36,9 @@ from tools.planning.trial import KEPT_UP, Limits, PlanAnswer
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
 from tools.simulation.setting import Mode, Setting, SpeculationSetting
 from tools.simulation.world import SimulationReport, World
-from tools.svg import curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 BLOCK_LENS = (3, 5, 7)
@@ -108,6 +111,8 @@ GROWS = "grows"  # shown for a latency that grows without bound
 
 def run_plan(question: PlanQuestion, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
     """Simulates candidates, shows the advice, and writes the requested files. A picture needs every candidate."""
+    if picture_path is not None:
+        require_matplotlib()
     with processes() as pool, _progress(console) as progress:
         whole = picture_path is not None
         bar = progress.add_task("Fleets simulated", total=run_count(question, whole))
@@ -116,7 +121,7 @@ def run_plan(question: PlanQuestion, console: Console, json_path: Path | None, p
     if json_path is not None:
         json_path.write_text(json.dumps(advice_data(question, advice), indent=1) + "\n", encoding="utf-8")
     if picture_path is not None:
-        picture_path.write_text(advice_picture(question, advice), encoding="utf-8")
+        picture_path.write_text(svg(advice_chart(question, advice)), encoding="utf-8")
 
 
 def run_theory(console: Console) -> None:
@@ -255,7 +260,7 @@ def _candidate_data(candidate: CandidateFleet) -> dict[str, Any]:
     return asdict(candidate) | {"mode": candidate.name}
 
 
-def advice_picture(question: PlanQuestion, advice: Advice) -> str:
+def advice_chart(question: PlanQuestion, advice: Advice) -> "Figure":
     """Plots speed, or latency under a given rate, over the block length for the recommended fleet.
 
     A candidate that does not keep up with the rate has no latency; if none keeps up, speed is plotted.
@@ -275,7 +280,7 @@ def advice_picture(question: PlanQuestion, advice: Advice) -> str:
     rivals: dict[str, PlanAnswer | InProcess] = {"plain": advice.plain, "in the target's process": advice.in_process}
     levels = {name: value(rival) for name, rival in rivals.items() if rival.keeps_up or not by_latency}
     y_title = "latency of a request, s" if by_latency else "tokens/s of one target"
-    return curves(lines, levels, f"longest block, {ratio[0]} targets : {ratio[1]} drafters", y_title)
+    return line_chart(lines, levels, f"longest block, {ratio[0]} targets : {ratio[1]} drafters", y_title)
 
 
 # ---------------------------------------------------------------- theory

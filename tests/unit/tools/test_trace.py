@@ -2,16 +2,14 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from cluster.telemetry import Actor, Event, Recording, Span, spans
-from tools.svg import Bar, gantt
-from tools.trace import TraceError, chrome_trace, gantt_picture, stages_table, window, write_trace
+from tools.trace import TraceError, chrome_trace, stages_table, trace_chart, window, write_trace
 
-SVG = "{http://www.w3.org/2000/svg}"
 SPANS = [
     Span("drafter 7", "drafter", "draft", 100.0, 100.5, ("a", "b")),
     Span("target 8", "target", "verify", 100.25, 101.0, ("c",)),
@@ -54,89 +52,61 @@ def test_no_span_is_no_picture():
     with pytest.raises(TraceError, match="send a request first"):
         window([], 1.0)
     with pytest.raises(TraceError, match="ask for another one"):
-        gantt_picture(SPANS, 0.0, 1.0)
+        trace_chart(SPANS, 0.0, 1.0)
 
 
-def test_the_picture_shows_overlap():
-    picture = ElementTree.fromstring(gantt_picture(SPANS, 100.0, 101.0))
-    bars = {bar[0].text: bar.attrib for bar in picture.iter(f"{SVG}rect") if len(bar)}
-    draft = bars["draft: a b"]
-    verify = bars["verify: c"]
-    assert float(verify["x"]) < float(draft["x"]) + float(draft["width"]), "drafting one overlaps verifying another"
-    assert float(verify["y"]) > float(draft["y"]), "on lines of their own"
-    assert draft["fill"] != verify["fill"]
+def legend_of(figure: Figure) -> dict[str, tuple[float, ...]]:
+    """Returns colours by name."""
+    return {str(patch.get_label()): tuple(patch.get_facecolor()) for patch in figure.legends[0].legend_handles}
 
 
-def test_bars_are_cut_at_the_window():
-    picture = ElementTree.fromstring(gantt([Bar("t", "k", -5.0, 50.0, "long")], 0.0, 10.0, "ms", width=1000))
-    (bar,) = [bar.attrib for bar in picture.iter(f"{SVG}rect") if len(bar)]
-    assert float(bar["x"]) == 190.0
-    assert float(bar["x"]) + float(bar["width"]) == 980.0
+def colours_of(figure: Figure, track: str) -> set[tuple[float, ...]]:
+    """Returns the colours of a track's bars."""
+    axes = figure.axes[0]
+    row = [label.get_text() for label in axes.get_yticklabels()].index(track)
+    lanes = [lane for lane in axes.collections if row <= lane.get_paths()[0].vertices[:, 1].min() < row + 1]
+    return {tuple(colour) for lane in lanes for colour in lane.get_facecolor()}
 
 
-def bars_of(picture: str) -> dict[str, dict[str, str]]:
-    """By title: where each bar lies and its colour."""
-    return {str(bar[0].text): bar.attrib for bar in ElementTree.fromstring(picture).iter(f"{SVG}rect") if len(bar)}
+def test_chart_shows_overlap():
+    figure = trace_chart(SPANS, 100.0, 101.0)
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "drafter 7 draft",
+        "drafter 7 send",
+        "target 8 verify",
+    ]
+    draft, _, verify = (lane.get_paths()[0].vertices for lane in axes.collections)
+    assert verify[:, 0].min() < draft[:, 0].max(), "drafting one overlaps verifying another"
+    assert verify[:, 1].min() > draft[:, 1].max(), "in rows of their own"
+    assert colours_of(figure, "drafter 7 draft") != colours_of(figure, "target 8 verify")
 
 
-def legend_of(picture: str) -> dict[str, str]:
-    """By name: its colour. A name follows the square of its colour."""
-    shapes = list(ElementTree.fromstring(picture))
-    squares = [(a, b) for a, b in pairwise(shapes) if a.get("width") == a.get("height") == "12.00"]
-    return {str(name.text): str(square.get("fill")) for square, name in squares}
-
-
-def test_what_several_go_through_has_a_colour_that_no_request_has():
+def test_spans_of_several_requests_have_a_colour_that_no_request_has():
     alone = [Span("drafter", "drafter", "send", index, index + 1.0, (f"session {index}",)) for index in range(20)]
     together = Span("target", "target", "verify", 0.0, 20.0, ("session 0", "session 1"))
-    picture = gantt_picture([*alone, together], 0.0, 20.0)
-    legend = legend_of(picture)
+    figure = trace_chart([*alone, together], 0.0, 20.0)
+    legend = legend_of(figure)
     assert len(legend) == 21
     assert len(set(legend.values())) == 21
     assert list(legend)[-1] == "several"
-    assert bars_of(picture)["verify: session 0 session 1"]["fill"] == legend["several"]
+    assert colours_of(figure, "target verify") == {legend["several"]}
 
 
-def test_the_legend_names_requests_in_the_order_in_which_they_are_seen():
+def test_legend_lists_requests_in_order_of_appearance():
     late = Span("drafter", "drafter", "draft", 6.0, 9.0, ("a",))
     early = Span("target", "target", "verify", 1.0, 4.0, ("z",))
-    picture = gantt_picture([late, early], 0.0, 10.0)
-    legend = legend_of(picture)
+    figure = trace_chart([late, early], 0.0, 10.0)
+    legend = legend_of(figure)
     assert list(legend) == ["request 1", "request 2"]
-    assert bars_of(picture)["verify: z"]["fill"] == legend["request 1"]
+    assert colours_of(figure, "target verify") == {legend["request 1"]}
 
 
-def test_the_legend_leaves_out_what_cannot_be_seen():
+def test_legend_omits_invisible_bars():
     seen = Span("target", "target", "verify", 0.0, 50.0, ("a",))
     too_short = Span("drafter", "drafter", "send", 10.0, 10.001, ("b",))
     batched = Span("drafter", "drafter", "draft", 20.0, 30.0, ("c", "d"))
-    assert list(legend_of(gantt_picture([seen, too_short, batched], 0.0, 100.0))) == ["request 1", "several"]
-
-
-def test_bars_of_one_track_that_overlap_do_not_cover_each_other():
-    bars = [Bar("t", f"k{index}", 0.0, 10.0 + index, f"b{index}") for index in range(6)]
-    drawn = bars_of(gantt([*bars, Bar("u", "k", 0.0, 1.0, "next")], 0.0, 20.0, "ms"))
-    lanes = sorted((float(bar["y"]), float(bar["height"])) for bar in drawn.values())
-    assert all(upper + height <= lower for (upper, height), (lower, _) in pairwise(lanes))
-    assert max(drawn, key=lambda title: float(drawn[title]["y"])) == "next"
-
-
-def test_every_word_lies_within_the_picture():
-    many = [Bar("a track with a name far longer than usual", f"request {n}", n, n + 5.0) for n in range(30)]
-    picture = ElementTree.fromstring(gantt(many, 0.0, 123.45678, "ms"))
-    width = float(picture.attrib["width"])
-    height = float(picture.attrib["height"])
-    for word in picture.iter(f"{SVG}text"):
-        long = 7 * len(str(word.text))
-        x = float(word.attrib["x"])
-        begins = x - {"start": 0.0, "middle": long / 2, "end": long}[word.attrib["text-anchor"]]
-        assert 0 <= begins <= begins + long <= width, word.text
-        assert 0 < float(word.attrib["y"]) <= height, word.text
-
-
-def test_names_are_escaped():
-    picture = ElementTree.fromstring(gantt([Bar("<t>", "k&k", 0.0, 1.0, "<&>")], 0.0, 1.0, "ms"))
-    assert {"<t>", "k&k", "<&>"} <= {text.strip() for text in picture.itertext()}
+    assert list(legend_of(trace_chart([seen, too_short, batched], 0.0, 100.0))) == ["request 1", "several"]
 
 
 def test_both_files_are_written(tmp_path: Path):

@@ -27,7 +27,7 @@ from tools.planning.estimates import (
     steady_sessions,
 )
 from tools.planning.plan import AtOnce, Watched, advise, run_count
-from tools.planning.plan_report import advice_data, advice_picture, advice_report, verdict
+from tools.planning.plan_report import advice_chart, advice_data, advice_report, verdict
 from tools.planning.trial import (
     PlanAnswer,
     Point,
@@ -42,7 +42,6 @@ from tools.planning.trial import (
 from tools.planning.trial import answer as fleet_answer
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 from tools.simulation.setting import Mode
-from tools.svg import curves
 
 COSTS = CostModel(target=ForwardCost.linear(0.020), draft=DraftCost(forward=ForwardCost.linear(0.001)), hop_s=0.0003)
 SMALL = PlanQuestion(
@@ -228,23 +227,13 @@ def test_the_report_says_what_to_take_and_compares():
     assert data["question"]["arrivals"] == {"ClosedLoop": {"concurrency": 2, "batch": None}}
 
 
-def test_the_picture_has_a_line_for_each_mode_and_a_level_for_each_rival():
+def test_chart_has_a_line_for_each_mode_and_a_level_for_each_rival():
     question = replace(SMALL, block_lens=(2, 4))
-    picture = ElementTree.fromstring(advice_picture(question, advise(question, whole=True)))
-    words = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"lock-step", "adaptive", "draft-ahead", "plain", "in the target's process", "2", "4"} <= words
-    lines = list(picture.iter("{http://www.w3.org/2000/svg}polyline"))
-    assert len(lines) == 1 + 3 + 2
-
-
-def test_curves_put_higher_values_higher_up():
-    picture = ElementTree.fromstring(curves({"a": [(1, 10.0), (2, 30.0)]}, {"level": 20.0}, "x", "y"))
-    _, line, level = picture.iter("{http://www.w3.org/2000/svg}polyline")
-    (x0, y0), (x1, y1) = (tuple(map(float, point.split(","))) for point in line.attrib["points"].split())
-    middle = float(level.attrib["points"].split()[0].split(",")[1])
-    assert x0 < x1
-    assert y1 < middle < y0
-    assert middle == pytest.approx((y0 + y1) / 2, abs=0.02)
+    axes = advice_chart(question, advise(question, whole=True)).axes[0]
+    lines = {str(line.get_label()): line for line in axes.lines}
+    modes = {"lock-step", "adaptive", "draft-ahead"}
+    assert set(lines) == modes | {"plain", "in the target's process"}
+    assert all(list(lines[mode].get_xdata()) == [2, 4] for mode in modes)
 
 
 # ---------------------------------------------------------------- what is asked
