@@ -10,7 +10,7 @@ Two acceptance rules are exact, and greedy decoding is the special case of both:
 * Gumbel coupling (`Acceptance.COUPLED`): draft and target add the same noise to their logits and take the argmax. A
   draft token is accepted when it equals the target's own draw, so the text does not depend on the draft at all
   (Daliri et al. 2024, arXiv 2408.07978).
-* Rejection sampling (`Acceptance.RATIO`): draft token x is accepted with probability
+* Rejection sampling (`Acceptance.REJECTION`): draft token x is accepted with probability
   min(1, target_probs[x] / draft_probs[x]); after a rejection the next token is drawn from the normalised residual
   max(target_probs - draft_probs, 0) (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 

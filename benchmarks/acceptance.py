@@ -110,7 +110,7 @@ def rules() -> list[Arm]:
             Arm(f"{shape}, learned", nodes=nodes, trees=trees),
         ]
         if not trees:
-            found.append(Arm(f"{shape}, ratio", Acceptance.RATIO, nodes=nodes))
+            found.append(Arm(f"{shape}, ratio", Acceptance.REJECTION, nodes=nodes))
     return found
 
 

@@ -56,7 +56,7 @@ def fleet_config(setup: Setup, engine: str) -> SlipstreamConfig:
                 "resources": {**resources, "background": True},
                 "max_sessions": setup.sessions,
             },
-            "speculation": {"max_draft_tokens": options.get("num_speculative_tokens", 12)},
+            "speculation": {"draft_tokens": options.get("num_speculative_tokens", 12)},
         }
     )
 
@@ -108,7 +108,7 @@ class FleetArm:
             choice=0,
             hash_key=1,
             acceptance=Acceptance.COUPLED,
-            max_draft_tokens=self._config.speculation.max_draft_tokens,
+            draft_tokens=self._config.speculation.draft_tokens,
         )
         first_s = 0.0
         async for event in self._router.generate(generation):
@@ -153,7 +153,7 @@ async def _serve_drafts(config: SlipstreamConfig, pipe: Connection) -> None:
     setup = DraftSetup(
         dtype=config.model.dtype,
         max_context=config.model.max_context,
-        max_draft_tokens=config.speculation.max_draft_tokens,
+        draft_tokens=config.speculation.draft_tokens,
         target_tokens=tokens,
         target=config.model.target,
         states=None,

@@ -161,7 +161,7 @@ def an_open(name: str, tokens: tuple[int, ...]) -> Open:
         choice=0,
         hash_key=0,
         acceptance=Acceptance.COUPLED,
-        max_draft_tokens=max(TOKENS) - 1,
+        draft_tokens=max(TOKENS) - 1,
     )
 
 

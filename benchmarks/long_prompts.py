@@ -23,7 +23,7 @@ from rich.console import Console
 from serve_app.cli.demo import demo_config
 from serve_app.operations.local import serving
 
-PLAIN = {"max_draft_tokens": 0}
+PLAIN = {"draft_tokens": 0}
 RUNNING = 8
 RUNNING_TOKENS = 160
 LONG_TOKENS = 3000

@@ -55,18 +55,18 @@ class Arm:
 
     name: str
     server: str | None  # None: transformers' `generate`, one request at a time
-    max_draft_tokens: int | None = None  # None: as the server is configured
+    draft_tokens: int | None = None  # None: as the server is configured
     temperature: float = 0.0
-    acceptance: Literal["coupled", "ratio"] | None = None
+    acceptance: Literal["coupled", "rejection"] | None = None
 
 
 PIPELINE = (
-    Arm("plain", "adaptive", max_draft_tokens=0),
+    Arm("plain", "adaptive", draft_tokens=0),
     Arm("adaptive", "adaptive"),
     Arm("lock_step", "lock_step"),
     Arm("useless", "useless"),
     Arm("generate", None),
-    Arm("control", "useless", max_draft_tokens=0),
+    Arm("control", "useless", draft_tokens=0),
     Arm("other", "other"),
 )
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -75,7 +75,7 @@ ACCEPTANCE = tuple(
     Arm(f"{rule} {temperature:g}{suffix}", server, None, temperature, rule)
     for server, suffix in (("adaptive", ""), ("lock_step", " in lock step"))
     for temperature in TEMPERATURES
-    for rule in ("ratio", "coupled")
+    for rule in ("rejection", "coupled")
 )
 TURNOVER = 3  # prompts of a batch for each that is asked at once
 TABLES = {"pipeline": PIPELINE, "acceptance": ACCEPTANCE}
@@ -97,7 +97,7 @@ def config_of(server: str, scratch: Path, other: Sequence[str]) -> SlipstreamCon
     if server == "other":
         return demo_config([*PINNED, *other])
     if server == "lock_step":
-        return demo_config([*PINNED, "speculation.pacing=lock_step"])
+        return demo_config([*PINNED, "speculation.schedule=lock_step"])
     if server == "useless":
         draft = demo_config().draft.model
         assert draft is not None, "the demo drafts with a model"
@@ -151,7 +151,7 @@ class Experiment:
         self, arm: Arm, prompts: Sequence[Prompt], concurrency: int, max_tokens: int
     ) -> list[TimedAnswer]:
         questions = [
-            ChatQuestion(prompt.prompt, max_tokens, True, arm.max_draft_tokens, arm.temperature, arm.acceptance)
+            ChatQuestion(prompt.prompt, max_tokens, True, arm.draft_tokens, arm.temperature, arm.acceptance)
             for prompt in prompts
         ]
         if arm.server is None:

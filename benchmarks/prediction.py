@@ -178,7 +178,7 @@ class Experiment:
         found = list[int]()
         for prompt in prompts:
             pieces: list[Piece] = []
-            question = ChatQuestion(prompt.prompt, tokens, ignore_eos=True, max_draft_tokens=block_len)
+            question = ChatQuestion(prompt.prompt, tokens, ignore_eos=True, draft_tokens=block_len)
             await endpoint.ask(self._model, question, pieces.extend)
             found += runs([drafted for _, drafted in pieces])[1:]
         return found
@@ -329,7 +329,7 @@ def main() -> None:
     settings = [*PINNED, "draft.draft_model.min_confidence=0"]
     config = demo_config(settings)
     prepare_target(Path(config.model.target), console)
-    configs = {"adaptive": config, "lock_step": demo_config([*settings, "speculation.pacing=lock_step"])}
+    configs = {"adaptive": config, "lock_step": demo_config([*settings, "speculation.schedule=lock_step"])}
 
     def save(draft: DraftQuality, batches: list[Batch]) -> None:
         if arguments.json is not None:

@@ -49,7 +49,7 @@ class Asked:
     def body(self) -> str:
         """Of each stream's request."""
         asked = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": self.tokens, "temperature": 0, "ignore_eos": True}
-        speculation = {} if self.drafted is None else {"speculation": {"max_draft_tokens": self.drafted}}
+        speculation = {} if self.drafted is None else {"speculation": {"draft_tokens": self.drafted}}
         return json.dumps({**asked, "stream": True, **speculation})
 
 

@@ -87,8 +87,8 @@ async def served() -> AsyncIterator[str]:
     config = validated(
         {
             "model": {"target": "toy", "max_context": CONTEXT},
-            "draft": {"method": "prompt_lookup"},
-            "speculation": {"max_draft_tokens": 4},
+            "draft": {"method": "ngram"},
+            "speculation": {"draft_tokens": 4},
         }
     )
     async with toy_cluster() as toy:

@@ -37,10 +37,10 @@ TOKENS = 64
 SETTINGS = (
     "model.dtype=bfloat16",
     "model.max_context=1024",
-    "speculation.pacing=lock_step",  # every session that may be drafted for wants drafts at all times
+    "speculation.schedule=lock_step",  # every session that may be drafted for wants drafts at all times
     "target={max_sessions: 16, cache_per_rank: {gib: 0.1}, resources_per_rank: {num_cpus: 0.1, labels: {pool: target}},"
     " replicas: {min: 1, max: 3, sessions_per_replica: 8, up_delay_s: 4, down_delay_s: 20}}",
-    "draft={method: prompt_lookup, model: null, max_sessions: 4, resources: {num_cpus: 0.1, labels: {pool: draft}},"
+    "draft={method: ngram, model: null, max_sessions: 4, resources: {num_cpus: 0.1, labels: {pool: draft}},"
     " replicas: {min: 0, max: 3, up_delay_s: 4, down_delay_s: 20}}",
 )
 

@@ -39,7 +39,7 @@ ANSWER = 8  # tokens, of which the first is timed
 TOKENS = range(100, 20_000)  # that prompts are drawn from
 DRAFTED = "drafted for"
 PLAIN = "plain"
-SPECULATION: Mapping[str, dict[str, int]] = {DRAFTED: {}, PLAIN: {"max_draft_tokens": 0}}
+SPECULATION: Mapping[str, dict[str, int]] = {DRAFTED: {}, PLAIN: {"draft_tokens": 0}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--arm", default="eagle3 at target", help=f"one of {', '.join(arm.name for arm in ARMS)}")
     parser.add_argument("--rounds", type=int, default=20, help="pairs")
     parser.add_argument("--prompt", type=int, default=1500, help="tokens")
-    parser.add_argument("--pacing", choices=("lock_step", "adaptive"), default="lock_step")
+    parser.add_argument("--schedule", choices=("lock_step", "adaptive"), default="lock_step")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here")
     arguments = parser.parse_args()
     (arm,) = chosen(arguments.arm, parser)
@@ -137,7 +137,7 @@ def main() -> None:
         prepare_target(target, console)
         with TemporaryDirectory() as scratch:
             pinned = f"{{num_cpus: 0.1, cpu_affinity: [{OTHERS_CORE}]}}"
-            pacing = f"speculation.pacing={arguments.pacing}"
+            pacing = f"speculation.schedule={arguments.schedule}"
             context = f"model.max_context={arguments.prompt + ANSWER}"
             config = demo_config([*PINNED, arm.draft(target, Path(scratch), pinned), pacing, context])
             with side_by_side({APPLICATION: config}, console) as servers:

@@ -251,7 +251,7 @@ def generations(target: Path, prompts: int, tokens: int) -> list[Generation]:
                 choice=0,
                 hash_key=index,
                 acceptance=Acceptance.COUPLED,
-                max_draft_tokens=BLOCK,
+                draft_tokens=BLOCK,
             )
         )
     return asked

@@ -52,7 +52,7 @@ class Difference:
     seed: int
     choice: int
     acceptance: Acceptance
-    max_draft_tokens: int
+    draft_tokens: int
     served_by: tuple[str, ...]  # addresses of the targets that served the request
     audited_by: str
 
@@ -127,7 +127,7 @@ class Replay:
             choice=generation.choice,
             hash_key=generation.hash_key,
             acceptance=generation.acceptance,
-            max_draft_tokens=0,
+            draft_tokens=0,
             grammar=generation.grammar,
             audit=True,
             rival=self._rival,
@@ -161,7 +161,7 @@ class Replay:
             seed=generation.seed,
             choice=generation.choice,
             acceptance=generation.acceptance,
-            max_draft_tokens=generation.max_draft_tokens,
+            draft_tokens=generation.draft_tokens,
             served_by=tuple(sorted(self.served_by)),
             audited_by=audited_by,
         )
@@ -205,7 +205,7 @@ class Replay:
 
 
 PAUSE_S = 1.0  # after a target refused because it had requests to serve
-OUTCOMES = ("equal", "near_tie", "differs", "ratio", "dropped", "failed")
+OUTCOMES = ("equal", "near_tie", "differs", "rejection", "dropped", "failed")
 """Outcomes of the chosen requests.
 
 equal, near_tie: the committed text is the target's, without or with near-ties. differs: it is not. ratio: not audited,
@@ -256,7 +256,7 @@ class Audits:
         if not committed:
             return
         if not is_repeatable(generation):
-            self.counts["ratio"] += 1
+            self.counts["rejection"] += 1
             return
         replay = Replay(generation, committed, served_by, self._near_tie)
         tokens = sum(one.tokens for one in self._waiting)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from cluster.config_sections import (
@@ -241,6 +241,16 @@ class TargetPool(_Frozen):
         return self
 
 
+def _refuse_earlier_method(value: Any) -> Any:
+    """Raises ValueError with the current name for a method name of an earlier release."""
+    if value in EARLIER_METHODS:
+        raise ValueError(f"method {value} is named {EARLIER_METHODS[value]} now")
+    return value
+
+
+EARLIER_METHODS: Mapping[Any, str] = MappingProxyType({"prompt_lookup": "ngram", "lookup_first": "hybrid"})
+
+
 class DraftPool(_Frozen):
     """The pool of drafters. A method's options are in the section of its name.
 
@@ -248,30 +258,33 @@ class DraftPool(_Frozen):
     against the target's vocabulary before anything starts, a head against its sizes when it is loaded.
     """
 
-    method: Literal[
-        "draft_model",
-        "prompt_lookup",
-        "lookup_first",
-        "layer_skip",
-        "suffix",
-        "medusa",
-        "mlp_speculator",
-        "dflash",
-        "eagle",
-        "mtp",
+    method: Annotated[
+        Literal[
+            "draft_model",
+            "ngram",
+            "hybrid",
+            "layer_skip",
+            "suffix",
+            "medusa",
+            "mlp_speculator",
+            "dflash",
+            "eagle",
+            "mtp",
+        ],
+        BeforeValidator(_refuse_earlier_method),
     ] = Field(
         "draft_model",
-        description="lookup_first looks continuations up in the text and asks the model in doubt; layer_skip drafts"
+        description="hybrid looks continuations up in the text and asks the model in doubt; layer_skip drafts"
         " with some of the target's own layers; suffix looks the continuation up in recent answers too; medusa,"
         " mlp_speculator, dflash and eagle are published heads, which read the target's hidden states; mtp does too,"
         " and is the module that the target's own checkpoint comes with",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
     draft_model: DraftModelOptions = DraftModelOptions()
-    prompt_lookup: NgramOptions = NgramOptions()
+    ngram: NgramOptions = NgramOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()
     suffix: SuffixOptions = SuffixOptions()
-    lookup_first: HybridOptions = HybridOptions()
+    hybrid: HybridOptions = HybridOptions()
     medusa: HeadOptions = HeadOptions()
     mlp_speculator: HeadOptions = HeadOptions()
     dflash: HeadOptions = HeadOptions()
@@ -286,9 +299,9 @@ class DraftPool(_Frozen):
 
     @property
     def model_method(self) -> str:
-        """The method that drafts with `model` and may read the target's states: `method`, or the one that lookup_first
+        """The method that drafts with `model` and may read the target's states: `method`, or the one that hybrid
         asks."""
-        return self.lookup_first.then if self.method == "lookup_first" else self.method
+        return self.hybrid.then if self.method == "hybrid" else self.method
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -315,24 +328,31 @@ class DraftPool(_Frozen):
         return self
 
 
-class SpeculationConfig(_Frozen):
-    """Draft length, acceptance rule and pacing of speculation."""
+def current_acceptance(value: Any) -> Any:
+    """Returns the current name of an acceptance rule; `ratio` is an alias of rejection sampling."""
+    return "rejection" if value == "ratio" else value
 
-    max_draft_tokens: int = Field(
-        5, ge=0, le=MAX_BLOCK_TOKENS, description="most draft tokens in a block; 0: plain decoding"
+
+class SpeculationConfig(_Frozen):
+    """Draft length, acceptance rule and schedule of speculation."""
+
+    draft_tokens: int = Field(
+        5, ge=0, le=MAX_BLOCK_TOKENS, description="largest draft length of a block; 0: no speculation"
     )
-    acceptance: Literal["coupled", "ratio"] = Field(
-        "coupled", description="rule for requests without a seed; requests with one are coupled"
+    acceptance: Annotated[Literal["coupled", "rejection"], BeforeValidator(current_acceptance)] = Field(
+        "coupled",
+        description="acceptance rule: Gumbel coupling, or rejection sampling (also spelled ratio); requests with a seed"
+        " are always coupled",
     )
-    pacing: Literal["adaptive", "lock_step"] = Field(
+    schedule: Literal["adaptive", "lock_step"] = Field(
         "adaptive",
-        description="adaptive: drafts as far as it pays, waits as long as it pays; lock_step: drafts for all sessions,"
-        " then verifies all, at max_draft_tokens: the executable specification that the other is compared with",
+        description="adaptive: chooses draft lengths and waits by what they bring; lock_step: drafts draft_tokens for"
+        " all sessions, then verifies all (the reference that adaptive is compared with)",
     )
 
     @property
     def is_lock_step(self) -> bool:
-        return self.pacing == "lock_step"
+        return self.schedule == "lock_step"
 
 
 class AuditConfig(_Frozen):
@@ -414,7 +434,7 @@ class ServerConfig(_Frozen):
     log_format: Literal["text", "json"] = Field(
         "text", description="what a line of a replica's log is; `json`: an object, in which each fact has a name"
     )
-    operators: AdminConfig = AdminConfig()
+    admin: AdminConfig = AdminConfig()
     audit: AuditConfig = AuditConfig()
 
 
@@ -444,8 +464,8 @@ class SlipstreamConfig(_Frozen):
         """
         if self.target.engine == "slipstream":
             return self
-        if self.speculation.acceptance == "ratio":
-            raise ValueError("speculation.acceptance is ratio, a vLLM target decides by its own draws: use coupled")
+        if self.speculation.acceptance == "rejection":
+            raise ValueError("speculation.acceptance is rejection, but a vLLM target only supports coupled")
         if self.draft.model_method in STATE_READERS and not self.draft.states.keep:
             raise ValueError(
                 "draft.states.keep is false, a vLLM target keeps hidden states or sends none, for it cannot be told to"
@@ -456,13 +476,18 @@ class SlipstreamConfig(_Frozen):
 
 MOVED: Mapping[str, str] = MappingProxyType(
     {
-        "draft.lookup_max_ngram": "is draft.prompt_lookup.max_ngram now",
-        "draft.lookup_min_ngram": "is draft.prompt_lookup.min_ngram now",
+        "draft.lookup_max_ngram": "is draft.ngram.max_ngram now",
+        "draft.lookup_min_ngram": "is draft.ngram.min_ngram now",
+        "draft.prompt_lookup": "is draft.ngram now",
+        "draft.lookup_first": "is draft.hybrid now",
+        "speculation.max_draft_tokens": "is speculation.draft_tokens now",
+        "speculation.pacing": "is speculation.schedule now",
+        "server.operators": "is server.admin now",
         "draft.quantization": "is draft.draft_model.quantization now",
         "speculation.draft_probs_top_k": "is draft.draft_model.draft_probs_top_k now",
         "speculation.min_confidence": "is draft.draft_model.min_confidence now",
         "speculation.alternatives": "is gone; blocks are trees wherever the target's attention takes them",
-        "speculation.draft_ahead": "is gone; speculation.pacing: lock_step drafts nothing ahead",
+        "speculation.draft_ahead": "is gone; speculation.schedule: lock_step does not draft ahead",
     }
 )
 """Keys of earlier releases, and their replacements."""

@@ -47,7 +47,7 @@ class DraftModelOptions(_Options):
 
 
 class NgramOptions(_Options):
-    """Options of the methods that search the text for its continuation: prompt_lookup and lookup_first."""
+    """Options of the methods that search the text for its continuation: ngram and hybrid."""
 
     max_ngram: Positive = Field(4, description="longest suffix of the text that is searched for")
     min_ngram: Positive = Field(2, description="shortest suffix of the text that is searched for")
@@ -99,7 +99,7 @@ class SuffixOptions(_Options):
 
 
 class HybridOptions(_Options):
-    """Options of lookup_first; those of the method that it asks when unsure are in that method's section."""
+    """Options of hybrid; those of the method that it asks when unsure are in that method's section."""
 
     then: Literal["draft_model", "medusa", "mlp_speculator", "dflash", "eagle", "mtp"] = Field(
         "draft_model", description="method that is asked in doubt, with draft.model as its checkpoint, if it has one"
@@ -203,8 +203,8 @@ class StatesOptions(_Options):
 SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "draft_model": frozenset({"draft_model"}),
-        "prompt_lookup": frozenset({"prompt_lookup"}),
-        "lookup_first": frozenset({"lookup_first", "prompt_lookup"}),
+        "ngram": frozenset({"ngram"}),
+        "hybrid": frozenset({"hybrid", "ngram"}),
         "layer_skip": frozenset({"draft_model", "layer_skip"}),
         "suffix": frozenset({"suffix"}),
         "medusa": frozenset({"medusa"}),
@@ -214,7 +214,7 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "mtp": frozenset({"mtp"}),
     }
 )
-"""Sections that each method uses; lookup_first also uses those of the method that it asks."""
+"""Sections that each method uses; hybrid also uses those of the method that it asks."""
 
 HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
 """Methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
@@ -226,7 +226,7 @@ PROJECTING_HEADS = frozenset({"dflash", "eagle"})
 """Heads that may begin with a projection of the states alone; the checkpoint shows whether one does."""
 
 TAKING_MODELS = frozenset({"draft_model"}) | HEADS
-"""Methods that load a checkpoint of their own; lookup_first does if the method that it asks does."""
+"""Methods that load a checkpoint of their own; hybrid does if the method that it asks does."""
 
 
 class TrustConfig(BaseModel):
@@ -324,7 +324,7 @@ class TracingConfig(BaseModel):
 BREAKS: Mapping[str, str] = MappingProxyType(
     {
         "async_scheduling": "a step would be scheduled before the tokens are known that blocks are matched by",
-        "speculative_config": "drafts come from drafters; speculation.max_draft_tokens says how long they are",
+        "speculative_config": "drafts come from drafters; speculation.draft_tokens says how long they are",
         "pipeline_parallel_size": "several steps at once have not been tried",
         "data_parallel_size": "a replica is one engine; target.replicas says how many there are",
         "decode_context_parallel_size": "it has not been tried",

@@ -177,8 +177,8 @@ def _open_from_pb(m: pb.Open) -> Open:
     require(0 < m.prompt_len <= len(tokens), f"prompt_len is {m.prompt_len} of {len(tokens)} tokens")
     require(m.max_len > len(tokens), f"max_len is {m.max_len}, not beyond the {len(tokens)} tokens")
     require(
-        m.max_draft_tokens <= MAX_BLOCK_TOKENS,
-        f"max_draft_tokens is {m.max_draft_tokens}, expected at most {MAX_BLOCK_TOKENS}",
+        m.draft_tokens <= MAX_BLOCK_TOKENS,
+        f"draft_tokens is {m.draft_tokens}, expected at most {MAX_BLOCK_TOKENS}",
     )
     rival = m.rival if m.HasField("rival") else None
     if rival is not None:
@@ -196,7 +196,7 @@ def _open_from_pb(m: pb.Open) -> Open:
         choice=m.choice,
         hash_key=m.hash_key,
         acceptance=Acceptance(m.acceptance),
-        max_draft_tokens=m.max_draft_tokens,
+        draft_tokens=m.draft_tokens,
         target_address=m.target_address,
         audit=m.audit,
         rival=rival,

@@ -100,10 +100,10 @@ PROOF_BYTES = 16  # size of a ticket's proof
 
 
 class Acceptance(IntEnum):
-    """The two exact acceptance rules for draft tokens: Gumbel coupling, and rejection sampling (RATIO)."""
+    """The two exact acceptance rules for draft tokens: Gumbel coupling, and rejection sampling (REJECTION)."""
 
     COUPLED = 1
-    RATIO = 2
+    REJECTION = 2
 
 
 class Finish(IntEnum):
@@ -222,7 +222,7 @@ class Open:
     choice: int
     hash_key: int
     acceptance: Acceptance
-    max_draft_tokens: int
+    draft_tokens: int
     target_address: str = ""
     audit: bool = False  # decides an ended request again; yields to every session that is not an audit
     rival: int | None = None  # for an audit of one token: token whose margin is requested

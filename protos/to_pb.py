@@ -80,7 +80,7 @@ def _open_to_pb(m: Open) -> pb.Open:
         choice=m.choice,
         hash_key=m.hash_key,
         acceptance=pb.Acceptance.Name(m.acceptance),
-        max_draft_tokens=m.max_draft_tokens,
+        draft_tokens=m.draft_tokens,
         target_address=m.target_address,
         audit=m.audit,
         rival=m.rival,

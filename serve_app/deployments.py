@@ -401,7 +401,7 @@ class RouterDeployment:
         )
         self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: self._router.has_ended)
         self._api.add_middleware(NamedByServe)
-        at = config.server.operators
+        at = config.server.admin
         if at.port:
             self._ending.push_async_callback(AdminAddress(self._api, at.host, at.port).close)
         self._work = asyncio.create_task(run_logged("the router's membership loop", self._router.run()))

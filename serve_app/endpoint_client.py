@@ -98,9 +98,9 @@ class ChatQuestion:
     prompt: str
     max_tokens: int
     ignore_eos: bool = False
-    max_draft_tokens: int | None = None
+    draft_tokens: int | None = None
     temperature: float = 0.0
-    acceptance: Literal["coupled", "ratio"] | None = None
+    acceptance: Literal["coupled", "rejection"] | None = None
     earlier: Sequence[Turn] = ()  # earlier messages of the conversation
     seed: int | None = None
 
@@ -250,8 +250,8 @@ class _StreamReader:
 
 def _body(model: str, question: ChatQuestion, trace: bool) -> dict[str, Any]:
     speculation: dict[str, Any] = {"trace": trace}
-    if question.max_draft_tokens is not None:
-        speculation["max_draft_tokens"] = question.max_draft_tokens
+    if question.draft_tokens is not None:
+        speculation["draft_tokens"] = question.draft_tokens
     if question.acceptance is not None:
         speculation["acceptance"] = question.acceptance
     seed = {} if question.seed is None else {"seed": question.seed}

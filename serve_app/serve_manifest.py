@@ -29,7 +29,7 @@ ROUTER_ENDS_S = 5  # after `server.drain_s`, to end the remaining requests with 
 OF_DRAFTERS_ALONE = "as drafters are told"  # stands for a model that only other deployments load
 OF_SERVE_ALONE = {"max": 2}  # stands for a mixed pool's bounds: its smallest size
 POOLS_ALONE = {"replicas", "resources", "cache", "max_sessions"}
-METHODS_ALONE = {"draft_model", "prompt_lookup", "layer_skip", "suffix"}  # options without effect on a target
+METHODS_ALONE = {"draft_model", "ngram", "layer_skip", "suffix"}  # options without effect on a target
 
 
 def shared(config: SlipstreamConfig) -> Json:

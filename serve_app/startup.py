@@ -225,7 +225,7 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
     setup = DraftSetup(
         dtype=config.model.dtype,
         max_context=config.model.max_context,
-        max_draft_tokens=config.speculation.max_draft_tokens,
+        draft_tokens=config.speculation.draft_tokens,
         target_tokens=files.tokens,
         target=config.model.target,
         states=states,

@@ -310,7 +310,7 @@ def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
         speculation = target["speculation"]
         is_on = "on" if speculation["on"] else "off"
         reports = dict.fromkeys(_attention(report) for report in target["attention"])  # equal reports once
-        measured = shown(speculation["plain_rate"], ".1f"), shown(speculation["gain"])
+        measured = shown(speculation["non_speculative_rate"], ".1f"), shown(speculation["gain"])
         made.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
     return made
 

@@ -52,7 +52,7 @@ def config_of(server: Mapping[str, Any]) -> SlipstreamConfig:
     return validated(
         {
             "model": {"target": "models/toy", "max_context": 4096},
-            "draft": {"method": "prompt_lookup"},
+            "draft": {"method": "ngram"},
             "server": dict(server),
         }
     )

@@ -61,7 +61,7 @@ def good_checkpoint(folder: Path) -> Path:
 
 def config_lines(target: Path, draft: Path | None = None, **server: Any) -> str:
     """A configuration as YAML, which JSON is."""
-    method: dict[str, Any] = {"method": "draft_model", "model": str(draft)} if draft else {"method": "prompt_lookup"}
+    method: dict[str, Any] = {"method": "draft_model", "model": str(draft)} if draft else {"method": "ngram"}
     return json.dumps({"model": {"target": str(target), "max_context": 128}, "draft": method, "server": server})
 
 

@@ -116,11 +116,11 @@ def _sensible(session: str) -> dict[FrameType, list[Message]]:
     welcome = Welcome("hostile")
     opens = [
         an_open(session),
-        an_open(session, attempt=7, sampling=Sampling(), acceptance=Acceptance.RATIO),
-        an_open(session, audit=True, max_draft_tokens=0, ticket_key=b"k"),
+        an_open(session, attempt=7, sampling=Sampling(), acceptance=Acceptance.REJECTION),
+        an_open(session, audit=True, draft_tokens=0, ticket_key=b"k"),
         an_open(session, ticket=Ticket(1, bytes(16))),
         an_open(session, attempt=2, grammar="g"),
-        an_open(session, audit=True, max_draft_tokens=0, max_len=4, rival=5),
+        an_open(session, audit=True, draft_tokens=0, max_len=4, rival=5),
         an_open(session, rules=TokenRules(((5, 1.5),), (5, 6, 7), ((5, 6), (7,)), 5), priority=-1, cache_salt="salt"),
         an_open(session, scoring=Scoring(2, 3), wants_rejected=True),
     ]
@@ -229,7 +229,7 @@ async def _at_target(sent: Sequence[Sent]) -> None:
     up = {"router": target.router_up, "drafter": target.drafter_up}
     streams = {role: begin(Hello(NAMED[role], "v", "m"))[0] for role, begin in up.items()}
     router, outbox = target.router_up(Hello("honest-router", "v", "m"))
-    request = an_open(HONEST, ticket_key=SECRET, max_draft_tokens=0, grammar="honest")  # held when others are heard
+    request = an_open(HONEST, ticket_key=SECRET, draft_tokens=0, grammar="honest")  # held when others are heard
     target.receive(router, decode(encode(pb.RouterToTarget, [request])))
 
     def step() -> bool:
@@ -332,7 +332,7 @@ def at_router(sent: Sequence[Sent]) -> None:
     audits = Audits(AuditConfig(share=1.0), "float32", lambda _: None)
     assignments.targets.up(TARGET)
     generation = Generation(
-        HONEST, PROMPT, 3 + TOKENS, (), Sampling(0.0), 1, 2, 0, KEY, Acceptance.COUPLED, max_draft_tokens=4
+        HONEST, PROMPT, 3 + TOKENS, (), Sampling(0.0), 1, 2, 0, KEY, Acceptance.COUPLED, draft_tokens=4
     )
     assignment = Assignment(Session(generation, SECRET), 0.0)
     assignments.add(assignment, 0.0)

@@ -87,11 +87,11 @@ def draft_with(
     token_ids = torch.tensor(proposable, device=model.device)
     if proposable != list(range(rows)):
         reduce_head(model, token_ids)
-    width = tokens_per_forward(model.config, setup.max_draft_tokens)
+    width = tokens_per_forward(model.config, setup.draft_tokens)
     decoder = decoder_for(model.eval(), product, setup.max_context)
     columns = None if frequent is None else HEAD_TOKENS
     head = load_recurrent_head(beside, model, decoder, width, product, columns) if beside else None
-    masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.max_draft_tokens)
+    masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.draft_tokens)
     page_size = draft.cache.page_size
     bytes_each = page_bytes(model, page_size)
     share = draft.resources.gpu_share

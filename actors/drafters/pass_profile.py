@@ -63,7 +63,7 @@ def _session(limits: DrafterLimits, index: int) -> Open:
         choice=0,
         hash_key=0,
         acceptance=Acceptance.COUPLED,
-        max_draft_tokens=limits.max_context,
+        draft_tokens=limits.max_context,
     )
 
 

@@ -37,7 +37,7 @@ class DraftSetup:
 
     dtype: str  # of both models
     max_context: int  # tokens of the longest session
-    max_draft_tokens: int  # of the longest block
+    draft_tokens: int  # of the longest block
     target_tokens: Mapping[int, str]  # by id; no other token is ever proposed
     target: str  # Hugging Face id or folder of the target; some methods use its weights
     states: StatesFormat | None = None  # of the target's hidden states, if the method reads them
@@ -47,8 +47,8 @@ class DraftSetup:
 MODULES: Mapping[str, str] = MappingProxyType(
     {
         "draft_model": "actors.drafters.loading",
-        "prompt_lookup": "actors.drafters.lookup.ngram",
-        "lookup_first": "actors.drafters.lookup.hybrid",
+        "ngram": "actors.drafters.lookup.ngram",
+        "hybrid": "actors.drafters.lookup.hybrid",
         "layer_skip": "actors.drafters.layer_skip",
         "suffix": "actors.drafters.lookup.suffix",
         "medusa": "actors.drafters.heads.medusa",

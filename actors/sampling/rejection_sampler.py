@@ -127,7 +127,7 @@ def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool
     if sampling.greedy:
         return _match(blocks, logits.max(dim=-1).indices, finite, None)
     restricted = restrict(logits.to(torch.float32), sampling, thorough)
-    if blocks[0].rule is Acceptance.RATIO:
+    if blocks[0].rule is Acceptance.REJECTION:
         return _accept_by_ratio(blocks, restricted, finite)
     keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in offsets(block.draft)]
     own = _draw(restricted.logits, to_device([keys], logits.device)[0], restricted.candidates)

@@ -20,7 +20,7 @@ PACKAGE = "actors.vllm_engine"
 def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, first_runner: bool) -> dict[str, Any]:
     """Returns the arguments for vLLM's EngineArgs; `first_runner` selects which model runner it will use."""
     pool = config.target
-    longest = config.speculation.max_draft_tokens
+    longest = config.speculation.draft_tokens
     arguments: dict[str, Any] = {
         "model": folder,
         "skip_tokenizer_init": True,

@@ -66,7 +66,7 @@ class StepProfile:
             choice=0,
             hash_key=0,
             acceptance=Acceptance.COUPLED,
-            max_draft_tokens=max(self._by_row),
+            draft_tokens=max(self._by_row),
         )
 
     def _feed(self, names: Sequence[str], drafted: int, opens: tuple[Open, ...] = ()) -> None:
@@ -148,7 +148,7 @@ class VllmEngine:
         failed = partial(loop.call_soon_threadsafe, self._fail)
         self._core = module.start_core(config, folder, vocabulary, failed, capture)
         self._grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
-        longest = config.speculation.max_draft_tokens
+        longest = config.speculation.draft_tokens
         check_engine(self._core.step, self.memory.fed, vocabulary, longest)
         pool = config.target
         self.step_cost = StepProfile(self._core.step, longest, pool.max_sessions, config.model.max_context).measure()

@@ -80,7 +80,7 @@ class _Trial:
             choice=0,
             hash_key=0,
             acceptance=Acceptance.COUPLED,
-            max_draft_tokens=PLAIN_TOKENS,
+            draft_tokens=PLAIN_TOKENS,
         )
 
     def decide(self, drafts: list[DraftTree]) -> tuple[list[int], str]:

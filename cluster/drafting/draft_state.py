@@ -54,10 +54,10 @@ class BlockDraft:
     settled: int = 0  # number of leading final tokens; a draft head's predictions after them may change
     is_guessed: bool = False  # whether a draft head predicted tokens
     is_cut: bool = False  # the next token is too unlikely, or its logits are not finite
-    ratio: bool = field(init=False)  # rejection sampling: the target decides by draft_probs
+    sends_probs: bool = field(init=False)  # rejection sampling: the target needs draft_probs
 
     def __post_init__(self) -> None:
-        self.ratio = self.text.open.acceptance is Acceptance.RATIO and not self.text.open.sampling.greedy
+        self.sends_probs = self.text.open.acceptance is Acceptance.REJECTION and not self.text.open.sampling.greedy
 
     @property
     def ahead(self) -> AheadRequest:
@@ -116,12 +116,12 @@ class BlockDraft:
     @property
     def is_done(self) -> bool:
         """True if another forward pass cannot improve the block either."""
-        return self.is_complete and (self.ratio or not self.is_guessed)
+        return self.is_complete and (self.sends_probs or not self.is_guessed)
 
     @property
     def least_chance(self) -> float:
         """Cumulative probability that a token needs to be worth sending; relative to its stem in a limb."""
-        if self.ratio or self.is_root:
+        if self.sends_probs or self.is_root:
             return 0.0
         return self.request.least_chance / self.chance if self.stem else self.request.least_chance
 
@@ -131,7 +131,7 @@ class BlockDraft:
 
         Under rejection sampling it does not depend on the tokens drafted so far, because a block's use must not.
         """
-        if self.ratio:
+        if self.sends_probs:
             return self.chance
         stands = self.drafted[self.settled - 1].p_accepted if self.settled else 1.0
         return self.chance * stands * (SECOND_THOUGHT if self.is_complete else 1.0)
@@ -159,7 +159,7 @@ class BlockDraft:
     @property
     def takes_trees(self) -> bool:
         """True if tokens may be offered beside the block's own."""
-        return self.request.shape is Shape.TREE and not self.is_root and not self.ratio
+        return self.request.shape is Shape.TREE and not self.is_root and not self.sends_probs
 
     @property
     def tree(self) -> DraftTree:
@@ -168,7 +168,7 @@ class BlockDraft:
             return tree_of(self.paths)
         probs = None
         drafted = self.drafted
-        if self.ratio and drafted and drafted[0].ids:  # a point mass needs none
+        if self.sends_probs and drafted and drafted[0].ids:  # a point mass needs none
             probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
         return DraftTree.chain(self.tokens, probs)
 
@@ -260,7 +260,7 @@ class BlockDraft:
 
     @property
     def _chain_chances(self) -> tuple[float, ...]:
-        return () if self.ratio else tuple([token.p_accepted for token in self.drafted])
+        return () if self.sends_probs else tuple([token.p_accepted for token in self.drafted])
 
     @property
     def _least_of_tree(self) -> float:

@@ -208,7 +208,7 @@ class AheadSearch(Generic[D]):
 
         Under rejection sampling an incomplete block must wait, because only one version of it may be sent.
         """
-        return [draft for draft in self.drafts if draft.is_done or not draft.ratio]
+        return [draft for draft in self.drafts if draft.is_done or not draft.sends_probs]
 
     def _rows(self, left_s: float) -> int:
         """Returns the rows of the next forward pass: few enough for two passes in the time left, if possible.

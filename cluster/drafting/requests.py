@@ -87,7 +87,7 @@ def max_block_len(request: Open, length: int) -> int:
 
     A verdict may bring one token more than the block, so the last position needs no draft.
     """
-    return min(request.max_draft_tokens, request.max_len - length - 1)
+    return min(request.draft_tokens, request.max_len - length - 1)
 
 
 @value

@@ -57,7 +57,7 @@ class Generation:
     choice: int
     hash_key: int
     acceptance: Acceptance
-    max_draft_tokens: int
+    draft_tokens: int
     traceparent: str = ""  # W3C trace context of the session's parent span; empty: not traced
     grammar: str = ""  # see `Open`
     rules: TokenRules = NO_RULES
@@ -150,7 +150,7 @@ class Session:
         self.has_drafted = False  # whether this drafter ever had a block in time, or answered that it has none
         self._answers: list[DraftAnswer] = []  # answers to the requests for blocks since `take_answers`
         self.failed_targets: frozenset[str] = frozenset()
-        self.drafts = generation.max_draft_tokens > 0
+        self.drafts = generation.draft_tokens > 0
         self.counts = Counts()
         self._prefix = Prefix(generation.hash_key, generation.prompt)
 
@@ -337,7 +337,7 @@ class Session:
             choice=g.choice,
             hash_key=g.hash_key,
             acceptance=g.acceptance,
-            max_draft_tokens=g.max_draft_tokens,
+            draft_tokens=g.draft_tokens,
             grammar=g.grammar,
             ticket_key=self._ticket_key,
             traceparent=g.traceparent,

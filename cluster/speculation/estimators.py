@@ -342,7 +342,7 @@ class Load:
     speculates: bool = True  # False while speculation is known to lose
 
     @cached_property
-    def plain_rate(self) -> float:
+    def non_speculative_rate(self) -> float:
         """Tokens per second without speculation; 0 while unknown."""
         step_s = self.step.plain_s(self.sessions)
         return self.sessions / step_s if step_s else 0.0
@@ -350,7 +350,7 @@ class Load:
     @cached_property
     def rate(self) -> float:
         """Tokens per second at the better of the two modes: the value of a second."""
-        return max(1.0, self.gain) * self.plain_rate
+        return max(1.0, self.gain) * self.non_speculative_rate
 
     @cached_property
     def token_s(self) -> tuple[float, ...]:

@@ -113,13 +113,13 @@ class BlockBuffer:
     def _unfit(self, block: Block, request: Open, prefix: Prefix) -> str | None:
         # A verdict brings one token more than its block; a block that leaves no place for it needs pages past max_len.
         beyond_end = block.base_len + block.size >= request.max_len
-        if block.size > request.max_draft_tokens or beyond_end:
+        if block.size > request.draft_tokens or beyond_end:
             return "too_long"
         known = self._blocks.get((block.base_len, block.prefix_hash))
         if known is not None:
             # A drafter may send a better version. Under rejection sampling, the choice must not depend on either one.
-            ratio = request.acceptance is Acceptance.RATIO and not request.sampling.greedy
-            return "duplicate" if ratio or known == block else None
+            needs_probs = request.acceptance is Acceptance.REJECTION and not request.sampling.greedy
+            return "duplicate" if needs_probs or known == block else None
         if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # drafts ahead never displace it
             return "buffer_full"
         if block.base_len == prefix.length and block.prefix_hash != prefix.hash:

@@ -128,8 +128,8 @@ class VerificationLimits:
             return f"token id {highest} is outside the vocabulary of {self.vocabulary}"
         if request.max_len > self.max_context:
             return f"max_len is {request.max_len}, the context holds {self.max_context} tokens"
-        if self.own_draws_only and request.acceptance is Acceptance.RATIO and not request.sampling.greedy:
-            return "acceptance is ratio, this target decides by its own draws; ask for coupled, as with a seed"
+        if self.own_draws_only and request.acceptance is Acceptance.REJECTION and not request.sampling.greedy:
+            return "acceptance is rejection, but this target only supports coupled; request coupled, or set a seed"
         if self.own_draws_only and request.scoring.prompt_top is not None:
             return "prompt_logprobs, or echo with logprobs: this target tells scores of generated tokens alone"
         if pages > self.pages:
@@ -183,7 +183,7 @@ class TargetActivity:
     running: int
     queued: int
     cache: float  # share of the pages that sessions hold
-    plain_rate: float  # measured tokens per second of non-speculative decoding
+    non_speculative_rate: float  # measured tokens per second of non-speculative decoding
     gain: float  # throughput of speculation over that
     speculates: bool
     chosen: Mapping[int, int]  # number of requests by draft length
@@ -244,7 +244,7 @@ class TargetReporter:
             running=len(self._admission.running),
             queued=len(self._admission.waiting),
             cache=1 - share(self._admission.pages.available, self._limits.pages),
-            plain_rate=load.plain_rate,
+            non_speculative_rate=load.non_speculative_rate,
             gain=load.gain,
             speculates=load.speculates,
             chosen=dict(self._pacer.chosen),
@@ -471,7 +471,7 @@ class Intake:
 
     def ask(self, session: TargetSequence) -> None:
         """Decides the draft length of the drafter's next request."""
-        limit = session.open.max_draft_tokens
+        limit = session.open.draft_tokens
         if limit > 0:
             sessions = max(1, len(self._admission.running))
             session.drafting = self._pacer.decide(session.stats, limit, sessions)
@@ -726,7 +726,7 @@ class VerificationScheduler:
     def speculation(self) -> dict[str, float]:
         """State of pacing: non-speculative tokens per second, the gain over them, and whether drafts are requested."""
         load = self._pacer.load
-        return {"plain_rate": load.plain_rate, "gain": load.gain, "on": float(load.speculates)}
+        return {"non_speculative_rate": load.non_speculative_rate, "gain": load.gain, "on": float(load.speculates)}
 
     @property
     def step_cost(self) -> StepCost:
@@ -851,5 +851,5 @@ def _shape_of(in_step: Sequence[tuple[TargetSequence, Row]], running: Collection
         prompts=len(prompts),
         prompt_tokens=sum([len(row.tokens) for row in prompts]),
         is_drafted_for=any(session.asked and (session.drafter or row.drafted) for session, row in in_step),
-        is_open_to_drafts=any(session.open.max_draft_tokens for session, _ in in_step),
+        is_open_to_drafts=any(session.open.draft_tokens for session, _ in in_step),
     )

@@ -117,7 +117,7 @@ class Pair:
             choice=0,
             hash_key=1,
             acceptance=Acceptance.COUPLED,
-            max_draft_tokens=block_len,
+            draft_tokens=block_len,
         )
         executor = StepExecutor(self._runner, rows)
         return list(lock_step(Session(generation), drafter, method, target, executor))

@@ -116,7 +116,7 @@ def _both(salt: str, asked: str) -> str:
 
 PATHS = frozenset({"/", "/metrics"})
 FOLDER = "/page/"
-OPERATORS = "slipstream.operators"  # ASGI scope key: the request came to the admin port
+OPERATORS = "slipstream.admin"  # ASGI scope key: the request came to the admin port
 BACKLOG = 128
 LAST_ANSWERS_S = 5
 
@@ -173,7 +173,7 @@ def _is_theirs(path: str) -> bool:
 
 
 def _elsewhere(path: str) -> Response:
-    message = f"{path} is answered at another address, which server.operators names"
+    message = f"{path} is answered at another address, which server.admin names"
     detail = ErrorDetail(message=message, type="invalid_request_error", code="not_found")
     return error_response(404, detail)
 
@@ -183,7 +183,7 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=True)
     except OSError as error:
-        raise ConfigError(f"server.operators: nothing can listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"server.admin: nothing can listen on {host}:{port}: {error.strerror}") from error
 
 
 class CrossOrigin(CORSMiddleware):

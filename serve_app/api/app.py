@@ -187,7 +187,7 @@ def create_api(
             route.methods.add("HEAD")  # the server then sends no body; Starlette does this only for its own routes
 
     api.add_middleware(AuthMiddleware, callers=Callers.of(server.keys))
-    if server.operators.port:
+    if server.admin.port:
         api.add_middleware(AdminPort)
     if server.cors_origins:  # before authentication: browsers send preflight requests without a key
         api.add_middleware(

@@ -307,7 +307,7 @@ def metrics_of(choices: Sequence[Choice]) -> RequestMetrics | None:
     steps = counts.total()
     if not steps:
         return None
-    most = max(max(counts), *(choice.generation.max_draft_tokens for choice in choices))
+    most = max(max(counts), *(choice.generation.draft_tokens for choice in choices))
     accepted = sum(length * count for length, count in counts.items())
     drafted = sum(choice.transcript.drafted for choice in choices)
     return RequestMetrics(

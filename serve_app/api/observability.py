@@ -182,7 +182,7 @@ def _asked(request: GenerationRequest) -> dict[str, Attribute]:
         "gen_ai.request.max_tokens": min(request.token_limits.values(), default=None),
         "gen_ai.request.stream": request.stream,
         "slipstream.prompt_version": request.prompt_version,
-        "slipstream.max_draft_tokens": request.speculation.max_draft_tokens,
+        "slipstream.draft_tokens": request.speculation.draft_tokens,
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -6,6 +6,8 @@ means "not given", as in OpenAI's API.
 
 import json
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,6 +20,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
     model_serializer,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -198,10 +201,22 @@ class StreamOptions(RequestPart):
 class SpeculationOptions(RequestPart):
     """Extension: speculation options of this request."""
 
-    max_draft_tokens: Annotated[Integer, Field(ge=0, le=MAX_BLOCK_TOKENS)] | None = None  # 0: no speculation
-    acceptance: Literal["ratio", "coupled"] | None = None
+    draft_tokens: Annotated[Integer, Field(ge=0, le=MAX_BLOCK_TOKENS)] | None = None  # 0: no speculation
+    acceptance: Literal["rejection", "coupled"] | None = None
     trace: Flag = False  # streamed chunks mark which tokens were drafted
     rejected: Flag = False  # also report rejected draft tokens
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_names(cls, data: Any) -> Any:
+        """Accepts names of earlier releases: `max_draft_tokens`, and the rule `ratio`."""
+        if not isinstance(data, dict):
+            return data
+        renamed = {EARLIER_OPTIONS.get(name, name): value for name, value in data.items()}
+        return {**renamed, **({"acceptance": "rejection"} if data.get("acceptance") == "ratio" else {})}
+
+
+EARLIER_OPTIONS: Mapping[str, str] = MappingProxyType({"max_draft_tokens": "draft_tokens"})
 
 
 class GenerationRequest(SamplingFields, UnservedFields):

@@ -143,7 +143,7 @@ class ValidatedRequest:
 
     sessions: int
     acceptance: Acceptance
-    max_draft_tokens: int
+    draft_tokens: int
     sampling: Sampling
     grammar: RequestedGrammar | None
 
@@ -161,7 +161,7 @@ def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_cha
     return ValidatedRequest(
         sessions=request.prompt_count * request.n,
         acceptance=_acceptance(request, config),
-        max_draft_tokens=_max_draft_tokens(request, config),
+        draft_tokens=_max_draft_tokens(request, config),
         sampling=_sampling(request),
         grammar=_grammar(request),
     )
@@ -200,7 +200,7 @@ def resolve(
                 choice=choice,
                 hash_key=draw(),
                 acceptance=terms.acceptance,
-                max_draft_tokens=terms.max_draft_tokens,
+                draft_tokens=terms.draft_tokens,
                 grammar=terms.grammar.text if terms.grammar is not None else "",
                 rules=rules,
                 scoring=scoring,
@@ -275,9 +275,9 @@ def _stop_ids(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[int
 
 def _acceptance(request: GenerationRequest, config: SlipstreamConfig) -> Acceptance:
     asked = request.speculation.acceptance
-    if request.seed is not None and asked == "ratio":
+    if request.seed is not None and asked == "rejection":
         message = (
-            "speculation.acceptance is ratio, expected coupled: with a seed the answer must not depend on the draft"
+            "speculation.acceptance is rejection, but a seed requires coupled: the answer must not depend on the draft"
         )
         raise RequestError(message, "speculation.acceptance")
     if request.seed is not None:
@@ -286,12 +286,12 @@ def _acceptance(request: GenerationRequest, config: SlipstreamConfig) -> Accepta
 
 
 def _max_draft_tokens(request: GenerationRequest, config: SlipstreamConfig) -> int:
-    asked = request.speculation.max_draft_tokens
-    most = config.speculation.max_draft_tokens
+    asked = request.speculation.draft_tokens
+    most = config.speculation.draft_tokens
     if asked is None:
         return most
     if asked > most:
-        field = "speculation.max_draft_tokens"
+        field = "speculation.draft_tokens"
         raise RequestError(f"{field} is {asked}, expected at most {most}, which this server is configured for", field)
     return asked
 

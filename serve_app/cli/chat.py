@@ -27,7 +27,7 @@ class Conversation:
 
     max_tokens: int
     temperature: float
-    max_draft_tokens: int | None
+    draft_tokens: int | None
     seed: int | None
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Conversation:
         return ChatQuestion(
             prompt,
             self.max_tokens,
-            max_draft_tokens=self.max_draft_tokens,
+            draft_tokens=self.draft_tokens,
             temperature=self.temperature,
             earlier=(*told, *self.turns),
             seed=self.seed,
@@ -55,7 +55,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
-    max_draft_tokens: Annotated[
+    draft_tokens: Annotated[
         int | None, typer.Option(min=0, help="Most draft tokens of a block; 0 is plain decoding.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed and questions give the same answers.")] = None,
@@ -63,7 +63,7 @@ def chat(
 ) -> None:
     """Chats with a running Slipstream; drafted text is in color. Ctrl-C ends an answer, Ctrl-D the conversation."""
     console = Console()
-    conversation = Conversation(max_tokens, temperature, max_draft_tokens, seed, system)
+    conversation = Conversation(max_tokens, temperature, draft_tokens, seed, system)
     with asyncio.Runner() as runner:
         model = runner.run(_model(url, key))
         console.print(f"{model} at {url}. {ANEW} begins anew, {LEAVE} or Ctrl-D ends.", markup=False)

@@ -65,7 +65,7 @@ async def _ask_both_ways(endpoint: ChatEndpoint, model: str, name: str, prompt: 
     tally = (await endpoint.counters()).tally - before
     console.print()
     with console.status("The same without speculation"):
-        plain = await endpoint.ask(model, ChatQuestion(prompt, MAX_TOKENS, max_draft_tokens=0))
+        plain = await endpoint.ask(model, ChatQuestion(prompt, MAX_TOKENS, draft_tokens=0))
     return DemoRow(name, tally, speculative, plain)
 
 

@@ -49,14 +49,14 @@ LOOPBACK = "127.0.0.1"
 
 def check_keys(server: ServerConfig) -> None:
     """Raises ConfigError for an address that others can reach, without a key or `server.insecure`."""
-    for name, host in (("server.host", server.host), ("server.operators.host", server.operators.host)):
+    for name, host in (("server.host", server.host), ("server.admin.host", server.admin.host)):
         if not is_loopback(host) and not is_guarded(server):
             raise ConfigError(f"{name} is {host}, which others can reach, and {missing_keys()}")
 
 
 def for_this_machine(config: SlipstreamConfig) -> SlipstreamConfig:
     """Returns the configuration on loopback and without keys, for a server started to be measured."""
-    alone = {"host": LOOPBACK, "keys": {}, "operators": AdminConfig()}
+    alone = {"host": LOOPBACK, "keys": {}, "admin": AdminConfig()}
     return config.model_copy(update={"server": config.server.model_copy(update=alone)})
 
 

@@ -20,34 +20,39 @@ from serve_app.router import RouterActivity
 
 def target_levels(activity: TargetActivity, preempted: int, model: str) -> Iterator[Metric]:
     """Yields the families of a target replica."""
-    yield _gauge("slipstream_speculation_on", "Whether drafts are asked for", float(activity.speculates))
-    yield _gauge("slipstream_speculation_gain", "Throughput with speculation over plain decoding's", activity.gain)
-    yield _gauge("slipstream_plain_tokens_per_second", "Of plain decoding, as measured", activity.plain_rate)
+    yield _gauge("slipstream_speculation_on", "Whether drafts are requested", float(activity.speculates))
+    yield _gauge("slipstream_speculation_gain", "Throughput relative to non-speculative decoding", activity.gain)
+    non_speculative = "slipstream_non_speculative_tokens_per_second"
+    yield _gauge(non_speculative, "Measured throughput without speculation", activity.non_speculative_rate)
+    earlier = f"Earlier name of {non_speculative}"
+    yield _gauge("slipstream_plain_tokens_per_second", earlier, activity.non_speculative_rate)
     chosen = {str(tokens): count for tokens, count in sorted(activity.chosen.items())}
-    yield _counter("slipstream_chosen_lengths", "Verdicts after which a block of so many tokens was asked for", chosen)
-    yield _total("slipstream_timed_blocks", "Blocks that came after they were asked for", activity.blocks_timed)
-    delays = "From the verdict before to the arrival of a block that was asked for, of all together"
+    yield _counter("slipstream_chosen_lengths", "Verdicts by the draft length requested after them", chosen)
+    yield _total("slipstream_timed_blocks", "Requested blocks that arrived", activity.blocks_timed)
+    delays = "Total time from a verdict to the arrival of the block requested with it"
     yield _total("slipstream_block_delay_seconds", delays, activity.block_delay_s)
     of_model = {MODEL: model}
     yield _gauge(f"{PREFIX}num_requests_running", "Sessions in the cache", activity.running, of_model)
-    yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions that wait for a place", activity.queued, of_model)
+    yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions that wait for a cache slot", activity.queued, of_model)
     yield _gauge(
         f"{PREFIX}kv_cache_usage_perc", "Share of the cache's pages that sessions hold", activity.cache, of_model
     )
     yield _total(f"{PREFIX}prefix_cache_queries", "Tokens looked up in the cache", activity.prefix_tokens, of_model)
-    yield _total(f"{PREFIX}prefix_cache_hits", "Tokens that were in the cache", activity.prefix_hits, of_model)
+    yield _total(f"{PREFIX}prefix_cache_hits", "Tokens found in the cache", activity.prefix_hits, of_model)
     yield _total(f"{PREFIX}num_preemptions", "Sessions that lost their pages to older ones", preempted, of_model)
 
 
 def drafter_levels(sessions: Mapping[str, float], pass_s: Mapping[str, float]) -> Iterator[Metric]:
     """Yields the families of a drafter."""
     yield _gauge("slipstream_drafter_sessions", "Sessions drafted for", sessions["sessions"])
-    yield _counter("slipstream_drafting_seconds", "In passes asked for, and ahead of verdicts", pass_s, "cause")
+    yield _counter("slipstream_drafting_seconds", "Time in passes, requested or ahead of verdicts", pass_s, "cause")
 
 
 def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:
     """Yields the families of a router, in addition to its measurements of requests."""
-    yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions that wait for a place", activity.seeking, {MODEL: model})
+    yield _gauge(
+        f"{PREFIX}num_requests_waiting", "Sessions that wait for a cache slot", activity.seeking, {MODEL: model}
+    )
     breakers = GaugeMetricFamily("slipstream_breaker_open", "Whether a drafter gets no sessions", labels=("drafter",))
     for drafter, is_open in activity.breakers.items():
         breakers.add_metric((drafter,), float(is_open))

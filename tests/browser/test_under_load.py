@@ -14,7 +14,7 @@ import pytest
 from serve_app.demo_data import CONFIG
 
 SERVE = "from serve_app.cli.main import main; main()"
-LOCK_STEP = "speculation.pacing=lock_step"  # each step has a block, whatever else the machine does meanwhile
+LOCK_STEP = "speculation.schedule=lock_step"  # each step has a block, whatever else the machine does meanwhile
 READY = "Slipstream is ready: "
 PROMPTS = (
     "Write a Python function that returns the factorial of a number.",

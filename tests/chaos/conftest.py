@@ -10,5 +10,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-seed", type=int, default=None, help="of who is struck when; drawn, and told, by default")
     parser.addoption("--overlap", action="store_true", help="strike pools, too, that are not whole from a blow before")
     parser.addoption("--ranks", type=int, default=1, help="of each target")
-    parser.addoption("--pacing", default="lock_step", help="as in speculation.pacing")
+    parser.addoption("--schedule", default="lock_step", help="as in speculation.schedule")
     parser.addoption("--table", metavar="FILE", help="where the table of recovery times is to be written")

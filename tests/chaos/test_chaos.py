@@ -55,7 +55,7 @@ POOLS = (
     f"target.resources_per_rank={{num_cpus: 0.1, {WHERE}}}",
     "target.cache_per_rank.gib=0.1",
     f"target.replicas={{min: {WANTED['Target']}, max: {WANTED['Target']}}}",
-    "draft={method: prompt_lookup, model: null, "
+    "draft={method: ngram, model: null, "
     f"replicas: {{min: {WANTED['Drafter']}, max: {WANTED['Drafter']}}}, resources: {{num_cpus: 0.1, {WHERE}}}}}",
     f"model.served_name={MODEL}",
     "model.max_context=1024",
@@ -106,7 +106,7 @@ def served(
     target = make_small_target(tmp_path_factory.mktemp("target"), Path(demo_config([]).model.target))
     port = f"server.port={checked_port('127.0.0.1', 0)}"
     ranks = f"target.tensor_parallel={request.config.getoption('--ranks')}"
-    pacing = f"speculation.pacing={request.config.getoption('--pacing')}"
+    pacing = f"speculation.schedule={request.config.getoption('--schedule')}"
     config = demo_config([*EXACT, f"model.target={target}", *POOLS, port, ranks, pacing])
     with (
         built_by("tests.chaos.reporting_router:build"),

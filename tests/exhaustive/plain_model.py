@@ -109,7 +109,7 @@ def _open(generation: Generation) -> Open:
         choice=generation.choice,
         hash_key=generation.hash_key,
         acceptance=generation.acceptance,
-        max_draft_tokens=0,
+        draft_tokens=0,
         grammar=generation.grammar,
         rules=generation.rules,
     )

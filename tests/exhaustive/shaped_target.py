@@ -64,7 +64,7 @@ class ShapedTarget(TargetDeployment):
         of_others = intake._block_shape
 
         def shape(request: Open) -> Shape:
-            return Shape.CHAIN if request.max_draft_tokens == CHAIN else of_others(request)
+            return Shape.CHAIN if request.draft_tokens == CHAIN else of_others(request)
 
         intake._block_shape = shape  # type: ignore[method-assign]
 

@@ -55,7 +55,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = {
         "model": {"target": str(a_target(folder / "tiny")), "dtype": "float32", "max_context": 128},
         "target": {"resources_per_rank": {**resources, "labels": {"pool": "target"}}, "max_sessions": 2},
-        "draft": {"method": "prompt_lookup", "resources": {**resources, "labels": {"pool": "draft"}}},
+        "draft": {"method": "ngram", "resources": {**resources, "labels": {"pool": "draft"}}},
         "server": {"port": checked_port("127.0.0.1", 0)},
     }
     path = folder / "tiny.yaml"
@@ -169,9 +169,9 @@ def test_up_changes_what_is_up_and_down_leaves_nothing(cluster: Cluster, config_
     assert same.returncode == 0, same.stderr
     assert published(cluster).targets == (target,), "nothing has changed, so nothing is restarted"
 
-    changed = slipstream(cluster, "up", config_file, "--set", "speculation.max_draft_tokens=2")
+    changed = slipstream(cluster, "up", config_file, "--set", "speculation.draft_tokens=2")
     assert changed.returncode == 0, changed.stderr
-    assert application(cluster)["deployed_app_config"]["args"]["speculation"] == {"max_draft_tokens": 2}
+    assert application(cluster)["deployed_app_config"]["args"]["speculation"] == {"draft_tokens": 2}
     assert answer(config_file) == text
     examined = slipstream(cluster, "doctor", config_file)
     assert examined.returncode == 0, f"its own port is no fault of Serve's:\n{examined.stdout}"

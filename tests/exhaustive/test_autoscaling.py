@@ -18,10 +18,8 @@ ROUNDS = 20  # of all prompts, until the pool has grown: on a busy machine draft
 def served() -> Iterator[Served]:
     """Lookups draft, for they start within seconds; in lock step every session wants drafts at all times."""
     replicas = "{min: 0, max: 3, up_delay_s: 1, down_delay_s: 10}"
-    drafts = (
-        f"{{method: prompt_lookup, model: null, max_sessions: 4, replicas: {replicas}, resources: {{num_cpus: 0.1}}}}"
-    )
-    with demo_served(f"draft={drafts}", "speculation.pacing=lock_step") as served:
+    drafts = f"{{method: ngram, model: null, max_sessions: 4, replicas: {replicas}, resources: {{num_cpus: 0.1}}}}"
+    with demo_served(f"draft={drafts}", "speculation.schedule=lock_step") as served:
         yield served
 
 

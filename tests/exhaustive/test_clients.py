@@ -41,8 +41,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         f"model.target={folder}",
         f"model.served_name={MODEL}",
         f"server.response_template={json.dumps(response_template(folder))}",
-        "speculation.pacing=lock_step",
-        "speculation.max_draft_tokens=6",
+        "speculation.schedule=lock_step",
+        "speculation.draft_tokens=6",
         "draft.resources.background=false",
     )
     with demo_served(*settings) as served:

@@ -45,7 +45,7 @@ FEW_PARAMETERS: dict[str, dict[str, Any]] = {
 
 @in_all_ways
 def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(schedule, pages, several):
-    setting = drafting_ahead(Acceptance.RATIO, schedule, pages, several)
+    setting = drafting_ahead(Acceptance.REJECTION, schedule, pages, several)
     assert p_value(setting, drafted_ahead(setting, range(WORLDS))) > FALSE_ALARM
 
 
@@ -72,7 +72,7 @@ def with_a_sibling(block: Block, rng: random.Random) -> Block:
 @pytest.mark.parametrize("name", FEW_PARAMETERS)
 @pytest.mark.parametrize(
     ("shape", "rule", "schedule", "altered"),
-    [("chain", Acceptance.RATIO, stormy, None), ("tree", Acceptance.COUPLED, calm, with_a_sibling)],
+    [("chain", Acceptance.REJECTION, stormy, None), ("tree", Acceptance.COUPLED, calm, with_a_sibling)],
     ids=["chain", "tree"],
 )
 def test_each_parameter_has_its_own_distribution_without_a_seed(shape, rule, schedule, altered, name):

@@ -45,7 +45,7 @@ SEED = 42
 NONE = 0  # draft tokens of a request
 CHAIN = 1
 TREE = 8
-RATIO_CHAIN = 4  # under ratio there are chains alone, of any length
+REJECTION_CHAIN = 4  # under ratio there are chains alone, of any length
 PATIENCE = 10  # times to ask until a draft is accepted: pacing may have speculation rest for some hundred steps
 DRAWS = 300  # under ratio, on each server
 PLAIN_DRAWS = 900  # once for all of them
@@ -64,8 +64,8 @@ LAYOUTS = {  # of heads, with the method that drafts with each
 DEMO_DRAFT = demo_config().draft.model
 OTHERS = {  # configurations of methods that need no head
     "draft_model": f"method: draft_model, model: {DEMO_DRAFT}",
-    "lookup_first": f"method: lookup_first, model: {DEMO_DRAFT}",
-    "prompt_lookup": "method: prompt_lookup",
+    "hybrid": f"method: hybrid, model: {DEMO_DRAFT}",
+    "ngram": "method: ngram",
     "suffix": "method: suffix",
     "layer_skip": "method: layer_skip, layer_skip: {layers: 8}",
 }
@@ -127,7 +127,7 @@ def served(server: tuple[str, int], heads: HeadsByHeart) -> Iterator[Served]:
     with demo_served(
         f"draft={{{draft}, resources: {{num_cpus: 0.3}}}}",
         f"target.tensor_parallel={ranks}",
-        f"speculation.pacing={'lock_step' if name in SELDOM_RIGHT else 'adaptive'}",
+        f"speculation.schedule={'lock_step' if name in SELDOM_RIGHT else 'adaptive'}",
         "target.resources_per_rank.num_cpus=0.3",
     ) as served:
         yield served
@@ -139,7 +139,7 @@ async def asked(
 ) -> Answers:
     client = served.async_client
     places = asyncio.Semaphore(at_once)
-    speculation = {"max_draft_tokens": nodes, "acceptance": acceptance}
+    speculation = {"draft_tokens": nodes, "acceptance": acceptance}
 
     async def one(prompt: str) -> tuple[str, int, int]:
         async with places:
@@ -206,7 +206,7 @@ async def test_under_ratio_words_follow_plain_decoding(served: Served, plainly: 
     rounds: list[Answers] = []
     while sum(each.accepted for each in rounds) == 0:  # adaptive pacing asks for nothing while a busy machine is slow
         assert len(rounds) < PATIENCE, "no draft token was accepted: this showed nothing"
-        rounds.append(await asked(served, [LINES] * DRAWS, AT_ONCE, RATIO_CHAIN, "ratio", **options))
+        rounds.append(await asked(served, [LINES] * DRAWS, AT_ONCE, REJECTION_CHAIN, "rejection", **options))
     print(f"\naccepted {[each.accepted for each in rounds]} of {[each.drafted for each in rounds]}")
     texts = [text for each in rounds for text in each.texts]
     for place in (0, 1):

@@ -64,16 +64,16 @@ async def test_a_seed_fixes_the_text_at_any_concurrency_and_block_size(served: S
     """One node is a chain, many are a tree; from round to round the drafter learns what share of the noise counts."""
     prompts = PROMPTS[:8]
     options = {"temperature": temperature, "seed": 42, "max_tokens": 48}
-    plain = await answers(served, prompts, 4, extra_body={"speculation": {"max_draft_tokens": 0}}, **options)
+    plain = await answers(served, prompts, 4, extra_body={"speculation": {"draft_tokens": 0}}, **options)
     assert len(set(plain)) == len(plain)
     for concurrency, nodes in ((1, 12), (8, 12), (8, 1), (4, 2), (2, 5)):
         again = await answers(
-            served, prompts, concurrency, extra_body={"speculation": {"max_draft_tokens": nodes}}, **options
+            served, prompts, concurrency, extra_body={"speculation": {"draft_tokens": nodes}}, **options
         )
         assert again == plain, f"{nodes} nodes, {concurrency} at once"
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "ratio"])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 async def test_first_tokens_follow_plain_decoding(served: Served, acceptance: str) -> None:
     """Homogeneity of two samples, at the answers' first and at their last word; false-alarm rate 1e-4 together."""
 
@@ -81,8 +81,8 @@ async def test_first_tokens_follow_plain_decoding(served: Served, acceptance: st
         options = {"temperature": 1.0, "max_tokens": 3, "extra_body": {"speculation": speculation}}
         return [text.split() or [""] for text in await answers(served, ["Tell me a story."] * DRAWS, 8, **options)]
 
-    plain = await sample({"max_draft_tokens": 0})
-    speculative = await sample({"max_draft_tokens": 3, "acceptance": acceptance})
+    plain = await sample({"draft_tokens": 0})
+    speculative = await sample({"draft_tokens": 3, "acceptance": acceptance})
     for place in (0, -1):
         assert homogeneity([w[place] for w in plain], [w[place] for w in speculative]) > 5e-5
 

@@ -78,7 +78,7 @@ def undisturbed(served: Served) -> list[Streamed]:
 @pytest.fixture(scope="module")
 def plain_step_s(served: Served) -> float:
     """The usual time between two tokens of a stream when all decode plainly."""
-    return asyncio.run(stream_all(served, speculation={"max_draft_tokens": 0})).usual_gap_s
+    return asyncio.run(stream_all(served, speculation={"draft_tokens": 0})).usual_gap_s
 
 
 async def stream_all(

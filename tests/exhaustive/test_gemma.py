@@ -273,9 +273,9 @@ def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
         f"target.max_sessions={AT_ONCE}",
         "target.max_step_tokens=256",
         "target.step_timeout_s=300",
-        "draft={method: prompt_lookup, resources: {num_cpus: 0.3}}",
-        "speculation.pacing=lock_step",
-        f"speculation.max_draft_tokens={max(SHAPES.values())}",
+        "draft={method: ngram, resources: {num_cpus: 0.3}}",
+        "speculation.schedule=lock_step",
+        f"speculation.draft_tokens={max(SHAPES.values())}",
     )
     with built_by("tests.exhaustive.shaped_target:build"), demo_served(*settings) as served:
         yield served
@@ -315,7 +315,7 @@ async def answers(served: Served, draft_tokens: int) -> list[Completion]:
                 max_tokens=prompt.answer,
                 temperature=0.0,
                 logprobs=0,
-                extra_body={"speculation": {"max_draft_tokens": draft_tokens}, "skip_special_tokens": False},
+                extra_body={"speculation": {"draft_tokens": draft_tokens}, "skip_special_tokens": False},
             )
 
     return list(await asyncio.gather(*(one(prompt) for prompt in PROMPTS)))

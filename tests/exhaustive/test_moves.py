@@ -48,7 +48,7 @@ POOLS = (
     "target.drain_s=20",
     "model.max_context=512",
     f"model.served_name={MODEL}",
-    "speculation.pacing=lock_step",
+    "speculation.schedule=lock_step",
     "server.drain_s=60",
 )
 NODES = ("one", "two")  # beside the head, which runs no model
@@ -110,7 +110,7 @@ def nodes(target: str) -> Iterator[Nodes]:
 def draft(max_sessions: int) -> str:
     """Two drafters: lookups, which start within seconds and find what a small target repeats."""
     where = "resources: {num_cpus: 0.1, labels: {models: 'yes'}}"
-    pool = f"method: prompt_lookup, model: null, max_sessions: {max_sessions}, replicas: {{min: 2, max: 2}}, {where}"
+    pool = f"method: ngram, model: null, max_sessions: {max_sessions}, replicas: {{min: 2, max: 2}}, {where}"
     return f"draft={{{pool}}}"
 
 

@@ -38,9 +38,7 @@ def served(collector: tuple[str, Collector]) -> Iterator[Served]:
     tracing = (f"tracing.endpoint={collector[0]}", "tracing.sample=0", "tracing.slow_s=0")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with demo_served(
-        *tracing, "server.routers=2", "server.log_format=json", f"server.operators.port={port}"
-    ) as endpoint:
+    with demo_served(*tracing, "server.routers=2", "server.log_format=json", f"server.admin.port={port}") as endpoint:
         for index in range(ANSWERS):
             traced = {"traceparent": f"00-{TRACE}-{'b' * 16}-01"} if index == 0 else {}
             ask(endpoint, {"X-Request-Id": f"sky-{index}", **traced})
@@ -50,7 +48,7 @@ def served(collector: tuple[str, Collector]) -> Iterator[Served]:
 @pytest.fixture
 def operators(served: Served) -> str:
     """Their address, which both routers share."""
-    return f"http://127.0.0.1:{served.config.server.operators.port}"
+    return f"http://127.0.0.1:{served.config.server.admin.port}"
 
 
 def ask(served: Served, headers: dict[str, str]) -> None:

@@ -68,8 +68,8 @@ REFUSED = {frozenset({"ignore_eos", form}) for form in ("choice", "regex")}  # t
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """Every session is drafted for in every round, whether it pays on this machine or not."""
-    longest = f"speculation.max_draft_tokens={max(SHAPES.values())}"
-    settings = ("speculation.pacing=lock_step", "draft.resources.background=false", longest)
+    longest = f"speculation.draft_tokens={max(SHAPES.values())}"
+    settings = ("speculation.schedule=lock_step", "draft.resources.background=false", longest)
     with built_by("tests.exhaustive.shaped_target:build"), demo_served(*settings) as served:
         yield served
 
@@ -80,7 +80,7 @@ async def answered(served: Served, fields: list[dict[str, Any]], nodes: int) -> 
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one(asked: dict[str, Any]) -> Completion:
-        extra = asked | {"speculation": {"max_draft_tokens": nodes}}
+        extra = asked | {"speculation": {"draft_tokens": nodes}}
         async with places:
             return await client.completions.create(model=MODEL, prompt=asked["prompt"], extra_body=extra)
 

@@ -14,7 +14,7 @@ from tests.integration.test_serving import PROMPTS, assert_nothing_left, complet
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with demo_served("target.resources_per_rank.num_cpus=0.3", "speculation.max_draft_tokens=4") as served:
+    with demo_served("target.resources_per_rank.num_cpus=0.3", "speculation.draft_tokens=4") as served:
         yield served
         assert_nothing_left(served)
 
@@ -31,7 +31,7 @@ def test_lock_step_answers_as_the_adaptive_loop_does(served: Served) -> None:
 
     expected = texts(answers(served))
     with demo_served_beside(
-        served, "lock_step", "speculation.pacing=lock_step", "speculation.max_draft_tokens=4"
+        served, "lock_step", "speculation.schedule=lock_step", "speculation.draft_tokens=4"
     ) as slow:
         found = answers(slow)
         assert texts(found) == expected

@@ -55,7 +55,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def served(mark: Path) -> Iterator[Served]:
     drafters = ("draft.replicas={min: 2, max: 2}", "draft.resources.num_cpus=0.2")
-    with demo_served(*drafters, "speculation.pacing=lock_step", "speculation.max_draft_tokens=4") as served:
+    with demo_served(*drafters, "speculation.schedule=lock_step", "speculation.draft_tokens=4") as served:
         yield served
 
 

@@ -85,8 +85,8 @@ def test_states_arrive_and_the_text_stays_the_target_s(tmp_path: Path, method: s
     reference = Reference(demo_config().model.target)
     overrides = (
         f"draft={{method: {method}, model: {tmp_path}, states: {{dtype: {dtype}}}, resources: {{num_cpus: 0.5}}}}",
-        "speculation.pacing=lock_step",
-        "speculation.max_draft_tokens=2",
+        "speculation.schedule=lock_step",
+        "speculation.draft_tokens=2",
     )
     with demo_served(*overrides) as served:
         for prompt in PROMPTS:

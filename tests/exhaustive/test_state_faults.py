@@ -83,8 +83,8 @@ def served(head: Path) -> Iterator[Served]:
         f"draft={{{draft}, replicas: {{min: 2, max: 2}}, resources: {{num_cpus: 0.3}}}}",
         "model.max_context=512",
         "target.cache_per_rank.gib=0.0285",
-        "speculation.pacing=lock_step",
-        f"speculation.max_draft_tokens={BLOCK}",
+        "speculation.schedule=lock_step",
+        f"speculation.draft_tokens={BLOCK}",
     ) as served:
         yield served
         assert_nothing_left(served)

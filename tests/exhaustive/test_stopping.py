@@ -48,7 +48,7 @@ def config_file(tmp_path: Path) -> Path:
     content = {
         "model": {"target": target, "served_name": MODEL, "dtype": "float32", "max_context": 8192},
         "target": {"cache_per_rank": {"gib": 0.1}},
-        "draft": {"method": "prompt_lookup"},
+        "draft": {"method": "ngram"},
         "server": {"drain_s": END_S},
     }
     path = tmp_path / "small.yaml"

@@ -72,7 +72,7 @@ class Pair:
             choice=0,
             hash_key=3,
             acceptance=Acceptance.COUPLED,
-            max_draft_tokens=draft_tokens,
+            draft_tokens=draft_tokens,
             grammar=grammar.text,
         )
 

@@ -28,7 +28,7 @@ ASK: Any = [{"role": "user", "content": "Make up a person. Answer in JSON."}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with demo_served("speculation.max_draft_tokens=4") as served:
+    with demo_served("speculation.draft_tokens=4") as served:
         yield served
 
 
@@ -38,7 +38,7 @@ def chat(served: Served, **fields: Any) -> Any:
 
 def test_an_answer_by_a_schema_is_the_same_whole_streamed_and_without_speculation(served: Served) -> None:
     for fields in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5}):
-        plain = chat(served, response_format=FORMAT, extra_body={"speculation": {"max_draft_tokens": 0}}, **fields)
+        plain = chat(served, response_format=FORMAT, extra_body={"speculation": {"draft_tokens": 0}}, **fields)
         whole = chat(served, response_format=FORMAT, **fields)
         text = whole.choices[0].message.content
         validate(json.loads(text), SCHEMA)

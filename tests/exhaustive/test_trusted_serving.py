@@ -12,7 +12,7 @@ from tests.integration.serving import Reference, Served, demo_served
 from tests.integration.test_serving import assert_nothing_left, complete, eventually
 
 TOKENS = 64
-DRAFTING = ("speculation.pacing=lock_step", "draft.resources.background=false")
+DRAFTING = ("speculation.schedule=lock_step", "draft.resources.background=false")
 PROMPTS = ("Tell me of rivers.", "Tell me of trains.", "Tell me of bread.")
 
 

@@ -103,7 +103,7 @@ def some_blocks() -> list[PendingBlock]:
     return [
         pending(asked, rule, draft, seed)
         for rule, draft in (
-            (Acceptance.RATIO, DraftTree.chain((1, 2), probs)),
+            (Acceptance.REJECTION, DraftTree.chain((1, 2), probs)),
             (Acceptance.COUPLED, DraftTree((1, 2), (-1, -1))),
         )
         for asked in ASKED

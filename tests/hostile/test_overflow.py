@@ -82,7 +82,7 @@ def make_overflowing_target(folder: Path, demo: Path) -> str:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     target = make_overflowing_target(tmp_path_factory.mktemp("target"), Path(demo_config([]).model.target))
-    draft = "{method: prompt_lookup, resources: {num_cpus: 0.5, threads: 1}, max_sessions: 16}"
+    draft = "{method: ngram, resources: {num_cpus: 0.5, threads: 1}, max_sessions: 16}"
     where = (f"model.target={target}", f"model.served_name={MODEL}", f"draft={draft}")
     with demo_served(*where, "target.cache_per_rank.gib=0.02") as served:
         yield served

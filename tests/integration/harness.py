@@ -79,7 +79,7 @@ class Cluster:
             "choice": 0,
             "hash_key": 3,
             "acceptance": Acceptance.COUPLED,
-            "max_draft_tokens": 4,
+            "draft_tokens": 4,
         }
         return Generation(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -67,7 +67,7 @@ def scripted_front() -> Iterator[Front]:
     tokenizer = byte_tokenizer()
     codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
     model = {"target": "models/toy", "max_context": 4096}
-    config = validated({"model": model, "draft": {"method": "prompt_lookup"}})
+    config = validated({"model": model, "draft": {"method": "ngram"}})
     generator = ScriptedGenerator()
     watch = PageWatch("toy", samples)
     api = create_api(generator, codec, config, Metrics(), _healthy, further=page_routes(watch))

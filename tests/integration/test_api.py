@@ -126,8 +126,8 @@ async def front(shared: SharedServer) -> AsyncIterator[Front]:
     config = validated(
         {
             "model": {"target": "models/toy", "max_context": CONTEXT},
-            "draft": {"method": "prompt_lookup"},
-            "speculation": {"max_draft_tokens": MAX_DRAFT},
+            "draft": {"method": "ngram"},
+            "speculation": {"draft_tokens": MAX_DRAFT},
             "server": {"max_body_bytes": MAX_BODY, "body_timeout_s": BODY_TIMEOUT_S},
         }
     )
@@ -418,12 +418,12 @@ async def test_a_stop_string_cuts_and_cancels(front: Front, stream: bool) -> Non
 
 async def test_speculation_is_set_by_request(front: Front) -> None:
     front.plays([Ended(Finish.STOP)])
-    speculation = {"max_draft_tokens": 2, "acceptance": "ratio"}
+    speculation = {"draft_tokens": 2, "acceptance": "rejection"}
     await front.openai.completions.create(
         model="toy", prompt="hi", extra_body={"speculation": speculation, "ignore_eos": True}
     )
     (generation,) = front.generator.generations
-    assert (generation.max_draft_tokens, generation.acceptance) == (2, Acceptance.RATIO)
+    assert (generation.draft_tokens, generation.acceptance) == (2, Acceptance.REJECTION)
     assert generation.stop_ids == ()
 
 
@@ -478,8 +478,8 @@ async def refused(front: Front, path: str, content: Any, status: int, param: str
         (COMPLETIONS, {"best_of": 2}, "best_of"),
         (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs"),
-        (COMPLETIONS, {"seed": 1, "speculation": {"acceptance": "ratio"}}, "speculation.acceptance"),
-        (COMPLETIONS, {"speculation": {"max_draft_tokens": MAX_DRAFT + 1}}, "speculation.max_draft_tokens"),
+        (COMPLETIONS, {"seed": 1, "speculation": {"acceptance": "rejection"}}, "speculation.acceptance"),
+        (COMPLETIONS, {"speculation": {"draft_tokens": MAX_DRAFT + 1}}, "speculation.draft_tokens"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
         (CHAT, {"messages": USER, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
@@ -542,7 +542,7 @@ async def test_many_faults_have_a_short_answer(front: Front) -> None:
         {"prompt": ["hi"] * 2, "n": 65},
         {"prompt": "hi", "max_tokens": CONTEXT},
         {"prompt": "x" * (CONTEXT * len("<tool>") + 1)},
-        {"prompt": "hi", "speculation": {"max_draft_tokens": MAX_DRAFT + 1}},
+        {"prompt": "hi", "speculation": {"draft_tokens": MAX_DRAFT + 1}},
     ],
 )
 async def test_what_is_refused_for_other_reasons_is_not_tokenised(front: Front, fields: dict[str, Any]) -> None:

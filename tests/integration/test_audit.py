@@ -91,8 +91,8 @@ async def test_a_target_whose_cache_is_damaged_is_found_by_another(sampling):
 
 async def test_what_is_sampled_under_ratio_is_not_audited():
     async with cluster(audit=ALL) as c:
-        await c.tokens(c.generation(sampling=SAMPLED, acceptance=Acceptance.RATIO))
-        assert c.router.audits.counts["ratio"] == 1
+        await c.tokens(c.generation(sampling=SAMPLED, acceptance=Acceptance.REJECTION))
+        assert c.router.audits.counts["rejection"] == 1
         assert c.router.audits.waiting == 0
 
 

@@ -25,7 +25,7 @@ def asked(grammar: str, **changes: object) -> dict[str, object]:
 async def plainly(grammar: str, **changes: object) -> list[int]:
     async with cluster(drafters=0, grammars=GRAMMARS) as c:
         c.hurry()
-        return await c.tokens(c.generation(**asked(grammar, **changes), max_draft_tokens=0))
+        return await c.tokens(c.generation(**asked(grammar, **changes), draft_tokens=0))
 
 
 def written(tokens: list[int]) -> str:

@@ -63,7 +63,7 @@ from tests.integration.harness import (
 )
 
 HELLO = Hello("stranger", IDENTITY.vocabulary, IDENTITY.target_model)
-OPEN = Open("theirs", 1, (1, 2), 2, 20, (), Sampling(), 0, 0, 0, Acceptance.RATIO, 4, "127.0.0.1:9")
+OPEN = Open("theirs", 1, (1, 2), 2, 20, (), Sampling(), 0, 0, 0, Acceptance.REJECTION, 4, "127.0.0.1:9")
 
 
 @asynccontextmanager
@@ -166,7 +166,7 @@ BAD_OPENS = {
     "negative ids": (proto_open(tokens=b"\xff" * 8), "negative"),
     "lengths that do not fit": (proto_open(prompt_len=9), "prompt_len is 9"),
     "beyond the context": (proto_open(max_len=CONTEXT + 1), "context"),
-    "huge K": (proto_open(max_draft_tokens=1 << 31), "max_draft_tokens"),
+    "huge K": (proto_open(draft_tokens=1 << 31), "draft_tokens"),
     "no acceptance": (proto_open(acceptance=0), "Acceptance"),
 }
 

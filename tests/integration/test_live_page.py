@@ -27,7 +27,7 @@ async def front(of: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the API and the page before this cluster."""
     tokenizer = byte_tokenizer()
     model = {"target": "models/toy", "max_context": CONTEXT}
-    config = validated({"model": model, "draft": {"method": "prompt_lookup"}})
+    config = validated({"model": model, "draft": {"method": "ngram"}})
 
     async def collect() -> Sequence[Sample]:
         drafters = [draft_sample(one, one.peer_id, "toy") for one in of.drafters.values()]
@@ -48,7 +48,7 @@ async def front(of: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 async def traced(client: httpx.AsyncClient, prompt: list[int], **speculation: Any) -> list[dict[str, Any]]:
     """What the events of one streamed answer tell of speculation."""
     body = {"model": "toy", "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
-    answer = await client.post("/v1/completions", json=body | {"speculation": {"max_draft_tokens": 4} | speculation})
+    answer = await client.post("/v1/completions", json=body | {"speculation": {"draft_tokens": 4} | speculation})
     assert answer.status_code == 200, answer.text
     *events, _ = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     return [json.loads(event).get("slipstream") for event in events]

@@ -212,7 +212,7 @@ async def test_losing_a_drafter_in_mid_stream_changes_no_token(temperature):
     sampling = Sampling(temperature=temperature)
     async with cluster(drafters=0) as c:
         c.hurry()
-        undisturbed = await c.tokens(c.generation(max_len=103, sampling=sampling, max_draft_tokens=0))
+        undisturbed = await c.tokens(c.generation(max_len=103, sampling=sampling, draft_tokens=0))
     async with cluster(drafters=2) as c:
         asked = c.generation(max_len=103, sampling=sampling)
         tokens: list[int] = []

@@ -33,7 +33,7 @@ PATIENCE = 20  # times to ask until something is drafted: pacing may have specul
 def served() -> Iterator[Served]:
     """Two target replicas, so that one can be lost; afterwards nothing may be left on any actor."""
     ranks = "target.resources_per_rank.num_cpus=0.3"
-    with demo_served("target.replicas={min: 2, max: 2}", ranks, "speculation.max_draft_tokens=4") as served:
+    with demo_served("target.replicas={min: 2, max: 2}", ranks, "speculation.draft_tokens=4") as served:
         yield served
         assert_nothing_left(served)
 
@@ -118,11 +118,11 @@ def test_a_seed_fixes_the_text_whatever_the_speculation(served: Served) -> None:
         extra = {"extra_body": {"speculation": speculation}} if speculation else {}
         return complete(served, PROMPTS[0], temperature=0.8, seed=1234, **extra)
 
-    plain = answer(max_draft_tokens=0)
+    plain = answer(draft_tokens=0)
     assert predictions(plain) == (0, 0)
     accepted = 0
     for _ in range(PATIENCE):
-        for speculation in ({}, {"max_draft_tokens": 1}, {"max_draft_tokens": 4, "acceptance": "coupled"}):
+        for speculation in ({}, {"draft_tokens": 1}, {"draft_tokens": 4, "acceptance": "coupled"}):
             drafted = answer(**speculation)
             assert drafted.choices[0].message.content == plain.choices[0].message.content
             accepted += predictions(drafted)[0]

@@ -68,7 +68,7 @@ async def asked(codec: TextCodec, script: Script, interval: int, path: str, **fi
     config = validated(
         {
             "model": {"target": "models/toy", "max_context": 4096},
-            "draft": {"method": "prompt_lookup"},
+            "draft": {"method": "ngram"},
             "server": {"stream_interval": interval},
         }
     )

@@ -76,7 +76,7 @@ async def test_answers_by_a_schema_validate_and_are_the_same_however_they_are_as
             validate(json.loads(text), SCHEMA)
             assert answer["choices"][0]["finish_reason"] == "stop"
             accepted += answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
-            plain = (await chat(client, **asked, speculation={"max_draft_tokens": 0})).json()
+            plain = (await chat(client, **asked, speculation={"draft_tokens": 0})).json()
             assert plain["choices"][0]["message"]["content"] == text
             stream = (await chat(client, **asked, stream=True)).text
             events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]

@@ -66,7 +66,7 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[openai.AsyncO
 
 
 def plainly(fields: dict[str, Any]) -> dict[str, Any]:
-    return fields | {"extra_body": {"speculation": {"max_draft_tokens": 0}}}
+    return fields | {"extra_body": {"speculation": {"draft_tokens": 0}}}
 
 
 def told(message: Any) -> list[tuple[str, str]]:

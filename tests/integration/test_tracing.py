@@ -31,7 +31,7 @@ def attributes(item: Any) -> dict[str, Any]:
 async def ask(c: Cluster, http: TracedService, headers: dict[str, str]) -> httpx.Response:
     """One completion of 40 tokens, through the API in this process and the cluster's router."""
     tokenizer = byte_tokenizer()
-    config = validated({"model": {"target": "toy", "max_context": CONTEXT}, "draft": {"method": "prompt_lookup"}})
+    config = validated({"model": {"target": "toy", "max_context": CONTEXT}, "draft": {"method": "ngram"}})
 
     async def ready() -> HealthReport:
         return HealthReport(status="ok", audit="off")

@@ -112,7 +112,7 @@ def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator
             choice=0,
             hash_key=rng.getrandbits(64),
             acceptance=setting.acceptance,
-            max_draft_tokens=setting.block_len,
+            draft_tokens=setting.block_len,
             grammar=setting.grammar,
             rules=setting.rules,
         )

@@ -39,7 +39,7 @@ class Pools:
     lost_targets: int = 0  # a session is given up with its third
     lost_drafters: int = 0
     planned_moves: int = 0  # off a target that leaves, of which a session survives any number
-    lookup_first: bool = False
+    hybrid: bool = False
     lookup_alone: bool = False
 
 
@@ -77,7 +77,7 @@ class PoolWorld(World):
         )
         lookup = NgramDraft(longest=3, shortest=1)
         method: DraftingMethod = model
-        if self._pools.lookup_first:
+        if self._pools.hybrid:
             method = HybridDraft(lookup, model)
         elif self._pools.lookup_alone:
             method = lookup
@@ -144,5 +144,5 @@ class PoolWorld(World):
         if isinstance(message, DraftRequest):
             self.counts["likely tokens asked for"] += message.least_chance > 0.05
         elif isinstance(message, Block):
-            looked_up = self._setting.acceptance is Acceptance.RATIO and message.tree.probs is None
+            looked_up = self._setting.acceptance is Acceptance.REJECTION and message.tree.probs is None
             self.counts["blocks looked up" if looked_up else "blocks"] += 1

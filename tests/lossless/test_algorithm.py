@@ -38,9 +38,9 @@ def test_rejection_sampling_follows_the_targets_distribution(draft: str) -> None
     """Chi-square over all continuations of three tokens; false alarms once in 100,000 changes of seeds."""
     samples = []
     for seed in range(SEQUENCES):
-        how = Decoding(NEW_TOKENS, 2, Acceptance.RATIO, 1.0, seed, seed + SEQUENCES, (EOS,))
+        how = Decoding(NEW_TOKENS, 2, Acceptance.REJECTION, 1.0, seed, seed + SEQUENCES, (EOS,))
         samples.append(text(DRAFTERS[draft], how))
-    assert p_value(Setting(TARGET, DRAFTERS[draft], Acceptance.RATIO, calm), samples) > FALSE_ALARM
+    assert p_value(Setting(TARGET, DRAFTERS[draft], Acceptance.REJECTION, calm), samples) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("draft", DRAFTERS)

@@ -124,10 +124,10 @@ def test_plain_decoding_has_the_targets_distribution(new_tokens):
 @pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda a: a.name.lower())
 def test_joint_distribution_is_the_targets(acceptance, drafter, schedule):
     setting = Setting(TARGET, DRAFTERS[drafter], acceptance, schedule)
-    sessions = SESSIONS if acceptance is Acceptance.RATIO else EQUAL_SESSIONS
+    sessions = SESSIONS if acceptance is Acceptance.REJECTION else EQUAL_SESSIONS
     world = World(setting, sessions, seed=11)
     samples = world.run()
-    if acceptance is Acceptance.RATIO:
+    if acceptance is Acceptance.REJECTION:
         assert p_value(setting, samples) > FALSE_ALARM
     else:
         assert samples == plain_texts(setting.new_tokens, sessions, seed=11)
@@ -144,7 +144,7 @@ def test_a_drafter_draws_from_what_it_sends_however_coarse_that_is(weight_scale)
     likeliest = torch.eye(VOCABULARY).roll(1, dims=1)
     sent = (likeliest * weight_scale).clamp_min(1.0).log()
     drafted = (likeliest * weight_scale).clamp_min(0.55).log()
-    setting = Setting(sent, drafted, Acceptance.RATIO, calm, weight_scale=weight_scale)
+    setting = Setting(sent, drafted, Acceptance.REJECTION, calm, weight_scale=weight_scale)
     world = World(setting, SESSIONS, seed=14)
     assert p_value(setting, world.run()) > FALSE_ALARM
     assert sum(s.counts.accepted for s in world.sessions.values()) > SESSIONS / 2
@@ -203,7 +203,7 @@ def drafting_ahead(acceptance: Acceptance, schedule: Schedule, pages: int, sever
 @pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda a: a.name.lower())
 def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, schedule, pages, several):
     setting = drafting_ahead(acceptance, schedule, pages, several)
-    if acceptance is Acceptance.RATIO:
+    if acceptance is Acceptance.REJECTION:
         assert p_value(setting, drafted_ahead(setting, range(FEW_WORLDS))) > FALSE_ALARM
     else:
         seeds = range(EQUAL_WORLDS)
@@ -219,7 +219,7 @@ def with_best_two_swapped(logits: Tensor) -> Tensor:
 
 def test_a_schedule_that_looks_at_tokens_breaks_ratio():
     """The control: the test above can fail, and for the reason that the design names."""
-    setting = Setting(TARGET, TARGET, Acceptance.RATIO, only_with_eos_in_time)
+    setting = Setting(TARGET, TARGET, Acceptance.REJECTION, only_with_eos_in_time)
     assert p_value(setting, World(setting, SESSIONS, seed=12).run()) < FALSE_ALARM
 
 
@@ -235,7 +235,7 @@ def test_the_same_schedule_does_not_break_coupled():
 )
 def test_coupled_and_greedy_do_not_depend_on_drafter_schedule_or_length(acceptance, sampling):
     """Equality, not statistics: the output is a function of prefix, parameters and seed alone."""
-    if acceptance is Acceptance.RATIO and not sampling.greedy:
+    if acceptance is Acceptance.REJECTION and not sampling.greedy:
         pytest.skip("sampled ratio output may depend on the drafter; only its distribution is fixed")
 
     accepted: list[int] = []

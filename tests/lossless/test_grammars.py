@@ -161,7 +161,7 @@ def test_under_ratio_the_distribution_is_the_targets_among_what_is_allowed(draft
     setting = Setting(
         FEW_TARGET,
         DRAFTERS[drafter],
-        Acceptance.RATIO,
+        Acceptance.REJECTION,
         calm,
         new_tokens=4,
         grammar=LLMatcher.grammar_from_regex(WORDS),

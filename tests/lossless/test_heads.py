@@ -86,7 +86,7 @@ def test_under_ratio_blocks_ahead_of_heads_keep_the_distribution(
     setting = Setting(
         FEW_TOKENS,
         DRAFTERS["good"],
-        Acceptance.RATIO,
+        Acceptance.REJECTION,
         calm,
         new_tokens=new_tokens,
         prompt=(2, 1),

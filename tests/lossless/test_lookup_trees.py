@@ -78,7 +78,7 @@ def test_merged_trees_decide_what_plain_decoding_does(monkeypatch, sampling, sch
 
     merge = hybrid.merged
     monkeypatch.setattr(hybrid, "merged", merged)
-    pools = Pools(TARGET, DRAFT, lost_targets=1, lost_drafters=1, lookup_first=True)
+    pools = Pools(TARGET, DRAFT, lost_targets=1, lost_drafters=1, hybrid=True)
     made = worlds(replace(SETTING, schedule=schedule, sampling=sampling, step_cost=step_cost), pools)
     assert sum(of_both) > AT_ONCE, "hardly any tree had candidates of both"
     assert sum(world.branches_accepted for world in made) > 1

@@ -30,9 +30,9 @@ CASES = {
     "targets lost": (Pools(TARGET, DRAFT, lost_targets=2), None),
     "drafters lost": (Pools(TARGET, DRAFT, lost_drafters=3), None),
     "planned moves": (Pools(TARGET, DRAFT, planned_moves=8), None),
-    "lookup first": (Pools(TARGET, DRAFT, lookup_first=True), None),
+    "lookup first": (Pools(TARGET, DRAFT, hybrid=True), None),
     "verification dear": (Pools(TARGET, DRAFT), DEAR),
-    "all of it": (Pools(TARGET, DRAFT, lost_targets=2, lost_drafters=3, planned_moves=4, lookup_first=True), DEAR),
+    "all of it": (Pools(TARGET, DRAFT, lost_targets=2, lost_drafters=3, planned_moves=4, hybrid=True), DEAR),
 }
 FEW = 4  # tokens, for texts that can be counted
 FEW_NEW = 3
@@ -93,11 +93,11 @@ def exact_distribution(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 
 def texts_with_losses(schedule: Schedule, worlds: int) -> list[tuple[int, ...]]:
     """What a lookup finds is a point mass; who looks up and who is lost depends on no token that was drawn."""
-    pools = Pools(FEW_TARGET, FEW_DRAFT, lost_targets=2, lost_drafters=2, planned_moves=2, lookup_first=True)
+    pools = Pools(FEW_TARGET, FEW_DRAFT, lost_targets=2, lost_drafters=2, planned_moves=2, hybrid=True)
     setting = Setting(
         torch.zeros(FEW, FEW),
         torch.zeros(FEW, FEW),
-        Acceptance.RATIO,
+        Acceptance.REJECTION,
         schedule,
         new_tokens=FEW_NEW,
         prompt=FEW_PROMPT,

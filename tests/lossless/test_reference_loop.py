@@ -83,7 +83,7 @@ def rows_without_block(world: World) -> int:
     ("acceptance", "sampling"),
     [
         pytest.param(Acceptance.COUPLED, Sampling(temperature=0.0), id="greedy"),
-        pytest.param(Acceptance.RATIO, Sampling(temperature=0.0), id="greedy by ratio"),
+        pytest.param(Acceptance.REJECTION, Sampling(temperature=0.0), id="greedy by ratio"),
         pytest.param(Acceptance.COUPLED, Sampling(temperature=0.7), id="coupled"),
         pytest.param(Acceptance.COUPLED, Sampling(temperature=1.0, top_p=0.9, frequency_penalty=0.5), id="penalties"),
     ],
@@ -115,7 +115,7 @@ def test_lock_step_drafts_for_all_and_verifies_all(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
 def test_sampled_ratio_has_the_targets_distribution_in_lock_step_too(schedule):
-    setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.RATIO, schedule, lock_step=True)
+    setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.REJECTION, schedule, lock_step=True)
     world = World(setting, SESSIONS, seed=11)
     assert p_value(setting, world.run()) > FALSE_ALARM
     assert world.drafting.counts["guesses"] == 0
@@ -123,7 +123,7 @@ def test_sampled_ratio_has_the_targets_distribution_in_lock_step_too(schedule):
 
 
 def test_the_specification_has_the_targets_distribution_under_sampled_ratio():
-    setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.RATIO, calm)
+    setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.REJECTION, calm)
     assert p_value(setting, texts_in_lock_step(setting, SESSIONS, seed=17)) > FALSE_ALARM
 
 

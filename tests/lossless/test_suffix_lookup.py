@@ -57,7 +57,9 @@ def test_trees_bring_what_chains_do_not():
 
 def p_value_over_answers_of_others(schedule: Schedule, worlds: int) -> float:
     """Of texts drafted from others', which the lookup knows, and from the sessions' own."""
-    setting = Setting(FEW_TOKENS, DRAFTERS["bad"], Acceptance.RATIO, schedule, new_tokens=6, ahead=2, interruption=0.1)
+    setting = Setting(
+        FEW_TOKENS, DRAFTERS["bad"], Acceptance.REJECTION, schedule, new_tokens=6, ahead=2, interruption=0.1
+    )
     samples: list[tuple[int, ...]] = []
     accepted = 0
     method = a_method()

@@ -53,7 +53,7 @@ def asked(session: str, prompt: list[int], new_tokens: int = 40) -> Open:
     return request(session, SAMPLINGS[name], prompt, new_tokens, **MORE.get(name, {}))
 
 
-LOOKUP: Mapping[str, Any] = MappingProxyType({"method": "prompt_lookup"})
+LOOKUP: Mapping[str, Any] = MappingProxyType({"method": "ngram"})
 
 
 def config(folder: Path, ranks: int = 1, draft: Mapping[str, Any] = LOOKUP, **vllm: object) -> SlipstreamConfig:
@@ -70,7 +70,7 @@ def config(folder: Path, ranks: int = 1, draft: Mapping[str, Any] = LOOKUP, **vl
                 "vllm": arguments,
             },
             "draft": dict(draft),
-            "speculation": {"max_draft_tokens": LONGEST},
+            "speculation": {"draft_tokens": LONGEST},
         }
     )
 

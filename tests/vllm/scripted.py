@@ -107,7 +107,7 @@ def request(session: str, sampling: Sampling, prompt: list[int], new_tokens: int
         choice=0,
         hash_key=99,
         acceptance=Acceptance.COUPLED,
-        max_draft_tokens=LONGEST,
+        draft_tokens=LONGEST,
         **{"stop_ids": (), **more},
     )
 

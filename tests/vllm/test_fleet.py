@@ -100,7 +100,7 @@ class Fleet:
             choice=0,
             hash_key=3,
             acceptance=Acceptance.COUPLED,
-            max_draft_tokens=LONGEST,
+            draft_tokens=LONGEST,
             grammar=opened.grammar,
             rules=opened.rules,
         )

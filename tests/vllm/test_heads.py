@@ -76,7 +76,7 @@ def core(tiny_llama: Path, asked: SlipstreamConfig) -> Iterator[object]:
 def method_of(asked: SlipstreamConfig, folder: Path) -> tuple[DraftingMethod, DrafterLimits]:
     """As a drafter makes it."""
     layout = states_format(asked.draft, folder)
-    setup = DraftSetup("float32", CONTEXT, asked.speculation.max_draft_tokens, vocabulary(folder), str(folder), layout)
+    setup = DraftSetup("float32", CONTEXT, asked.speculation.draft_tokens, vocabulary(folder), str(folder), layout)
     bounds = DrafterLimits(VOCABULARY, CONTEXT, 8, layout, state_bounds(asked.draft, folder))
     return create_method(asked.draft, setup), bounds
 
@@ -94,7 +94,7 @@ def generation(name: str, text: Text) -> Generation:
         choice=0,
         hash_key=3,
         acceptance=Acceptance.COUPLED,
-        max_draft_tokens=1,
+        draft_tokens=1,
     )
 
 

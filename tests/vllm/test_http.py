@@ -70,7 +70,7 @@ async def served(config: SlipstreamConfig) -> AsyncIterator[tuple[AsyncOpenAI, T
     setup = DraftSetup(
         dtype=config.model.dtype,
         max_context=config.model.max_context,
-        max_draft_tokens=config.speculation.max_draft_tokens,
+        draft_tokens=config.speculation.draft_tokens,
         target_tokens=tokens,
         target=config.model.target,
         states=None,
@@ -120,7 +120,7 @@ async def test_greedy_text_over_http_equals_generate_and_seeds_fix_the_rest(conf
         texts = [text for at in range(0, PROMPTS, 4) for text in await _ask_all(client, prompts[at : at + 4])]
         drawn = [
             await ask(
-                client, prompts[0], temperature=0.8, seed=5, extra_body={"speculation": {"max_draft_tokens": longest}}
+                client, prompts[0], temperature=0.8, seed=5, extra_body={"speculation": {"draft_tokens": longest}}
             )
             for longest in (0, 5)
         ]

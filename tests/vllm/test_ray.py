@@ -25,7 +25,7 @@ VLLM = (
     "target.cache_per_rank.gib=0.5",
     "target.replicas={min: 2, max: 2}",
     "target.resources_per_rank.num_cpus=0.3",
-    "speculation.max_draft_tokens=4",
+    "speculation.draft_tokens=4",
     "draft.resources.background=false",  # two targets take all of two cores: nothing would ever be drafted
 )
 

@@ -52,9 +52,9 @@ class Prompt(BaseModel):
     prompt: str = Field(min_length=1)
     earlier: tuple[Turn, ...] = ()  # earlier turns of the conversation that ends in the prompt
 
-    def question(self, max_tokens: int, max_draft_tokens: int | None) -> ChatQuestion:
+    def question(self, max_tokens: int, draft_tokens: int | None) -> ChatQuestion:
         """Returns the question to ask: greedy, and ignoring EOS, so that all answers have one length."""
-        return ChatQuestion(self.prompt, max_tokens, True, max_draft_tokens, earlier=self.earlier)
+        return ChatQuestion(self.prompt, max_tokens, True, draft_tokens, earlier=self.earlier)
 
 
 @dataclass(frozen=True, slots=True)

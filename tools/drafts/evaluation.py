@@ -89,12 +89,12 @@ class MeasuredTarget:
         chat = [{"role": "user", "content": text}]
         return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])
 
-    def setup(self, draft: DraftPool, max_draft_tokens: int) -> DraftSetup:
+    def setup(self, draft: DraftPool, draft_tokens: int) -> DraftSetup:
         """Returns the deployment facts that a method receives for this target."""
         return DraftSetup(
             self._model_config.dtype,
             self._context,
-            max_draft_tokens,
+            draft_tokens,
             self._vocabulary,
             self._model_config.target,
             states_format(draft, self._folder),
@@ -106,7 +106,7 @@ class MeasuredTarget:
         prompt: tuple[int, ...],
         tokens: int,
         temperature: float,
-        max_draft_tokens: int,
+        draft_tokens: int,
         acceptance: Acceptance = Acceptance.COUPLED,
     ) -> Generation:
         """Requests `tokens` tokens after prompt number `index`. Raises ConfigError if the context is too small."""
@@ -126,7 +126,7 @@ class MeasuredTarget:
             choice=0,
             hash_key=HASH_KEY,
             acceptance=acceptance,
-            max_draft_tokens=max_draft_tokens,
+            draft_tokens=draft_tokens,
         )
 
     def run(self, generation: Generation, method: DraftingMethod, *, trees: bool) -> Iterator[CommittedTokens]:
@@ -170,7 +170,7 @@ class MeasuredTarget:
 
 def _opened(generation: Generation) -> Open:
     """Returns the Open that a drafter would receive."""
-    is_ratio = generation.acceptance is Acceptance.RATIO and not generation.sampling.greedy
+    is_ratio = generation.acceptance is Acceptance.REJECTION and not generation.sampling.greedy
     return Open(
         session=generation.session,
         attempt=1,
@@ -183,7 +183,7 @@ def _opened(generation: Generation) -> Open:
         choice=generation.choice,
         hash_key=generation.hash_key,
         acceptance=generation.acceptance,
-        max_draft_tokens=generation.max_draft_tokens,
+        draft_tokens=generation.draft_tokens,
     )
 
 

@@ -466,9 +466,9 @@ def _snippet(folder: Path, facts: DraftFacts, target: TargetFacts | None, option
     if longest is not None and longest < ModelConfig(target="").max_context:
         model["max_context"] = longest
     sections = {"model": model, "draft": _merged(_draft_section(folder, facts), options)}
-    usual = SpeculationConfig().max_draft_tokens
+    usual = SpeculationConfig().draft_tokens
     if facts.longest_block is not None and facts.longest_block != usual:
-        sections["speculation"] = {"max_draft_tokens": facts.longest_block}
+        sections["speculation"] = {"draft_tokens": facts.longest_block}
     return yaml.safe_dump(sections, sort_keys=False)
 
 

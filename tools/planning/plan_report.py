@@ -69,15 +69,15 @@ class Lesson:
 
 def lessons(advance: Callable[[], None] = lambda: None) -> list[Lesson]:
     """Computes every acceptance and block length; `advance` is called after each."""
-    plain_rate = _run(0.0, 0, 0.0).tokens_per_s
+    non_speculative_rate = _run(0.0, 0, 0.0).tokens_per_s
     found = []
     for acceptance, block_len in product(ACCEPTANCES, BLOCK_LENS):
-        found.append(_lesson(acceptance, block_len, plain_rate))
+        found.append(_lesson(acceptance, block_len, non_speculative_rate))
         advance()
     return found
 
 
-def _lesson(acceptance: float, block_len: int, plain_rate: float) -> Lesson:
+def _lesson(acceptance: float, block_len: int, non_speculative_rate: float) -> Lesson:
     tokens = expected_tokens(acceptance, block_len)
     costs = RoundCosts(STEP_S, STEP_S, block_len * STEP_S / 10, HOP_S)
     break_even_s = break_even_draft_s(tokens, costs)
@@ -90,9 +90,9 @@ def _lesson(acceptance: float, block_len: int, plain_rate: float) -> Lesson:
         tokens,
         usual.tokens_per_block,
         speed_up(tokens, costs.draft_s + costs.verify_s + 2 * HOP_S, STEP_S),
-        usual.tokens_per_s / plain_rate,
+        usual.tokens_per_s / non_speculative_rate,
         break_even_s,
-        there.tokens_per_s / plain_rate,
+        there.tokens_per_s / non_speculative_rate,
     )
 
 

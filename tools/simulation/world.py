@@ -344,7 +344,7 @@ class World:
             choice=0,
             hash_key=self._rng.getrandbits(64),
             acceptance=Acceptance.COUPLED,
-            max_draft_tokens=self.setting.speculation.block_len,
+            draft_tokens=self.setting.speculation.block_len,
         )
 
     def _note_commit(self, tokens: int) -> None:

@@ -24,10 +24,10 @@ SURE = 0.5  # share of the requested tokens that a lookup must expect to be acce
 
 def create(draft: DraftPool, setup: DraftSetup) -> "HybridDraft":
     """Creates the method. Raises ModelError if the model does not fit the target."""
-    return lookup_first(ngram.create(draft, setup), create_model_method(draft, setup))
+    return hybrid(ngram.create(draft, setup), create_model_method(draft, setup))
 
 
-def lookup_first(lookup: DraftingMethod, model: DraftingMethod) -> "HybridDraft":
+def hybrid(lookup: DraftingMethod, model: DraftingMethod) -> "HybridDraft":
     """Combines two methods. The result reads the target's states if `model` does."""
     return HybridStateDraft(lookup, model) if isinstance(model, ReadsStates) else HybridDraft(lookup, model)
 

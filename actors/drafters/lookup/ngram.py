@@ -274,7 +274,7 @@ def _latest(text: bytes, suffix: bytes) -> int | None:
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "NgramDraft":
-    options = draft.prompt_lookup
+    options = draft.ngram
     return NgramDraft(options.max_ngram, options.min_ngram)
 
 
@@ -372,7 +372,7 @@ class NgramDraft:
         root = self._begin(request, (), 1.0, len(path) + 1)
         root.unverified = path
         for token in path:
-            there = _sure(token) if root.ratio else self._choices(root, root.tokens)
+            there = _sure(token) if root.sends_probs else self._choices(root, root.tokens)
             there = there.including(token, request.claim((*root.tokens, token)))
             root.drafted.append(DraftedToken(token, there, root.p_accepted * there.chance_of(token)))
         root.settle()
@@ -392,7 +392,7 @@ class NgramDraft:
 
     def _extend(self, draft: LookupDraft) -> bool:
         before = len(draft.drafted)
-        if draft.ratio or not (draft.takes_trees or draft.is_root):
+        if draft.sends_probs or not (draft.takes_trees or draft.is_root):
             self._follow(draft)
         elif draft.is_root:
             self._end(draft)
@@ -406,7 +406,8 @@ class NgramDraft:
         """Drafts one continuation, as a chain."""
         text = (*draft.text.tokens, *draft.outcome, *draft.tokens)
         for token in look_up(text, draft.missing, self._longest, self._shortest):
-            draft.append(token, _sure(token) if draft.ratio else _first(token, self._choices(draft, draft.tokens)))
+            sure = draft.sends_probs
+            draft.append(token, _sure(token) if sure else _first(token, self._choices(draft, draft.tokens)))
 
     def _end(self, root: LookupDraft) -> None:
         """Adds candidates after the root's last token, except draft tokens that are under verification themselves."""

@@ -69,7 +69,7 @@ class HeadDrafting:
 
         Skipped under rejection sampling, where a prefix must keep its continuation.
         """
-        may = [draft for draft in drafts if draft.state is not None and not draft.ratio]
+        may = [draft for draft in drafts if draft.state is not None and not draft.sends_probs]
         likeliest = sorted(may, key=lambda draft: -draft.chance)[:GUESSED]
         self.go_on(likeliest, GUESS_TOKENS, interrupted)
 
@@ -105,7 +105,7 @@ class HeadDrafting:
         """Returns the state, (hidden,), that predicted the last decided token; None if unknown or unusable."""
         tokens = draft.text.tokens
         read = self._read.pop(draft.request.session, None)
-        if read is None or read.base_len >= len(tokens) or draft.ratio:
+        if read is None or read.base_len >= len(tokens) or draft.sends_probs:
             return None
         return read.states.get(tuple(tokens[read.base_len : -1]))
 
@@ -203,7 +203,7 @@ class DraftModel:
         self._busy = _sessions(requests)
         drafts = [self._begin(request, (), request.max_tokens) for request in requests]
         for draft in drafts:
-            draft.min_confidence = 0.0 if draft.ratio else self._min_confidence
+            draft.min_confidence = 0.0 if draft.sends_probs else self._min_confidence
         if self._head is not None:
             self._head.begin(drafts)
         active = [draft for draft in drafts if not draft.drafted]

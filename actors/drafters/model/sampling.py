@@ -226,7 +226,7 @@ class DraftSampler:
                 _Place(draft, row, state, draft.position + place, draft.is_further(place))
                 for place, (row, state) in enumerate(zip(logits, _each(hidden, len(logits)), strict=True))
             ]
-            if draft.ratio:
+            if draft.sends_probs:
                 self._draw(places)
             elif (chain := self._processors.of(draft.text)) is not None:
                 for place in places:  # each place depends on the one before it

@@ -69,6 +69,6 @@ async function requestBody() {
     temperature: Number(element("temperature").value),
     stream: true,
     stream_options: { include_usage: true },
-    speculation: { trace: true, rejected: true, ...(most === "" ? {} : { max_draft_tokens: Number(most) }) },
+    speculation: { trace: true, rejected: true, ...(most === "" ? {} : { draft_tokens: Number(most) }) },
   };
 }

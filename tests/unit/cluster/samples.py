@@ -21,7 +21,7 @@ PLAIN_OPEN = Open(
     choice=0,
     hash_key=KEY,
     acceptance=Acceptance.COUPLED,
-    max_draft_tokens=4,
+    draft_tokens=4,
 )
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from cluster.config import MOVED, SlipstreamConfig, load_config, validated
 from cluster.errors import ConfigError
 
-SMALLEST = {"model": {"target": "org/model"}, "draft": {"method": "prompt_lookup"}}
+SMALLEST = {"model": {"target": "org/model"}, "draft": {"method": "ngram"}}
 
 
 def written(folder: Path, data: object) -> Path:
@@ -59,13 +59,13 @@ WRONG = {
     "unknown key": ("target.tensor_paralel=2", "target.tensor_paralel"),
     "unknown section": ("sever.port=1", "sever"),
     "below its bound": ("target.max_step_tokens=0", "target.max_step_tokens"),
-    "beyond its bound": ("speculation.max_draft_tokens=129", "speculation.max_draft_tokens"),
+    "beyond its bound": ("speculation.draft_tokens=129", "speculation.draft_tokens"),
     "wrong type": ("server.port=many", "server.port"),
     "not one of": ("speculation.acceptance=typical", "speculation.acceptance"),
     "bounds swapped": ("draft.replicas={min: 3, max: 2}", "draft.replicas"),
     "a draft model without one": ("draft.method=draft_model", "draft"),
     "a model that is not used": ("draft.model=org/draft", "draft"),
-    "ngrams swapped": ("draft.prompt_lookup.max_ngram=1", "draft.prompt_lookup"),
+    "ngrams swapped": ("draft.ngram.max_ngram=1", "draft.ngram"),
     "into a value": ("model.target.x=1", "model.target.x"),
     "no value": ("model.target", "model.target"),
     "no YAML value": ("model.target=[", "model.target"),
@@ -170,16 +170,16 @@ def test_eight_bits_are_for_cpus():
 @pytest.mark.parametrize(
     ("draft", "named"),
     [
-        ({"method": "prompt_lookup", "draft_model": {"quantization": "int8"}}, "draft_model has options"),
-        ({"method": "prompt_lookup", "states": {"dtype": "float8"}}, "reads none of the target"),
-        ({"model": "org/draft", "prompt_lookup": {"max_ngram": 9}}, "prompt_lookup has options"),
+        ({"method": "ngram", "draft_model": {"quantization": "int8"}}, "draft_model has options"),
+        ({"method": "ngram", "states": {"dtype": "float8"}}, "reads none of the target"),
+        ({"model": "org/draft", "ngram": {"max_ngram": 9}}, "ngram has options"),
     ],
 )
 def test_options_of_a_method_that_is_not_used_are_refused(draft, named):
     with pytest.raises(ConfigError, match=named):
         validated(SMALLEST | {"draft": draft})
-    both = {"method": "lookup_first", "prompt_lookup": {"max_ngram": 9}} | INT8
-    assert validated(SMALLEST | {"draft": both}).draft.prompt_lookup.max_ngram == 9
+    both = {"method": "hybrid", "ngram": {"max_ngram": 9}} | INT8
+    assert validated(SMALLEST | {"draft": both}).draft.ngram.max_ngram == 9
 
 
 @pytest.mark.parametrize(("old", "fate"), MOVED.items())
@@ -188,7 +188,7 @@ def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path,
     section, key = old.split(".")
     variable = f"SLIPSTREAM__{section.upper()}__{key.upper()}"
     for data, overrides, environment in (
-        (SMALLEST | {section: {"method": "prompt_lookup"} | {key: 1}}, [], {}),
+        (SMALLEST | {section: {"method": "ngram"} | {key: 1}}, [], {}),
         (SMALLEST, [f"{old}=1"], {}),
         (SMALLEST, [], {variable: "1"}),
     ):
@@ -224,8 +224,8 @@ def test_layers_that_cannot_be_are_refused(layers):
 def test_each_method_says_whether_it_takes_a_model():
     with pytest.raises(ConfigError, match="layer_skip takes no model"):
         validated(SMALLEST | {"draft": {"method": "layer_skip", "model": "org/draft"}})
-    with pytest.raises(ConfigError, match="lookup_first needs a model"):
-        validated(SMALLEST | {"draft": {"method": "lookup_first"}})
+    with pytest.raises(ConfigError, match="hybrid needs a model"):
+        validated(SMALLEST | {"draft": {"method": "hybrid"}})
 
 
 def test_the_draft_pool_may_be_empty_and_the_target_pool_may_not() -> None:
@@ -250,3 +250,16 @@ def test_the_draft_pool_may_be_empty_and_the_target_pool_may_not() -> None:
 def test_a_pool_that_cannot_scale_so_is_refused(draft: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         validated({"model": {"target": "t"}, "draft": {"method": "suffix", **draft}})
+
+
+@pytest.mark.parametrize(("earlier", "name"), [("prompt_lookup", "ngram"), ("lookup_first", "hybrid")])
+def test_a_method_of_an_earlier_release_is_refused_with_its_name(earlier, name):
+    with pytest.raises(ConfigError, match=f"{earlier} is named {name} now"):
+        validated({"model": {"target": "owner/model"}, "draft": {"method": earlier}})
+
+
+def test_ratio_is_an_alias_of_rejection_sampling():
+    config = validated(
+        {"model": {"target": "owner/model"}, "draft": {"method": "ngram"}, "speculation": {"acceptance": "ratio"}}
+    )
+    assert config.speculation.acceptance == "rejection"

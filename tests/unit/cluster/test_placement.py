@@ -55,7 +55,7 @@ def test_ranks_without_cpus_still_leave_room_for_the_coordinator():
 
 
 def test_bounds_and_settings_reach_the_policy():
-    pool = DraftPool(method="prompt_lookup", max_sessions=12, replicas=DraftReplicas(min=0, max=4, down_delay_s=60))
+    pool = DraftPool(method="ngram", max_sessions=12, replicas=DraftReplicas(min=0, max=4, down_delay_s=60))
     scaled = bounds(pool.replicas)
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (0, 4)
     assert (scaled["upscale_delay_s"], scaled["downscale_delay_s"]) == (0, 0), "delays are the policy's"

@@ -105,7 +105,7 @@ def opens(draw: st.DrawFn) -> Open:
         choice=draw(U32),
         hash_key=draw(U64),
         acceptance=draw(st.sampled_from(Acceptance)),
-        max_draft_tokens=draw(st.integers(0, MAX_BLOCK_TOKENS)),
+        draft_tokens=draw(st.integers(0, MAX_BLOCK_TOKENS)),
         target_address=draw(st.text(max_size=8)),
         audit=rival is not None or draw(st.booleans()),
         rival=rival,
@@ -301,7 +301,7 @@ def weights(*values: int) -> bytes:
 
 
 def good_open() -> pb.Open:
-    message = Open("good", 3, (1, 2), 1, 9, (), Sampling(), 0, 0, 0, Acceptance.RATIO, 4)
+    message = Open("good", 3, (1, 2), 1, 9, (), Sampling(), 0, 0, 0, Acceptance.REJECTION, 4)
     return encode(pb.RouterToTarget, [message]).opens[0]
 
 
@@ -390,7 +390,7 @@ BAD_OPENS = {
     "no prompt": (with_fields(prompt_len=0), "prompt_len is 0"),
     "prompt beyond tokens": (with_fields(prompt_len=3), "prompt_len is 3 of 2"),
     "no room": (with_fields(max_len=2), "max_len is 2"),
-    "huge K": (with_fields(max_draft_tokens=2**32 - 1), "max_draft_tokens"),
+    "huge K": (with_fields(draft_tokens=2**32 - 1), "draft_tokens"),
     "unspecified acceptance": (with_fields(acceptance=0), "Acceptance"),
     "unknown acceptance": (with_fields(acceptance=77), "Acceptance"),
     "negative temperature": (with_sampling(temperature=-1.0), "temperature is -1"),
@@ -562,7 +562,7 @@ def test_a_refusal_of_unknown_kind_and_a_hello_without_a_name_are_malformed():
         stop_ids=st.binary(max_size=9),
         sampling=st.builds(pb.Sampling, temperature=st.floats(), top_k=U32, top_p=st.floats()),
         acceptance=st.integers(-(2**31), 2**31 - 1),
-        max_draft_tokens=U32,
+        draft_tokens=U32,
     ),
 )
 def test_decoding_never_raises(block, request):

@@ -22,7 +22,7 @@ DIFFERENCE = Difference(
     seed=2**63 + 1,
     choice=0,
     acceptance=Acceptance.COUPLED,
-    max_draft_tokens=4,
+    draft_tokens=4,
     served_by=("10.0.0.1:1",),
     audited_by="10.0.0.2:2",
 )

@@ -25,8 +25,8 @@ CONFIG: dict[str, Any] = {
 }
 SUFFIX = {"draft": {"method": "suffix", "model": None, "suffix": {"max_ngram": 8}}}
 EAGLE = {"draft": {"method": "eagle", "model": "owner/head", "eagle": {"states": [1, 2]}}}
-LOOKUP_FIRST = {"draft": {"method": "lookup_first", "model": "owner/draft"}}
-MODEL_TAKERS = TAKING_MODELS | {"lookup_first"}
+LOOKUP_FIRST = {"draft": {"method": "hybrid", "model": "owner/draft"}}
+MODEL_TAKERS = TAKING_MODELS | {"hybrid"}
 
 
 def merged(data: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def named(given: object) -> str:
         ({"draft": {"resources": {"num_gpus": 0.5}}}, {"Drafter"}, NOBODY),
         ({"draft": {"max_sessions": 40}}, {"Drafter"}, {"Target"}),
         ({"target": {"max_sessions": 16}}, POOLS, {"Target"}),
-        ({"speculation": {"max_draft_tokens": 2}}, POOLS, NOBODY),
+        ({"speculation": {"draft_tokens": 2}}, POOLS, NOBODY),
     ],
     ids=named,
 )
@@ -95,10 +95,10 @@ def test_a_change_replaces_those_whom_it_concerns(change: dict[str, Any], who: s
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("prompt_lookup", {"prompt_lookup": {"max_ngram": 6}}),
+        ("ngram", {"ngram": {"max_ngram": 6}}),
         ("suffix", {"suffix": {"max_ngram": 6}}),
         ("layer_skip", {"layer_skip": {"layers": 2}}),
-        ("lookup_first", {"model": "owner/draft", "prompt_lookup": {"max_ngram": 6}}),
+        ("hybrid", {"model": "owner/draft", "ngram": {"max_ngram": 6}}),
     ],
     ids=lambda given: str(given),
 )

@@ -21,8 +21,8 @@ from serve_app.startup import engine_of
     ("speculation", "policy"),
     [
         (SpeculationConfig(), Adaptive),
-        (SpeculationConfig(pacing="adaptive"), Adaptive),
-        (SpeculationConfig(pacing="lock_step"), ReferenceLoop),
+        (SpeculationConfig(schedule="adaptive"), Adaptive),
+        (SpeculationConfig(schedule="lock_step"), ReferenceLoop),
     ],
     ids=["default", "adaptive", "lock_step"],
 )
@@ -31,25 +31,21 @@ def test_the_pacing_is_the_one_that_is_named(speculation: SpeculationConfig, pol
 
 
 def test_what_serve_holds_back_is_bounded_and_answered_as_the_router_answers() -> None:
-    config = validated(
-        {"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}, "server": {"max_requests": 10}}
-    )
+    config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}, "server": {"max_requests": 10}})
     router = application(config)._bound_deployment  # Serve has no other way to look into an application
     assert (router.max_ongoing_requests, router.max_queued_requests) == (20, 10)
     assert (router.backpressure_config.status_code, router.backpressure_config.retry_after_s) == (429, 1)
 
 
 def test_drafters_know_the_targets_that_routers_do() -> None:
-    config = validated({"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}})
+    config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}})
     _, targets, drafters = application(config)._bound_deployment.init_args
     assert drafters._bound_deployment.init_args[1] is targets
 
 
 @pytest.mark.parametrize(("log_format", "told"), [("text", None), ("json", {"encoding": "JSON"})])
 def test_lines_of_all_replicas_are_as_the_configuration_says(log_format: str, told: dict[str, str] | None) -> None:
-    config = validated(
-        {"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}, "server": {"log_format": log_format}}
-    )
+    config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}, "server": {"log_format": log_format}})
     router = application(config)._bound_deployment
     replicas = [router, *(pool._bound_deployment for pool in router.init_args[1:])]
     assert [one.name for one in replicas] == ["Router", "Target", "Drafter"]
@@ -71,7 +67,7 @@ def test_replicas_compute_with_the_engine_of_their_pool(engine: str, of_replicas
     assert [engine_of(pool, replica) for replica in range(3)] == of_replicas
 
 
-CONFIG = validated({"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}})
+CONFIG = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}})
 POOLS = (MagicMock(), MagicMock())
 ends_once = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # Python calls `__del__` again
 
@@ -98,7 +94,7 @@ async def test_a_download_that_hangs_is_given_up(deployment: Any, pools: Any) ->
     hung = threading.Event()
     replica = deployment.__new__(deployment)
     limits = {"start_timeout_s": 1e-3}
-    config = validated({"model": {"target": "toy"}, "target": limits, "draft": {"method": "prompt_lookup", **limits}})
+    config = validated({"model": {"target": "toy"}, "target": limits, "draft": {"method": "ngram", **limits}})
     with (
         patch.object(startup, "local_folder", side_effect=lambda *_: hung.wait()),
         patch.object(deployments, "serve"),

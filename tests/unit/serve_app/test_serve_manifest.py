@@ -15,7 +15,7 @@ from serve_app.serve_manifest import whole_file
 
 CONFIG = """
 model: {target: owner/target}
-draft: {method: prompt_lookup, replicas: {min: 0, max: 2}}
+draft: {method: ngram, replicas: {min: 0, max: 2}}
 server: {host: 0.0.0.0, port: 8123, keep_alive_s: 30, insecure: true}
 """
 

@@ -80,7 +80,7 @@ def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: Dra
     limits = DraftingLimits(options.draft_probs_top_k)
     is_projected = draft.states.projects_at_target(head.config.needs)
     method = eagle_draft_model(
-        head, pages, page_size, limits, setup.max_draft_tokens, is_projected=is_projected, makers=setup.makers
+        head, pages, page_size, limits, setup.draft_tokens, is_projected=is_projected, makers=setup.makers
     )
     return decoded(method, setup.states)
 
@@ -95,7 +95,7 @@ def eagle_draft_model(
     pages: int,
     page_size: int,
     limits: DraftingLimits,
-    max_draft_tokens: int,
+    draft_tokens: int,
     clock: Callable[[], float] = time.monotonic,
     calibration: Calibration | None = None,
     attention: AttentionBackend | None = None,
@@ -104,7 +104,7 @@ def eagle_draft_model(
 ) -> DraftModel:
     """Creates the method over `pages` cache pages; `attention` defaults to what `choose_attention` picks.
 
-    A head that predicts several tokens per forward predicts `max_draft_tokens`. With `is_projected`, rows of states
+    A head that predicts several tokens per forward predicts `draft_tokens`. With `is_projected`, rows of states
     arrive already projected by the target.
     """
     runner = EagleRunner(head, pages, page_size, attention)
@@ -114,7 +114,7 @@ def eagle_draft_model(
     project = runner.placed if is_projected else runner.project
     feed = FedStates(needs, project, head.config.max_positions, runner.mask_state)
     token = head.config.mask_token
-    masks = ONE_AT_A_TIME if token is None else MaskTokens(token, max_draft_tokens)
+    masks = ONE_AT_A_TIME if token is None else MaskTokens(token, draft_tokens)
     cache = DraftCache(pages, page_size, UNFED)
     return DraftModel(
         runner, head.token_ids, cache, limits, clock, masks=masks, calibration=calibration, feed=feed, makers=makers

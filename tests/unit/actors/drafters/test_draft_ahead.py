@@ -31,11 +31,11 @@ from tests.unit.actors.drafters.drafting import (
 from tests.unit.actors.drafters.drafting_requests import Want, propose
 from tests.unit.cluster.samples import GREEDY, KEY
 
-COUPLED, RATIO = Acceptance
+COUPLED, REJECTION = Acceptance
 RULES = pytest.mark.parametrize(
     ("acceptance", "sampling"),
-    [(COUPLED, GREEDY), (COUPLED, DRAWN), (RATIO, DRAWN)],
-    ids=["greedy", "coupled", "ratio"],
+    [(COUPLED, GREEDY), (COUPLED, DRAWN), (REJECTION, DRAWN)],
+    ids=["greedy", "coupled", "rejection"],
 )
 PREFIX = (1, 2, 3)
 PREFIXES = [(1, 2, last) for last in range(6)]
@@ -43,7 +43,7 @@ PREFIXES = [(1, 2, last) for last in range(6)]
 
 def ahead_of(want: Want, proposal: Proposal) -> Want:
     """The want for what may come of a block."""
-    return replace(want, max_tokens=want.open.max_draft_tokens, unverified=proposal.tree)
+    return replace(want, max_tokens=want.open.draft_tokens, unverified=proposal.tree)
 
 
 def after(want: Want, *tokens: int) -> Want:
@@ -104,7 +104,7 @@ def test_each_likely_outcome_gets_one_block_at_its_own_address(acceptance, sampl
             assert len(stands) == 3 or new != block.tokens[len(stands)], "that would be one more accepted"
             assert guess.base_len == len(prefix) + len(guess.outcome)
             assert guess.prefix_hash == Prefix(KEY, (*prefix, *guess.outcome)).hash
-            assert len(guess.tokens) == want.open.max_draft_tokens
+            assert len(guess.tokens) == want.open.draft_tokens
         lengths |= {len(guess.outcome) for guess in guesses}
     assert lengths == {1, 2, 3, 4}, "after each rejection, and after none"
 
@@ -326,7 +326,7 @@ def test_what_would_come_after_the_verdict_is_not_begun_and_the_likelier_outcome
         found = propose(method, [replace(ahead_of(want, block), until=clock.now + until)], never)
         assert are_beginnings(found, whole)
         tokens.append(sum(len(guess.tokens) for guess in found))
-        if acceptance is RATIO:  # by the outcome alone; those after all of the block are begun later
+        if acceptance is REJECTION:  # by the outcome alone; those after all of the block are begun later
             for is_last in (False, True):
                 lengths = [len(guess.tokens) for guess in found if (len(guess.outcome) == 4) == is_last]
                 assert lengths == sorted(lengths, reverse=True)
@@ -354,14 +354,14 @@ def test_a_verdict_that_is_due_ends_nobody_elses_drafting_ahead(acceptance, samp
 @RULES
 def test_after_a_step_without_drafts_there_is_a_block_for_each_likely_token(acceptance, sampling):
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    going_on = replace(want, max_tokens=want.open.max_draft_tokens, unverified=NO_TREE)
+    going_on = replace(want, max_tokens=want.open.draft_tokens, unverified=NO_TREE)
     guesses = propose(a_method(PrefixRunner(scale=1.0)), [going_on], never)
     assert {len(guess.outcome) for guess in guesses} == {1}
     assert len(guesses) == len({guess.outcome for guess in guesses}) > 1
     for guess in guesses:
         (block,) = propose(
             a_method(PrefixRunner(scale=1.0)),
-            [replace(after(want, *guess.outcome), max_tokens=want.open.max_draft_tokens)],
+            [replace(after(want, *guess.outcome), max_tokens=want.open.draft_tokens)],
             never,
         )
         assert replace(guess, outcome=()) == block
@@ -427,7 +427,7 @@ def test_what_was_drafted_so_far_is_told_after_each_forward(acceptance, sampling
     assert {guess.prefix_hash for guess in told[-1]} == {guess.prefix_hash for guess in last}
     for guesses in told:
         assert are_beginnings(guesses, last)
-        if acceptance is RATIO:
+        if acceptance is REJECTION:
             assert all(guess in last for guess in guesses)
 
 

@@ -27,7 +27,7 @@ from tests.unit.actors.drafters.drafting import (
 from tests.unit.actors.drafters.drafting_requests import propose
 from tests.unit.cluster.samples import GREEDY
 
-COUPLED, RATIO = Acceptance
+COUPLED, REJECTION = Acceptance
 
 
 def greedy(last: int, count: int) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling)
             assert all(not {3, 9} & {i for i, w in zip(*row, strict=True) if w} for row in rows)
 
 
-@pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
+@pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (REJECTION, GREEDY)])
 def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, sampling):
     want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
     (proposal,) = propose(a_method(SpyRunner(), min_confidence=1.0), [want], never)
@@ -221,7 +221,7 @@ def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, s
 
 
 @pytest.mark.parametrize("unverified", [None, NO_TREE, DraftTree.chain((5, 6))])
-@pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (RATIO, GREEDY)])
+@pytest.mark.parametrize(("acceptance", "sampling"), [(COUPLED, DRAWN), (COUPLED, GREEDY), (REJECTION, GREEDY)])
 def test_tokens_that_are_not_worth_their_verification_are_not_sent(acceptance, sampling, unverified):
     want = a_want((1,), 5, sampling=sampling, acceptance=acceptance)
     want = replace(want, unverified=unverified)
@@ -234,7 +234,7 @@ def test_tokens_that_are_not_worth_their_verification_are_not_sent(acceptance, s
 
 
 def test_under_ratio_no_token_is_left_out_for_what_it_is():
-    want = replace(a_want((1,), 5, sampling=DRAWN, acceptance=RATIO), least_chance=1.0)
+    want = replace(a_want((1,), 5, sampling=DRAWN, acceptance=REJECTION), least_chance=1.0)
     (proposal,) = propose(a_method(SpyRunner(), min_confidence=1.0), [want], never)
     assert len(proposal.tokens) == 5
 
@@ -254,7 +254,7 @@ def test_a_text_with_tokens_that_are_never_proposed_can_be_penalised(acceptance,
 
 
 def ratio_proposal(tokens: tuple[int, ...], max_tokens: int, seed: int, **limits: Any) -> Any:
-    want = a_want(tokens, max_tokens, sampling=DRAWN, seed=seed, acceptance=RATIO)
+    want = a_want(tokens, max_tokens, sampling=DRAWN, seed=seed, acceptance=REJECTION)
     (proposal,) = propose(a_method(SpyRunner(), **limits), [want], never)
     return proposal
 
@@ -296,7 +296,7 @@ def test_under_ratio_tokens_follow_the_draft_probs_that_are_sent():
 
 def test_under_ratio_rows_have_the_agreed_width_even_when_less_is_allowed():
     """A request's own top_k below the drafter's leaves fewer entries: padding must carry no weight."""
-    want = a_want((1,), 2, sampling=Sampling(top_k=2), acceptance=RATIO)
+    want = a_want((1,), 2, sampling=Sampling(top_k=2), acceptance=REJECTION)
     (proposal,) = propose(a_method(SpyRunner(), top_k=4), [want], never)
     for ids, weights in zip(proposal.tree.probs.token_ids, proposal.tree.probs.weights, strict=True):
         assert len(ids) == len(weights) == 4
@@ -333,7 +333,7 @@ def broken_after(token: int, value: float = torch.nan) -> SpyRunner:
     return SpyRunner(table)
 
 
-RULES = [(COUPLED, GREEDY), (COUPLED, DRAWN), (RATIO, DRAWN)]
+RULES = [(COUPLED, GREEDY), (COUPLED, DRAWN), (REJECTION, DRAWN)]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

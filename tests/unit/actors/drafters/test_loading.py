@@ -126,7 +126,7 @@ def test_a_draft_with_learned_positions_drafts_up_to_its_last_one(
         if proposal.tokens:
             propose(method, [replace(want, unverified=proposal.tree)], never)
     assert found[-5:] == [0] * 5
-    if acceptance is Acceptance.RATIO:
+    if acceptance is Acceptance.REJECTION:
         assert found[:6] == [4, 4, 4, 3, 2, 1]
 
 

@@ -31,7 +31,7 @@ from tests.unit.actors.drafters.drafting_requests import propose
 from tests.unit.cluster.samples import GREEDY
 
 MASK = VOCABULARY  # an id that no text has
-COUPLED, RATIO = Acceptance
+COUPLED, REJECTION = Acceptance
 
 
 class MaskRunner(SpyRunner):
@@ -133,7 +133,7 @@ def test_doubt_cuts_a_group_and_what_was_named_after_it_is_dropped():
 
 
 def test_under_ratio_each_token_follows_the_draft_probs_sent_for_it():
-    want = a_want((1,), 3, sampling=DRAWN, acceptance=RATIO)
+    want = a_want((1,), 3, sampling=DRAWN, acceptance=REJECTION)
     for seed in range(20):
         seeded = replace(want, open=replace(want.open, seed=seed))
         (proposal,) = propose(a_method(MaskRunner()), [seeded], never)

@@ -19,7 +19,7 @@ def promised(folder: Path, **config: Any) -> float | None:
 def test_a_folder_may_promise_a_share_of_first_tokens(tmp_path: Path) -> None:
     assert promised(tmp_path, **{FIGURE: 0.6}) == 0.6
     assert promised(tmp_path) is None
-    assert published_acceptance(DraftPool(method="prompt_lookup")) is None
+    assert published_acceptance(DraftPool(method="ngram")) is None
 
 
 @pytest.mark.parametrize("figure", [0, 1.1, -0.5, "0.6"])

@@ -246,7 +246,7 @@ def test_whoever_waits_for_a_block_does_not_wait_for_second_thoughts():
 
 def test_under_ratio_there_are_none():
     """A prefix has one continuation there: which version of a block is used says nothing about its tokens."""
-    want = a_want((1, 2), 3, sampling=DRAWN, acceptance=Acceptance.RATIO)
+    want = a_want((1, 2), 3, sampling=DRAWN, acceptance=Acceptance.REJECTION)
     guesses = propose(a_method(SpyRunner(), Mistaken), [ahead(want)], never)
     for guess in guesses:
         tokens = (*want.tokens, *guess.outcome)
@@ -281,7 +281,7 @@ def test_of_many_outcomes_the_likeliest_are_named():
 
 def test_under_ratio_the_model_names_all_first_tokens():
     """A prefix must keep its continuation, whoever had time for what."""
-    want = within(ahead(a_want((1, 2), 3, sampling=DRAWN, acceptance=Acceptance.RATIO)), 1)
+    want = within(ahead(a_want((1, 2), 3, sampling=DRAWN, acceptance=Acceptance.REJECTION)), 1)
     assert propose(a_method(SpyRunner(), Following), [want], never) == []
 
 
@@ -374,7 +374,7 @@ def test_what_was_read_is_of_no_use_where_the_same_block_is_wanted_again():
 
 def test_under_ratio_nothing_is_named_at_once():
     runner = SpyRunner()
-    want = a_want((1, 2), 3, sampling=DRAWN, acceptance=Acceptance.RATIO)
+    want = a_want((1, 2), 3, sampling=DRAWN, acceptance=Acceptance.REJECTION)
     method = a_method(runner, Following)
     propose(method, [within(ahead(want), 1)], never)
     read = len(runner.fed)
@@ -403,7 +403,7 @@ def test_a_head_whose_logits_are_not_finite_leaves_what_the_model_drafted(shape)
     (block,) = propose(method, [want], never)
     (alone,) = propose(a_method(SpyRunner(), None), [want], never)
     assert block.tokens[:1] == alone.tokens[:1]
-    ahead = replace(want, max_tokens=want.open.max_draft_tokens, unverified=block.tree)
+    ahead = replace(want, max_tokens=want.open.draft_tokens, unverified=block.tree)
     assert all(guess.tokens for guess in propose(method, [ahead], never))
     after = (*want.tokens, block.tokens[0], 4)
     (next_block,) = propose(method, [replace(want, tokens=after, prefix_hash=Prefix(KEY, after).hash)], never)

@@ -19,7 +19,7 @@ from protos.messages import StateDtype, StatesFormat, StatesNeeded
 from tests.unit.actors.drafters.drafting_requests import Want, propose
 from tests.unit.cluster.samples import an_open
 
-SETUP = DraftSetup("float32", max_context=64, max_draft_tokens=4, target_tokens={1: "a"}, target="org/target")
+SETUP = DraftSetup("float32", max_context=64, draft_tokens=4, target_tokens={1: "a"}, target="org/target")
 
 
 def test_the_methods_are_those_of_the_configuration() -> None:
@@ -36,7 +36,7 @@ def test_prompt_lookup_is_made_of_its_section() -> None:
     want = Want(an_open("s", tokens=tokens), tokens, 1, max_tokens=2)
     for shortest, found in ((2, (9, 2)), (3, ())):
         options = NgramOptions(max_ngram=3, min_ngram=shortest)
-        method = create_method(DraftPool(method="prompt_lookup", prompt_lookup=options), SETUP)
+        method = create_method(DraftPool(method="ngram", ngram=options), SETUP)
         (proposal,) = propose(method, [want])
         assert proposal.tokens == found
 
@@ -54,7 +54,7 @@ def test_a_method_without_a_model_needs_no_torch() -> None:
 
 
 TARGET = Path("target")
-NAMED = DraftPool(method="prompt_lookup")
+NAMED = DraftPool(method="ngram")
 
 
 @pytest.mark.parametrize("method", sorted(MODULES.keys() - STATE_READERS))
@@ -68,8 +68,8 @@ def test_other_methods_read_nothing_of_the_target(method: str) -> None:
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of a method that is in the configuration."""
-    readers = frozenset({"prompt_lookup"})
-    monkeypatch.setattr(registry, "MODULES", {"prompt_lookup": "tests.unit.actors.drafters.state_reader"})
+    readers = frozenset({"ngram"})
+    monkeypatch.setattr(registry, "MODULES", {"ngram": "tests.unit.actors.drafters.state_reader"})
     monkeypatch.setattr(registry, "STATE_READERS", readers)
     monkeypatch.setattr(config, "STATE_READERS", readers)
 
@@ -77,7 +77,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("reader")
 def test_a_method_that_reads_states_says_which_and_projects_them_at_the_target() -> None:
     """The rank that captures is another process."""
-    draft = DraftPool(method="prompt_lookup", states=StatesOptions(dtype="float8"))
+    draft = DraftPool(method="ngram", states=StatesOptions(dtype="float8"))
     assert states_needed(draft, TARGET) == StatesNeeded((1, 2, 3), 24, 8)
     assert states_format(draft, TARGET) == StatesFormat(8, StateDtype.FLOAT8)
     spec = pickle.loads(pickle.dumps(capture_spec(draft, TARGET, "float32")))
@@ -89,7 +89,7 @@ def test_a_method_that_reads_states_says_which_and_projects_them_at_the_target()
 
 @pytest.mark.usefixtures("reader")
 def test_or_leaves_the_projection_to_the_drafter() -> None:
-    draft = DraftPool(method="prompt_lookup", states=StatesOptions(project="drafter"))
+    draft = DraftPool(method="ngram", states=StatesOptions(project="drafter"))
     spec = capture_spec(draft, TARGET, "float32")
     assert spec is not None
     assert spec.format == states_format(draft, TARGET) == StatesFormat(24, StateDtype.BFLOAT16)

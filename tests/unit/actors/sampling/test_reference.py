@@ -18,7 +18,7 @@ from actors.sampling.reference import BlockDecision, DrawAddress, accept, draw, 
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling
 
-COUPLED, RATIO = Acceptance
+COUPLED, REJECTION = Acceptance
 FALSE_ALARM = 1e-6
 
 
@@ -122,7 +122,7 @@ def first_tokens(logits: Tensor, draft_row: dict[int, int] | None, drafts: list[
     stood = 0
     for seed, token in enumerate(drafts):
         probs = sparse(draft_row) if draft_row else None
-        accepted, new = accept_chain(RATIO, False, logits, (token,), probs, at(seed))
+        accepted, new = accept_chain(REJECTION, False, logits, (token,), probs, at(seed))
         stood += accepted
         counts[token if accepted else new] += 1
     return counts, stood
@@ -152,7 +152,7 @@ def test_ratio_keeps_the_targets_distribution_under_a_point_mass():
 def test_the_bonus_token_follows_the_last_position():
     probs = [0.5, 0.3, 0.2]
     logits = log_probs([0.0, 0.0, 1.0], probs)
-    decided = [accept_chain(RATIO, False, logits, (2,), None, at(seed)) for seed in range(4000)]
+    decided = [accept_chain(REJECTION, False, logits, (2,), None, at(seed)) for seed in range(4000)]
     assert {accepted for accepted, _ in decided} == {1}
     assert p_value(Counter(new for _, new in decided), probs) > FALSE_ALARM
 
@@ -160,7 +160,7 @@ def test_the_bonus_token_follows_the_last_position():
 def test_nothing_after_a_rejection_is_accepted():
     """Position 0 never stands; position 1 always would."""
     logits = log_probs([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0])
-    decided = [accept_chain(RATIO, False, logits, (2, 2), None, at(seed)) for seed in range(100)]
+    decided = [accept_chain(REJECTION, False, logits, (2, 2), None, at(seed)) for seed in range(100)]
     assert {accepted for accepted, _ in decided} == {0}
     assert {new for _, new in decided} == {0, 1}
 
@@ -169,7 +169,7 @@ def test_a_token_that_the_target_excludes_is_rejected_and_never_recovered():
     """A drafter that does not know the mask proposes it: -inf at the target, any weight at the drafter."""
     logits = process(log_probs([0.25] * 4, [0.25] * 4), Sampling(top_k=2), (), DraftTree.chain((3,)))
     for seed in range(200):
-        accepted, new = accept_chain(RATIO, False, logits, (3,), sparse({3: 1, 0: 1}), at(seed))
+        accepted, new = accept_chain(REJECTION, False, logits, (3,), sparse({3: 1, 0: 1}), at(seed))
         assert accepted == 0
         assert new in {0, 1}
 
@@ -177,8 +177,8 @@ def test_a_token_that_the_target_excludes_is_rejected_and_never_recovered():
 def test_a_token_that_the_target_holds_likelier_than_the_drafter_always_stands():
     logits = log_probs([0.5, 0.5], [0.5, 0.5])
     for seed in range(200):
-        assert accept_chain(RATIO, False, logits, (1,), sparse({0: 1, 1: 1}), at(seed))[0] == 1
-        assert accept_chain(RATIO, False, logits, (1,), sparse({0: 3, 1: 1}), at(seed))[0] == 1
+        assert accept_chain(REJECTION, False, logits, (1,), sparse({0: 1, 1: 1}), at(seed))[0] == 1
+        assert accept_chain(REJECTION, False, logits, (1,), sparse({0: 3, 1: 1}), at(seed))[0] == 1
 
 
 @given(
@@ -194,7 +194,7 @@ def test_a_recovered_token_has_positive_residual(target, drafted, seed):
     for token, weight in enumerate(drafted):
         if weight == 0:
             continue
-        accepted, new = accept_chain(RATIO, False, logits, (token,), sparse(dict(enumerate(drafted))), at(seed))
+        accepted, new = accept_chain(REJECTION, False, logits, (token,), sparse(dict(enumerate(drafted))), at(seed))
         if accepted == 0:
             assert target[new] * draft_total > drafted[new] * total
 
@@ -206,7 +206,7 @@ def test_acceptance_noise_is_the_addressed_one():
     noise = uniform_scalar(key(seed, 0, position, Purpose.ACCEPT))
     for target_prob, accepted in ((noise * 1.001, 1), (noise * 0.999, 0)):
         logits = log_probs(*[[target_prob, 1 - target_prob]] * 2)
-        assert accept_chain(RATIO, False, logits, (0,), None, at(seed, position))[0] == accepted
+        assert accept_chain(REJECTION, False, logits, (0,), None, at(seed, position))[0] == accepted
 
 
 def test_a_rejection_where_rounding_leaves_no_residual_draws_from_the_target(monkeypatch):
@@ -215,7 +215,7 @@ def test_a_rejection_where_rounding_leaves_no_residual_draws_from_the_target(mon
     probs = [0.5, 0.25, 0.25]
     logits = log_probs(probs, probs)
     equal = sparse({0: 2, 1: 1, 2: 1})
-    decided = [accept_chain(RATIO, False, logits, (0,), equal, at(seed)) for seed in range(2000)]
+    decided = [accept_chain(REJECTION, False, logits, (0,), equal, at(seed)) for seed in range(2000)]
     assert {accepted for accepted, _ in decided} == {0}
     assert p_value(Counter(new for _, new in decided), probs) > FALSE_ALARM
 
@@ -308,4 +308,4 @@ def test_a_tree_decides_what_the_chain_of_its_right_path_does():
 
 def test_the_ratio_rule_refuses_a_tree():
     with pytest.raises(AssertionError, match="chains"):
-        accept(RATIO, False, torch.zeros(6, 9), TREE, at(1))
+        accept(REJECTION, False, torch.zeros(6, 9), TREE, at(1))

@@ -64,7 +64,7 @@ def blocks(draw: st.DrawFn) -> PendingBlock:
     rule = draw(st.sampled_from(Acceptance))
     sampling = draw(st.sampled_from(SAMPLINGS))
     chain = tuple(draw(st.lists(tokens, max_size=4)))
-    is_ratio = rule is Acceptance.RATIO and not sampling.greedy
+    is_ratio = rule is Acceptance.REJECTION and not sampling.greedy
     return PendingBlock(
         rule=rule,
         sampling=sampling,
@@ -156,8 +156,8 @@ def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_nonsense_is_decided_like_anything_else_and_harms_no_other_block(value):
     sane = a_block(Sampling(top_k=3))
-    insane = a_block(Sampling(top_k=3), Acceptance.RATIO)
-    step = [sane, insane, a_block(Sampling()), a_block(Sampling(top_p=0.9), Acceptance.RATIO), sane]
+    insane = a_block(Sampling(top_k=3), Acceptance.REJECTION)
+    step = [sane, insane, a_block(Sampling()), a_block(Sampling(top_p=0.9), Acceptance.REJECTION), sane]
     logits = some_logits(step, 2)
     logits[3:12] = value
     found = decide(step, logits)
@@ -171,7 +171,9 @@ def test_a_rejection_where_rounding_leaves_no_residual_is_decided_by_the_specifi
         monkeypatch.setattr(f"actors.sampling.{module}.uniform_scalar", lambda _: 1.0)
     equal = SparseProbs(((0, 1, 2),), ((1, 1, 1),))
     drafted = DraftTree.chain((0,), equal)
-    step = [PendingBlock(Acceptance.RATIO, Sampling(), drafted, None, DrawAddress(seed, 0, 3)) for seed in range(40)]
+    step = [
+        PendingBlock(Acceptance.REJECTION, Sampling(), drafted, None, DrawAddress(seed, 0, 3)) for seed in range(40)
+    ]
     row = torch.full((VOCABULARY,), -torch.inf)
     row[:3] = 0.0
     found = decide(step, row.repeat(2 * len(step), 1))

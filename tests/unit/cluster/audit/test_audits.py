@@ -86,8 +86,8 @@ def test_by_default_nothing_is_audited():
 
 def test_ratio_is_counted_and_not_audited():
     desk = Desk()
-    desk.ended(sampling=Sampling(temperature=0.7), acceptance=Acceptance.RATIO)
-    assert (desk.outcomes, desk.tick()) == ({"ratio": 1}, [])
+    desk.ended(sampling=Sampling(temperature=0.7), acceptance=Acceptance.REJECTION)
+    assert (desk.outcomes, desk.tick()) == ({"rejection": 1}, [])
 
 
 def test_a_request_that_came_to_nothing_is_no_request():

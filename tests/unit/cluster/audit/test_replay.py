@@ -34,7 +34,7 @@ def test_it_is_the_same_request_without_drafts_and_no_longer_than_its_answer():
     assert (request.tokens, request.prompt_len, request.max_len) == (PROMPT, 3, 7)
     assert (request.sampling, request.seed, request.choice) == (Sampling(temperature=0.7), 7, 1)
     assert (request.stop_ids, request.acceptance) == ((0,), Acceptance.COUPLED)
-    assert (request.audit, request.max_draft_tokens, request.rival) == (True, 0, None)
+    assert (request.audit, request.draft_tokens, request.rival) == (True, 0, None)
     assert request.session != "s", "the request itself may still be open where its Close has not come"
 
 
@@ -154,5 +154,5 @@ def test_a_question_that_was_not_answered_is_asked_again():
 def test_what_depends_on_the_drafts_cannot_be_repeated():
     sampled = Sampling(temperature=0.7)
     assert is_repeatable(replace(GENERATION, sampling=sampled))
-    assert is_repeatable(replace(GENERATION, acceptance=Acceptance.RATIO)), "greedy is greedy under both rules"
-    assert not is_repeatable(replace(GENERATION, sampling=sampled, acceptance=Acceptance.RATIO))
+    assert is_repeatable(replace(GENERATION, acceptance=Acceptance.REJECTION)), "greedy is greedy under both rules"
+    assert not is_repeatable(replace(GENERATION, sampling=sampled, acceptance=Acceptance.REJECTION))

@@ -467,7 +467,7 @@ def test_a_block_under_verification_is_drafted_ahead_for_once():
     want = desk.ahead()
     assert (want.tokens, want.prefix_hash) == ((1, 2), hash_of(1, 2))
     assert want.unverified == DraftTree.chain((5, 6))
-    assert want.max_tokens >= want.open.max_draft_tokens, "the target has not asked for less"
+    assert want.max_tokens >= want.open.draft_tokens, "the target has not asked for less"
     assert desk.wants_ahead(9) == []
     assert desk.wants(9) == []
 

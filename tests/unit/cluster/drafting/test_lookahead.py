@@ -119,7 +119,7 @@ def test_early_is_told_after_each_forward_and_under_ratio_of_whole_blocks_alone(
     draft_ahead(method, [a_request()], ForwardTime(), method.clock, lambda: False, told.append)
     assert len(told) == len(method.extended)
     lengths = {len(proposal.tokens) for proposals in told for proposal in proposals}
-    assert lengths == ({3} if acceptance is Acceptance.RATIO else {1, 2, 3})
+    assert lengths == ({3} if acceptance is Acceptance.REJECTION else {1, 2, 3})
 
 
 def test_no_block_follows_a_stop_or_the_longest_text() -> None:

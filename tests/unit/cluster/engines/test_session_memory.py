@@ -42,7 +42,7 @@ def asked(session: str = "a", **changes: object) -> Open:
         "choice": 0,
         "hash_key": 3,
         "acceptance": Acceptance.COUPLED,
-        "max_draft_tokens": 4,
+        "draft_tokens": 4,
     }
     return Open(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -168,10 +168,10 @@ def test_states_are_wanted_by_position_and_read_as_far_as_the_engine_holds_the_t
 def test_ratio_and_scores_of_a_prompt_are_refused_with_a_word() -> None:
     scene = Scene()
     for request, word in (
-        (asked(acceptance=Acceptance.RATIO, sampling=Sampling()), "acceptance is ratio"),
+        (asked(acceptance=Acceptance.REJECTION, sampling=Sampling()), "acceptance is rejection"),
         (asked(scoring=Scoring(prompt_top=0)), "prompt_logprobs"),
     ):
         ((_, refusal),) = scene.scheduler.receive("router#1", request, 0.0)
         assert refusal.reason is RefusalReason.INVALID
         assert word in refusal.message
-    assert scene.scheduler.receive("router#1", asked(acceptance=Acceptance.RATIO), 0.0) == [], "greedy has no ratio"
+    assert scene.scheduler.receive("router#1", asked(acceptance=Acceptance.REJECTION), 0.0) == [], "greedy has no ratio"

@@ -12,7 +12,7 @@ from cluster.errors import ConfigError
 SMALLEST: dict[str, Any] = {
     "model": {"target": "org/target"},
     "target": {"engine": "vllm", "cache_per_rank": {"gib": 1}},
-    "draft": {"method": "prompt_lookup"},
+    "draft": {"method": "ngram"},
 }
 
 
@@ -67,8 +67,8 @@ def test_a_mixed_pool_has_a_replica_of_each_engine_and_asks_what_both_can() -> N
         with_target(engine="mixed")
     with pytest.raises(ConfigError, match="gib is missing"):
         with_target(**two, cache_per_rank={})
-    with pytest.raises(ConfigError, match="acceptance is ratio"):
-        validated({**SMALLEST, "target": {**SMALLEST["target"], **two}, "speculation": {"acceptance": "ratio"}})
+    with pytest.raises(ConfigError, match="acceptance is rejection"):
+        validated({**SMALLEST, "target": {**SMALLEST["target"], **two}, "speculation": {"acceptance": "rejection"}})
 
 
 @pytest.mark.parametrize("engine", ["vllm", "mixed"])
@@ -81,7 +81,7 @@ def test_pages_that_vllm_keeps_are_as_large_as_vllm_says(engine: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({"speculation": {"acceptance": "ratio"}}, "speculation.acceptance is ratio"),
+        ({"speculation": {"acceptance": "rejection"}}, "speculation.acceptance is rejection"),
         (
             {"draft": {"method": "eagle", "model": "org/head", "states": {"keep": False}}},
             "draft.states.keep is false",

@@ -46,10 +46,10 @@ class Desk:
             self.assignments.drafters.up(address)
 
     def begin(
-        self, name: str = "s", max_draft_tokens: int = 4, prompt: tuple[int, ...] = PROMPT, salt: str = ""
+        self, name: str = "s", draft_tokens: int = 4, prompt: tuple[int, ...] = PROMPT, salt: str = ""
     ) -> Assignment:
         coupled = Acceptance.COUPLED
-        generation = Generation(name, prompt, len(prompt) + 47, (0,), GREEDY, 7, 8, 0, KEY, coupled, max_draft_tokens)
+        generation = Generation(name, prompt, len(prompt) + 47, (0,), GREEDY, 7, 8, 0, KEY, coupled, draft_tokens)
         assignment = Assignment(Session(replace(generation, cache_salt=salt)), self.now)
         self.note(self.assignments.add(assignment, self.now))
         return assignment
@@ -134,7 +134,7 @@ def test_a_session_that_is_over_makes_room():
 
 def test_a_request_without_speculation_has_no_drafter_and_waits_for_none():
     desk = Desk()
-    assert desk.begin(max_draft_tokens=0).drafter is None
+    assert desk.begin(draft_tokens=0).drafter is None
     assert not desk.assignments.awaits_tick
 
 

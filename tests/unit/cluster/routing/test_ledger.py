@@ -39,7 +39,7 @@ PLAIN = Generation(
     choice=0,
     hash_key=KEY,
     acceptance=Acceptance.COUPLED,
-    max_draft_tokens=4,
+    draft_tokens=4,
 )
 
 
@@ -234,7 +234,7 @@ def test_a_resync_is_answered_with_the_ledger_to_the_current_drafter_only():
     assert session.on_drafter_resync("d1") == [], "there is nobody to draft for"
 
 
-@pytest.mark.parametrize(("acceptance", "seed"), [(Acceptance.COUPLED, 7), (Acceptance.RATIO, 8)])
+@pytest.mark.parametrize(("acceptance", "seed"), [(Acceptance.COUPLED, 7), (Acceptance.REJECTION, 8)])
 def test_a_drafter_gets_the_acceptance_seed_only_where_it_must_draw_the_same(acceptance, seed):
     """Under ratio, a drafter that knows the seed could draft what will be accepted."""
     session = a_session(target=None, drafter=None, acceptance=acceptance)
@@ -249,7 +249,7 @@ def test_a_drafter_gets_the_acceptance_seed_only_where_it_must_draw_the_same(acc
 
 
 def test_plain_decoding_wants_no_drafter():
-    assert not a_session(drafter=None, max_draft_tokens=0).wants_drafter
+    assert not a_session(drafter=None, draft_tokens=0).wants_drafter
 
 
 def test_an_end_frees_both_sides_once():

@@ -71,9 +71,9 @@ def test_steps_that_feed_prompts_say_nothing_of_the_rate():
     pacer = a_pacer()
     step = StepShape(rows=1, tokens=1, decoding=1)
     pacer.step_made(replace(step, prompts=1, prompt_tokens=8, tokens=9), 1, 5.0, took_s=5.0)
-    assert pacer.load.plain_rate == 10.0
+    assert pacer.load.non_speculative_rate == 10.0
     pacer.step_made(step, 1, 0.2, took_s=0.2)
-    assert pacer.load.plain_rate < 10.0
+    assert pacer.load.non_speculative_rate < 10.0
 
 
 DECODES = StepShape(rows=4, tokens=4, decoding=4, is_open_to_drafts=True)

@@ -5,7 +5,7 @@ import pytest
 from cluster.config import load_config, validated
 from cluster.errors import ConfigError
 
-MODELS = {"model": {"target": "t"}, "draft": {"method": "prompt_lookup"}}
+MODELS = {"model": {"target": "t"}, "draft": {"method": "ngram"}}
 
 
 @pytest.mark.parametrize(
@@ -29,5 +29,5 @@ def test_nothing_is_said_by_default():
 @pytest.mark.parametrize(("given", "expected"), [("tls/{role}", "{folder}/tls/{role}"), ("/tls", "/tls")])
 def test_files_are_relative_to_the_config(tmp_path, given, expected):
     path = tmp_path / "config.yaml"
-    path.write_text("model: {target: t}\ndraft: {method: prompt_lookup}\n" + f"trust: {{certificates: '{given}'}}\n")
+    path.write_text("model: {target: t}\ndraft: {method: ngram}\n" + f"trust: {{certificates: '{given}'}}\n")
     assert load_config(path).trust.certificates == expected.replace("{folder}", str(tmp_path))

@@ -191,7 +191,7 @@ def test_who_came_before_the_session_is_heard_only_with_its_ticket():
 
 
 def test_nobody_drafts_for_an_audit():
-    scheduler = opened(audit=True, max_draft_tokens=0, ticket_key=b"")
+    scheduler = opened(audit=True, draft_tokens=0, ticket_key=b"")
     assert attach(scheduler, None) == []
 
 

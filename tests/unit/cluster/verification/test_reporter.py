@@ -21,7 +21,7 @@ def report(desk: Desk, after: float = 0.0) -> TargetReport:
 def test_sessions_that_want_drafts_are_told_apart_by_whether_somebody_drafts() -> None:
     desk = Desk(max_sessions=3)
     for name in "abcd":
-        desk.open(name, tokens=PROMPT, max_len=20, max_draft_tokens=0 if name == "c" else 4)
+        desk.open(name, tokens=PROMPT, max_len=20, draft_tokens=0 if name == "c" else 4)
     desk.attach(PROMPT, "a")
     told = report(desk)
     assert (told.running, told.queued, told.drafted, told.undrafted) == (3, 1, 1, 1)

@@ -431,7 +431,7 @@ def test_a_target_without_sessions_is_not_idle_but_out_of_work():
 def test_under_ratio_the_first_arrival_for_a_prefix_stays():
     """Which of two blocks is used must not depend on the second: that would bias the text."""
     desk = Desk()
-    desk.open(tokens=(1, 2), acceptance=Acceptance.RATIO, sampling=Sampling())
+    desk.open(tokens=(1, 2), acceptance=Acceptance.REJECTION, sampling=Sampling())
     desk.block((1, 2), (9,))
     desk.block((1, 2), text((1, 2), 1))
     assert only_verdict(desk.step()).accepted == 0
@@ -442,7 +442,7 @@ def test_under_ratio_the_first_arrival_for_a_prefix_stays():
     "rules",
     [
         {"acceptance": Acceptance.COUPLED, "sampling": Sampling()},
-        {"acceptance": Acceptance.RATIO, "sampling": Sampling(temperature=0.0)},
+        {"acceptance": Acceptance.REJECTION, "sampling": Sampling(temperature=0.0)},
     ],
     ids=["coupled", "greedy"],
 )
@@ -644,7 +644,7 @@ def test_a_draft_prob_outside_the_vocabulary_is_refused_though_no_token_is():
 
 def test_plain_sessions_take_no_blocks():
     desk = Desk()
-    desk.open(tokens=(1, 2), max_draft_tokens=0)
+    desk.open(tokens=(1, 2), draft_tokens=0)
     desk.block((1, 2), (5,))
     assert desk.dropped == {"too_long": 1}
 
@@ -790,14 +790,14 @@ def test_requests_without_speculation_do_not_shorten_its_pauses():
     desk = Desk(max_context=1000, pages=1000)
     desk.scheduler = VerificationScheduler(desk.limits)
 
-    def run(session: str, max_draft_tokens: int, steps: int) -> list[bool]:
+    def run(session: str, draft_tokens: int, steps: int) -> list[bool]:
         """Whether speculation was on at each step; each takes twice as long with it as without."""
-        desk.open(session, max_draft_tokens=max_draft_tokens, max_len=900)
+        desk.open(session, draft_tokens=draft_tokens, max_len=900)
         desk.attach((1, 2, 3), session)
         on = []
         for _ in range(steps):
             on.append(bool(desk.scheduler.speculation["on"]))
-            desk.now += 0.2 if on[-1] and max_draft_tokens else 0.1
+            desk.now += 0.2 if on[-1] and draft_tokens else 0.1
             desk.step()
         desk.scheduler.receive(ROUTER, Close(session, 1), desk.now)
         return on
@@ -832,7 +832,7 @@ def test_nothing_is_waited_for_before_the_last_token_or_with_speculation_off():
     """A block there could not bring anything: one plain step ends the session."""
     desk = Desk(patience=lambda *_: 2.0)
     desk.open("last", tokens=(1, 2), max_len=4)
-    desk.open("plain", tokens=(1, 2), max_draft_tokens=0)
+    desk.open("plain", tokens=(1, 2), draft_tokens=0)
     for name in ("last", "plain"):
         desk.attach((1, 2), name)
     desk.step()
@@ -1583,7 +1583,7 @@ PROMPT = (1, 2, 3)
 def a_branching_desk(**changes: Any) -> tuple[Desk, tuple[int, ...]]:
     """One session past its prompt, and what was decided so far, prompt included."""
     desk = Desk(**changes)
-    desk.open(tokens=PROMPT, max_len=20, max_draft_tokens=4)
+    desk.open(tokens=PROMPT, max_len=20, draft_tokens=4)
     desk.attach(PROMPT)
     sends = desk.step()
     assert only_request(sends).shape is Shape.TREE
@@ -1644,8 +1644,8 @@ def test_of_a_late_tree_what_follows_the_decided_tokens_is_verified():
 
 @pytest.mark.parametrize(
     ("session", "limits"),
-    [({"acceptance": Acceptance.RATIO, "sampling": Sampling()}, {}), ({}, {"trees": False})],
-    ids=["ratio", "an engine without"],
+    [({"acceptance": Acceptance.REJECTION, "sampling": Sampling()}, {}), ({}, {"trees": False})],
+    ids=["rejection", "an engine without"],
 )
 def test_trees_are_neither_asked_for_nor_taken_where_they_could_not_be_verified(session, limits):
     desk = Desk(**limits)
@@ -1680,7 +1680,7 @@ def test_sessions_with_random_trees_go_on_with_the_same_text_whatever_becomes_of
     rng = random.Random(page_size)
     prompts = {"old": (1, 2, 3, 4), "twin": (1, 2, 3, 4), "young": (4, 5, 6)}
     for name, prompt in prompts.items():
-        desk.open(name, tokens=prompt, max_len=30, max_draft_tokens=6)
+        desk.open(name, tokens=prompt, max_len=30, draft_tokens=6)
         desk.attach(prompt, name)
     got: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
     branches = 0

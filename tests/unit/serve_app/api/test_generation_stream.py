@@ -40,7 +40,7 @@ def test_what_became_of_drafts_adds_up_over_all_choices(codec: TextCodec) -> Non
     metrics = metrics_of([first, other])
     assert metrics is not None
     told = metrics.speculative_decoding
-    most = first.generation.max_draft_tokens
+    most = first.generation.draft_tokens
     assert told.acceptance_histogram == (1, 0, 1, 1, *[0] * (most - 3))
     assert (told.num_spec_tokens, told.num_spec_steps) == (most, 3)
     assert (told.num_draft_tokens, told.num_accepted_draft_tokens) == (8, 5)

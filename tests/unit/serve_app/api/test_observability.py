@@ -170,7 +170,7 @@ async def test_no_log_holds_a_prompt_or_an_answer(
     what: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = byte_tokenizer()
-    config = validated({"model": {"target": "toy", "max_context": 64}, "draft": {"method": "prompt_lookup"}})
+    config = validated({"model": {"target": "toy", "max_context": 64}, "draft": {"method": "ngram"}})
     generator = ScriptedGenerator()
     generator.scripts = [scripts()[what]]
 

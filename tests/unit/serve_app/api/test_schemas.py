@@ -106,7 +106,7 @@ def test_an_answers_message_may_be_sent_back() -> None:
         (COMPLETION, {"stream": "yes"}, "stream"),
         (COMPLETION, {"stream_options": {"include_usage": True}}, "stream_options"),
         (COMPLETION, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
-        (COMPLETION, {"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
+        (COMPLETION, {"speculation": {"draft_tokens": -1}}, "speculation.draft_tokens"),
         (COMPLETION, {"speculation": {"acceptance": "always"}}, "speculation.acceptance"),
         (COMPLETION, {"speculation": {"trace": True}}, "speculation"),
         (COMPLETION, {"speculation": {"rejected": True}}, "speculation"),

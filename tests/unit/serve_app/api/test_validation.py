@@ -25,8 +25,8 @@ def config(**speculation: Any) -> SlipstreamConfig:
     return validated(
         {
             "model": {"target": "models/toy", "max_context": CONTEXT},
-            "draft": {"method": "prompt_lookup"},
-            "speculation": {"max_draft_tokens": 5} | speculation,
+            "draft": {"method": "ngram"},
+            "speculation": {"draft_tokens": 5} | speculation,
             "server": {"max_requests": 8},
         }
     )
@@ -70,7 +70,7 @@ def test_a_plain_request() -> None:
     assert generation.max_len == 3 + 16
     assert generation.stop_ids == EOS_IDS
     assert generation.sampling == Sampling()
-    assert (generation.choice, generation.max_draft_tokens) == (0, 5)
+    assert (generation.choice, generation.draft_tokens) == (0, 5)
     assert generation.acceptance is Acceptance.COUPLED
 
 
@@ -96,7 +96,7 @@ def test_all_randomness_of_sessions_is_their_own() -> None:
 
 @pytest.mark.parametrize(("seed", "mapped"), [(7, 7), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1), (-(2**63), 2**63)])
 def test_a_seed_is_64_bits_and_is_coupled(seed: int, mapped: int) -> None:
-    (generation,) = resolved(completion(seed=seed), setting=config(acceptance="ratio"))
+    (generation,) = resolved(completion(seed=seed), setting=config(acceptance="rejection"))
     assert generation.seed == mapped
     assert generation.acceptance is Acceptance.COUPLED
 
@@ -121,16 +121,16 @@ def test_a_seed_is_shared_by_all_choices() -> None:
 
 
 def test_a_seed_with_ratio_is_refused() -> None:
-    error = refusal(completion(seed=5, speculation={"acceptance": "ratio"}))
+    error = refusal(completion(seed=5, speculation={"acceptance": "rejection"}))
     assert error.field == "speculation.acceptance"
 
 
 @pytest.mark.parametrize(
     ("asked", "configured", "acceptance"),
     [
-        (None, "ratio", Acceptance.RATIO),
-        ("coupled", "ratio", Acceptance.COUPLED),
-        ("ratio", "coupled", Acceptance.RATIO),
+        (None, "rejection", Acceptance.REJECTION),
+        ("coupled", "rejection", Acceptance.COUPLED),
+        ("rejection", "coupled", Acceptance.REJECTION),
     ],
 )
 def test_acceptance_without_a_seed(asked: str | None, configured: str, acceptance: Acceptance) -> None:
@@ -141,12 +141,12 @@ def test_acceptance_without_a_seed(asked: str | None, configured: str, acceptanc
 
 @pytest.mark.parametrize("asked", [0, 3, 5])
 def test_draft_tokens_up_to_the_configured(asked: int) -> None:
-    (generation,) = resolved(completion(speculation={"max_draft_tokens": asked}))
-    assert generation.max_draft_tokens == asked
+    (generation,) = resolved(completion(speculation={"draft_tokens": asked}))
+    assert generation.draft_tokens == asked
 
 
 def test_more_draft_tokens_than_configured_are_refused() -> None:
-    assert refusal(completion(speculation={"max_draft_tokens": 6})).field == "speculation.max_draft_tokens"
+    assert refusal(completion(speculation={"draft_tokens": 6})).field == "speculation.draft_tokens"
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_what_does_not_fit_is_refused(request_: GenerationRequest, prompt: tuple
         (chat(max_completion_tokens=CONTEXT), "max_completion_tokens"),
         (completion(prompt=["x", "x" * (CONTEXT * MAX_TOKEN_CHARS + 1)]), "prompt"),
         (chat(messages=[{"role": "user", "content": "x" * CONTEXT * 3}] * 3), "messages"),
-        (completion(speculation={"max_draft_tokens": 6}), "speculation.max_draft_tokens"),
-        (completion(seed=5, speculation={"acceptance": "ratio"}), "speculation.acceptance"),
+        (completion(speculation={"draft_tokens": 6}), "speculation.draft_tokens"),
+        (completion(seed=5, speculation={"acceptance": "rejection"}), "speculation.acceptance"),
     ],
 )
 def test_what_needs_no_tokens_to_be_refused_is_refused_before(request_: GenerationRequest, field: str) -> None:
@@ -227,3 +227,8 @@ def test_another_model_is_refused() -> None:
     error = refusal(completion(model="other"))
     assert isinstance(error, UnknownModelError)
     assert error.field == "model"
+
+
+def test_a_request_may_use_the_names_of_earlier_releases() -> None:
+    request = completion(speculation={"max_draft_tokens": 2, "acceptance": "ratio"})
+    assert (request.speculation.draft_tokens, request.speculation.acceptance) == (2, "rejection")

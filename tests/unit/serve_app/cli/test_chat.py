@@ -4,7 +4,7 @@ from serve_app.cli.chat import Conversation
 
 
 def conversation(system: str | None = None) -> Conversation:
-    return Conversation(max_tokens=8, temperature=0.5, max_draft_tokens=3, seed=7, system=system)
+    return Conversation(max_tokens=8, temperature=0.5, draft_tokens=3, seed=7, system=system)
 
 
 def test_each_question_holds_all_that_was_said() -> None:
@@ -17,7 +17,7 @@ def test_each_question_holds_all_that_was_said() -> None:
         {"role": "assistant", "content": "Hi"},
         {"role": "user", "content": "Why?"},
     ]
-    assert (question.max_tokens, question.temperature, question.max_draft_tokens, question.seed) == (8, 0.5, 3, 7)
+    assert (question.max_tokens, question.temperature, question.draft_tokens, question.seed) == (8, 0.5, 3, 7)
 
 
 def test_a_question_without_any_answer_was_not_asked() -> None:

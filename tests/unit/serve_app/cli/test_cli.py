@@ -14,7 +14,7 @@ from cluster.config import SlipstreamConfig
 from serve_app.demo_data import CONFIG
 from tools.cli import app, main
 
-VALID = "model: {target: some/model}\ndraft: {method: prompt_lookup}\n"
+VALID = "model: {target: some/model}\ndraft: {method: ngram}\n"
 
 
 @pytest.fixture

@@ -104,4 +104,4 @@ def test_everything_that_the_demo_reads_is_installed_with_the_package() -> None:
 
 
 def test_the_demo_obeys_the_environment_as_other_commands_do() -> None:
-    assert demo_config(environment={"SLIPSTREAM__SPECULATION__MAX_DRAFT_TOKENS": "2"}).speculation.max_draft_tokens == 2
+    assert demo_config(environment={"SLIPSTREAM__SPECULATION__DRAFT_TOKENS": "2"}).speculation.draft_tokens == 2

@@ -10,7 +10,7 @@ from serve_app.operations.checks import check_resources, demand
 
 
 def config(**target: Any) -> SlipstreamConfig:
-    draft = {"method": "prompt_lookup", "replicas": {"min": 1, "max": 3}, "resources": {"num_cpus": 0.5}}
+    draft = {"method": "ngram", "replicas": {"min": 1, "max": 3}, "resources": {"num_cpus": 0.5}}
     return validated({"model": {"target": "t"}, "target": target, "draft": draft})
 
 

@@ -11,7 +11,7 @@ GPUS = {"CPU": 8.0, "GPU": 4.0}
 
 
 def config(**sections: Any) -> SlipstreamConfig:
-    return validated({"model": {"target": "t"}, "draft": {"method": "prompt_lookup"}} | sections)
+    return validated({"model": {"target": "t"}, "draft": {"method": "ngram"}} | sections)
 
 
 def node(name: str, resources: dict[str, float], **labels: str) -> Node:
@@ -20,7 +20,7 @@ def node(name: str, resources: dict[str, float], **labels: str) -> Node:
 
 def on_gpus(draft: dict[str, Any] | None = None, **target: Any) -> SlipstreamConfig:
     asked = {"tensor_parallel": 4, "resources_per_rank": {"num_gpus": 1, "labels": {"pool": "target"}}} | target
-    return config(target=asked, draft={"method": "prompt_lookup"} | (draft or {}))
+    return config(target=asked, draft={"method": "ngram"} | (draft or {}))
 
 
 def test_a_cluster_that_has_all_of_it_is_no_misfit() -> None:
@@ -55,7 +55,7 @@ def test_a_pool_that_fits_but_not_as_often_as_it_must_is_told_how_often() -> Non
 
 
 def test_pools_that_fit_alone_but_not_together_are_told_the_sums() -> None:
-    crowded = config(draft={"method": "prompt_lookup", "resources": {"num_cpus": 2}})
+    crowded = config(draft={"method": "ngram", "resources": {"num_cpus": 2}})
     (line,) = misfits(crowded, [node("1", {"CPU": 3.0})])
     assert line == (
         "the pools at their least size need 3.2 CPU together, but 1 node has 3 CPU; add nodes, or ask for less"

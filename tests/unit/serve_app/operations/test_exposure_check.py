@@ -16,8 +16,8 @@ def test_a_public_address_without_keys_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.keys is empty"):
         check_keys(ServerConfig(host=host))
     check_keys(ServerConfig(host=host, keys=KEYS))
-    with pytest.raises(ConfigError, match=r"server\.operators\.host"):
-        check_keys(ServerConfig(operators=AdminConfig(host=host)))
+    with pytest.raises(ConfigError, match=r"server\.admin\.host"):
+        check_keys(ServerConfig(admin=AdminConfig(host=host)))
     check_keys(ServerConfig(host=host, insecure=True))
 
 
@@ -28,7 +28,7 @@ def test_this_machines_own_needs_none(host: str) -> None:
 
 def test_a_server_for_this_machine_needs_none_whatever_its_configuration_says() -> None:
     config = for_this_machine(
-        config_of({"host": "0.0.0.0", "keys": {"ann": {"sha256": "0" * 64}}, "routers": 3, "operators": {"port": 9400}})
+        config_of({"host": "0.0.0.0", "keys": {"ann": {"sha256": "0" * 64}}, "routers": 3, "admin": {"port": 9400}})
     )
     check_keys(config.server)
-    assert (config.server.keys, config.server.routers, config.server.operators.port) == ({}, 3, 0)
+    assert (config.server.keys, config.server.routers, config.server.admin.port) == ({}, 3, 0)

@@ -27,7 +27,7 @@ def config(target: Path, draft: dict[str, Any] | None = None, **pool: Any) -> Sl
     return validated(
         {
             "model": {"target": str(target), "max_context": 128},
-            "draft": draft or {"method": "prompt_lookup"},
+            "draft": draft or {"method": "ngram"},
             "target": {"cache_per_rank": {"gib": 1}, **pool},
         }
     )
@@ -45,7 +45,7 @@ def test_an_architecture_that_only_vllm_knows_is_left_to_it(folder: Path) -> Non
     target, end, draft = check_models(config(folder, engine="vllm"), with_weights=False)
     assert target == "target: its_own, left to vLLM; 259 tokens"
     assert end.startswith("text ends with token 256")
-    assert draft == "draft: prompt_lookup, without a model of its own"
+    assert draft == "draft: ngram, without a model of its own"
     for engine in ("slipstream", "mixed"):
         with pytest.raises(ModelError, match="model_type 'its_own'"):
             check_models(config(folder, engine=engine, replicas={"max": 2}), with_weights=False)

@@ -12,7 +12,7 @@ from serve_app.operations.rollout import endpoints, up
 
 
 def config(**server: Any) -> SlipstreamConfig:
-    return validated({"model": {"target": "t"}, "draft": {"method": "prompt_lookup"}, "server": server})
+    return validated({"model": {"target": "t"}, "draft": {"method": "ngram"}, "server": server})
 
 
 def details(host: str, port: int, *proxies: str) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def cells(targets: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 def test_a_target_says_whether_it_asks_for_drafts() -> None:
     attention = [{"chosen": "gathered", "tried": ()}]
-    off = {"plain_rate": 31.7, "gain": 0.93, "on": 0.0}
-    on = {"plain_rate": 31.7, "gain": 1.32, "on": 1.0}
+    off = {"non_speculative_rate": 31.7, "gain": 0.93, "on": 0.0}
+    on = {"non_speculative_rate": 31.7, "gain": 1.32, "on": 1.0}
     assert cells([{"pid": pid, "attention": attention, "speculation": one} for pid, one in ((7, off), (8, on))]) == {
         "pid": ["7", "8"],
         "attention": ["gathered", "gathered"],
@@ -82,9 +82,9 @@ def test_a_target_says_why_the_other_attention_backends_were_not_taken() -> None
         {"name": "flashinfer", "step_ms": None, "refused": "ImportError: No module named 'flashinfer'"},
     )
     report = {"chosen": "gathered", "tried": tried}
-    (shown,) = cells([{"pid": 7, "attention": [report, report], "speculation": {"plain_rate": 0, "gain": 1, "on": 1}}])[
-        "attention"
-    ]
+    (shown,) = cells(
+        [{"pid": 7, "attention": [report, report], "speculation": {"non_speculative_rate": 0, "gain": 1, "on": 1}}]
+    )["attention"]
     assert shown.splitlines()[0] == "gathered (SLOW: on a GPU, only where nothing else works)"
     assert shown.partition("\n")[2] == "  gathered: 2.50 ms\n  flashinfer: ImportError: No module named 'flashinfer'"
 

@@ -11,7 +11,7 @@ from serve_app.operations.ray_cluster import ClusterError
 from serve_app.status import pools_table, told_bounds
 
 TARGETS = TargetPool(max_sessions=16, replicas=TargetReplicas(max=4))
-DRAFTERS = DraftPool(method="prompt_lookup", max_sessions=4, replicas=DraftReplicas(min=0, max=2))
+DRAFTERS = DraftPool(method="ngram", max_sessions=4, replicas=DraftReplicas(min=0, max=2))
 SCALING = scaling_settings(TARGETS, DRAFTERS)
 OPTIONS = {
     "Target": {"autoscaling_config": bounds(TARGETS.replicas)},

@@ -58,14 +58,14 @@ async def test_question_becomes_the_request() -> None:
         return httpx.Response(200, text=chunk("x", usage=USAGE))
 
     server = endpoint(answer)
-    await server.ask("m", ChatQuestion("hi", 7, ignore_eos=True, max_draft_tokens=0))
+    await server.ask("m", ChatQuestion("hi", 7, ignore_eos=True, draft_tokens=0))
     await server.ask("m", ChatQuestion("hi", 7), lambda _: None)
-    await server.ask("m", ChatQuestion("hi", 7, temperature=0.7, acceptance="ratio"))
+    await server.ask("m", ChatQuestion("hi", 7, temperature=0.7, acceptance="rejection"))
     plain, speculative, sampled = seen
-    assert plain["speculation"] == {"trace": False, "max_draft_tokens": 0}
+    assert plain["speculation"] == {"trace": False, "draft_tokens": 0}
     assert speculative["speculation"] == {"trace": True}  # as the server is configured
     assert (plain["temperature"], plain["max_tokens"], plain["ignore_eos"]) == (0, 7, True)
-    assert (sampled["temperature"], sampled["speculation"]) == (0.7, {"trace": False, "acceptance": "ratio"})
+    assert (sampled["temperature"], sampled["speculation"]) == (0.7, {"trace": False, "acceptance": "rejection"})
 
 
 async def test_refusal_carries_the_servers_message() -> None:

@@ -39,7 +39,7 @@ class FakeEndpoint:
 
     async def ask(self, model: str, question: ChatQuestion) -> TimedAnswer:
         self.asked.append(question)
-        drafted, accepted = (0, 0) if question.max_draft_tokens == 0 else (6, 4)
+        drafted, accepted = (0, 0) if question.draft_tokens == 0 else (6, 4)
         self._tally += Tally(question.max_tokens, drafted, accepted, question.max_tokens - accepted, drafted // 3)
         return TimedAnswer(question.prompt, question.max_tokens, accepted, drafted - accepted, 0.1, 1.0)
 
@@ -76,7 +76,7 @@ async def test_plain_is_without_drafts_and_lengths_are_equal() -> None:
     measured = endpoint.asked[2:]  # after one warm-up for each arm
     assert len(measured) == len(batches) == 10
     assert all(question.ignore_eos and question.max_tokens == 20 for question in measured)
-    assert [q.max_draft_tokens for q in measured] == [None, 0, 0, None, None, 0, 0, None, None, 0]
+    assert [q.draft_tokens for q in measured] == [None, 0, 0, None, None, 0, 0, None, None, 0]
     assert {batch.tally.drafted for batch in batches if batch.arm == PLAIN} == {0}
 
 

@@ -36,7 +36,7 @@ async def test_every_arm_is_asked_the_same_at_every_rate() -> None:
 
     def answer(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
-        asked.append((body["messages"][-1]["content"], "max_draft_tokens" in body["speculation"]))
+        asked.append((body["messages"][-1]["content"], "draft_tokens" in body["speculation"]))
         return httpx.Response(200, text=EVENT)
 
     http = httpx.AsyncClient(base_url="http://scripted", transport=httpx.MockTransport(answer))

@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 
 def config(**sections: Any) -> SlipstreamConfig:
-    return validated({"model": {"target": "t"}, "draft": {"method": "prompt_lookup"}} | sections)
+    return validated({"model": {"target": "t"}, "draft": {"method": "ngram"}} | sections)
 
 
 def found(name: str, **differs: Any) -> NodeFacts:

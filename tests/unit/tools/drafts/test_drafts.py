@@ -90,8 +90,8 @@ def test_wrong_use_has_status_2(arguments: tuple[str, ...], monkeypatch: pytest.
 def test_drafts_of_two_targets_are_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = a_config(tmp_path / "one.yaml", tmp_path / "a", method="prompt_lookup")
-    other = a_config(tmp_path / "other.yaml", tmp_path / "b", method="prompt_lookup")
+    one = a_config(tmp_path / "one.yaml", tmp_path / "a", method="ngram")
+    other = a_config(tmp_path / "other.yaml", tmp_path / "b", method="ngram")
     assert run_main(monkeypatch, "drafts", "measure", one, other) == 2
     assert "drafts are compared over texts of one target" in capsys.readouterr().err
 
@@ -99,7 +99,7 @@ def test_drafts_of_two_targets_are_not_compared(
 def test_several_drafts_are_measured_side_by_side(tmp_path: Path) -> None:
     target = a_target(tmp_path / "target")
     configs = [
-        a_config(tmp_path / "lookup.yaml", target, method="prompt_lookup"),
+        a_config(tmp_path / "lookup.yaml", target, method="ngram"),
         a_config(tmp_path / "skip.yaml", target, method="layer_skip", layer_skip={"layers": 6}),
         a_config(tmp_path / "head.yaml", target, method="eagle", model=str(checkpoint("eagle3"))),
     ]
@@ -114,7 +114,7 @@ def test_several_drafts_are_measured_side_by_side(tmp_path: Path) -> None:
     assert "Temperature 0.7" in found.stdout
     data = json.loads(out.read_text())
     told = [(each["draft"], each["method"], each["temperature"], each["positions"]) for each in data["drafts"]]
-    methods = {"lookup": "prompt_lookup", "skip": "layer_skip", "head": "eagle"}
+    methods = {"lookup": "ngram", "skip": "layer_skip", "head": "eagle"}
     assert told == [(name, methods[name], heat, 2 * 11) for heat in (0.0, 0.7) for name in methods]
     assert [each["states_bytes"] > 0 for each in data["drafts"]] == [False, False, True] * 2
     for each in data["drafts"]:

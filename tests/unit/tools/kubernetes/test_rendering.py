@@ -165,7 +165,7 @@ def test_in_pods_the_configuration_has_its_labels_and_nothing_that_a_pod_has_no_
 
 def test_models_on_the_volume_are_not_downloaded() -> None:
     assert downloads(config()) == ["some/model", "a/draft"]
-    local = config(model={"target": "/models/mine"}, draft={"model": None, "method": "prompt_lookup"})
+    local = config(model={"target": "/models/mine"}, draft={"model": None, "method": "ngram"})
     assert downloads(local) == []
     assert "kind: Job" not in rendered(local, "c.yaml")["models.yaml"]
 

@@ -110,7 +110,7 @@ def test_a_tree_has_the_likeliest_tokens_of_each_place(method: StateReading) -> 
 
 
 def test_under_ratio_a_block_is_drawn_from_what_is_sent(method: StateReading) -> None:
-    changes = {"sampling": Sampling(), "acceptance": Acceptance.RATIO}
+    changes = {"sampling": Sampling(), "acceptance": Acceptance.REJECTION}
     proposal = drafted(method, TOKENS, 0, FEATURES, a_request(TOKENS, 4, Shape.TREE, least=0.9), **changes)
     assert proposal.tree.is_chain
     assert len(proposal.tokens) == 4

@@ -19,7 +19,7 @@ from tests.unit.actors.drafters.heads.state_drafting import StateReading, a_meth
 from tests.unit.cluster.samples import KEY, an_open
 
 MOST = 3
-RATIO = {"sampling": Sampling(), "acceptance": Acceptance.RATIO}
+REJECTION = {"sampling": Sampling(), "acceptance": Acceptance.REJECTION}
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def after_a_hit(head: Head, changes: dict[str, object]) -> tuple[StateReading, t
     return method, (*head.tokens, *guess.outcome), torch.cat([head.rows, rows])
 
 
-@pytest.mark.parametrize("changes", [{}, RATIO], ids=["greedy", "ratio"])
+@pytest.mark.parametrize("changes", [{}, REJECTION], ids=["greedy", "rejection"])
 def test_once_the_true_states_are_there_nothing_is_left_of_its_own(head: Head, changes: dict[str, object]) -> None:
     """Blocks, and those ahead of further verdicts, are those of a drafter that comes new to the session."""
     method, tokens, rows = after_a_hit(head, changes)
@@ -217,7 +217,7 @@ def test_once_the_true_states_are_there_nothing_is_left_of_its_own(head: Head, c
 def test_under_ratio_a_prefix_has_one_block_ahead_of_it(head: Head) -> None:
     """With the probabilities that its tokens were drawn from."""
     request = ahead_of(head.tokens, DraftTree.chain((7,)))
-    method = head.method(**RATIO)
+    method = head.method(**REJECTION)
     found = asked_ahead(method, request)
     assert found
     assert asked_ahead(method, request) == found
@@ -248,7 +248,7 @@ def test_an_interruption_ends_it(head: Head) -> None:
         assert all(each.tokens == known[each.outcome].tokens[: len(each.tokens)] for each in part)
 
 
-@pytest.mark.parametrize("changes", [{}, RATIO], ids=["greedy", "ratio"])
+@pytest.mark.parametrize("changes", [{}, REJECTION], ids=["greedy", "rejection"])
 @pytest.mark.parametrize("shape", Shape)
 def test_states_that_are_not_finite_bring_nothing(head: Head, changes: dict[str, object], shape: Shape) -> None:
     method = a_method(head.name, checkpoint(head.name))

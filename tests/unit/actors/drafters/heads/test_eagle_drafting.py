@@ -463,7 +463,7 @@ def test_drawn_tokens_are_of_the_draft_vocabulary(name, acceptance):
     (proposal,) = propose(method, [want])
     assert len(proposal.tokens) == DRAFTED
     assert set(proposal.tokens) <= set(loaded(checkpoint(name)).token_ids.tolist())
-    assert (proposal.tree.probs is not None) == (acceptance is Acceptance.RATIO)
+    assert (proposal.tree.probs is not None) == (acceptance is Acceptance.REJECTION)
     (again,) = propose(method, [want])
     assert again == proposal
 

@@ -17,7 +17,7 @@ MEDUSA = case("medusa")
 SPECULATOR = case("mlp_speculator")
 TOKENS = decided(MEDUSA)
 LAST = len(TOKENS) - 2  # position of the state that the last decided token was drawn from
-RATIO = {"sampling": Sampling(), "acceptance": Acceptance.RATIO}
+REJECTION = {"sampling": Sampling(), "acceptance": Acceptance.REJECTION}
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_sampled_tokens_are_foreseen_with_the_target_s_noise(medusa: StateReadin
 
 
 def test_under_ratio_tokens_are_drawn_from_what_is_sent(medusa: StateReading) -> None:
-    proposal = drafted(medusa, TOKENS, 0, MEDUSA["features"], a_request(TOKENS, 3, Shape.TREE, least=0.9), **RATIO)
+    proposal = drafted(medusa, TOKENS, 0, MEDUSA["features"], a_request(TOKENS, 3, Shape.TREE, least=0.9), **REJECTION)
     assert proposal.tree.is_chain
     probs = proposal.tree.probs
     assert probs is not None
@@ -182,7 +182,7 @@ def test_under_ratio_tokens_are_drawn_from_what_is_sent(medusa: StateReading) ->
 
 def test_sessions_of_one_pass_get_what_each_gets_alone(medusa: StateReading, speculator: StateReading) -> None:
     for method, rows in ((medusa, MEDUSA["features"]), (speculator, MEDUSA["features"])):
-        kinds = {"greedy": {}, "drawn": {"sampling": Sampling()}, "ratio": RATIO}
+        kinds = {"greedy": {}, "drawn": {"sampling": Sampling()}, "rejection": REJECTION}
         kinds["penalised"] = {"sampling": Sampling(presence_penalty=0.5)}
         requests = [a_request(TOKENS, 4, Shape.TREE, session=name) for name in kinds]
         alone = []

@@ -157,7 +157,7 @@ def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path) -> None:
 
 def test_after_a_lookup_it_is_asked_in_doubt(tmp_path: Path) -> None:
     folder = target_with(tmp_path, deepseek())
-    draft = DraftPool.model_validate({"method": "lookup_first", "lookup_first": {"then": "mtp"}})
+    draft = DraftPool.model_validate({"method": "hybrid", "hybrid": {"then": "mtp"}})
     layout = states_format(draft, folder)
     tokens = {token: str(token) for token in range(VOCABULARY)}
     method = create_method(draft, DraftSetup("float32", 64, 4, tokens, str(folder), layout))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.drafters.lookup.hybrid import HybridDraft, lookup_first
+from actors.drafters.lookup.hybrid import HybridDraft, hybrid
 from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.registry import DraftSetup, create_method, states_format, states_needed
 from cluster.config import DraftPool, validated
@@ -157,7 +157,7 @@ def test_where_the_text_is_sure_the_model_is_spared() -> None:
 def test_under_ratio_one_of_them_drafts_though_trees_are_taken() -> None:
     model = Chanced()
     drawn = Sampling(temperature=1.0)
-    want = a_tree_want(REPEATING, acceptance=Acceptance.RATIO, sampling=drawn)
+    want = a_tree_want(REPEATING, acceptance=Acceptance.REJECTION, sampling=drawn)
     (found,) = propose(HybridDraft(NgramDraft(3, 2), model), [want], never)
     assert found.tree == DraftTree.chain((7, 5, 6))
     assert model.sessions == []
@@ -166,7 +166,7 @@ def test_under_ratio_one_of_them_drafts_though_trees_are_taken() -> None:
 def test_ahead_blocks_for_the_same_outcome_are_merged_and_what_is_known_leaves_early() -> None:
     told: list[list[Proposal]] = []
     model = Chanced()
-    want = replace(a_tree_want(REPEATING, max_draft_tokens=8), unverified=NO_TREE)
+    want = replace(a_tree_want(REPEATING, draft_tokens=8), unverified=NO_TREE)
     found = propose(HybridDraft(NgramDraft(3, 2), model), [want], never, told.append)
     assert [proposal.outcome for proposal in told[0]] == [(7,)], "the text's own, before the model is asked"
     assert 9 not in told[0][0].tree.children(-1)
@@ -178,16 +178,14 @@ def test_ahead_blocks_for_the_same_outcome_are_merged_and_what_is_known_leaves_e
 # ---------------------------------------------------------------- over a head that reads states
 
 
-THEN_EAGLE: dict[str, Any] = {"method": "lookup_first", "lookup_first": {"then": "eagle"}}
+THEN_EAGLE: dict[str, Any] = {"method": "hybrid", "hybrid": {"then": "eagle"}}
 
 
 def test_states_pass_through_to_the_second_method() -> None:
     """With a text that the lookup knows nothing of, it drafts as the head alone does."""
     known = case("eagle3")
     tokens = decided(known)
-    draft = DraftPool.model_validate(
-        {**THEN_EAGLE, "model": str(checkpoint("eagle3")), "prompt_lookup": {"min_ngram": 4}}
-    )
+    draft = DraftPool.model_validate({**THEN_EAGLE, "model": str(checkpoint("eagle3")), "ngram": {"min_ngram": 4}})
     layout = states_format(draft, TARGET)
     assert layout is not None
     setup = DraftSetup("float32", 64, 16, {token: str(token) for token in range(96)}, str(TARGET), layout)
@@ -206,20 +204,20 @@ def test_states_pass_through_to_the_second_method() -> None:
 
 
 def test_without_a_head_nothing_of_the_target_is_read() -> None:
-    draft = DraftPool(method="lookup_first", model="org/draft")
+    draft = DraftPool(method="hybrid", model="org/draft")
     assert states_needed(draft, TARGET) is None
-    assert not isinstance(lookup_first(NgramDraft(4, 2), NgramDraft(4, 2)), ReadsStates)
+    assert not isinstance(hybrid(NgramDraft(4, 2), NgramDraft(4, 2)), ReadsStates)
 
 
 @pytest.mark.parametrize(
     ("draft", "named"),
     [
         ({**THEN_EAGLE, "model": "m", "draft_model": {"min_confidence": 0.5}}, "draft_model has options"),
-        ({"method": "lookup_first", "model": "m", "eagle": {"max_positions": 9}}, "eagle has options"),
-        ({"method": "lookup_first", "model": "m", "states": {"keep": False}}, "reads none of the target"),
-        ({"method": "eagle", "model": "m", "lookup_first": {"then": "eagle"}}, "lookup_first has options"),
+        ({"method": "hybrid", "model": "m", "eagle": {"max_positions": 9}}, "eagle has options"),
+        ({"method": "hybrid", "model": "m", "states": {"keep": False}}, "reads none of the target"),
+        ({"method": "eagle", "model": "m", "hybrid": {"then": "eagle"}}, "hybrid has options"),
         (THEN_EAGLE, "needs a model"),
-        ({"method": "lookup_first", "lookup_first": {"then": "mtp"}, "model": "m"}, "takes no model"),
+        ({"method": "hybrid", "hybrid": {"then": "mtp"}, "model": "m"}, "takes no model"),
         (
             {**THEN_EAGLE, "model": "m", "eagle": {"quantization": "int8"}, "resources": {"num_gpus": 1}},
             r"eagle\.quantization int8 is for CPUs",

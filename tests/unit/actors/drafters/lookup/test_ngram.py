@@ -120,7 +120,9 @@ def test_what_is_too_unlikely_is_not_sent():
 
 def test_under_ratio_a_lookup_is_the_same_one_chain_whatever_is_asked_for():
     for shape in Shape:
-        want = Want(an_open(acceptance=Acceptance.RATIO, sampling=DRAWN), DIVIDED, 77, 4, least_chance=0.9, shape=shape)
+        want = Want(
+            an_open(acceptance=Acceptance.REJECTION, sampling=DRAWN), DIVIDED, 77, 4, least_chance=0.9, shape=shape
+        )
         (found,) = propose(NgramDraft(3, 2), [want])
         assert found.tree == DraftTree.chain(look_up(DIVIDED, 4, 3, 2))
     tree = DraftTree.chain((6, 9))

@@ -82,8 +82,8 @@ def test_prompts_are_not_remembered_but_for_where_the_answer_begins():
 def test_an_answer_sampled_under_ratio_is_not_remembered():
     """Its session may come again, and be decided by the noise that its tokens came of."""
     for sampling, acceptance, is_known in (
-        (DRAWN, Acceptance.RATIO, False),
-        (Sampling(temperature=0.0), Acceptance.RATIO, True),
+        (DRAWN, Acceptance.REJECTION, False),
+        (Sampling(temperature=0.0), Acceptance.REJECTION, True),
         (DRAWN, Acceptance.COUPLED, True),
     ):
         method = a_method()
@@ -112,7 +112,10 @@ def test_a_tree_has_what_followed_by_how_often_it_did():
 
 
 def test_under_ratio_and_where_the_target_takes_no_trees_it_is_the_chain_of_the_most_frequent():
-    for changes in ({"shape": Shape.CHAIN}, {"shape": Shape.TREE, "sampling": DRAWN, "acceptance": Acceptance.RATIO}):
+    for changes in (
+        {"shape": Shape.CHAIN},
+        {"shape": Shape.TREE, "sampling": DRAWN, "acceptance": Acceptance.REJECTION},
+    ):
         (proposal,) = propose(a_method(), [a_want(TWICE, **changes)])
         assert proposal.tree == DraftTree.chain((4, 9, 1)), "point masses, without probabilities"
 
@@ -122,7 +125,7 @@ def test_what_is_too_unlikely_is_not_sent_but_for_ratio_s_sake():
     for least, tokens in ((0.3, (4,)), (0.16, (4, 3)), (0.35, ())):
         (proposal,) = propose(a_method(), [a_want(TWICE, shape=Shape.TREE, least_chance=least)])
         assert proposal.tokens == tokens
-    ratio = {"sampling": DRAWN, "acceptance": Acceptance.RATIO}
+    ratio = {"sampling": DRAWN, "acceptance": Acceptance.REJECTION}
     (proposal,) = propose(a_method(), [a_want(TWICE, least_chance=0.9, **ratio)])
     assert proposal.tokens == (4, 9, 1)
 

@@ -14,7 +14,7 @@ from tests.asgi_front import MODEL, AsgiFront, asgi_front
 KEY = "sk-ann"
 THEIRS = ("/metrics", "/", "/page/state", "/page/page.js")
 EVERYBODYS = ("/health", "/v1/models", "/version", "/docs")
-APART = {"operators": {"port": 9400}}
+APART = {"admin": {"port": 9400}}
 
 
 async def samples() -> list[Sample]:
@@ -41,7 +41,7 @@ async def test_what_is_theirs_is_at_their_address_alone(codec: TextCodec) -> Non
         assert await statuses(front.http, EVERYBODYS) == {200}
         assert await statuses(theirs, THEIRS + EVERYBODYS) == {200}
         error = (await front.http.get("/metrics")).json()["error"]
-        assert "server.operators" in error["message"]
+        assert "server.admin" in error["message"]
 
 
 async def test_without_one_all_is_at_one_address(codec: TextCodec) -> None:

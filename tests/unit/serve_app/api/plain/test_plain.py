@@ -94,7 +94,7 @@ async def test_answers_tell_what_they_were_made_with(front: AsgiFront) -> None:
 
 
 def configured(**sections: Any) -> SlipstreamConfig:
-    return validated({"model": {"target": "toy"}, "draft": {"method": "prompt_lookup"}} | sections)
+    return validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}} | sections)
 
 
 def vllm(**arguments: Any) -> dict[str, Any]:

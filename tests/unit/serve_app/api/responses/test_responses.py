@@ -300,7 +300,7 @@ AS_IN_CHATS = {
     "truncate_prompt_tokens": 4,
     "priority": 3,
     "cache_salt": "s",
-    "speculation": {"max_draft_tokens": 0},
+    "speculation": {"draft_tokens": 0},
 }
 OF_ONE_SESSION = {"session", "seed", "draft_seed", "hash_key", "traceparent"}
 

@@ -47,7 +47,7 @@ def a_draft(name: str) -> DraftPool:
 # ---------------------------------------------------------------- the same as lock step
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "suffix", "layer_skip"])
+@pytest.mark.parametrize("name", ["ngram", "suffix", "layer_skip"])
 @pytest.mark.parametrize("block_len", [1, 2, LONGEST])
 def test_a_text_takes_as_many_verifications_as_lock_step_makes(
     name: str, block_len: int, target: MeasuredTarget
