@@ -1,13 +1,13 @@
 """Identity and permissions between processes and of clients: roles, proofs of assignment, API keys, and refusals.
 
-Input: the names in a peer's certificate, tickets, and settings. Output: whether a peer or key may do something, and
-counts of what was refused, logged once per peer and cause. Start with `roles.py` and `assignment_tokens.py`;
+Input: the names in a peer's certificate, assignment tokens, and settings. Output: whether a peer or key may do
+something, and counts of what was refused, logged once per peer and cause. Start with `roles.py` and `assignment_tokens.py`;
 `options.py` and `api_keys.py` are the settings.
 
 Proof by which a drafter shows a target that the session's router assigned the session to it.
 
-The router sends the target a key with the session's Open. It sends each drafter that it assigns a ticket: the number of
-the assignment, and a code over it that only a holder of the key can compute. So a target need not be informed of
+The router sends the target a key with the session's Open. It sends each drafter that it assigns an assignment token:
+the number of the assignment, and a code over it that only a holder of the key can compute. So a target need not be informed of
 assignments, which would arrive on another stream than the drafter's, and a later drafter excludes earlier ones.
 
 Requests that are refused because of their sender: counted by cause, and logged once per peer and cause.
@@ -24,19 +24,19 @@ from collections.abc import Iterable
 from enum import Enum
 from hashlib import blake2b
 
-from protos.messages import PROOF_BYTES, Open, Refusal, RefusalReason, Ticket
+from protos.messages import PROOF_BYTES, AssignmentToken, Open, Refusal, RefusalReason
 
 KEY_BYTES = 16
 
 
-def issue(key: bytes, session: str, assignment: int) -> Ticket:
-    """Returns the ticket for the drafter of the session's `assignment`-th assignment, counted from 1."""
-    return Ticket(assignment, _proof(key, session, assignment))
+def issue(key: bytes, session: str, assignment: int) -> AssignmentToken:
+    """Returns the assignment token for the drafter of the session's `assignment`-th assignment, counted from 1."""
+    return AssignmentToken(assignment, _proof(key, session, assignment))
 
 
-def is_valid(ticket: Ticket, key: bytes, session: str) -> bool:
-    """Returns True if a holder of the key issued the ticket for this session."""
-    return hmac.compare_digest(ticket.proof, _proof(key, session, ticket.assignment))
+def is_valid(assignment_token: AssignmentToken, key: bytes, session: str) -> bool:
+    """Returns True if a holder of the key issued the assignment token for this session."""
+    return hmac.compare_digest(assignment_token.proof, _proof(key, session, assignment_token.assignment))
 
 
 def _proof(key: bytes, session: str, assignment: int) -> bytes:

@@ -21,6 +21,7 @@ from protos.messages import (
     NO_SCORING,
     PROOF_BYTES,
     Acceptance,
+    AssignmentToken,
     Attach,
     Block,
     Close,
@@ -45,7 +46,6 @@ from protos.messages import (
     States,
     StatesAck,
     StatesFormat,
-    Ticket,
     TokenRules,
     TokenScore,
     Verdict,
@@ -157,13 +157,14 @@ def _scores_from_pb(m: pb.TokenScores) -> tuple[TokenScore, ...]:
     return tuple([TokenScore(*row) for row in zip(*columns, strict=True)])
 
 
-def _ticket_from_pb(m: pb.Ticket) -> Ticket:
-    require(len(m.proof) == PROOF_BYTES, f"a ticket's proof has {len(m.proof)} bytes, expected {PROOF_BYTES}")
-    return Ticket(m.assignment, m.proof)
+def _assignment_token_from_pb(m: pb.AssignmentToken) -> AssignmentToken:
+    size = len(m.proof)
+    require(size == PROOF_BYTES, f"an assignment token's proof has {size} bytes, expected {PROOF_BYTES}")
+    return AssignmentToken(m.assignment, m.proof)
 
 
-def _ticket_key_from(key: bytes) -> bytes:
-    require(len(key) <= MAX_KEY_BYTES, f"ticket_key has {len(key)} bytes, expected at most {MAX_KEY_BYTES}")
+def _token_key_from(key: bytes) -> bytes:
+    require(len(key) <= MAX_KEY_BYTES, f"token_key has {len(key)} bytes, expected at most {MAX_KEY_BYTES}")
     return key
 
 
@@ -200,8 +201,8 @@ def _open_from_pb(m: pb.Open) -> Open:
         target_address=m.target_address,
         audit=m.audit,
         rival=rival,
-        ticket_key=_ticket_key_from(m.ticket_key),
-        ticket=_ticket_from_pb(m.ticket) if m.HasField("ticket") else None,
+        token_key=_token_key_from(m.token_key),
+        assignment_token=_assignment_token_from_pb(m.assignment_token) if m.HasField("assignment_token") else None,
         traceparent=_traceparent_from(m.traceparent),
         grammar=_grammar_from(m.grammar),
         rules=_rules_from_pb(m.rules) if m.HasField("rules") else NO_RULES,
@@ -245,8 +246,8 @@ def _attach_from_pb(m: pb.Attach) -> Attach:
     states_by = m.states_by if m.HasField("states_by") else None
     is_after = states_by is None or (states_from is not None and states_from <= states_by <= m.have_len)
     require(is_after, f"states_by is {states_by}, expected states_from, which is {states_from}, to {m.have_len}")
-    ticket = _ticket_from_pb(m.ticket) if m.HasField("ticket") else None
-    return Attach(m.session, m.have_len, m.have_hash, states_from, ticket, states_by)
+    assignment_token = _assignment_token_from_pb(m.assignment_token) if m.HasField("assignment_token") else None
+    return Attach(m.session, m.have_len, m.have_hash, states_from, assignment_token, states_by)
 
 
 def _detach_from_pb(m: pb.Detach) -> Detach:

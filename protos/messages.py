@@ -96,7 +96,7 @@ class StatesFormat:
 PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 MAX_GRAMMAR_BYTES = 1 << 16
-PROOF_BYTES = 16  # size of a ticket's proof
+PROOF_BYTES = 16  # size of an assignment token's proof
 
 
 class Acceptance(IntEnum):
@@ -202,7 +202,7 @@ NO_RULES = TokenRules()
 
 
 @value
-class Ticket:
+class AssignmentToken:
     """Proof for a target that the session's router assigned the drafter, with the number of the assignment."""
 
     assignment: int
@@ -226,8 +226,8 @@ class Open:
     target_address: str = ""
     audit: bool = False  # decides an ended request again; yields to every session that is not an audit
     rival: int | None = None  # for an audit of one token: token whose margin is requested
-    ticket_key: bytes = b""  # to a target: verifies drafters' tickets; empty: any drafter may take part
-    ticket: Ticket | None = None  # to a drafter: ticket to present to the target
+    token_key: bytes = b""  # to a target: verifies drafters' assignment tokens; empty: any drafter may take part
+    assignment_token: AssignmentToken | None = None  # to a drafter: to present to the target
     traceparent: str = ""  # W3C trace context of the router's span; empty: not traced
     grammar: str = ""  # of the generated text, in llguidance's notation; empty: any text
     rules: TokenRules = NO_RULES
@@ -270,7 +270,7 @@ class Attach:
     have_len: int
     have_hash: int
     states_from: int | None = None  # first position whose hidden states the drafter lacks, if it reads them
-    ticket: Ticket | None = None
+    assignment_token: AssignmentToken | None = None
     states_by: int | None = None  # last position at which they may begin, if earlier ones would be recomputed
 
 

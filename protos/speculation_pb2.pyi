@@ -133,7 +133,7 @@ class Scoring(_message.Message):
     prompt_top: int
     def __init__(self, top: _Optional[int] = ..., prompt_top: _Optional[int] = ...) -> None: ...
 
-class Ticket(_message.Message):
+class AssignmentToken(_message.Message):
     __slots__ = ("assignment", "proof")
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
@@ -142,7 +142,7 @@ class Ticket(_message.Message):
     def __init__(self, assignment: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "draft_tokens", "target_address", "audit", "rival", "ticket_key", "ticket", "grammar", "rules", "scoring", "priority", "cache_salt", "wants_rejected", "traceparent")
+    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "draft_tokens", "target_address", "audit", "rival", "token_key", "assignment_token", "grammar", "rules", "scoring", "priority", "cache_salt", "wants_rejected", "traceparent")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -158,8 +158,8 @@ class Open(_message.Message):
     TARGET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     RIVAL_FIELD_NUMBER: _ClassVar[int]
-    TICKET_KEY_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_KEY_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
     SCORING_FIELD_NUMBER: _ClassVar[int]
@@ -182,8 +182,8 @@ class Open(_message.Message):
     target_address: str
     audit: bool
     rival: int
-    ticket_key: bytes
-    ticket: Ticket
+    token_key: bytes
+    assignment_token: AssignmentToken
     grammar: str
     rules: TokenRules
     scoring: Scoring
@@ -191,7 +191,7 @@ class Open(_message.Message):
     cache_salt: str
     wants_rejected: bool
     traceparent: str
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., ticket_key: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., grammar: _Optional[str] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ..., scoring: _Optional[_Union[Scoring, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., wants_rejected: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., token_key: _Optional[bytes] = ..., assignment_token: _Optional[_Union[AssignmentToken, _Mapping]] = ..., grammar: _Optional[str] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ..., scoring: _Optional[_Union[Scoring, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., wants_rejected: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "attempt")
@@ -228,20 +228,20 @@ class Block(_message.Message):
     def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ..., parents: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("session", "have_len", "have_hash", "states_from", "ticket", "states_by")
+    __slots__ = ("session", "have_len", "have_hash", "states_from", "assignment_token", "states_by")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HAVE_LEN_FIELD_NUMBER: _ClassVar[int]
     HAVE_HASH_FIELD_NUMBER: _ClassVar[int]
     STATES_FROM_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STATES_BY_FIELD_NUMBER: _ClassVar[int]
     session: str
     have_len: int
     have_hash: int
     states_from: int
-    ticket: Ticket
+    assignment_token: AssignmentToken
     states_by: int
-    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ..., states_from: _Optional[int] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., states_by: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ..., states_from: _Optional[int] = ..., assignment_token: _Optional[_Union[AssignmentToken, _Mapping]] = ..., states_by: _Optional[int] = ...) -> None: ...
 
 class Detach(_message.Message):
     __slots__ = ("session",)

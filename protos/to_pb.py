@@ -10,6 +10,7 @@ from protos import speculation_pb2 as pb
 from protos.draft_tree import SparseProbs
 from protos.messages import (
     NO_RULES,
+    AssignmentToken,
     Attach,
     Block,
     Close,
@@ -24,7 +25,6 @@ from protos.messages import (
     Resync,
     States,
     StatesAck,
-    Ticket,
     TokenRules,
     TokenScore,
     Verdict,
@@ -84,8 +84,8 @@ def _open_to_pb(m: Open) -> pb.Open:
         target_address=m.target_address,
         audit=m.audit,
         rival=m.rival,
-        ticket_key=m.ticket_key,
-        ticket=_ticket_to_pb(m.ticket),
+        token_key=m.token_key,
+        assignment_token=_assignment_token_to_pb(m.assignment_token),
         traceparent=m.traceparent,
         grammar=m.grammar,
         rules=_rules_to_pb(m.rules) if m.rules != NO_RULES else None,
@@ -127,13 +127,13 @@ def _attach_to_pb(m: Attach) -> pb.Attach:
         have_len=m.have_len,
         have_hash=m.have_hash,
         states_from=m.states_from,
-        ticket=_ticket_to_pb(m.ticket),
+        assignment_token=_assignment_token_to_pb(m.assignment_token),
         states_by=m.states_by,
     )
 
 
-def _ticket_to_pb(m: Ticket | None) -> pb.Ticket | None:
-    return None if m is None else pb.Ticket(assignment=m.assignment, proof=m.proof)
+def _assignment_token_to_pb(m: AssignmentToken | None) -> pb.AssignmentToken | None:
+    return None if m is None else pb.AssignmentToken(assignment=m.assignment, proof=m.proof)
 
 
 def _detach_to_pb(m: Detach) -> pb.Detach:

@@ -34,6 +34,7 @@ from protos.codec import Decoded, decode, encode
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import (
     Acceptance,
+    AssignmentToken,
     Attach,
     Block,
     Close,
@@ -56,7 +57,6 @@ from protos.messages import (
     StateDtype,
     States,
     StatesAck,
-    Ticket,
     TokenRules,
     TokenScore,
     Verdict,
@@ -117,8 +117,8 @@ def _sensible(session: str) -> dict[FrameType, list[Message]]:
     opens = [
         an_open(session),
         an_open(session, attempt=7, sampling=Sampling(), acceptance=Acceptance.REJECTION),
-        an_open(session, audit=True, draft_tokens=0, ticket_key=b"k"),
-        an_open(session, ticket=Ticket(1, bytes(16))),
+        an_open(session, audit=True, draft_tokens=0, token_key=b"k"),
+        an_open(session, assignment_token=AssignmentToken(1, bytes(16))),
         an_open(session, attempt=2, grammar="g"),
         an_open(session, audit=True, draft_tokens=0, max_len=4, rival=5),
         an_open(session, rules=TokenRules(((5, 1.5),), (5, 6, 7), ((5, 6), (7,)), 5), priority=-1, cache_salt="salt"),
@@ -229,7 +229,7 @@ async def _at_target(sent: Sequence[Sent]) -> None:
     up = {"router": target.router_up, "drafter": target.drafter_up}
     streams = {role: begin(Hello(NAMED[role], "v", "m"))[0] for role, begin in up.items()}
     router, outbox = target.router_up(Hello("honest-router", "v", "m"))
-    request = an_open(HONEST, ticket_key=SECRET, draft_tokens=0, grammar="honest")  # held when others are heard
+    request = an_open(HONEST, token_key=SECRET, draft_tokens=0, grammar="honest")  # held when others are heard
     target.receive(router, decode(encode(pb.RouterToTarget, [request])))
 
     def step() -> bool:

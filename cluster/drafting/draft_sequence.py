@@ -78,7 +78,7 @@ class DraftSequence:
         prefix = self.prefix
         first = self.states_len
         by = self.states_by if first != self.states_by else None
-        return Attach(self.open.session, prefix.length, prefix.hash, first, self.open.ticket, by)
+        return Attach(self.open.session, prefix.length, prefix.hash, first, self.open.assignment_token, by)
 
     def extend(self, tokens: tuple[int, ...], now: float) -> Proposal | None:
         """Appends a verdict's tokens; returns the block for the new length if one was sent ahead."""

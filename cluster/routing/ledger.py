@@ -136,10 +136,10 @@ class Counts:
 class Session:
     """The ledger's state machine."""
 
-    def __init__(self, generation: Generation, ticket_key: bytes = b"") -> None:
-        """Creates a session; without `ticket_key`, which is secret, any drafter may take part in it."""
+    def __init__(self, generation: Generation, token_key: bytes = b"") -> None:
+        """Creates a session; without `token_key`, which is secret, any drafter may take part in it."""
         self.generation = generation
-        self._ticket_key = ticket_key
+        self._token_key = token_key
         self._drafters = 0  # number of drafters assigned so far
         self.phase = Phase.SEEKING
         self.attempt = 0
@@ -339,7 +339,7 @@ class Session:
             acceptance=g.acceptance,
             draft_tokens=g.draft_tokens,
             grammar=g.grammar,
-            ticket_key=self._ticket_key,
+            token_key=self._token_key,
             traceparent=g.traceparent,
             rules=g.rules,
             scoring=g.scoring,
@@ -353,13 +353,13 @@ class Session:
             return []
         g = self.generation
         seed = g.seed if g.acceptance is Acceptance.COUPLED else g.draft_seed
-        ticket = issue(self._ticket_key, g.session, self._drafters) if self._ticket_key else None
+        assignment_token = issue(self._token_key, g.session, self._drafters) if self._token_key else None
         said = replace(
             self._open(),
             seed=seed,
             target_address=self.target,
-            ticket_key=b"",
-            ticket=ticket,
+            token_key=b"",
+            assignment_token=assignment_token,
             scoring=NO_SCORING,
             priority=0,
             wants_rejected=False,

@@ -367,7 +367,7 @@ class Intake:
             self.ask(session)  # so that its drafter has read the prompt when it is admitted
         for waiting in self._early.take(name):
             if waiting.attach is not None:
-                session.admit(waiting.drafter, waiting.attach.ticket)
+                session.admit(waiting.drafter, waiting.attach.assignment_token)
             for block in waiting.blocks:
                 self._block(waiting.drafter, block, now)
             sends += self._attach(waiting.drafter, waiting.attach, now) if waiting.attach is not None else []
@@ -396,7 +396,7 @@ class Intake:
         if session is None:
             self._early.attach(drafter, attach, now)
             return []
-        if not session.admit(drafter, attach.ticket):
+        if not session.admit(drafter, attach.assignment_token):
             self._refusals.note(drafter, "an Attach to a session that it was not assigned", attach.session)
             return []
         if not session.prefix.matches(attach.have_len, attach.have_hash):

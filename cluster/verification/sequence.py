@@ -13,7 +13,7 @@ from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE
 from protos.frozen import value
-from protos.messages import Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Ticket, Verdict
+from protos.messages import AssignmentToken, Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
 from protos.prefix import Prefix
 
 # Prompt tokens per step for audited or scored prompts. A request that arrives meanwhile waits for the step, so the step
@@ -82,9 +82,9 @@ class TargetSequence:
     prefix_cached: int = 0  # tokens that were cached already when it began
     watch: CollapseWatch = CollapseWatch()
     feed: StateFeed | None = None  # hidden states for the drafter that attached last, if it reads them
-    ticket: Ticket | None = None  # presented ticket of the latest assignment
+    assignment_token: AssignmentToken | None = None  # of the latest assignment
     presented_by: str | None = None  # the drafter that presented it
-    replaced: frozenset[str] = frozenset()  # drafters with earlier tickets, whose messages may still arrive
+    replaced: frozenset[str] = frozenset()  # drafters with earlier assignment tokens, whose messages may still arrive
     displaced_from: int | None = None  # position from which the cache is in order only after pending moves
 
     @property
@@ -157,28 +157,28 @@ class TargetSequence:
                 return now - decided
         return None
 
-    def admit(self, drafter: str, ticket: Ticket | None) -> bool:
-        """Returns True if the drafter may take part; a valid ticket excludes drafters with earlier ones."""
-        key = self.open.ticket_key
+    def admit(self, drafter: str, assignment_token: AssignmentToken | None) -> bool:
+        """Returns True if the drafter may take part; a valid assignment token excludes drafters with earlier ones."""
+        key = self.open.token_key
         if not key:
             return not self.open.audit
-        if ticket is None or not is_valid(ticket, key, self.open.session):
+        if assignment_token is None or not is_valid(assignment_token, key, self.open.session):
             return False
-        if self.ticket is not None and ticket.assignment < self.ticket.assignment:
+        if self.assignment_token is not None and assignment_token.assignment < self.assignment_token.assignment:
             return False
-        self.ticket = ticket
+        self.assignment_token = assignment_token
         self.replaced = self.drafters_so_far
         self.presented_by = drafter
         return True
 
     @property
     def drafters_so_far(self) -> frozenset[str]:
-        """All drafters that presented a valid ticket."""
+        """All drafters that presented a valid assignment token."""
         return self.replaced if self.presented_by is None else self.replaced | {self.presented_by}
 
     def admits(self, drafter: str) -> bool:
         """Returns True if messages from this drafter are accepted."""
-        return self.presented_by == drafter if self.open.ticket_key else not self.open.audit
+        return self.presented_by == drafter if self.open.token_key else not self.open.audit
 
     def attached(self, drafter: str) -> None:
         """Records a drafter that is about to receive what it missed and the current request."""

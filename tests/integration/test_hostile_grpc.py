@@ -21,6 +21,7 @@ from protos.messages import (
     PROOF_BYTES,
     PROTOCOL_VERSION,
     Acceptance,
+    AssignmentToken,
     Attach,
     Block,
     Close,
@@ -34,7 +35,6 @@ from protos.messages import (
     StateDtype,
     States,
     StatesAck,
-    Ticket,
     Verdict,
     Welcome,
 )
@@ -184,7 +184,7 @@ async def test_bad_opens_are_refused_by_name_and_attempt(door):
 
 async def verify_as_assigned(target: TargetReplica, stream: Any, session: str) -> None:
     """From now on, what this drafter sends for the session is heard: its router might have assigned even this one."""
-    key = target.scheduler._admission.running[session].open.ticket_key
+    key = target.scheduler._admission.running[session].open.token_key
     attach = Attach(session, 1, 1, None, issue(key, session, 99))
     await stream.write(encode(pb.DrafterToTarget, [attach]))
     assert isinstance(decode(await within(5, stream.read())).messages[0], Resync)
@@ -390,15 +390,15 @@ async def test_a_second_greeting_ends_its_own_stream_only(door):
 
 
 async def test_a_stranger_that_knows_a_sessions_tokens_is_told_nothing_of_it_and_drafts_nothing():
-    """It knows the prompt and its hash, as its drafter does, but has no ticket, or one that is not of its router."""
+    """A client that knows the prompt and its hash, but has no assignment token from the session's router."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify:
         (target,) = c.targets.values()
         (running,) = target.scheduler._admission.running
         session = target.scheduler._admission.running[running]
         right = session.prefix.hash_at(3)
         assert right is not None
-        for ticket in (None, issue(b"guess", running, 99), Ticket(2**32 - 1, bytes(PROOF_BYTES))):
-            await verify.write(encode(pb.DrafterToTarget, [Attach(running, 3, right, None, ticket)]))
+        for assignment_token in (None, issue(b"guess", running, 99), AssignmentToken(2**32 - 1, bytes(PROOF_BYTES))):
+            await verify.write(encode(pb.DrafterToTarget, [Attach(running, 3, right, None, assignment_token)]))
         await verify.write(encode(pb.DrafterToTarget, [Block(running, 3, right, DraftTree.chain((1,)))] * 200))
         await eventually(lambda: target.scheduler.dropped["not_assigned"] == 200, "its blocks are dropped")
         with pytest.raises(TimeoutError):

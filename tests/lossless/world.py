@@ -37,7 +37,7 @@ from tests.lossless.parts import (
 from tests.lossless.states import ReadingMethod
 from tests.unit.cluster.token_memory import TokenMemory
 
-TICKET_KEY = b"no secret here"
+TOKEN_KEY = b"no secret here"
 HOP_S = 0.001
 STEP_S = 0.010
 PASS_S = 0.004
@@ -117,7 +117,7 @@ class World:
         self._alarms: set[float] = set()  # times at which somebody looks whether something has become due
         self.branches_accepted = 0  # paths that a chain would not have had
         self.steps: list[tuple[Row, ...]] = []  # the targets'
-        self.sessions = {g.session: Session(g, TICKET_KEY) for g in generations(setting, sessions, self._rng)}
+        self.sessions = {g.session: Session(g, TOKEN_KEY) for g in generations(setting, sessions, self._rng)}
         self.targets = {address: self._new_target() for address in targets}
         self.drafters = {address: self._new_drafter() for address in drafters}
 

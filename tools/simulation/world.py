@@ -176,7 +176,7 @@ def check_drafter(drafter: SimulatedDrafter) -> None:
     assert drafter.scheduler.is_idle, f"the scheduler of {drafter.process.address} still holds a session"
 
 
-TICKET_KEY = b"no secret here"
+TOKEN_KEY = b"no secret here"
 Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
 
 
@@ -329,7 +329,7 @@ class World:
         self._begun = self._begun + 1
         name = f"s{index}"
         self.scripts[name] = script(self.setting.load, self.setting.seed, index)
-        self.routers[index % len(self.routers)].generate(Session(self._generation(name), TICKET_KEY))
+        self.routers[index % len(self.routers)].generate(Session(self._generation(name), TOKEN_KEY))
 
     def _generation(self, name: str) -> Generation:
         text = self.scripts[name]

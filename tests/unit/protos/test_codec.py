@@ -18,6 +18,7 @@ from protos.messages import (
     MAX_TOP,
     PROOF_BYTES,
     Acceptance,
+    AssignmentToken,
     Attach,
     Block,
     Close,
@@ -41,7 +42,6 @@ from protos.messages import (
     States,
     StatesAck,
     StatesFormat,
-    Ticket,
     TokenRules,
     TokenScore,
     Verdict,
@@ -86,7 +86,7 @@ SCORINGS = st.builds(Scoring, TOPS, TOPS)
 F32 = st.floats(-1e9, 0, width=32)
 
 
-TICKETS = st.builds(Ticket, U32, st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES))
+ASSIGNMENT_TOKENS = st.builds(AssignmentToken, U32, st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES))
 
 
 @st.composite
@@ -109,8 +109,8 @@ def opens(draw: st.DrawFn) -> Open:
         target_address=draw(st.text(max_size=8)),
         audit=rival is not None or draw(st.booleans()),
         rival=rival,
-        ticket_key=draw(st.binary(max_size=64)),
-        ticket=draw(st.none() | TICKETS),
+        token_key=draw(st.binary(max_size=64)),
+        assignment_token=draw(st.none() | ASSIGNMENT_TOKENS),
         traceparent=draw(st.just("") | st.from_regex("00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]", fullmatch=True)),
         rules=draw(st.just(TokenRules()) | RULES),
         scoring=draw(SCORINGS),
@@ -174,7 +174,7 @@ def attaches(draw: st.DrawFn) -> Attach:
     have_len = draw(U32)
     states_from = draw(st.none() | st.integers(0, have_len))
     states_by = None if states_from is None else draw(st.none() | st.integers(states_from, have_len))
-    return Attach(draw(NAMES), have_len, draw(U64), states_from, draw(st.none() | TICKETS), states_by)
+    return Attach(draw(NAMES), have_len, draw(U64), states_from, draw(st.none() | ASSIGNMENT_TOKENS), states_by)
 
 
 @st.composite
@@ -356,10 +356,10 @@ def with_fields(**values: Any) -> Callable[[Any], None]:
     return change
 
 
-def with_ticket(proof: bytes) -> Callable[[Any], None]:
+def with_assignment_token(proof: bytes) -> Callable[[Any], None]:
     def change(message: Any) -> None:
-        message.ticket.proof = proof
-        message.ticket.assignment = 1
+        message.assignment_token.proof = proof
+        message.assignment_token.assignment = 1
 
     return change
 
@@ -419,8 +419,8 @@ BAD_OPENS = {
     "rival of no audit": (with_fields(rival=5, max_len=3), "an audit of one token"),
     "rival of several tokens": (with_fields(rival=5, audit=True), "an audit of one token"),
     "half a traceparent": (with_fields(traceparent="00-" + 32 * "a"), "is no W3C trace context"),
-    "a long ticket_key": (with_fields(ticket_key=bytes(65)), "ticket_key has 65 bytes"),
-    "half a ticket": (with_ticket(bytes(8)), "proof has 8 bytes"),
+    "a long token_key": (with_fields(token_key=bytes(65)), "token_key has 65 bytes"),
+    "half an assignment token": (with_assignment_token(bytes(8)), "proof has 8 bytes"),
 }
 BAD_BLOCKS = {
     "empty session": (with_fields(session=""), "session is empty"),
@@ -481,8 +481,8 @@ BAD_DRAFT_REQUESTS = {
 BAD_ATTACHES = {
     "empty session": (with_fields(session=""), "session is empty"),
     "states of tokens that it has not got": (with_fields(states_from=5), "states_from is 5 of 4"),
-    "no proof": (with_ticket(b""), "proof has 0 bytes"),
-    "a long proof": (with_ticket(bytes(17)), "proof has 17 bytes"),
+    "no proof": (with_assignment_token(b""), "proof has 0 bytes"),
+    "a long proof": (with_assignment_token(bytes(17)), "proof has 17 bytes"),
     "states that may begin before they are lacking": (with_fields(states_by=1), "states_by is 1, expected"),
     "states that may begin after what it has": (with_fields(states_by=5), "states_by is 5, expected"),
 }

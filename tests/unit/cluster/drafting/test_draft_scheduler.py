@@ -15,6 +15,7 @@ from cluster.drafting.session_table import LEAST_WINDOW, DrafterLimits, StepInte
 from cluster.envelope import Send
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import (
+    AssignmentToken,
     Attach,
     Block,
     Close,
@@ -30,7 +31,6 @@ from protos.messages import (
     RefusalReason,
     Resync,
     Shape,
-    Ticket,
     Verdict,
 )
 from protos.prefix import Prefix
@@ -898,8 +898,8 @@ def test_a_session_is_not_replaced_by_another_routers_open():
     assert desk.scheduler.refusals.counts == {"an Open of another router's session": 1}
 
 
-def test_an_attach_shows_the_ticket_that_came_with_the_open():
+def test_attach_carries_the_assignment_token_of_the_open():
     desk = Desk()
-    ticket = Ticket(3, b"proof")
-    assert desk.open(ticket=ticket) == [(TARGET, Attach("s", 2, hash_of(1, 2), None, ticket))]
-    assert desk.scheduler.connected(TARGET) == [(TARGET, Attach("s", 2, hash_of(1, 2), None, ticket))]
+    token = AssignmentToken(3, b"proof")
+    assert desk.open(assignment_token=token) == [(TARGET, Attach("s", 2, hash_of(1, 2), None, assignment_token))]
+    assert desk.scheduler.connected(TARGET) == [(TARGET, Attach("s", 2, hash_of(1, 2), None, token))]

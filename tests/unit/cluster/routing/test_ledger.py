@@ -437,15 +437,15 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=25)
 
 
-# ---------------------------------------------------------------- tickets
+# ---------------------------------------------------------------- assignment tokens
 
 
-def test_each_drafter_has_a_ticket_of_its_own_and_only_the_target_the_key():
+def test_each_drafter_gets_its_own_assignment_token_and_only_the_target_the_key():
     session = Session(PLAIN, b"secret")
     (to_target,) = session.assign_target("t1")
     assert isinstance(to_target, ToTarget)
     assert isinstance(to_target.message, Open)
-    assert (to_target.message.ticket_key, to_target.message.ticket) == (b"secret", None)
+    assert (to_target.message.token_key, to_target.message.assignment_token) == (b"secret", None)
     shown = []
     for drafter in ("d1", "d2"):
         (to_drafter,) = session.assign_drafter(drafter)
@@ -453,7 +453,7 @@ def test_each_drafter_has_a_ticket_of_its_own_and_only_the_target_the_key():
         assert again == to_drafter, "the ledger again is the same assignment"
         assert isinstance(to_drafter, ToDrafter)
         assert isinstance(to_drafter.message, Open)
-        assert to_drafter.message.ticket_key == b""
-        shown.append(to_drafter.message.ticket)
+        assert to_drafter.message.token_key == b""
+        shown.append(to_drafter.message.assignment_token)
         session.leave_drafter()
     assert shown == [issue(b"secret", PLAIN.session, number) for number in (1, 2)]

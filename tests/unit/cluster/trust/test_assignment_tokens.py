@@ -1,4 +1,4 @@
-"""Tickets: valid for the session and the number that they were issued for, under one key."""
+"""Assignment tokens: valid for the session and the number that they were issued for, under one key."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ NUMBERS = st.integers(0, 2**32 - 1)
 
 
 @given(KEYS, st.text(), NUMBERS)
-def test_a_ticket_is_valid_as_it_was_issued(key, session, number):
+def test_a_token_is_valid_only_for_its_session_and_number(key, session, number):
     assert is_valid(issue(key, session, number), key, session)
 
 
 @given(KEYS, KEYS, st.text(), st.text(), NUMBERS, NUMBERS)
 def test_and_for_nothing_else(key, other_key, session, other_session, number, other_number):
-    ticket = issue(key, session, number)
-    assert is_valid(ticket, other_key, session) == (other_key == key or other_key.rstrip(b"\0") == key.rstrip(b"\0"))
-    assert is_valid(ticket, key, other_session) == (other_session == session)
-    assert is_valid(replace(ticket, assignment=other_number), key, session) == (other_number == number)
+    token = issue(key, session, number)
+    assert is_valid(token, other_key, session) == (other_key == key or other_key.rstrip(b"\0") == key.rstrip(b"\0"))
+    assert is_valid(token, key, other_session) == (other_session == session)
+    assert is_valid(replace(token, assignment=other_number), key, session) == (other_number == number)

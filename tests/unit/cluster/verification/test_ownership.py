@@ -8,6 +8,7 @@ from cluster.envelope import Send
 from cluster.trust import issue
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import (
+    AssignmentToken,
     Attach,
     Close,
     Detach,
@@ -19,7 +20,6 @@ from protos.messages import (
     Refusal,
     RefusalReason,
     Resync,
-    Ticket,
 )
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import KEY, a_block, an_open
@@ -35,18 +35,18 @@ FORGED = {
     "of another session": issue(SECRET, "t", 1),
     "of another key": issue(b"guess", "s", 1),
     "with another number": replace(FIRST, assignment=2),
-    "of nothing": Ticket(0, bytes(16)),
+    "of nothing": AssignmentToken(0, bytes(16)),
 }
 
 
 def opened(**changes: object) -> VerificationScheduler:
     scheduler = VerificationScheduler(LIMITS)
-    scheduler.receive(ROUTER, an_open(**{"tokens": (1, 2), "ticket_key": SECRET} | changes), 0.0)
+    scheduler.receive(ROUTER, an_open(**{"tokens": (1, 2), "token_key": SECRET} | changes), 0.0)
     return scheduler
 
 
-def attach(scheduler: VerificationScheduler, ticket: Ticket | None, drafter: str = DRAFTER) -> list[Send]:
-    return scheduler.receive(drafter, Attach("s", 2, HASH, None, ticket), 0.0)
+def attach(scheduler: VerificationScheduler, token: AssignmentToken | None, drafter: str = DRAFTER) -> list[Send]:
+    return scheduler.receive(drafter, Attach("s", 2, HASH, None, token), 0.0)
 
 
 def is_attached(sends: list[Send]) -> bool:
@@ -105,11 +105,11 @@ def test_the_drafter_that_it_was_assigned_to_attaches():
     assert drafter_of(scheduler) == DRAFTER
 
 
-@pytest.mark.parametrize("ticket", FORGED.values(), ids=FORGED)
-def test_others_are_told_nothing_and_get_no_verdict(ticket):
+@pytest.mark.parametrize("token", FORGED.values(), ids=FORGED)
+def test_others_are_told_nothing_and_get_no_verdict(token):
     scheduler = opened()
-    assert attach(scheduler, ticket, "thief#1") == []
-    wrong_hash = Attach("s", 1, 7, None, ticket)
+    assert attach(scheduler, token, "thief#1") == []
+    wrong_hash = Attach("s", 1, 7, None, token)
     assert scheduler.receive("thief#1", wrong_hash, 0.0) == [], "a Resync would tell length and hash"
     assert drafter_of(scheduler) is None
     assert scheduler.refusals.counts == {"an Attach to a session that it was not assigned": 2}
@@ -157,7 +157,7 @@ def test_a_block_of_an_earlier_drafter_is_late_and_no_strangers():
     attach(scheduler, FIRST)
     attach(scheduler, issue(SECRET, "s", 2), "second#1")
     scheduler.receive(DRAFTER, a_block((1, 2), (5,)), 0.0)
-    scheduler.receive(ROUTER, an_open(tokens=(1, 2), attempt=2, ticket_key=SECRET), 0.0)
+    scheduler.receive(ROUTER, an_open(tokens=(1, 2), attempt=2, token_key=SECRET), 0.0)
     scheduler.receive(DRAFTER, a_block((1, 2), (5,)), 0.0)
     scheduler.receive("second#1", a_block((1, 2), (5,)), 0.0)
     assert +scheduler.dropped == {"not_assigned": 3}
@@ -173,14 +173,14 @@ def test_a_stranger_detaches_nobody():
     assert drafter_of(scheduler) == DRAFTER
 
 
-def test_who_came_before_the_session_is_heard_only_with_its_ticket():
+def test_attach_before_open_needs_an_assignment_token():
     """Whatever the order, and though both wait for it."""
     for order in (("thief#1", DRAFTER), (DRAFTER, "thief#1")):
         scheduler = VerificationScheduler(LIMITS)
         for drafter in order:
             attach(scheduler, FIRST if drafter == DRAFTER else None, drafter)
             scheduler.receive(drafter, a_block((1, 2), (5,) if drafter == DRAFTER else (6,)), 0.0)
-        sends = scheduler.receive(ROUTER, an_open(tokens=(1, 2), ticket_key=SECRET), 0.0)
+        sends = scheduler.receive(ROUTER, an_open(tokens=(1, 2), token_key=SECRET), 0.0)
         assert {receiver for receiver, _ in sends} == {DRAFTER}
         session = scheduler._admission.find("s")
         assert session is not None
@@ -191,7 +191,7 @@ def test_who_came_before_the_session_is_heard_only_with_its_ticket():
 
 
 def test_nobody_drafts_for_an_audit():
-    scheduler = opened(audit=True, draft_tokens=0, ticket_key=b"")
+    scheduler = opened(audit=True, draft_tokens=0, token_key=b"")
     assert attach(scheduler, None) == []
 
 
