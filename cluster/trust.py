@@ -1,14 +1,13 @@
 """Identity and permissions between processes and of clients: roles, proofs of assignment, API keys, and refusals.
 
 Input: the names in a peer's certificate, assignment tokens, and settings. Output: whether a peer or key may do
-something, and counts of what was refused, logged once per peer and cause. Start with `roles.py` and `assignment_tokens.py`;
-`options.py` and `api_keys.py` are the settings.
+something, and counts of refusals, logged once per peer and cause.
 
 Proof by which a drafter shows a target that the session's router assigned the session to it.
 
 The router sends the target a key with the session's Open. It sends each drafter that it assigns an assignment token:
-the number of the assignment, and a code over it that only a holder of the key can compute. So a target need not be informed of
-assignments, which would arrive on another stream than the drafter's, and a later drafter excludes earlier ones.
+the number of the assignment, and a code over it that only a holder of the key can compute. So a target need not be
+informed of assignments, which would arrive on another stream than the drafter's, and a later drafter excludes earlier ones.
 
 Requests that are refused because of their sender: counted by cause, and logged once per peer and cause.
 

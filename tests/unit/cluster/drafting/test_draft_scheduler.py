@@ -901,5 +901,5 @@ def test_a_session_is_not_replaced_by_another_routers_open():
 def test_attach_carries_the_assignment_token_of_the_open():
     desk = Desk()
     token = AssignmentToken(3, b"proof")
-    assert desk.open(assignment_token=token) == [(TARGET, Attach("s", 2, hash_of(1, 2), None, assignment_token))]
+    assert desk.open(assignment_token=token) == [(TARGET, Attach("s", 2, hash_of(1, 2), None, token))]
     assert desk.scheduler.connected(TARGET) == [(TARGET, Attach("s", 2, hash_of(1, 2), None, token))]
