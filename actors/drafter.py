@@ -171,7 +171,7 @@ class Drafter:
     def _send(self, sends: list[Send]) -> None:
         """Delivers to a router's stream or a target's address."""
         for receiver, message in sends:
-            self._tracer.said(receiver, message)
+            self._tracer.on_sent(receiver, message)
             if outbox := self._routers.get(receiver):
                 outbox.put(message)
             elif link := self._targets.get(receiver) or self._feeds.get(receiver):
@@ -194,7 +194,7 @@ class Drafter:
         for message in frame.messages:
             if isinstance(message, Verdict):
                 self.timeline.record("verdict", message.session)
-            self._tracer.heard(peer, message)
+            self._tracer.on_received(peer, message)
             sends = self.scheduler.receive(peer, message, self._clock())
             if isinstance(message, Open) and message.target_address in self.scheduler.targets:
                 self._dial(message.target_address)

@@ -269,7 +269,7 @@ class TargetReplica:
 
     def _send(self, sends: list[Send]) -> None:
         for stream, message in sends:
-            self._tracer.said(stream, message)
+            self._tracer.on_sent(stream, message)
             if outbox := self._outboxes.get(stream):
                 outbox.put(message)
 
@@ -313,7 +313,7 @@ class TargetReplica:
         for message in frame.messages:
             if isinstance(message, Block):
                 self.timeline.record("block", message.session)
-            self._tracer.heard(stream, message)
+            self._tracer.on_received(stream, message)
             if not self._gate.takes(stream, message):
                 self._send(self.scheduler.receive(stream, message, now))
         self._changed.set()

@@ -101,7 +101,7 @@ class SessionSpans:
         self._sessions[session] = _TracedSession(span, by, now)
         return traceparent_of(span)
 
-    def heard(self, peer: str, message: Message) -> None:
+    def on_received(self, peer: str, message: Message) -> None:
         match message:
             case Open():
                 facts = {"attempt": message.attempt, "tokens": len(message.tokens)}
@@ -111,7 +111,7 @@ class SessionSpans:
             case _:
                 self._note(message)
 
-    def said(self, peer: str, message: Message) -> None:
+    def on_sent(self, peer: str, message: Message) -> None:
         traced = self._sessions.get(getattr(message, "session", ""))
         if traced is None or (isinstance(message, Verdict) and peer != traced.by):
             return  # a target also sends drafters the verdicts that its router gets

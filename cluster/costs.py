@@ -113,7 +113,7 @@ class CostModel(_Cost):
         None, min_length=1, description="of a block's tokens by position, each given those before it"
     )
 
-    def plain_s(self, rows: float) -> float:
+    def non_speculative_s(self, rows: float) -> float:
         """Returns the seconds of a target's step of one token per row while no drafter works.
 
         Drafters on the target's own machine take from its cores, caches and memory.

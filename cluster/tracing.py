@@ -26,11 +26,11 @@ class SessionTracer(Protocol):
         """Starts the process's span for the peer `by`; returns the context to pass on, empty if not traced."""
         ...
 
-    def heard(self, peer: str, message: Message) -> None:
+    def on_received(self, peer: str, message: Message) -> None:
         """Records a received message."""
         ...
 
-    def said(self, peer: str, message: Message) -> None:
+    def on_sent(self, peer: str, message: Message) -> None:
         """Records a message sent to this peer."""
         ...
 
@@ -53,10 +53,10 @@ class NoTracing:
     def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
         return ""
 
-    def heard(self, peer: str, message: Message) -> None:
+    def on_received(self, peer: str, message: Message) -> None:
         return
 
-    def said(self, peer: str, message: Message) -> None:
+    def on_sent(self, peer: str, message: Message) -> None:
         return
 
     def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:

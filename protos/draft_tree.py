@@ -62,7 +62,7 @@ class DraftTree:
         return found
 
     @property
-    def trunk(self) -> tuple[int, ...]:
+    def main_path(self) -> tuple[int, ...]:
         """Tokens of the main path, which takes the first and likeliest child of every node."""
         if self.is_chain:
             return self.tokens
@@ -75,15 +75,15 @@ class DraftTree:
         return tuple(found)
 
     @property
-    def off_trunk(self) -> list[tuple[int, ...]]:
+    def off_main_path(self) -> list[tuple[int, ...]]:
         """Tokens of the paths that leave the main path with their last node."""
-        trunk = self.trunk
-        parents = (-1, *self.along(trunk))
+        main_path = self.main_path
+        parents = (-1, *self.along(main_path))
         return [
-            (*trunk[:depth], token)
+            (*main_path[:depth], token)
             for depth, parent in enumerate(parents)
             for token in self.children(parent)
-            if (*trunk[:depth], token) != trunk[: depth + 1]
+            if (*main_path[:depth], token) != main_path[: depth + 1]
         ]
 
     def children(self, parent: int) -> tuple[int, ...]:

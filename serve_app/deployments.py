@@ -53,7 +53,7 @@ from serve_app.replica_counters import (
     routed_counts,
     target_counts,
 )
-from serve_app.serve_manifest import as_told
+from serve_app.serve_manifest import with_own_part
 from serve_app.startup import (
     engine_of,
     listening_host,
@@ -199,7 +199,9 @@ class TargetDeployment:
             "pages": self._replica.scheduler.pages,
             "speculation": self._replica.scheduler.speculation,
             "costs": self._replica.scheduler.step_cost.cost.model_dump_json(),
-            "plain_costs": plain.model_dump_json() if (plain := self._replica.scheduler.step_cost.plain_cost) else None,
+            "plain_costs": plain.model_dump_json()
+            if (plain := self._replica.scheduler.step_cost.non_speculative_cost)
+            else None,
             "acceptance": asdict(self._replica.scheduler.acceptance),
             "tally": self._replica.scheduler.sentinel.tally.rows(),
             "refused": dict(self._replica.refused),
@@ -238,7 +240,7 @@ class DraftDeployment:
         log_under_serve()
         known_targets = partial(addresses, targets)
         known_targets()  # membership is read while the method loads
-        config = as_told(config, os.environ)
+        config = with_own_part(config, os.environ)
         use_cpu(config.draft.resources)
         starting = asyncio.to_thread(start_drafter, config)
         started = await started_within(config.draft.start_timeout_s, "draft.start_timeout_s", starting)
@@ -351,7 +353,7 @@ class RouterDeployment:
         from serve_app.router import Identity, Router, RouterLimits
 
         log_under_serve()
-        config = as_told(config, os.environ)
+        config = with_own_part(config, os.environ)
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))

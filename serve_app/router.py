@@ -151,7 +151,7 @@ class Router:
             if isinstance(message, Refusal):
                 told = {"session": message.session}
                 log.info("%s refuses session %r: %s", address, message.session, message.message, extra=told)
-            self._tracer.heard(address, message)
+            self._tracer.on_received(address, message)
             self._send(self._assignments.receive(address, message, now))
             self._send(self.audits.receive(address, message, now))
             if isinstance(message, Verdict) and message.session in self._assignments:

@@ -53,7 +53,7 @@ def shared(config: SlipstreamConfig) -> Json:
     return {section: keys for section, keys in given.items() if keys}
 
 
-def told_apart(config: SlipstreamConfig) -> dict[str, Json]:
+def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
     """Returns each deployment's own part, by name, as options of `serve deploy`."""
     return {
         "Target": {
@@ -62,11 +62,11 @@ def told_apart(config: SlipstreamConfig) -> dict[str, Json]:
         },
         "Drafter": {
             "autoscaling_config": bounds(config.draft.replicas),
-            "ray_actor_options": {**_placed(config.draft), **_telling(DRAFT, config.draft, "replicas")},
+            "ray_actor_options": {**_placed(config.draft), **_environment_of(DRAFT, config.draft, "replicas")},
         },
         "Router": {
             **router_sizes(config.server),
-            "ray_actor_options": {**ROUTER_OPTIONS, **_telling(SERVER, config.server, "routers")},
+            "ray_actor_options": {**ROUTER_OPTIONS, **_environment_of(SERVER, config.server, "routers")},
         },
     }
 
@@ -93,13 +93,13 @@ def _placed(draft: DraftPool) -> Json:
     return {**options, "fallback_strategy": [{"label_selector": dict(labels)}]} if labels else options
 
 
-def _telling(variable: str, section: BaseModel, but: str) -> Json:
+def _environment_of(variable: str, section: BaseModel, but: str) -> Json:
     given = section.model_dump(mode="json", exclude_defaults=True, exclude={but})
     told = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would expand ${NAME} as a node's variable
     return {"runtime_env": {"env_vars": {variable: told}}}
 
 
-def as_told(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:
+def with_own_part(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:
     """Merges a deployment's own section into the common configuration."""
     apart: dict[str, BaseModel] = {}
     if DRAFT in environment:
@@ -109,7 +109,7 @@ def as_told(config: SlipstreamConfig, environment: Mapping[str, str]) -> Slipstr
     return config.model_copy(update=apart)
 
 
-def told_drain_s(application: Mapping[str, Any]) -> float | None:
+def deployed_drain_s(application: Mapping[str, Any]) -> float | None:
     """Returns the drain time in Serve's record of an application, if it has one."""
     routers = [one for one in application.get("deployments", []) if one["name"] == "Router"]
     timeout_s: float | None = routers[0].get("graceful_shutdown_timeout_s") if routers else None
@@ -127,7 +127,7 @@ def application(
     more: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Json:
     """Returns one application's data; `more` overrides options by deployment."""
-    apart = told_apart(config)
+    apart = deployment_parts(config)
     return {
         "name": name,
         "route_prefix": route_prefix,

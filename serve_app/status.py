@@ -44,7 +44,7 @@ Inspected = Sequence[Mapping[str, Any]]
 Bounds = Mapping[str, tuple[int, int]]  # (least, most) replicas by deployment, for pools only
 
 
-def told_bounds(details: Mapping[str, Any]) -> Bounds:
+def deployed_bounds(details: Mapping[str, Any]) -> Bounds:
     """Reads the bounds from Serve's details of an application.
 
     Raises ClusterError if a pool is missing, which means that it has ended.
@@ -258,7 +258,7 @@ def _counted(application: str) -> Group | str:
         targets, drafters, routers = (
             broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter", "Router")
         )
-        bounds = told_bounds(serve_details()["applications"].get(application, {}))
+        bounds = deployed_bounds(serve_details()["applications"].get(application, {}))
     except (ClusterError, RayServeException, TimeoutError) as error:
         return f"The replicas of {application} do not say what they have counted: {error}"
     return Group(

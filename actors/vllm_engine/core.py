@@ -165,8 +165,9 @@ class VllmCore:
     def _with_what_is_told(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not any(outcome.session in self._asking for outcome in outcomes):
             return outcomes
-        told: dict[str, ExtraResults] = self._core.collective_rpc("told")[0]  # all ranks make the same decisions
-        answers = [(outcome, told.get(outcome.session, ExtraResults())) for outcome in outcomes]
+        by_rank = self._core.collective_rpc("extra_results")  # all ranks make the same decisions
+        extra: dict[str, ExtraResults] = by_rank[0]
+        answers = [(outcome, extra.get(outcome.session, ExtraResults())) for outcome in outcomes]
         return [replace(outcome, scores=more.scores, margin=more.margin) for outcome, more in answers]
 
     def _open(self, request: Open) -> None:

@@ -81,13 +81,13 @@ def decide_all(
     if not any(ExtraResults.is_asked_by(request) for request in asking):
         return decisions, {}
     scores = decided_scores(blocks, decisions, [request.scoring.top for request in asking], logits)
-    told = {}
+    extra_results = {}
     at = 0
     for request, block, score in zip(asking, blocks, scores, strict=True):
         if ExtraResults.is_asked_by(request):
-            told[request.session] = ExtraResults(score, _margin(request, block, logits[at]))
+            extra_results[request.session] = ExtraResults(score, _margin(request, block, logits[at]))
         at += block.positions
-    return decisions, told
+    return decisions, extra_results
 
 
 def _margin(request: Open, block: PendingBlock, logits: Tensor) -> float | None:

@@ -22,7 +22,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.makers = MAKERS
-        self.told: dict[str, ExtraResults] = {}  # reports of the latest step
+        self.extra_results: dict[str, ExtraResults] = {}  # reports of the latest step
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
         self._states = req_states
         self._sessions: dict[int, SessionDraws] = {}  # by slot
@@ -41,13 +41,13 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         starts = [row for row in range(len(slots)) if not row or slots[row] != slots[row - 1]]
         spans = [(start, end) for start, end in zip(starts, [*starts[1:], len(slots)], strict=True)]
         ours = [(start, end) for start, end in spans if self._decides(slots[start], positions[start] + 1)]
-        self.told = {}
+        self.extra_results = {}
         if not ours:
             return logits
         blocks = [self._block(slots[start], positions[start] + 1, fed[start + 1 : end]) for start, end in ours]
         wanted = torch.tensor([row for start, end in ours for row in range(start, end)], device=logits.device)
         sessions = [self._sessions[slots[start]] for start, _ in ours]
-        decisions, self.told = decide_all(sessions, blocks, logits[wanted, : self._vocabulary])
+        decisions, self.extra_results = decide_all(sessions, blocks, logits[wanted, : self._vocabulary])
         drawn = []
         for (start, _), block, decision in zip(ours, blocks, decisions, strict=True):
             tokens = [*block.draft.tokens[: len(decision.path)], decision.next_token]

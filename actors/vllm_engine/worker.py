@@ -144,7 +144,9 @@ class DrawingWorker:
             runner._sample = self._slipstream_draws.sample
             return "v1"
         take_drafts_from_scheduler(runner, self._slipstream_states)
-        self._slipstream_draws = next(found for found in runner.sampler.logits_processors if hasattr(found, "told"))
+        self._slipstream_draws = next(
+            found for found in runner.sampler.logits_processors if hasattr(found, "extra_results")
+        )
         self._slipstream_draws.makers = makers
         return "v2"
 
@@ -153,9 +155,9 @@ class DrawingWorker:
         if self._slipstream_grammars is not None:
             self._slipstream_grammars.begin(grammar)
 
-    def told(self) -> dict[str, ExtraResults]:
+    def extra_results(self) -> dict[str, ExtraResults]:
         """Returns the latest step's additional results, by session."""
-        found: dict[str, ExtraResults] = self._slipstream_draws.told
+        found: dict[str, ExtraResults] = self._slipstream_draws.extra_results
         return found
 
 
@@ -163,7 +165,7 @@ class FirstRunnerDraws:
     """Replaces the first runner's sampler."""
 
     def __init__(self, runner: Any, vocabulary: int, makers: tuple[Maker, ...]) -> None:
-        self.told: dict[str, ExtraResults] = {}
+        self.extra_results: dict[str, ExtraResults] = {}
         self._runner = runner
         self._vocabulary = vocabulary
         self._makers = makers
@@ -182,7 +184,7 @@ class FirstRunnerDraws:
             blocks.append(self._block(name, int(batch.num_tokens_no_spec[index]), drafted))
         table = torch.full((len(blocks), 1 + max(counts)), NOTHING, dtype=torch.int32)
         sessions = [self._sessions[name] for name in names]
-        decisions, self.told = decide_all(sessions, blocks, logits[:, : self._vocabulary])
+        decisions, self.extra_results = decide_all(sessions, blocks, logits[:, : self._vocabulary])
         for row, (block, decision) in enumerate(zip(blocks, decisions, strict=True)):
             kept = block.draft.tokens[: len(decision.path)]
             table[row, : len(kept) + 1] = torch.tensor([*kept, decision.next_token], dtype=torch.int32)

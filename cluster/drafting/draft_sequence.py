@@ -15,7 +15,7 @@ class DraftSequence:
     open: Open
     router: str
     prefix: Prefix
-    asked: int = MAX_BLOCK_TOKENS  # draft length that the target asks for
+    requested_tokens: int = MAX_BLOCK_TOKENS  # draft length that the target asks for
     least_chance: float = 0.0  # cumulative acceptance probability below which verifying a token does not pay
     shape: Shape = Shape.CHAIN  # shape that the target can verify
     attached: bool = False
@@ -52,7 +52,7 @@ class DraftSequence:
     def lacks_block(self) -> bool:
         """True if no block was drafted for the current length although one could be of use."""
         length = self.prefix.length
-        if self.served_len == length or self.asked == 0 or not self.attached:
+        if self.served_len == length or self.requested_tokens == 0 or not self.attached:
             return False
         return max_block_len(self.open, length) > 0
 
@@ -64,7 +64,9 @@ class DraftSequence:
     @property
     def may_go_on(self) -> bool:
         """True if a block could be of use after the pending verdict."""
-        return self.asked > 0 and max_block_len(self.open, self.prefix.length + 1) > 0 and not self.lacks_states
+        return (
+            self.requested_tokens > 0 and max_block_len(self.open, self.prefix.length + 1) > 0 and not self.lacks_states
+        )
 
     def begin_anew(self) -> Attach:
         """Resets what was sent, which may have been lost; returns the message that attaches the session."""
@@ -93,7 +95,7 @@ class DraftSequence:
 
     def take(self, request: DraftRequest, goes_ahead: bool) -> None:
         """Applies the target's request after the current prefix; `goes_ahead` enables drafting ahead of verdicts."""
-        self.asked = request.max_tokens
+        self.requested_tokens = request.max_tokens
         self.least_chance = request.least_chance
         self.shape = request.shape
         decided_s = self.decided_s
@@ -102,7 +104,7 @@ class DraftSequence:
             return  # no verdict came before this request, so it does not show a step's start
         is_served = self.served_len == self.prefix.length
         if is_served or not request.hold_step:  # the target goes on at once, with or without a block
-            self.step_began_s = decided_s if self.asked else None
+            self.step_began_s = decided_s if self.requested_tokens else None
             if not is_served and goes_ahead:
                 self.unverified = NO_TREE
                 self.chances = ()

@@ -47,7 +47,7 @@ class BlockDraft:
     tells_all: bool = False  # of a root: alternatives to its tokens are unknown until it is read
     main: "BlockDraft | None" = None  # of a root that reads a token beside the main path: the root of the main path
     stem: tuple[int, ...] = ()  # of a limb: the tokens before it, the last of them beside the main path
-    limbs: list["BlockDraft"] = field(default_factory=list)
+    branches: list["BlockDraft"] = field(default_factory=list)
     grown: list[Branch] = field(default_factory=list)  # limbs that are finished
     min_confidence: float = 0.0  # cumulative probability below which the block ends
     drafted: list[DraftedToken] = field(default_factory=list)
@@ -83,7 +83,7 @@ class BlockDraft:
     @property
     def by_model(self) -> list[DraftedToken]:
         """The first offered tokens, as far as the model itself predicted them."""
-        return list(takewhile(lambda token: not token.by_head, self.drafted[: len(self.tree.trunk)]))
+        return list(takewhile(lambda token: not token.by_head, self.drafted[: len(self.tree.main_path)]))
 
     @property
     def is_root(self) -> bool:
@@ -175,11 +175,15 @@ class BlockDraft:
     @property
     def paths(self) -> list[tuple[tuple[int, ...], float]]:
         """Paths to the nodes of the tree so far with their probabilities, in falling order."""
-        return likeliest_paths(self._limbs(), self.max_tokens, self.least_chance)
+        return likeliest_paths(self._as_branches(), self.max_tokens, self.least_chance)
 
-    def _limbs(self) -> list[Branch]:
+    def _as_branches(self) -> list[Branch]:
         whole = Branch((), 1.0, self.tokens, self.choices)
-        return [whole, *[Branch(limb.stem, limb.chance, limb.tokens, limb.choices) for limb in self.limbs], *self.grown]
+        return [
+            whole,
+            *[Branch(branch.stem, branch.chance, branch.tokens, branch.choices) for branch in self.branches],
+            *self.grown,
+        ]
 
     def append(
         self,

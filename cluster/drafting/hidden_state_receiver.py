@@ -97,7 +97,7 @@ class HiddenStateReceiver:
         window = self._bounds.window
         return tokens if window is None else min(window, tokens)
 
-    def heard(self, session: DraftSequence) -> list[Send]:
+    def acknowledge(self, session: DraftSequence) -> list[Send]:
         """Retries states that arrived before the verdict with their tokens."""
         waiting = self._early.pop(session.open.session, None)
         if not waiting:

@@ -187,7 +187,7 @@ class DraftScheduler:
             attempt=session.open.attempt,
             base_len=length,
             prefix_hash=session.prefix.hash,
-            max_tokens=min(session.asked, max_block_len(session.open, length)),
+            max_tokens=min(session.requested_tokens, max_block_len(session.open, length)),
             least_chance=session.least_chance,
             shape=self._shape(session),
         )
@@ -197,7 +197,7 @@ class DraftScheduler:
             session=session.open.session,
             base_len=session.prefix.length,
             prefix_hash=session.prefix.hash,
-            max_tokens=session.asked,
+            max_tokens=session.requested_tokens,
             unverified=unverified,
             until=self._sessions.verdict_due(session),
             least_chance=session.least_chance,

@@ -200,7 +200,8 @@ class SessionTable:
         session = DraftSequence(request, router, Prefix(request.hash_key, request.tokens))
         self._states.opened(session)
         if request.target_address in self._resting:
-            session.asked = 0  # until the target answers the Attach: reading a prompt takes long, and may be wasted
+            # Until the target answers the Attach, since reading a prompt takes long and may be wasted.
+            session.requested_tokens = 0
         self.all[request.session] = session
         self.news.opened(request)
         return [self._attach(session)]
@@ -245,7 +246,7 @@ class SessionTable:
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
             return []
-        sends = self._states.heard(session)
+        sends = self._states.acknowledge(session)
         if was_sent and verdict.answer is not DraftAnswer.NOT_ASKED:
             sends += self.note_block(late=verdict.answer is DraftAnswer.MISSED)
         return sends
@@ -281,7 +282,7 @@ class SessionTable:
         session = self._session_at(target, request)
         if session is not None and session.address == (request.base_len, request.prefix_hash):
             session.take(request, goes_ahead=self._draft_ahead)
-            (self._resting.discard if session.asked else self._resting.add)(target)
+            (self._resting.discard if session.requested_tokens else self._resting.add)(target)
             if session.lacks_states and session.lacks_block:  # the target must not wait for missing states
                 return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
         return []
@@ -315,7 +316,7 @@ class SessionTable:
         """
         self._counts["blocks_late" if late else "blocks_in_time"] += 1
         excess = self._capacity.note(late, len(self.all))
-        drafted_for = [session for session in self.all.values() if session.asked] if excess else []
+        drafted_for = [session for session in self.all.values() if session.requested_tokens] if excess else []
         why = "blocks come too late for so many sessions"
         return [send for session in drafted_for[:excess] for send in self._give_up(session, why)]
 

@@ -73,10 +73,10 @@ def rejections(block: DraftTree, known: Sequence[Choices]) -> list[Outcome]:
     """
     found = []
     reached = 1.0
-    trunk = block.trunk
-    parents = (-1, *block.along(trunk))
-    for position, (drafted, there) in enumerate(zip(trunk, known, strict=False)):
-        accepted = trunk[:position]
+    main_path = block.main_path
+    parents = (-1, *block.along(main_path))
+    for position, (drafted, there) in enumerate(zip(main_path, known, strict=False)):
+        accepted = main_path[:position]
         expected = block.children(parents[position])
         found += [((*accepted, token), reached * chance) for token, chance in there if token not in expected]
         reached *= there.chance_of(drafted)
@@ -108,9 +108,9 @@ class Branch:
     choices: Sequence[Choices]
 
 
-def likeliest_tree(limbs: Iterable[Branch], most: int, least_chance: float) -> DraftTree:
+def likeliest_tree(branches: Iterable[Branch], most: int, least_chance: float) -> DraftTree:
     """Returns a tree of at most `most` nodes, likeliest first; the first is kept even if it is below `least_chance`."""
-    return tree_of(likeliest_paths(limbs, most, least_chance))
+    return tree_of(likeliest_paths(branches, most, least_chance))
 
 
 def tree_of(paths: Sequence[tuple[TokenPath, float]]) -> DraftTree:
@@ -119,13 +119,13 @@ def tree_of(paths: Sequence[tuple[TokenPath, float]]) -> DraftTree:
     return DraftTree(tuple([path[-1] for path, _ in paths]), tuple([places[path[:-1]] for path, _ in paths]))
 
 
-def likeliest_paths(limbs: Iterable[Branch], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
+def likeliest_paths(branches: Iterable[Branch], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
     """Returns at most `most` paths with their probabilities, in falling order."""
     chances: dict[TokenPath, float] = {}
-    for limb in limbs:
-        path = limb.stem
-        reached = limb.chance
-        for token, there in zip(limb.tokens, limb.choices, strict=True):
+    for branch in branches:
+        path = branch.stem
+        reached = branch.chance
+        for token, there in zip(branch.tokens, branch.choices, strict=True):
             for other, chance in zip(there.tokens[:SIBLINGS], there.chances, strict=False):
                 chances[(*path, other)] = reached * chance
             reached = chances.setdefault((*path, token), reached * there.chance_of(token))
@@ -162,7 +162,7 @@ def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: 
     return found
 
 
-def grow_limbs(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[Branch]:
+def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[Branch]:
     """Returns the result of `grown_paths` as limbs, each with the possible tokens after one path.
 
     The first limb is there however unlikely its tokens are.
@@ -181,7 +181,7 @@ def grow_limbs(after: Callable[[TokenPath], Choices], most: int, least_chance: f
 
 def limbs_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Branch]:
     """Returns the limbs of a block in which the choices at a position do not depend on the tokens before it."""
-    return grow_limbs(lambda path: choices[len(path)] if len(path) < len(choices) else NOTHING, most, least_chance)
+    return grow_branches(lambda path: choices[len(path)] if len(path) < len(choices) else NOTHING, most, least_chance)
 
 
 def least_of(paths: Sequence[tuple[TokenPath, float]], most: int) -> float:
@@ -189,14 +189,14 @@ def least_of(paths: Sequence[tuple[TokenPath, float]], most: int) -> float:
     return paths[-1][1] if len(paths) == most else 0.0
 
 
-def worth_a_limb(
-    paths: Sequence[tuple[TokenPath, float]], trunk: TokenPath, least: float
+def worth_branching(
+    paths: Sequence[tuple[TokenPath, float]], main_path: TokenPath, least: float
 ) -> list[tuple[TokenPath, float]]:
     """Returns the paths that leave the main path with their last node and whose children may reach `least`."""
     return [
         (path, chance)
         for path, chance in paths
-        if chance * HOPE > least and path[:-1] == trunk[: len(path) - 1] and path != trunk[: len(path)]
+        if chance * HOPE > least and path[:-1] == main_path[: len(path) - 1] and path != main_path[: len(path)]
     ][:LIMBS]
 
 

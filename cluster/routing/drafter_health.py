@@ -58,7 +58,7 @@ class RecoveryLog:
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, RecoveryStep]] = Counter()
 
-    def taken(self, complaint: Complaint, remedy: RecoveryStep) -> None:
+    def record(self, complaint: Complaint, remedy: RecoveryStep) -> None:
         """Records a step for one session."""
         self.counts[complaint.drafter, remedy] += 1
         collapse = complaint.collapse
@@ -95,7 +95,7 @@ class DrafterWatch:
         """True if there is anything to process."""
         return bool(self._answered or self._complaints)
 
-    def heard(self, session: Session, verdict: Verdict) -> None:
+    def on_verdict(self, session: Session, verdict: Verdict) -> None:
         """Records a target's verdict for a session."""
         if verdict.answer is not DraftAnswer.NOT_ASKED:
             self._answered[verdict.session] = session

@@ -74,7 +74,7 @@ class PrefixAffinity:
         """Returns the keys of a text's pages, as the other methods take them."""
         return page_keys(self._key, tokens, self._options.page_size, salt)
 
-    def found(self, keys: Sequence[bytes]) -> dict[str, int]:
+    def matches(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Returns, by target, the number of the text's tokens that it is likely to have cached.
 
         Targets without any are left out.
@@ -92,7 +92,7 @@ class PrefixAffinity:
         The target with the longest cached prefix gets at most `most_sessions`. The others get less by what they lack,
         so a target with only the common beginning of many texts does not count like one with the whole text.
         """
-        found = self.found(keys)
+        found = self.matches(keys)
         best = max(found.values(), default=0)
         most = min(best / TOKENS_A_SESSION, self._options.most_sessions)
         behind = {target: (best - tokens) / TOKENS_A_SESSION for target, tokens in found.items()}
@@ -298,7 +298,7 @@ class TargetChoice:
             self._homes.computed(left, self._keys(session, session.tokens))
         if session.target is not None:
             prompt = self._prompt(session)
-            self.routed["prefix" if session.target in self._homes.found(prompt) else "load"] += 1
+            self.routed["prefix" if session.target in self._homes.matches(prompt) else "load"] += 1
             self._homes.computed(session.target, prompt)
 
     def over(self, session: Session) -> None:
@@ -439,7 +439,7 @@ class SessionRouter(Generic[F]):
         if isinstance(message, Refusal):
             self._note_refusal(peer, assignment, message, now)
         elif isinstance(message, Verdict):
-            self._watch.heard(assignment.session, message)
+            self._watch.on_verdict(assignment.session, message)
         drafter = assignment.session.drafter
         commands = assignment.session.receive(peer, message)
         if drafter is not None and any(isinstance(command, Ended) for command in commands):
@@ -572,7 +572,7 @@ class SessionRouter(Generic[F]):
         left = complaint.drafter
         other = self._choose_drafter(assignment.session, now, avoid=left)
         remedy = next_remedy(complaint.collapse, assignment.was_replaced, other is not None)
-        self.remedies.taken(complaint, remedy)
+        self.remedies.record(complaint, remedy)
         if remedy is RecoveryStep.RESYNCED:
             return []  # the target has sent the drafter a Resync
         assignment.was_replaced = True

@@ -117,7 +117,7 @@ class SilentDrafters:
         """Records that these drafters returned nothing that was requested for the step just made."""
         self._missed.update(drafters)
 
-    def heard(self, drafter: str) -> None:
+    def on_message(self, drafter: str) -> None:
         """Records that the drafter returned something, or is gone."""
         self._missed.pop(drafter, None)
 

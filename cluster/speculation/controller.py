@@ -263,17 +263,17 @@ class KillSwitch:
         """
         self._owed = max(0.0, self._owed - 1) + is_trial * sessions / PRICE
 
-    def plain_step(self, sessions: int) -> None:
+    def non_speculative_step(self, sessions: int) -> None:
         """Records a step without drafts whose requests allowed them."""
         at = self._at(sessions)
         at.off_for = max(0, at.off_for - 1)
 
-    def step(self, sessions: int, plain_s: float, seconds: float) -> None:
-        """Records a speculative step of `seconds`; non-speculative decoding takes `plain_s` for the same tokens."""
+    def step(self, sessions: int, non_speculative_s: float, seconds: float) -> None:
+        """Records a speculative step of `seconds`, for tokens that take `non_speculative_s` without speculation."""
         at = self._at(sessions)
         at.steps += 1
         if at.looks:
-            at.brought = at.brought.after(seconds, plain_s, MEMORY)
+            at.brought = at.brought.after(seconds, non_speculative_s, MEMORY)
         if at.is_losing:
             at.pause = at.next_pause
             at.brought = Pairs()
@@ -338,7 +338,7 @@ class SpeculationController:
         elif step.decoding:
             self._decoded_plainly(step, took_s)
         if not step.is_drafted_for and step.is_open_to_drafts:
-            self._gate.plain_step(self.load.sessions)
+            self._gate.non_speculative_step(self.load.sessions)
 
     def block_verified(self, asked: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
         """Records the accepted nodes of a block of `drafted` nodes, of `asked` requested.
@@ -376,9 +376,9 @@ class SpeculationController:
         work."""
         load = self.load
         cost = load.step
-        token_s = cost.plain_s(step.decoding) / step.decoding
-        if plain_s := self._plain_s(step):
-            self._gate.step(load.sessions, plain_s + (committed - step.decoding) * token_s, took_s)
+        token_s = cost.non_speculative_s(step.decoding) / step.decoding
+        if non_speculative_s := self._non_speculative_s(step):
+            self._gate.step(load.sessions, non_speculative_s + (committed - step.decoding) * token_s, took_s)
         if not step.prompts:
             self.load = replace(load, step=cost.after_drafts(step.rows, step.tokens, seconds))
 
@@ -387,14 +387,14 @@ class SpeculationController:
         if step.prompts:
             cost = cost.after_prompts(step.rows, step.tokens, took_s)
         else:
-            cost = cost.after_plain(step.rows, took_s)
+            cost = cost.after_non_speculative(step.rows, took_s)
         self.load = replace(self.load, step=cost)
 
-    def _plain_s(self, step: StepShape) -> float:
+    def _non_speculative_s(self, step: StepShape) -> float:
         """Returns the seconds of a non-speculative step that feeds the same prompts, and a token to each other session.
 
         0 while that is unknown.
         """
         if not step.prompts:
-            return self.load.step.plain_s(step.decoding)
+            return self.load.step.non_speculative_s(step.decoding)
         return self.load.step.prompts_s(step.decoding + step.prompts, step.decoding + step.prompt_tokens)

@@ -197,7 +197,7 @@ class SessionStats:
         if hit:
             self.missed_rounds = 0
 
-    def plain_round(self) -> None:
+    def non_speculative_round(self) -> None:
         """Records that the target went on without a block."""
         self.missed_rounds += 1
 
@@ -255,7 +255,7 @@ def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 COST_MEMORY = 0.05  # weight of the latest step: about twenty steps or one second
 # Weight of the latest non-speculative step: the steps of one look outweigh all earlier ones. The cost of drafters on
 # the target's own machine changes within seconds; with older looks, a loss of 5 % was taken for a gain of 5 %.
-PLAIN_MEMORY = 0.15
+NON_SPECULATIVE_MEMORY = 0.15
 COMPARED = 8  # non-speculative steps in a row compared with the speculative ones before; later ones set the pace
 UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile, further tokens are taken to cost nothing
 
@@ -276,20 +276,22 @@ class StepCost:
     pace: Mean  # speculative steps as a multiple of the shape, without the wait before them
     plain: Mean = Mean()  # non-speculative steps as a multiple of that, from one step's end to the next
     prompts: Mean = Mean()  # the same for non-speculative steps that feed prompts: a profile has short rows
-    plain_run: int = COMPARED  # non-speculative steps since the last speculative one
+    non_speculative_run: int = COMPARED  # non-speculative steps since the last speculative one
 
     @classmethod
     def profiled(cls, profile: ForwardCost | None) -> "StepCost":
         return cls(profile or UNKNOWN, Mean(0, float(profile is not None)))
 
-    def after_plain(self, rows: int, seconds: float) -> "StepCost":
+    def after_non_speculative(self, rows: int, seconds: float) -> "StepCost":
         """Records a step without drafts for which none were requested."""
         ratio = seconds / self.shape.seconds(rows, rows)
-        run = self.plain_run + 1
+        run = self.non_speculative_run + 1
         if run > COMPARED:
-            return replace(self, pace=pace_after(self.pace, ratio / self._plain_scale), plain_run=run)
-        plain = pace_after(self.plain, ratio / self.pace.value, PLAIN_MEMORY)
-        return replace(self, plain=plain, plain_run=run)
+            return replace(
+                self, pace=pace_after(self.pace, ratio / self._non_speculative_scale), non_speculative_run=run
+            )
+        plain = pace_after(self.plain, ratio / self.pace.value, NON_SPECULATIVE_MEMORY)
+        return replace(self, plain=plain, non_speculative_run=run)
 
     def after_prompts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
         """Records a step without drafts in which some rows feed prompts."""
@@ -300,11 +302,13 @@ class StepCost:
 
     def after_drafts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
         """Records a step made while drafters were at work."""
-        return replace(self, pace=pace_after(self.pace, seconds / self.shape.seconds(rows, tokens)), plain_run=0)
+        return replace(
+            self, pace=pace_after(self.pace, seconds / self.shape.seconds(rows, tokens)), non_speculative_run=0
+        )
 
-    def plain_s(self, rows: int) -> float:
+    def non_speculative_s(self, rows: int) -> float:
         """Returns the seconds of a step of one token per row while no drafter works."""
-        return self._plain_scale * self.pace.value * self.shape.seconds(rows, rows)
+        return self._non_speculative_scale * self.pace.value * self.shape.seconds(rows, rows)
 
     def prompts_s(self, rows: int, tokens: int) -> float:
         """Returns the seconds of a step that also feeds prompts while no drafter works; 0 before any such step."""
@@ -320,15 +324,15 @@ class StepCost:
         return self.shape.times(self.pace.value) if self.pace.count else self.shape
 
     @property
-    def plain_cost(self) -> ForwardCost | None:
+    def non_speculative_cost(self) -> ForwardCost | None:
         """Current cost of steps of one token per row while no drafter works, including the time between steps.
 
         None until such a step was compared with speculative ones.
         """
-        return self.shape.times(self._plain_scale * self.pace.value) if self.plain.count else None
+        return self.shape.times(self._non_speculative_scale * self.pace.value) if self.plain.count else None
 
     @property
-    def _plain_scale(self) -> float:
+    def _non_speculative_scale(self) -> float:
         return self.plain.value if self.plain.count else 1.0
 
 
@@ -344,7 +348,7 @@ class Load:
     @cached_property
     def non_speculative_rate(self) -> float:
         """Tokens per second without speculation; 0 while unknown."""
-        step_s = self.step.plain_s(self.sessions)
+        step_s = self.step.non_speculative_s(self.sessions)
         return self.sessions / step_s if step_s else 0.0
 
     @cached_property

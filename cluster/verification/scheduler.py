@@ -102,7 +102,7 @@ class StepDeadline:
     def _probe_s(self, session: TargetSequence, drafter: str, load: Load) -> float:
         """Returns how long the session skips steps for the block of a silent drafter."""
         is_probed = session.drafting.hold_step and self._silent.is_probed(drafter)
-        return load.step.plain_s(load.sessions) if is_probed else 0.0
+        return load.step.non_speculative_s(load.sessions) if is_probed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class TargetReporter:
         grown = self._growth.of(step=step_s, idle=idle_s, first=self._first_tokens, first_s=self._first_token_s)
         running = [session for session in self._admission.running.values() if not session.open.audit]
         queued = [session for session in self._admission.waiting.values() if not session.open.audit]
-        wanted = [session for session in running if session.asked]
+        wanted = [session for session in running if session.requested_tokens]
         drafted = sum(session.drafter is not None for session in wanted)
         unread = [session for session in (*running, *queued) if not session.decided_at]
         so_far_s = sum(now - session.opened_s for session in unread)
@@ -317,7 +317,7 @@ class Intake:
         A router's sessions are forgotten. A drafter's sessions continue without speculation, after the blocks that
         arrived.
         """
-        self._silent.heard(peer)
+        self._silent.on_message(peer)
         for session in self._admission:
             if session.router == peer:
                 self.forget(session.open.session)
@@ -430,7 +430,7 @@ class Intake:
         if session.shape is Shape.CHAIN and not block.tree.is_chain:
             self._counts.drop("tree", block)
             return
-        self._silent.heard(drafter)
+        self._silent.on_message(drafter)
         self._note_answer(session, block, block.size, now)
         session.buffer.place(block, session.open, session.prefix, now)
 
@@ -439,7 +439,7 @@ class Intake:
         session = self._admission.find(no_draft.session)
         if session is None or not session.admits(drafter):
             return
-        self._silent.heard(drafter)
+        self._silent.on_message(drafter)
         if session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
             session.no_draft_len = no_draft.base_len
             session.has_answered = True
@@ -769,9 +769,9 @@ class VerificationScheduler:
         request = session.open
         drafted = row.drafted
         room = max_block_len(request, session.prefix.length)
-        if drafted or (session.has_nothing and session.asked):
-            self._pacer.block_verified(session.asked, room, drafted, outcome.path)
-        asked = min(session.asked, room)
+        if drafted or (session.has_nothing and session.requested_tokens):
+            self._pacer.block_verified(session.requested_tokens, room, drafted, outcome.path)
+        asked = min(session.requested_tokens, room)
         collapse = self.sentinel.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None
         self.reporter.deciding(session, now)
         decision = session.decide(row, outcome, now)
@@ -850,6 +850,6 @@ def _shape_of(in_step: Sequence[tuple[TargetSequence, Row]], running: Collection
         decoding=sum([session.is_decoding for session in running]),
         prompts=len(prompts),
         prompt_tokens=sum([len(row.tokens) for row in prompts]),
-        is_drafted_for=any(session.asked and (session.drafter or row.drafted) for session, row in in_step),
+        is_drafted_for=any(session.requested_tokens and (session.drafter or row.drafted) for session, row in in_step),
         is_open_to_drafts=any(session.open.draft_tokens for session, _ in in_step),
     )

@@ -102,7 +102,7 @@ class TargetSequence:
         return not self.open.audit and self.open.scoring.prompt_top is None
 
     @property
-    def asked(self) -> int:
+    def requested_tokens(self) -> int:
         """Draft length that was requested."""
         return self.drafting.tokens
 
@@ -223,7 +223,7 @@ class TargetSequence:
         is_cut = verdict.accepted == len(verdict.tokens)  # the session ended within the accepted tokens
         if is_cut or not self.open.wants_rejected:
             return ()
-        return row.draft.after(verdict.tokens[: verdict.accepted]).trunk
+        return row.draft.after(verdict.tokens[: verdict.accepted]).main_path
 
     def _unsent(self, verdict: Verdict) -> Verdict:
         """Returns the verdict extended by all earlier tokens that the drafter has not received."""
@@ -242,20 +242,20 @@ class TargetSequence:
         """
         name = self.open.session
         budget = budget if self.may_share else min(budget, AUDIT_STEP_TOKENS)
-        asked = self.drafting.tokens
+        requested_tokens = self.drafting.tokens
         tail = tuple(self.prefix.tokens[self.cached_len :])
         left = budget - len(tail)
         self.answer = DraftAnswer.NOT_ASKED
         if left < 0:
             return Row(name, tail[:budget], self.cached_len, decide=False, pages=())
-        block = self.ready_block() if asked else None
+        block = self.ready_block() if requested_tokens else None
         if block is not None or self.has_no_draft:
             self.answer = DraftAnswer.GIVEN
         elif self._wants_block and (self.drafting.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
             self.answer = DraftAnswer.MISSED  # also if the assigned drafter has not attached
         # Fewer tokens may pay now than when the block was requested. The cut depends only on the request, because under
         # rejection sampling it must not depend on the tokens.
-        draft = block.tree.first(asked) if block is not None else NO_TREE
+        draft = block.tree.first(requested_tokens) if block is not None else NO_TREE
         if len(draft.tokens) > left:
             draft = NO_TREE
         return Row(name, tail + draft.tokens, self.cached_len, decide=True, pages=(), draft=draft)
@@ -265,7 +265,7 @@ class TargetSequence:
         request = self.open
         prefix = self.prefix
         stats = self.stats
-        asked = self.drafting.tokens
+        requested_tokens = self.drafting.tokens
         verified = outcome.accepted
         base_len = prefix.length
         base_hash = prefix.hash
@@ -273,17 +273,17 @@ class TargetSequence:
         tokens, accepted, finish = settle(raw, verified, base_len, request.max_len, request.stop_ids)
         if drafted := row.drafted:
             self.buffer.take(base_len, base_hash)
-            stats.block_verified(asked, drafted, outcome.path)
-        elif asked and self.has_nothing:
-            stats.nothing_drafted(asked)
+            stats.block_verified(requested_tokens, drafted, outcome.path)
+        elif requested_tokens and self.has_nothing:
+            stats.nothing_drafted(requested_tokens)
         elif row.known == 1 and self.drafter is not None and not self.has_answered:
-            stats.plain_round()
+            stats.non_speculative_round()
         self.has_answered = False
         prefix.extend(tokens)
         self.decided_at.append((prefix.length, now))
         self.cached_len = base_len + min(verified, len(tokens))  # the last token was not fed
         hit = self.buffer.move_on(prefix, accepted, now)
-        if asked:
+        if requested_tokens:
             stats.verdict_sent(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
 

@@ -22,7 +22,7 @@ from serve_app.operations.deploying import StartError, deploy, is_running, serve
 from serve_app.operations.local import READY_TIMEOUT_S, let_requests_finish
 from serve_app.operations.preflight import check_models
 from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, connected, deployed
-from serve_app.serve_manifest import APPLICATION, http_options, told_drain_s, whole_file
+from serve_app.serve_manifest import APPLICATION, deployed_drain_s, http_options, whole_file
 
 POLL_S = 0.5
 ANY_ADDRESS = "0.0.0.0"
@@ -70,7 +70,7 @@ def down(address: str, drain_s: float | None, status: Status) -> None:
             there = ", ".join(applications) or "none"
             raise ClusterError(f"no {APPLICATION} is up at '{address}'; applications there: {there}")
         status.update("Letting running requests finish")
-        let_requests_finish(drain_s if drain_s is not None else _told_drain_s(applications[APPLICATION]))
+        let_requests_finish(drain_s if drain_s is not None else _deployed_drain_s(applications[APPLICATION]))
         status.update("Stopping")
         withdraw(APPLICATION)
         if not serve.status().applications:
@@ -107,9 +107,9 @@ def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints
     return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), differs)
 
 
-def _told_drain_s(application: Mapping[str, Any]) -> float:
+def _deployed_drain_s(application: Mapping[str, Any]) -> float:
     told = application.get("deployed_app_config") or {}
-    drain_s = told_drain_s(told)
+    drain_s = deployed_drain_s(told)
     return drain_s if drain_s is not None else validated(told.get("args", {})).server.drain_s
 
 

@@ -49,7 +49,7 @@ def traits(row: Row, outcome: Outcome) -> Iterator[str]:
     if outcome.accepted > 1:
         yield "several accepted"
     along = tuple(draft.tokens[node] for node in outcome.path)
-    if along != draft.trunk[: len(along)]:
+    if along != draft.main_path[: len(along)]:
         yield "accepted off the trunk"
 
 

@@ -14,7 +14,7 @@ import pytest
 from serve_app.app import APPLICATION
 from serve_app.cli.demo import demo_config
 from serve_app.operations.deploying import deploy, serve_details
-from serve_app.status import told_bounds
+from serve_app.status import deployed_bounds
 from tests.exhaustive.small_target import make_small_target
 from tests.exhaustive.test_moves import MODEL, POOLS, Load, check, under_load
 from tests.integration.serving import EXACT, Served, demo_served
@@ -72,7 +72,7 @@ def test_bounds_and_delays_replace_nobody(
             "draft.replicas={min: 1, max: 3, up_delay_s: 1000, down_delay_s: 1001}",
         )
         time.sleep(SETTLED_S)
-        assert told_bounds(serve_details()["applications"][APPLICATION]) == bounds
+        assert deployed_bounds(serve_details()["applications"][APPLICATION]) == bounds
         told = [(one["scaling"]["target"], one["scaling"]["draft"]) for one in served.inspect("Target")]
         assert {(own["down_delay_s"], drafts["down_delay_s"]) for own, drafts in told} == {(1000, 1001)}
 

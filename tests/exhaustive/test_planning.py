@@ -38,9 +38,9 @@ from tools.simulation.setting import Mode
 
 def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():
     found = limits(replace(SMALL, new_tokens=192), LOCK_STEP, 1, AtOnce())
-    costs = RoundCosts(plain_s=0.020, verify_s=0.020, draft_s=0.004, hop_s=0.0003)
+    costs = RoundCosts(non_speculative_s=0.020, verify_s=0.020, draft_s=0.004, hop_s=0.0003)
     assert found.acceptance is not None
-    assert expected_tokens(found.acceptance, 4) == pytest.approx(lock_step(costs) / costs.plain_s, abs=0.03)
+    assert expected_tokens(found.acceptance, 4) == pytest.approx(lock_step(costs) / costs.non_speculative_s, abs=0.03)
     assert found.draft_s == pytest.approx(break_even_draft_s((1 - 0.9**5) / 0.1, costs), rel=0.05)
 
 

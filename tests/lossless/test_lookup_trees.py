@@ -72,8 +72,8 @@ def test_merged_trees_decide_what_plain_decoding_does(monkeypatch, sampling, sch
 
     def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Proposal:
         found = merge(one, other, most, least_chance)
-        nodes = {found.tree.trunk, *found.tree.off_trunk}
-        of_both.append(not any(nodes <= {each.tree.trunk, *each.tree.off_trunk} for each in (one, other)))
+        nodes = {found.tree.main_path, *found.tree.off_main_path}
+        of_both.append(not any(nodes <= {each.tree.main_path, *each.tree.off_main_path} for each in (one, other)))
         return found
 
     merge = hybrid.merged

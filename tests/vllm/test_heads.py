@@ -172,7 +172,7 @@ async def pair(
         await engine.close()
 
 
-async def told(router: Router, name: str, text: Text) -> list[int]:
+async def extra_results(router: Router, name: str, text: Text) -> list[int]:
     tokens: list[int] = []
     async for event in router.generate(generation(name, text)):
         if isinstance(event, CommittedTokens):
@@ -186,9 +186,9 @@ async def test_prompts_and_what_is_decoded_reach_the_head_on_streams_of_their_ow
     """A prompt of several pieces, one that vLLM finds in its cache, and two texts beside them."""
     watched = Watched(core)
     async with pair(watched, asked, tiny_llama) as (router, replica, drafter):
-        found = {"long": await told(router, "long", texts["long"])}
+        found = {"long": await extra_results(router, "long", texts["long"])}
         others = [name for name in texts if name != "long"]
-        answers = await asyncio.gather(*[told(router, name, texts[name]) for name in others])
+        answers = await asyncio.gather(*[extra_results(router, name, texts[name]) for name in others])
         found |= dict(zip(others, answers, strict=True))
         assert found == {name: text.tokens[text.prompt_len :] for name, text in texts.items()}
         scheduler = replica.scheduler

@@ -37,7 +37,7 @@ def test_plain_vllm_says_the_same(tiny_llama: Path, whole: dict[str, list[int]])
                 repetition_penalty=sampling.repetition_penalty,
             )
         )
-    told = llm.generate([{"prompt_token_ids": prompt} for prompt in asked.values()], params, use_tqdm=False)
+    extra_results = llm.generate([{"prompt_token_ids": prompt} for prompt in asked.values()], params, use_tqdm=False)
     assert len(asked) == 2 * len(GREEDY)
-    for (session, prompt), output in zip(asked.items(), told, strict=True):
+    for (session, prompt), output in zip(asked.items(), extra_results, strict=True):
         assert [*prompt, *output.outputs[0].token_ids] == whole[session], session

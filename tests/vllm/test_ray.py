@@ -107,9 +107,9 @@ def test_structured_output_keeps_to_its_schema_and_scores_are_told(served: Serve
         logprobs=True,
         top_logprobs=2,
     )
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert all(place.logprob <= 0 and len(place.top_logprobs) == 2 for place in told.content or ())
+    extra_results = answer.choices[0].logprobs
+    assert extra_results is not None
+    assert all(place.logprob <= 0 and len(place.top_logprobs) == 2 for place in extra_results.content or ())
 
 
 def test_what_vllm_cannot_tell_is_refused_by_name(served: Served) -> None:

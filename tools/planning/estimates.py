@@ -114,7 +114,7 @@ def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
 class RoundCosts:
     """Costs of one round for an unchanging batch."""
 
-    plain_s: float  # a target step without drafts
+    non_speculative_s: float  # a target step without drafts
     verify_s: float  # a target step over blocks
     draft_s: float  # a drafting pass for those blocks
     hop_s: float = 0.0  # one way between drafter and target
@@ -142,9 +142,9 @@ def draft_ahead(costs: RoundCosts) -> float:
     return max(costs.verify_s, costs.draft_s)
 
 
-def speed_up(tokens: float, round_s: float, plain_s: float) -> float:
-    """Returns the throughput relative to non-speculative decoding, which yields one token per `plain_s`."""
-    return tokens * plain_s / round_s
+def speed_up(tokens: float, round_s: float, non_speculative_s: float) -> float:
+    """Returns the throughput relative to non-speculative decoding, which yields one token per `non_speculative_s`."""
+    return tokens * non_speculative_s / round_s
 
 
 def break_even_draft_s(tokens: float, costs: RoundCosts, round_time: RoundTime = lock_step) -> float:
@@ -153,7 +153,7 @@ def break_even_draft_s(tokens: float, costs: RoundCosts, round_time: RoundTime =
     0 if verification alone costs as much as it gains. It is always finite, because a round takes at least as long as
     its draft.
     """
-    worth = tokens * costs.plain_s
+    worth = tokens * costs.non_speculative_s
 
     def too_long(draft_s: float) -> bool:
         return round_time(replace(costs, draft_s=draft_s)) > worth
@@ -199,7 +199,7 @@ class InProcess:
 def round_costs(costs: CostModel, rows: float, block_len: int) -> RoundCosts:
     """Returns the costs of a round of `rows` sessions if one drafter drafts for all of them."""
     return RoundCosts(
-        plain_s=costs.plain_s(rows),
+        non_speculative_s=costs.non_speculative_s(rows),
         verify_s=costs.target.seconds(rows, rows * (block_len + 1)),
         draft_s=costs.draft.seconds(rows, block_len),
         hop_s=costs.hop_s,
@@ -220,7 +220,7 @@ def plain_sessions(question: PlanQuestion, arrivals: Poisson) -> float:
     costs = question.costs
 
     def step_s(rows: float) -> float:
-        return costs.plain_s(rows) + costs.target.seconds(rows, rows * fed) - costs.target.seconds(rows, rows)
+        return costs.non_speculative_s(rows) + costs.target.seconds(rows, rows * fed) - costs.target.seconds(rows, rows)
 
     return steady_sessions(arrivals.per_s * question.new_tokens, lambda rows: 1 / step_s(rows))
 

@@ -209,7 +209,9 @@ def longest_draft_s(question: PlanQuestion, candidate: CandidateFleet, plain: Pl
     shortest = Point(0.0, saved(0.0))
     if shortest.value <= 0:
         return shortest.at
-    longest_s = (candidate.block_len + 1) * question.costs.plain_s(sessions)  # no round is shorter than its draft
+    longest_s = (candidate.block_len + 1) * question.costs.non_speculative_s(
+        sessions
+    )  # no round is shorter than its draft
     return crossing(saved, shortest, Point(longest_s, saved(longest_s)))
 
 

@@ -339,7 +339,7 @@ class SimulatedTarget:
         if rows == 0:
             return 0.0
         is_plain = tokens == rows and not self.scheduler.is_drafted_for
-        return self._costs.plain_s(rows) if is_plain else self._costs.target.seconds(rows, tokens)
+        return self._costs.non_speculative_s(rows) if is_plain else self._costs.target.seconds(rows, tokens)
 
     def _decided(self, outcomes: Sequence[Outcome], began: float) -> None:
         now = self.process.clock.now

@@ -186,12 +186,12 @@ class OracleMethod:
 
     def roots(self, request: AheadRequest) -> list[BlockDraft]:
         """Returns roots whose block candidates are known; candidates after the block need a forward."""
-        block = request.unverified.trunk
+        block = request.unverified.main_path
         root = self._begin(request, len(block) + 1)
         root.unverified = block
         self._append(root, len(block))
         root.settle()
-        return [root, *[self._sibling(root, path) for path in request.unverified.off_trunk]]
+        return [root, *[self._sibling(root, path) for path in request.unverified.off_main_path]]
 
     def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:
         return root.after(outcome, chance, max_tokens)

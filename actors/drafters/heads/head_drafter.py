@@ -196,8 +196,8 @@ class HeadDrafter:
 
     def roots(self, request: AheadRequest) -> list[PredictedDraft]:
         """Returns roots for the main path under verification, read from true states, and for tokens beside it."""
-        main = self._root(request, request.unverified.trunk)
-        beside = request.unverified.off_trunk[:SIBLINGS_READ]
+        main = self._root(request, request.unverified.main_path)
+        beside = request.unverified.off_main_path[:SIBLINGS_READ]
         return [main, *[self._root(request, path, main) for path in beside]]
 
     def _root(self, request: AheadRequest, path: tuple[int, ...], main: PredictedDraft | None = None) -> PredictedDraft:

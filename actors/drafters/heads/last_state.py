@@ -34,7 +34,7 @@ from actors.models.decoder import ForwardOutput
 from actors.sampling.processors import MAKERS
 from cluster.config import DraftPool
 from cluster.config_sections import HeadOptions
-from cluster.drafting.trees import TokenPath, least_of, worth_a_limb
+from cluster.drafting.trees import TokenPath, least_of, worth_branching
 from protos.messages import StatesNeeded
 from protos.prefix import hashes_after
 
@@ -184,7 +184,7 @@ class LastStatePredictor:
                 draft.state = self._state(draft)
         if not self._go_on(drafts, interrupted):
             return
-        self._go_on([limb for draft in drafts for limb in self._branch_off(draft)], never)
+        self._go_on([branch for draft in drafts for branch in self._branch_off(draft)], never)
         for draft in drafts:
             draft.end()
 
@@ -217,14 +217,14 @@ class LastStatePredictor:
         paths = block.paths
         least = max(block.least_chance, least_of(paths, block.max_tokens))
         found = [
-            self._limb(block, stem, chance)
-            for stem, chance in worth_a_limb(paths, block.tokens, least)
+            self._new_branch(block, stem, chance)
+            for stem, chance in worth_branching(paths, block.tokens, least)
             if len(stem) < min(block.max_tokens, self.width)
         ]
-        block.limbs += found
+        block.branches += found
         return found
 
-    def _limb(self, block: PredictedDraft, stem: TokenPath, chance: float) -> PredictedDraft:
+    def _new_branch(self, block: PredictedDraft, stem: TokenPath, chance: float) -> PredictedDraft:
         tokens = min(LIMB_TOKENS, block.max_tokens - len(stem), self.width - len(stem))
         return PredictedDraft(
             request=block.request,

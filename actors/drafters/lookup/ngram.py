@@ -362,10 +362,10 @@ class NgramDraft:
         Under rejection sampling the whole block is expected to be accepted.
         """
         tree = request.unverified
-        trunk = tree.trunk
+        main_path = tree.main_path
         paths = [tuple([tree.tokens[node] for node in nodes]) for nodes in ([] if tree.is_chain else tree.paths)]
-        beside = [path for path in paths if path != trunk[: len(path)]]
-        return [self._root(request, path) for path in (trunk, *beside[:ROOTS])]
+        beside = [path for path in paths if path != main_path[: len(path)]]
+        return [self._root(request, path) for path in (main_path, *beside[:ROOTS])]
 
     def _root(self, request: AheadRequest, path: TokenPath) -> LookupDraft:
         """Makes a root that reads these tokens; each may be replaced where the text has an alternative."""
@@ -422,9 +422,9 @@ class NgramDraft:
         """Drafts all continuations that are likely enough, as a tree."""
         draft.nodes = grown_paths(lambda path: self._choices(draft, path), draft.max_tokens, draft.least_chance)
         chances = dict(draft.nodes)
-        trunk = tree_of(draft.nodes).trunk
-        for depth, token in enumerate(trunk, 1):
-            draft.drafted.append(DraftedToken(token, _sure(token), chances[trunk[:depth]]))
+        main_path = tree_of(draft.nodes).main_path
+        for depth, token in enumerate(main_path, 1):
+            draft.drafted.append(DraftedToken(token, _sure(token), chances[main_path[:depth]]))
 
     def _choices(self, draft: LookupDraft, path: TokenPath) -> Choices:
         """Returns candidates after these tokens of the block."""

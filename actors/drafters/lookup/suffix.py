@@ -26,7 +26,7 @@ from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import OUTCOMES, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
-from cluster.drafting.trees import NOTHING, Choices, TokenPath, grow_limbs
+from cluster.drafting.trees import NOTHING, Choices, TokenPath, grow_branches
 from protos.draft_tree import NO_TREE
 from protos.messages import DraftRequest, Open, Shape
 
@@ -306,7 +306,7 @@ class SuffixLookup:
 
     def roots(self, request: AheadRequest) -> list[BlockDraft]:
         """Returns the block under verification, with alternatives at each of its places."""
-        block = request.unverified.trunk
+        block = request.unverified.main_path
         root = self._begin(request, len(block) + 1)
         root.unverified = block
         for token in block:
@@ -339,7 +339,7 @@ class SuffixLookup:
             draft.append(choices.tokens[0], choices)
             path = (*path, choices.tokens[0])
         if draft.takes_trees:
-            draft.grown = grow_limbs(after, draft.max_tokens, draft.least_chance)
+            draft.grown = grow_branches(after, draft.max_tokens, draft.least_chance)
         draft.settle()
         draft.is_cut = True
         return len(draft.drafted) > known

@@ -24,7 +24,7 @@ from cluster.drafting.draft_state import DraftedToken
 from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
-from cluster.drafting.trees import Choices, least_of, worth_a_limb
+from cluster.drafting.trees import Choices, least_of, worth_branching
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
@@ -207,15 +207,15 @@ class DraftModel:
         if self._head is not None:
             self._head.begin(drafts)
         active = [draft for draft in drafts if not draft.drafted]
-        limbs: list[CachedDraft] = []
+        branches: list[CachedDraft] = []
         while active:
-            advanced = self.extend([*active, *limbs], never)
+            advanced = self.extend([*active, *branches], never)
             active = [draft for draft in advanced if not draft.stem and not draft.is_complete]
-            limbs = [draft for draft in advanced if draft.stem and not draft.is_complete]
+            branches = [draft for draft in advanced if draft.stem and not draft.is_complete]
             if self._head is None:
-                limbs += [limb for draft in active for limb in self._branch_off(draft)]
+                branches += [branch for draft in active for branch in self._branch_off(draft)]
         if self._head is not None:
-            self._head.go_on([limb for draft in drafts for limb in self._branch_off(draft)], LIMB_TOKENS, never)
+            self._head.go_on([branch for draft in drafts for branch in self._branch_off(draft)], LIMB_TOKENS, never)
         for draft in drafts:
             self._cache.publish(draft.branch, draft.request.base_len)
             self._considered[draft.request.session] = {draft.base_hash: draft.by_model}
@@ -255,18 +255,18 @@ class DraftModel:
         """
         if not block.takes_trees or not block.drafted:
             return []
-        known = [limb.stem for limb in block.limbs]
+        known = [branch.stem for branch in block.branches]
         paths = block.paths
         least = max(block.least_chance, least_of(paths, block.max_tokens))
         found = [
-            self._limb(block, stem, chance)
-            for stem, chance in worth_a_limb(paths, block.tokens, least)
+            self._new_branch(block, stem, chance)
+            for stem, chance in worth_branching(paths, block.tokens, least)
             if stem not in known and len(stem) < block.max_tokens
         ]
-        block.limbs += found
+        block.branches += found
         return found
 
-    def _limb(self, block: CachedDraft, stem: tuple[int, ...], chance: float) -> CachedDraft:
+    def _new_branch(self, block: CachedDraft, stem: tuple[int, ...], chance: float) -> CachedDraft:
         """Makes a side branch after tokens of the block and one beside the next of them."""
         cached = min(len(block.branch.tokens), block.base_len + len(stem) - 1)
         return CachedDraft(
@@ -290,7 +290,7 @@ class DraftModel:
         If a head or a lookup drafted part of the block, the model reads it first. The same applies if the text before
         is fed again with true states, because these change the candidates.
         """
-        block = request.unverified.trunk
+        block = request.unverified.main_path
         considered = self._considered.get(request.session, {}).get(request.prefix_hash, [])
         root = self._begin(request, block, len(block) + 1)
         root.unverified = block
@@ -307,7 +307,7 @@ class DraftModel:
         """Makes a root for each of the first tokens under verification beside the main path."""
         request = root.ahead
         first = request.base_len - FEW  # the cache must reach this far, or each root would read the prompt again
-        beside = [path for path in request.unverified.off_trunk if len(root.branch.tokens) >= first]
+        beside = [path for path in request.unverified.off_main_path if len(root.branch.tokens) >= first]
         return [self._sibling(root, path) for path in beside[:SIBLINGS_READ]]
 
     def _sibling(self, root: CachedDraft, path: tuple[int, ...]) -> CachedDraft:

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from cluster.config import SlipstreamConfig, load_config, validated
 from cluster.config_sections import TrustConfig
-from serve_app.serve_manifest import as_told
+from serve_app.serve_manifest import with_own_part
 from tools.kubernetes.rendering import rendered
 
 Json = dict[str, Any]
@@ -108,7 +108,7 @@ def serve_config(service: Json) -> Json:
     return config
 
 
-def told_apart(service: Json) -> dict[str, Json]:
+def deployment_parts(service: Json) -> dict[str, Json]:
     """What the application's deployments are given beyond its arguments."""
     (application,) = serve_config(service)["applications"]
     return {one["name"]: one for one in application["deployments"]}
@@ -117,10 +117,10 @@ def told_apart(service: Json) -> dict[str, Json]:
 def slipstream_config(service: Json) -> SlipstreamConfig:
     """What the application is given, with what only some of its deployments are."""
     (application,) = serve_config(service)["applications"]
-    told = told_apart(service)
+    told = deployment_parts(service)
     config = validated(application["args"])
     for name in ("Drafter", "Router"):
-        config = as_told(config, told[name]["ray_actor_options"]["runtime_env"]["env_vars"])
+        config = with_own_part(config, told[name]["ray_actor_options"]["runtime_env"]["env_vars"])
     data = config.model_dump(exclude_defaults=True)
     for pool, name in (("target", "Target"), ("draft", "Drafter")):
         scaled = told[name]["autoscaling_config"]

@@ -30,6 +30,7 @@ from tests.unit.k8s.overlays import (
     ROOT,
     Json,
     closed,
+    deployment_parts,
     deployments,
     errors,
     of_kind,
@@ -38,7 +39,6 @@ from tests.unit.k8s.overlays import (
     ray_service_of,
     serve_config,
     slipstream_config,
-    told_apart,
     worker_group_specs,
 )
 from tests.unit.k8s.schemas import CERT_MANAGER, MONITORING, SCHEMAS
@@ -333,7 +333,7 @@ class TestPools:
             assert cluster["autoscalerOptions"]["version"] == "v2"
 
     def test_routers_have_a_group_without_gpus(self, service: Json) -> None:
-        options = told_apart(service)["Router"]["ray_actor_options"]
+        options = deployment_parts(service)["Router"]["ray_actor_options"]
         group = group_for(service, options["label_selector"])
         assert group not in [pool_group for pool_group, _, _, _ in pool_groups(service)]
         reservation = {"CPU": options["num_cpus"]}
@@ -396,7 +396,7 @@ class TestHttp:
     def test_a_pod_of_the_group_holds_the_router_that_the_service_means(
         self, router_service: Json, service: Json
     ) -> None:
-        router = told_apart(service)["Router"]
+        router = deployment_parts(service)["Router"]
         group = group_for(service, router["ray_actor_options"]["label_selector"])
         assert group["groupName"] == router_service["spec"]["selector"]["ray.io/group"]
 

@@ -52,9 +52,9 @@ def test_what_comes_after_decided_tokens_is_a_tree_of_its_own():
 
 
 def test_the_trunk_is_the_chain_that_a_tree_begins_with_and_children_stand_beside_each_other():
-    assert TREE.trunk == (5, 6)
-    assert DraftTree.chain((5, 6)).trunk == (5, 6)
-    assert NO_TREE.trunk == ()
+    assert TREE.main_path == (5, 6)
+    assert DraftTree.chain((5, 6)).main_path == (5, 6)
+    assert NO_TREE.main_path == ()
     assert (TREE.children(-1), TREE.children(0), TREE.children(3)) == ((5, 3), (6, 2), ())
 
 

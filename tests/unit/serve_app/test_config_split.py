@@ -12,7 +12,7 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from cluster.config import ENVIRONMENT_PREFIX, DraftPool, SlipstreamConfig, TargetPool, validated
 from cluster.config_sections import TAKING_MODELS
 from serve_app.operations.deploying import application_schema
-from serve_app.serve_manifest import as_told, shared, told_drain_s
+from serve_app.serve_manifest import deployed_drain_s, shared, with_own_part
 
 PLACED = ("ray_actor_options", "placement_group_bundles", "placement_group_strategy", "max_replicas_per_node")
 NOBODY: set[str] = set()
@@ -135,11 +135,11 @@ def test_together_the_parts_are_the_configuration(more: dict[str, Any]) -> None:
     told = deployments(config)
     whole = validated(schema.args)
     for name in ("Drafter", "Router"):
-        whole = as_told(whole, told[name]["ray_actor_options"]["runtime_env"]["env_vars"])
+        whole = with_own_part(whole, told[name]["ray_actor_options"]["runtime_env"]["env_vars"])
     bounds = {name: told[name]["autoscaling_config"] for name in ("Target", "Drafter")}
     assert [(one["min_replicas"], one["max_replicas"]) for one in bounds.values()] == [(1, 2), (1, 1)]
     assert told["Router"]["num_replicas"] == 2
-    assert told_drain_s({"deployments": list(told.values())}) == 20
+    assert deployed_drain_s({"deployments": list(told.values())}) == 20
     replicas = {"replicas": config.target.replicas}
     sections = {
         "target": whole.target.model_copy(update=replicas),
@@ -168,12 +168,12 @@ def test_bounds_of_a_mixed_pool_replace_nobody() -> None:
 
 def test_who_is_told_nothing_apart_is_told_all() -> None:
     config = validated(CONFIG)
-    assert as_told(config, {"PATH": "/bin"}) == config
+    assert with_own_part(config, {"PATH": "/bin"}) == config
 
 
 def test_variables_of_a_node_that_override_a_file_are_not_what_a_replica_is_told() -> None:
     config = validated(CONFIG)
-    assert as_told(config, {"SLIPSTREAM__SERVER": "{}", "SLIPSTREAM__DRAFT": '{"method": "suffix"}'}) == config
+    assert with_own_part(config, {"SLIPSTREAM__SERVER": "{}", "SLIPSTREAM__DRAFT": '{"method": "suffix"}'}) == config
     variables = {name for pool in ("Drafter", "Router") for name in told_by_environment(config, pool)}
     assert len(variables) == 2
     assert not [name for name in variables if name.startswith(ENVIRONMENT_PREFIX)]
@@ -188,7 +188,7 @@ def test_a_dollar_comes_through_though_ray_puts_variables_of_the_node_in() -> No
     with patch.dict(os.environ, {"POD_NAME": "pod", "HOME": "/root"}):
         for pool in ("Drafter", "Router"):
             update_envs(told_by_environment(config, pool))
-        whole = as_told(config, os.environ)
+        whole = with_own_part(config, os.environ)
     assert whole.server.audit == config.server.audit
     assert whole.server.response_template == config.server.response_template
     assert whole.draft.model == config.draft.model

@@ -181,15 +181,15 @@ def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is
     want = a_want((1, 2), 3)
     (own,) = propose(method, [want], never)
     other = next(token for token in range(VOCABULARY) if token not in own.tokens)
-    trunk = (own.tokens[0], other)
-    under_way = replace(want, unverified=DraftTree.chain(trunk))
+    main_path = (own.tokens[0], other)
+    under_way = replace(want, unverified=DraftTree.chain(main_path))
     request = replace(under_way.ahead, chances=(own.chances[0], own.chances[0] * 0.9))
     runner.fed.clear()
     found = method.draft_ahead([request], never)
     (reading,) = [row for row in runner.fed[0] if (row.start, row.tokens) == (3, (other,))]
     assert reading.logits == 1, "what may come in the place of its tokens is known"
     outcomes = [proposal.outcome for proposal in found]
-    assert any(outcome[:2] == trunk and len(outcome) == 3 for outcome in outcomes)
+    assert any(outcome[:2] == main_path and len(outcome) == 3 for outcome in outcomes)
     assert any(len(outcome) == 1 for outcome in outcomes)
     assert (own.tokens[0], own.tokens[1]) in outcomes, "the model's own token comes if the other's is rejected"
 
@@ -482,7 +482,7 @@ def test_what_follows_a_token_beside_the_first_is_guessed_and_never_that_it_is_r
         want = replace(a_want(prefix, 3, sampling=sampling), shape=Shape.TREE)
         block, guesses = branching_ahead(want, a_method(PrefixRunner(scale=1.0)))
         outcomes = {guess.outcome for guess in guesses}
-        siblings = block.tree.off_trunk
+        siblings = block.tree.off_main_path
         assert not set(siblings) & outcomes
         accepted |= {outcome for outcome in outcomes if outcome[:-1] in siblings}
     assert accepted
@@ -499,11 +499,11 @@ def test_the_block_for_a_right_guess_after_a_token_beside_the_first_is_what_woul
         for guess in [guess for guess in guesses if guess.outcome[0] in block.tree.children(-1)[1:]]:
             later = replace(after(want, *guess.outcome), shape=Shape.CHAIN)
             (fresh,) = propose(a_method(PrefixRunner(scale=1.0)), [later], never)
-            trunk = guess.tree.trunk
-            assert (guess.base_len, guess.prefix_hash, trunk) == (
+            main_path = guess.tree.main_path
+            assert (guess.base_len, guess.prefix_hash, main_path) == (
                 fresh.base_len,
                 fresh.prefix_hash,
-                fresh.tokens[: len(trunk)],
+                fresh.tokens[: len(main_path)],
             )
             seen += 1
         method.close(["s"])

@@ -375,7 +375,7 @@ def test_a_block_is_a_tree_where_it_may_and_has_no_more_tokens_than_were_asked_f
     likeliest = LOGITS[2].softmax(-1).topk(4)
     first = block.tree.children(-1)
     assert first == tuple(likeliest.indices.tolist())[: len(first)]
-    assert block.tree.trunk == plain.tokens[: len(block.tree.trunk)]
+    assert block.tree.main_path == plain.tokens[: len(block.tree.main_path)]
     assert len(first) > 1
     assert len(block.tree) == 3
 
@@ -390,8 +390,8 @@ def test_a_tree_goes_on_from_tokens_beside_its_trunk_as_the_model_would(sampling
         method = a_method(runner)
         (block,) = propose(method, [replace(want, shape=Shape.TREE)], never)
         tree = block.tree
-        limbs = [path for path in tree.paths if tree.tokens[path[0]] != tree.trunk[0] and len(path) > 1]
-        for path in limbs:
+        branches = [path for path in tree.paths if tree.tokens[path[0]] != tree.main_path[0] and len(path) > 1]
+        for path in branches:
             tokens = tuple(tree.tokens[node] for node in path)
             later = a_want((1, 2, *tokens[:-1]), 1, sampling=sampling, seed=seed, prompt_len=2)
             (fresh,) = propose(a_method(SpyRunner()), [later], never)

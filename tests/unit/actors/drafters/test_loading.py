@@ -122,7 +122,7 @@ def test_a_draft_with_learned_positions_drafts_up_to_its_last_one(
     for length in range(3, 14):
         want = replace(a_want(tuple(range(1, length + 1)), 4, sampling=DRAWN, acceptance=acceptance), shape=shape)
         (proposal,) = propose(method, [want], never)
-        found.append(len(proposal.tree.trunk))
+        found.append(len(proposal.tree.main_path))
         if proposal.tokens:
             propose(method, [replace(want, unverified=proposal.tree)], never)
     assert found[-5:] == [0] * 5

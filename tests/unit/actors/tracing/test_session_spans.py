@@ -30,7 +30,7 @@ class Traced:
         self.spans = SessionSpans(tracer, "verify", SpanKind.SERVER, slow_s, lambda: self.now_ns)
 
     def opened(self, session: str = "s", traceparent: str = PARENT, peer: str = "router#1") -> None:
-        self.spans.heard(peer, an_open(session, traceparent=traceparent))
+        self.spans.on_received(peer, an_open(session, traceparent=traceparent))
 
     @property
     def ended(self) -> Sequence[ReadableSpan]:
@@ -49,11 +49,11 @@ def a_verdict(length: int, finish: Finish = Finish.NONE, answer: DraftAnswer = D
 def test_a_span_is_below_the_routers_and_tells_the_sums_of_its_rounds() -> None:
     traced = Traced()
     traced.opened()
-    traced.spans.said("router#1", a_verdict(3))
-    traced.spans.said("drafter#1", a_verdict(3))  # the same
-    traced.spans.said("router#1", a_verdict(5, answer=DraftAnswer.MISSED))
+    traced.spans.on_sent("router#1", a_verdict(3))
+    traced.spans.on_sent("drafter#1", a_verdict(3))  # the same
+    traced.spans.on_sent("router#1", a_verdict(5, answer=DraftAnswer.MISSED))
     assert not traced.ended
-    traced.spans.said("router#1", a_verdict(7, Finish.LENGTH))
+    traced.spans.on_sent("router#1", a_verdict(7, Finish.LENGTH))
     span = traced.only
     assert span.parent is not None
     assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == ("ab" * 16, "cd" * 8)
@@ -67,10 +67,10 @@ def test_a_span_is_below_the_routers_and_tells_the_sums_of_its_rounds() -> None:
 def test_only_a_slow_session_is_told_round_by_round(took_s: int, names: list[str]) -> None:
     traced = Traced(slow_s=2)
     traced.opened()
-    traced.spans.heard("drafter#1", a_block((1, 2, 3), (4, 5)))
+    traced.spans.on_received("drafter#1", a_block((1, 2, 3), (4, 5)))
     traced.now_ns += took_s * NANO
     traced.spans.marked("verify", ["s", "another"], rows=2)
-    traced.spans.heard("router#1", Close("s", 1))
+    traced.spans.on_received("router#1", Close("s", 1))
     assert [event.name for event in traced.only.events] == names
     if names:
         block, verify = traced.only.events
@@ -83,7 +83,7 @@ def test_only_a_slow_session_is_told_round_by_round(took_s: int, names: list[str
 def test_what_is_not_sampled_has_no_span(traceparent: str) -> None:
     traced = Traced()
     traced.opened(traceparent=traceparent)
-    traced.spans.said("router#1", a_verdict(3, Finish.STOP))
+    traced.spans.on_sent("router#1", a_verdict(3, Finish.STOP))
     assert not traced.ended
 
 
@@ -94,16 +94,16 @@ def test_what_is_not_sampled_has_no_span(traceparent: str) -> None:
 def test_what_is_said_ends_a_session(message: Message, end: str) -> None:
     traced = Traced()
     traced.opened()
-    traced.spans.said("router#1", message)
+    traced.spans.on_sent("router#1", message)
     assert (traced.only.attributes or {})["slipstream.end"] == end
 
 
 def test_the_last_round_counts_though_the_drafter_is_told_of_it_first_and_of_more() -> None:
     traced = Traced()
     traced.opened()
-    traced.spans.said("router#1", a_verdict(3))
-    traced.spans.said("drafter#1", Verdict("s", 1, 3, 0, (7, 8, 7, 8), 0, 0, Finish.LENGTH))
-    traced.spans.said("router#1", a_verdict(5, Finish.LENGTH))
+    traced.spans.on_sent("router#1", a_verdict(3))
+    traced.spans.on_sent("drafter#1", Verdict("s", 1, 3, 0, (7, 8, 7, 8), 0, 0, Finish.LENGTH))
+    traced.spans.on_sent("router#1", a_verdict(5, Finish.LENGTH))
     told = dict(traced.only.attributes or {})
     assert (told["slipstream.rounds"], told["slipstream.decided"]) == (2, 4)
 
@@ -111,8 +111,8 @@ def test_the_last_round_counts_though_the_drafter_is_told_of_it_first_and_of_mor
 def test_a_session_goes_on_where_somebody_else_refuses_it() -> None:
     traced = Traced()
     traced.opened()
-    traced.spans.heard("drafter#1", Refusal("s", 1, RefusalReason.OVERLOADED, "full"))
-    traced.spans.said("drafter#1", Refusal("s", 1, RefusalReason.OVERLOADED, "full"))
+    traced.spans.on_received("drafter#1", Refusal("s", 1, RefusalReason.OVERLOADED, "full"))
+    traced.spans.on_sent("drafter#1", Refusal("s", 1, RefusalReason.OVERLOADED, "full"))
     assert not traced.ended
 
 

@@ -81,9 +81,9 @@ def test_scores_and_margins_are_told_of_who_asks_for_them_alone():
         for session, draft in zip(sessions, drafts, strict=True)
     ]
     logits = torch.randn(6, 10, generator=torch.Generator().manual_seed(1))
-    decisions, told = decide_all(sessions, blocks, logits)
+    decisions, extra_results = decide_all(sessions, blocks, logits)
     (scores,) = decided_scores(blocks[1:2], decisions[1:2], [2], logits[3:5])
     nearness = margin(logits[5], audit.sampling, None, blocks[2].at, 8)
-    assert told == {"s": ExtraResults(scores=scores), "u": ExtraResults(margin=nearness)}
+    assert extra_results == {"s": ExtraResults(scores=scores), "u": ExtraResults(margin=nearness)}
     assert [len(score.top_ids) for score in scores] == [2] * (len(decisions[1].path) + 1)
     assert decide_all(sessions[:1], blocks[:1], logits[:3])[1] == {}

@@ -34,7 +34,7 @@ class Counting:
         return float(len(self.extended))
 
     def roots(self, request: AheadRequest) -> list[BlockDraft]:
-        block = request.unverified.trunk
+        block = request.unverified.main_path
         text = SessionText(an_open(request.session, tokens=TOKENS, **self._session), list(TOKENS))
         root = BlockDraft(
             request=request, text=text, base_hash=request.prefix_hash, max_tokens=len(block) + 1, unverified=block

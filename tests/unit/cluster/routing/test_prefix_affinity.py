@@ -15,9 +15,9 @@ def test_a_target_has_the_pages_up_to_the_first_that_differs() -> None:
     memory = homes()
     memory.computed("T", memory.keys(range(20)))
     changed = [*range(8), 99, *range(9, 20)]
-    assert memory.found(memory.keys(range(20))) == {"T": 16}
-    assert memory.found(memory.keys(changed)) == {"T": 8}
-    assert memory.found(memory.keys([99, *range(1, 20)])) == {}
+    assert memory.matches(memory.keys(range(20))) == {"T": 16}
+    assert memory.matches(memory.keys(changed)) == {"T": 8}
+    assert memory.matches(memory.keys([99, *range(1, 20)])) == {}
 
 
 def test_a_target_finds_as_much_in_its_cache_as_the_router_expects() -> None:
@@ -29,7 +29,7 @@ def test_a_target_finds_as_much_in_its_cache_as_the_router_expects() -> None:
         pages.open("first", range(17))
         pages.reserve("first", 0, 17)
         pages.publish("first", range(17), 16)
-        expected = memory.found(memory.keys(range(length))).get("T", 0)
+        expected = memory.matches(memory.keys(range(length))).get("T", 0)
         assert pages.open("second", range(length)) == expected
 
 
@@ -37,15 +37,15 @@ def test_what_was_used_longest_ago_is_forgotten_from_its_end() -> None:
     memory = homes(pages_a_target=4)
     memory.computed("T", memory.keys(range(13)))  # 3 pages
     memory.computed("T", memory.keys(range(100, 109)))  # 2 more
-    assert memory.found(memory.keys(range(13))) == {"T": 8}
-    assert memory.found(memory.keys(range(100, 109))) == {"T": 8}
+    assert memory.matches(memory.keys(range(13))) == {"T": 8}
+    assert memory.matches(memory.keys(range(100, 109))) == {"T": 8}
 
 
 def test_a_target_that_is_gone_has_nothing() -> None:
     memory = homes()
     memory.computed("T", memory.keys(range(20)))
     memory.forget("T")
-    assert memory.found(memory.keys(range(20))) == {}
+    assert memory.matches(memory.keys(range(20))) == {}
 
 
 def test_what_is_found_is_worth_sessions_but_never_more_than_allowed() -> None:
@@ -83,5 +83,5 @@ def test_pages_of_another_salt_are_not_found() -> None:
     memory = homes()
     memory.computed("T", memory.keys(range(17), b"mine"))
     for salt, tokens in {b"mine": 16, b"yours": 0, b"": 0}.items():
-        assert memory.found(memory.keys(range(17), salt)).get("T", 0) == tokens
+        assert memory.matches(memory.keys(range(17), salt)).get("T", 0) == tokens
         assert pages.open(f"salted {salt!r}", range(17), salt) == tokens

@@ -38,7 +38,7 @@ def test_a_drafter_is_silent_after_a_few_steps_and_any_block_ends_it():
         silent.missed({"d"})
     assert silent.is_silent("d")
     assert not silent.is_silent("other")
-    silent.heard("d")
+    silent.on_message("d")
     assert not silent.is_silent("d")
 
 

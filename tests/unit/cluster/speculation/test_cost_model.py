@@ -10,17 +10,17 @@ SHAPE = ForwardCost(by_tokens=((1, 0.020), (8, 0.026), (16, 0.040)), per_row_s=0
 
 def test_a_profile_holds_until_steps_say_otherwise():
     cost = StepCost.profiled(SHAPE)
-    assert cost.plain_s(1) == pytest.approx(0.021)
+    assert cost.non_speculative_s(1) == pytest.approx(0.021)
     assert cost.drafts_s(2, 8) == pytest.approx(0.028)
-    assert StepCost.profiled(None).plain_s(4) == 0.0, "nothing is known"
+    assert StepCost.profiled(None).non_speculative_s(4) == 0.0, "nothing is known"
 
 
 def test_plain_steps_and_those_with_drafts_are_scaled_apart():
     """Drafters are busy beside the latter."""
     cost = StepCost.profiled(SHAPE)
     for _ in range(100):
-        cost = cost.after_drafts(1, 4, 1.5 * SHAPE.seconds(1, 4)).after_plain(1, 1.2 * SHAPE.seconds(1, 1))
-    assert cost.plain_s(1) == pytest.approx(1.2 * SHAPE.seconds(1, 1))
+        cost = cost.after_drafts(1, 4, 1.5 * SHAPE.seconds(1, 4)).after_non_speculative(1, 1.2 * SHAPE.seconds(1, 1))
+    assert cost.non_speculative_s(1) == pytest.approx(1.2 * SHAPE.seconds(1, 1))
     assert cost.drafts_s(1, 8) == pytest.approx(1.5 * SHAPE.seconds(1, 8))
 
 
@@ -30,9 +30,9 @@ def test_what_is_known_of_plain_steps_follows_the_pace_of_those_with_drafts():
     for slower in (1.0, 1.3):
         for _ in range(200):
             cost = cost.after_drafts(1, 4, slower * SHAPE.seconds(1, 4))
-        assert cost.plain_s(1) == pytest.approx(slower * SHAPE.seconds(1, 1), rel=0.001)
+        assert cost.non_speculative_s(1) == pytest.approx(slower * SHAPE.seconds(1, 1), rel=0.001)
         for _ in range(COMPARED):
-            cost = cost.after_plain(1, slower * SHAPE.seconds(1, 1))
+            cost = cost.after_non_speculative(1, slower * SHAPE.seconds(1, 1))
 
 
 def test_so_do_drafts_follow_the_pace_of_many_plain_steps():
@@ -40,47 +40,47 @@ def test_so_do_drafts_follow_the_pace_of_many_plain_steps():
     for _ in range(100):
         cost = cost.after_drafts(1, 4, SHAPE.seconds(1, 4))
     for _ in range(COMPARED):
-        cost = cost.after_plain(1, 0.8 * SHAPE.seconds(1, 1))
+        cost = cost.after_non_speculative(1, 0.8 * SHAPE.seconds(1, 1))
     for _ in range(200):
-        cost = cost.after_plain(1, 1.2 * SHAPE.seconds(1, 1))
-    assert cost.plain_s(1) == pytest.approx(1.2 * SHAPE.seconds(1, 1), rel=0.001)
+        cost = cost.after_non_speculative(1, 1.2 * SHAPE.seconds(1, 1))
+    assert cost.non_speculative_s(1) == pytest.approx(1.2 * SHAPE.seconds(1, 1), rel=0.001)
     assert cost.drafts_s(1, 4) == pytest.approx(1.2 / 0.8 * SHAPE.seconds(1, 4), rel=0.001)
 
 
 def test_how_plain_steps_compare_holds_for_any_number_of_rows():
     """What was measured at one load is the best guess at another, whose plain steps are looked at soon."""
     cost = StepCost.profiled(SHAPE).after_drafts(1, 4, SHAPE.seconds(1, 4))
-    cost = cost.after_plain(8, 1.1 * SHAPE.seconds(8, 8))
+    cost = cost.after_non_speculative(8, 1.1 * SHAPE.seconds(8, 8))
     for rows in (1, 8, 40):
-        assert cost.plain_s(rows) == pytest.approx(1.1 * SHAPE.seconds(rows, rows))
+        assert cost.non_speculative_s(rows) == pytest.approx(1.1 * SHAPE.seconds(rows, rows))
 
 
 def test_one_step_that_hung_does_not_change_the_picture():
     cost = StepCost.profiled(SHAPE)
     for _ in range(100):
-        cost = cost.after_plain(1, SHAPE.seconds(1, 1))
-    assert cost.after_plain(1, 100.0).plain_s(1) < 1.1 * cost.plain_s(1)
+        cost = cost.after_non_speculative(1, SHAPE.seconds(1, 1))
+    assert cost.after_non_speculative(1, 100.0).non_speculative_s(1) < 1.1 * cost.non_speculative_s(1)
 
 
 def test_without_a_profile_tokens_are_free_and_the_first_steps_count_in_full():
     cost = StepCost.profiled(None).after_drafts(1, 1, 0.1).after_drafts(1, 5, 0.2)
     assert cost.drafts_s(1, 1) == cost.drafts_s(1, 5) == pytest.approx(0.15)
-    assert cost.plain_s(1) == pytest.approx(0.15), "until a plain step was seen"
+    assert cost.non_speculative_s(1) == pytest.approx(0.15), "until a plain step was seen"
 
 
 def test_what_plain_steps_cost_by_now_is_told_apart():
     cost = StepCost.profiled(SHAPE)
-    assert cost.plain_cost is None, "none was seen"
-    cost = cost.after_drafts(1, 4, 2 * SHAPE.seconds(1, 4)).after_plain(8, 3 * SHAPE.seconds(8, 8))
-    assert cost.plain_cost is not None
-    assert cost.plain_cost.seconds(8, 8) == pytest.approx(3 * SHAPE.seconds(8, 8))
+    assert cost.non_speculative_cost is None, "none was seen"
+    cost = cost.after_drafts(1, 4, 2 * SHAPE.seconds(1, 4)).after_non_speculative(8, 3 * SHAPE.seconds(8, 8))
+    assert cost.non_speculative_cost is not None
+    assert cost.non_speculative_cost.seconds(8, 8) == pytest.approx(3 * SHAPE.seconds(8, 8))
     assert cost.cost.seconds(8, 8) == pytest.approx(2 * SHAPE.seconds(8, 8))
 
 
 def test_plain_steps_of_more_rows_never_cost_less():
     """Whatever was measured at each size, and beyond what was."""
     cost = StepCost.profiled(ForwardCost.linear(0.02, per_token_s=1e-5)).after_drafts(32, 64, 0.02)
-    plain = cost.after_plain(32, 0.03).after_plain(64, 0.01).plain_cost
+    plain = cost.after_non_speculative(32, 0.03).after_non_speculative(64, 0.01).non_speculative_cost
     assert plain is not None
     seconds = [plain.seconds(rows, rows) for rows in (1, 16, 32, 48, 64, 100, 200, 1000)]
     assert seconds == sorted(seconds)

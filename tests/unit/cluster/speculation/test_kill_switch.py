@@ -17,7 +17,7 @@ def run(record: KillSwitch, sessions: int, gain: float, steps: int, spread: floa
         if on[-1]:
             record.step(sessions, sessions * drawn.gauss(gain, spread), sessions)
         else:
-            record.plain_step(sessions)
+            record.non_speculative_step(sessions)
     return on
 
 
@@ -76,7 +76,7 @@ def test_however_often_it_lost_there_is_a_next_pause():
     record = KillSwitch()
     for _ in range(1100):  # a pause that doubled as often would be too long for a float
         while not record.is_on(4):
-            record.plain_step(4)
+            record.non_speculative_step(4)
         while record.is_on(4):
             record.step(4, 1.0, 4.0)
     assert pauses(run(record, 4, 0.25, 2 * LONGEST_PAUSE, spread=0.0))[0] == LONGEST_PAUSE

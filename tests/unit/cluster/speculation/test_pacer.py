@@ -80,7 +80,9 @@ DECODES = StepShape(rows=4, tokens=4, decoding=4, is_open_to_drafts=True)
 FEEDS = replace(DECODES, rows=5, tokens=34, prompts=1, prompt_tokens=30)
 
 
-def share_on(plain_s: dict[StepShape, float], drafted_s: dict[StepShape, float], committed: int, steps: int) -> float:
+def share_on(
+    non_speculative_s: dict[StepShape, float], drafted_s: dict[StepShape, float], committed: int, steps: int
+) -> float:
     """Of steps that drafts are asked for in the end, where a step of each kind takes so long without and with them."""
     pacer = a_pacer()
     stats = SessionStats()
@@ -88,7 +90,7 @@ def share_on(plain_s: dict[StepShape, float], drafted_s: dict[StepShape, float],
     for index in range(steps):
         step = FEEDS if index % 4 == 0 else DECODES
         is_on = asked[-1]
-        seconds = drafted_s[step] if is_on else plain_s[step]
+        seconds = drafted_s[step] if is_on else non_speculative_s[step]
         pacer.step_made(replace(step, is_drafted_for=is_on), committed if is_on else 4, 0.1, seconds)
         asked.append(pacer.decide(stats, 4, 4).tokens > 0)
     late = asked[steps // 2 :]
@@ -97,9 +99,9 @@ def share_on(plain_s: dict[StepShape, float], drafted_s: dict[StepShape, float],
 
 def test_what_speculation_costs_while_prompts_are_fed_counts():
     """It wins a tenth on every other step, and loses more on those."""
-    plain_s = {DECODES: 0.1, FEEDS: 0.2}
-    assert share_on(plain_s, {DECODES: 0.1, FEEDS: 0.21}, committed=5, steps=3000) > 0.9
-    assert share_on(plain_s, {DECODES: 0.115, FEEDS: 0.4}, committed=5, steps=3000) < 0.2
+    non_speculative_s = {DECODES: 0.1, FEEDS: 0.2}
+    assert share_on(non_speculative_s, {DECODES: 0.1, FEEDS: 0.21}, committed=5, steps=3000) > 0.9
+    assert share_on(non_speculative_s, {DECODES: 0.115, FEEDS: 0.4}, committed=5, steps=3000) < 0.2
 
 
 def test_a_wait_counts_in_full():
@@ -112,7 +114,7 @@ def test_plain_steps_right_after_drafts_are_no_measure_of_plain_ones():
     for _ in range(200):
         for step, seconds in ((replace(DECODES, is_drafted_for=True), 0.1), (DECODES, 0.3), (DECODES, 0.1)):
             pacer.step_made(step, 4, 0.1, took_s=seconds)
-    assert pacer.load.step.plain_s(4) == pytest.approx(0.1, rel=0.01)
+    assert pacer.load.step.non_speculative_s(4) == pytest.approx(0.1, rel=0.01)
 
 
 def test_how_long_blocks_take_is_known_for_each_octave_of_sessions():

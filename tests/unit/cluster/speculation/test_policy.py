@@ -71,7 +71,7 @@ def test_a_dead_drafter_costs_a_few_short_waits():
     first = asked(waited, 2).worth
     for _ in range(100):
         total += asked(waited, 2).worth
-        waited.plain_round()
+        waited.non_speculative_round()
     assert total <= 2 * first
     waited.block_arrived(0.01)
     assert asked(waited, 2).worth == first, "the drafter is back"

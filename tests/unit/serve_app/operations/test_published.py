@@ -28,7 +28,7 @@ def a_drafter(token_s: float) -> dict[str, str]:
 def test_the_replica_in_the_middle_speaks_for_its_pool():
     costs = cost_model([a_target(0.3), a_target(0.1), a_target(0.2)], [a_drafter(0.002)], [])
     assert costs.target == ForwardCost.linear(0.2, per_token_s=0.001)
-    assert costs.plain_s(4) == pytest.approx(0.9 * 0.2), "of the same replica"
+    assert costs.non_speculative_s(4) == pytest.approx(0.9 * 0.2), "of the same replica"
     assert costs.draft.seconds(4, 3) == pytest.approx(0.0005 + 3 * 0.002)
     assert costs.hop_s == CostModel.model_fields["hop_s"].default, "no message has been timed"
 
@@ -36,7 +36,7 @@ def test_the_replica_in_the_middle_speaks_for_its_pool():
 def test_a_target_that_made_no_plain_step_yet_publishes_no_cost_of_it():
     costs = cost_model([a_target(0.1) | {"plain_costs": None}], [a_drafter(0.002)], [])
     assert costs.plain is None
-    assert costs.plain_s(1) == costs.target.seconds(1, 1)
+    assert costs.non_speculative_s(1) == costs.target.seconds(1, 1)
 
 
 def test_messages_are_as_slow_as_the_timelines_say():
@@ -61,7 +61,7 @@ def test_what_lies_between_two_steps_is_part_of_a_step():
     recorded = tuple(Event(order, at, name, ("s",)) for order, (at, name) in enumerate(events))
     costs = cost_model([a_target(0.1)], [a_drafter(0.1)], [Actor("target", "target 1", Recording(0.0, recorded))])
     assert costs.target.seconds(1, 1) == pytest.approx(0.101 + 0.003)
-    assert costs.plain_s(1) == pytest.approx(0.09), "plain steps were timed with what lies between them"
+    assert costs.non_speculative_s(1) == pytest.approx(0.09), "plain steps were timed with what lies between them"
 
 
 def test_acceptance_is_that_of_all_blocks_of_all_targets():

@@ -8,7 +8,7 @@ from cluster.autoscaling import DraftReport, TargetReport
 from cluster.config import DraftPool, DraftReplicas, TargetPool, TargetReplicas
 from cluster.placement import bounds, scaling_settings
 from serve_app.operations.ray_cluster import ClusterError
-from serve_app.status import pools_table, told_bounds
+from serve_app.status import deployed_bounds, pools_table
 
 TARGETS = TargetPool(max_sessions=16, replicas=TargetReplicas(max=4))
 DRAFTERS = DraftPool(method="ngram", max_sessions=4, replicas=DraftReplicas(min=0, max=2))
@@ -19,7 +19,7 @@ OPTIONS = {
     "Router": {"num_replicas": 1},
 }
 DETAILS = {"deployments": {name: {"deployment_config": one} for name, one in OPTIONS.items()}}
-BOUNDS = told_bounds(DETAILS)
+BOUNDS = deployed_bounds(DETAILS)
 
 
 def test_each_pool_says_what_it_needs_and_why() -> None:
@@ -44,4 +44,4 @@ def test_an_empty_draft_pool_is_shown_too() -> None:
 def test_a_pool_that_has_ended_meanwhile_is_named(pool: str) -> None:
     left = {name: one for name, one in DETAILS["deployments"].items() if name != pool}
     with pytest.raises(ClusterError, match=f"no {pool} of it any more"):
-        told_bounds({"deployments": left})
+        deployed_bounds({"deployments": left})

@@ -15,7 +15,7 @@ from tools.planning.estimates import (
     speed_up,
 )
 
-COSTS = RoundCosts(plain_s=0.020, verify_s=0.022, draft_s=0.010, hop_s=0.001)
+COSTS = RoundCosts(non_speculative_s=0.020, verify_s=0.022, draft_s=0.010, hop_s=0.001)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_speed_up():
 @pytest.mark.parametrize("round_time", [lock_step, in_process, draft_ahead])
 def test_at_the_break_even_draft_time_the_gain_is_eaten(round_time):
     draft_s = break_even_draft_s(3.0, COSTS, round_time)
-    there = RoundCosts(COSTS.plain_s, COSTS.verify_s, draft_s, COSTS.hop_s)
-    assert round_time(there) == pytest.approx(3.0 * COSTS.plain_s, abs=1e-6)
+    there = RoundCosts(COSTS.non_speculative_s, COSTS.verify_s, draft_s, COSTS.hop_s)
+    assert round_time(there) == pytest.approx(3.0 * COSTS.non_speculative_s, abs=1e-6)
 
 
 def test_drafting_ahead_bears_slower_drafts_than_lock_step():

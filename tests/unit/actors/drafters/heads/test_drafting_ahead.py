@@ -165,7 +165,7 @@ def test_a_step_of_its_own_is_the_last_one_again_beyond_the_last() -> None:
 def test_what_stands_beside_the_trunk_is_followed_too(head: Head) -> None:
     method = head.method()
     (proposal,) = method.draft([a_request(head.tokens, 8, Shape.TREE)])
-    beside = set(proposal.tree.off_trunk[:4])
+    beside = set(proposal.tree.off_main_path[:4])
     assert beside
     found = asked_ahead(method, ahead_of(head.tokens, proposal.tree, chances=proposal.chances))
     after = [each for each in found if each.outcome[:-1] in beside]
@@ -182,7 +182,7 @@ def test_blocks_ahead_are_trees_where_trees_are_taken(head: Head) -> None:
     trees = [proposal.tree for proposal in found if not proposal.tree.is_chain]
     assert trees
     chains = {each.outcome: each.tokens for each in asked_ahead(head.method(), ahead_of(head.tokens, NO_TREE, 8))}
-    assert all(each.tree.trunk[0] == chains[each.outcome][0] for each in found)
+    assert all(each.tree.main_path[0] == chains[each.outcome][0] for each in found)
 
 
 # ---------------------------------------------------------------- the target's states take their place

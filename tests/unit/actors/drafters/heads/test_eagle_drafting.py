@@ -427,7 +427,7 @@ def test_a_token_beside_the_trunk_is_read_with_the_state_that_the_trunk_had(name
     (proposal,) = propose(method, [want])
     assert not proposal.tree.is_chain
     found = propose(method, [replace(want, unverified=proposal.tree)])
-    beside = set(proposal.tree.off_trunk)
+    beside = set(proposal.tree.off_main_path)
     assert any(outcome[:-1] in beside for outcome in (each.outcome for each in found))
 
 

@@ -128,9 +128,9 @@ def test_trees_of_a_recurrent_head_go_on_from_tokens_beside_the_trunk(speculator
     tokens = decided(SPECULATOR)
     rows = SPECULATOR["features"].unsqueeze(0)
     tree = drafted(speculator, tokens, LAST, rows, a_request(tokens, most=12, shape=Shape.TREE)).tree
-    assert tree.trunk[0] == SPECULATOR["chain_tokens"][0]
+    assert tree.main_path[0] == SPECULATOR["chain_tokens"][0]
     assert tree.depth <= 3
-    off = [path for path in tree.paths if tree.tokens[path[0]] != tree.trunk[0] and len(path) == 2]
+    off = [path for path in tree.paths if tree.tokens[path[0]] != tree.main_path[0] and len(path) == 2]
     assert off, "nothing follows a token beside the trunk"
     head = speculator._predictor._head  # type: ignore[attr-defined]
     first = head.predict_next(rows, [tokens[-1]], 0)

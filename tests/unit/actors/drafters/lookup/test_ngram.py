@@ -108,7 +108,7 @@ def test_the_budget_holds_and_first_nodes_are_the_best_smaller_tree(most):
 def test_shorter_suffixes_fill_what_the_longest_leaves():
     tokens = (5, 1, 2, 7, 8, 1, 2, 9, 5, 1, 2)
     found = a_tree(tokens, 4)
-    assert found.tree.trunk[0] == 7, "after 5 1 2"
+    assert found.tree.main_path[0] == 7, "after 5 1 2"
     assert 9 in found.tree.children(-1), "after 1 2"
 
 

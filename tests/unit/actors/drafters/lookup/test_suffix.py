@@ -105,7 +105,7 @@ TWICE = (1, 2, 3, 7, 1, 2, 4, 8, 1, 2, 4, 9, 1, 2)
 
 def test_a_tree_has_what_followed_by_how_often_it_did():
     (proposal,) = propose(a_method(), [a_want(TWICE, max_tokens=5, shape=Shape.TREE)])
-    assert proposal.tree.trunk[0] == 4
+    assert proposal.tree.main_path[0] == 4
     assert set(proposal.tree.children(-1)) == {4, 3}
     assert set(proposal.tree.children(0)) == {9, 8}
     assert len(proposal.tree) == 5

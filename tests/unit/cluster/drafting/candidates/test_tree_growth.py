@@ -11,12 +11,12 @@ from cluster.drafting.trees import (
     SIBLINGS,
     Branch,
     Choices,
-    grow_limbs,
+    grow_branches,
     grown_paths,
     least_of,
     likeliest_paths,
     likeliest_tree,
-    worth_a_limb,
+    worth_branching,
 )
 from protos.draft_tree import DraftTree
 
@@ -28,8 +28,8 @@ TRUNK = Branch((), 1.0, (4, 1), (AT_FIRST, THEN))
 def test_tokens_stand_beside_one_another_or_follow_by_what_is_likelier():
     tree = likeliest_tree([TRUNK], 5, 0.0)
     assert tree == DraftTree((4, 1, 5, 6, 2), (-1, 0, -1, -1, 0))
-    assert tree.trunk == (4, 1)
-    assert tree.off_trunk == [(5,), (6,), (4, 2)]
+    assert tree.main_path == (4, 1)
+    assert tree.off_main_path == [(5,), (6,), (4, 2)]
 
 
 @pytest.mark.parametrize("most", range(1, 7))
@@ -43,8 +43,8 @@ def test_what_is_not_worth_its_verification_is_not_sent_but_for_the_first():
 
 
 def test_a_limb_goes_on_from_a_token_beside_the_trunk():
-    limb = Branch((5,), 0.3, (8,), (Choices((8, 9), (0.9, 0.1)),))
-    assert likeliest_tree([TRUNK, limb], 4, 0.0) == DraftTree((4, 1, 5, 8), (-1, 0, -1, 2))
+    branch = Branch((5,), 0.3, (8,), (Choices((8, 9), (0.9, 0.1)),))
+    assert likeliest_tree([TRUNK, branch], 4, 0.0) == DraftTree((4, 1, 5, 8), (-1, 0, -1, 2))
 
 
 @given(st.lists(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6), min_size=1, max_size=5), st.integers(1, 12))
@@ -53,8 +53,8 @@ def test_chances_fall_and_every_node_comes_after_its_parent(shares, most):
     for row in shares:
         chances = sorted((share / sum(row) for share in row), reverse=True)
         choices.append(Choices(tuple(range(len(row))), tuple(chances)))
-    limb = Branch((), 1.0, (0,) * len(choices), choices)
-    paths = likeliest_paths([limb], most, 0.0)
+    branch = Branch((), 1.0, (0,) * len(choices), choices)
+    paths = likeliest_paths([branch], most, 0.0)
     assert len(paths) == min(most, sum(min(SIBLINGS, len(row)) for row in shares))
     assert all(earlier[1] >= later[1] for earlier, later in pairwise(paths))
     seen: set[tuple[int, ...]] = {()}
@@ -66,9 +66,9 @@ def test_chances_fall_and_every_node_comes_after_its_parent(shares, most):
 def test_limbs_begin_where_what_follows_may_be_among_the_likeliest():
     paths = likeliest_paths([TRUNK], 4, 0.0)
     assert least_of(paths, 4) == pytest.approx(0.15)
-    assert worth_a_limb(paths, TRUNK.tokens, least_of(paths, 4)) == []
-    assert worth_a_limb(paths, TRUNK.tokens, 0.1) == [((5,), 0.3)]
-    assert [path for path, _ in worth_a_limb(likeliest_paths([TRUNK], 9, 0.0), TRUNK.tokens, 0.0)] == [
+    assert worth_branching(paths, TRUNK.tokens, least_of(paths, 4)) == []
+    assert worth_branching(paths, TRUNK.tokens, 0.1) == [((5,), 0.3)]
+    assert [path for path, _ in worth_branching(likeliest_paths([TRUNK], 9, 0.0), TRUNK.tokens, 0.0)] == [
         (5,),
         (6,),
         (4, 2),
@@ -102,7 +102,7 @@ def test_where_all_is_known_at_once_the_tree_is_the_likeliest_of_all_paths(most,
     paths = [(path, chance) for path, chance in every_path((), 1.0, most)]
     best = sorted(paths, key=lambda node: (-node[1], len(node[0])))[:most]
     expected = [node for rank, node in enumerate(best) if rank == 0 or node[1] >= least]
-    found = likeliest_paths(grow_limbs(after_many, most, least), most, least)
+    found = likeliest_paths(grow_branches(after_many, most, least), most, least)
     assert [chance for _, chance in found] == pytest.approx([chance for _, chance in expected])
     assert set(dict(found)) <= set(dict(paths))
 
