@@ -43,9 +43,9 @@ from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Piece, Tally
 from serve_app.tables import shown
 from tools.bench.experiment import Prompt, read_prompts
-from tools.planning.trial import roomy_fleet
+from tools.planning.trial import unlimited_fleet
+from tools.simulation.config import Mode, SimulationConfig, Speculation
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Workload
-from tools.simulation.setting import Mode, Setting, SpeculationSetting
 from tools.simulation.world import World
 
 SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
@@ -138,9 +138,9 @@ def predict(point: Point, costs: CostModel, draft: DraftQuality, tokens: int) ->
     sessions = TURNOVER * point.concurrency * SIMULATED_BATCHES
     arrivals = ClosedLoop(point.concurrency, batch=TURNOVER * point.concurrency)
     load = Workload(arrivals, sessions, UNCACHED_TOKENS, tokens)
-    speculation = SpeculationSetting(point.block_len, draft, point.mode)
-    fleet = roomy_fleet(1, 1, load)
-    report = World(Setting(costs, speculation, load, fleet)).run()
+    speculation = Speculation(point.block_len, draft, point.mode)
+    fleet = unlimited_fleet(1, 1, load)
+    report = World(SimulationConfig(costs, speculation, load, fleet)).run()
     seconds = report.tokens / report.tokens_per_s
     return Rate(report.tokens_per_s, report.tokens / report.verifies, point.concurrency * seconds / report.verifies)
 

@@ -127,7 +127,7 @@ def inspection_data(found: DraftInspection) -> dict[str, Any]:
     return {
         "folder": str(found.folder),
         "fits": found.fits,
-        "misfits": [asdict(misfit) for misfit in found.misfits],
+        "misfits": [asdict(misfit) for misfit in found.mismatches],
         "notes": list(found.notes),
         **asdict(found.facts),
         "bytes_a_token": None if states is None else states.row_bytes,
@@ -143,10 +143,10 @@ def inspection_report(found: DraftInspection) -> Group:
     for name, value in _rows(found.facts):
         sheet.add_row(name, escape(value))
     parts: list[RenderableType] = [sheet, *(escape(f"note: {note}") for note in found.notes)]
-    if found.misfits:
-        count = len(found.misfits)
+    if found.mismatches:
+        count = len(found.mismatches)
         parts.append(f"\n[bold red]It does not fit[/], for {count} reason{'s' * (count > 1)}:")
-        parts += [escape(f"* {misfit}") for misfit in found.misfits]
+        parts += [escape(f"* {misfit}") for misfit in found.mismatches]
     else:
         parts += [f"\n[bold green]{_praise(found)}[/]; configure it as\n", escape(found.snippet)]
     return Group(*parts)

@@ -188,7 +188,7 @@ def _opened(generation: Generation) -> Open:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedPlace:
+class Replay:
     """A method's drafts after a prefix of a text, and what the text continued with."""
 
     room: int  # most tokens of a block here
@@ -205,7 +205,7 @@ def replay(
     block_len: int,
     nodes: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[AskedPlace]:
+) -> list[Replay]:
     """Requests a chain of `block_len` and a tree of `nodes` tokens at each position after the prompt.
 
     A method that reads hidden states gets those of all tokens but the last. It has none right after the prompt, which
@@ -225,14 +225,14 @@ def replay(
                 method.states(opened.session, sent, text.states[sent * row_bytes : (length - 1) * row_bytes])
                 sent = length - 1
         is_ready = length > opened.prompt_len or not row_bytes
-        found.append(_asked(method, text, prefix, block_len if is_ready else 0, nodes if is_ready else 0, clock))
+        found.append(_replay(method, text, prefix, block_len if is_ready else 0, nodes if is_ready else 0, clock))
     method.close([opened.session])
     return found
 
 
-def _asked(
+def _replay(
     method: DraftingMethod, text: DecodedText, prefix: Prefix, block_len: int, nodes: int, clock: Callable[[], float]
-) -> AskedPlace:
+) -> Replay:
     room = text.open.max_len - prefix.length - 1
 
     def ask(shape: Shape, most: int) -> tuple[DraftTree, float]:
@@ -245,16 +245,16 @@ def _asked(
 
     (chain, chain_s) = ask(Shape.CHAIN, block_len)
     (tree, tree_s) = ask(Shape.TREE, nodes)
-    return AskedPlace(room, text.tokens[prefix.length :], chain, tree, chain_s, tree_s)
+    return Replay(room, text.tokens[prefix.length :], chain, tree, chain_s, tree_s)
 
 
-def committed_by(place: AskedPlace, draft: DraftTree, most: int) -> int:
+def committed_by(place: Replay, draft: DraftTree, most: int) -> int:
     """Returns how many tokens one verification of the draft's first `most` tokens would have committed."""
     accepted = len(draft.first(min(most, place.room)).along(place.coming))
     return min(accepted + 1, len(place.coming))
 
 
-def verifies(places: Sequence[AskedPlace], most: int, *, trees: bool) -> int:
+def verifies(places: Sequence[Replay], most: int, *, trees: bool) -> int:
     """Counts the verifications needed for a text with blocks of `most` tokens."""
     count = 0
     at = 0
@@ -289,7 +289,7 @@ def measures(
     draft: str,
     method: str,
     temperature: float,
-    texts: Sequence[Sequence[AskedPlace]],
+    texts: Sequence[Sequence[Replay]],
     block_lens: Sequence[int],
     nodes: Sequence[int],
     states_bytes: int,
@@ -313,11 +313,11 @@ def measures(
     )
 
 
-def _rank(place: AskedPlace) -> float:
+def _rank(place: Replay) -> float:
     """Returns the rank of the right token among the tokens offered next, from 0; infinity if absent."""
     first = place.tree.children(-1) or place.chain.children(-1)
     return first.index(place.coming[0]) if place.coming[0] in first else float("inf")
 
 
-def _tokens_a_verify(texts: Sequence[Sequence[AskedPlace]], most: int, *, trees: bool) -> float:
+def _tokens_a_verify(texts: Sequence[Sequence[Replay]], most: int, *, trees: bool) -> float:
     return sum(map(len, texts)) / sum(verifies(text, most, trees=trees) for text in texts)

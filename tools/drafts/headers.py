@@ -281,7 +281,7 @@ class DraftFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class Mismatch:
     """Reason why a checkpoint cannot draft, or cannot draft for a target."""
 
     what: str

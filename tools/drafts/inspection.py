@@ -41,7 +41,7 @@ from tools.drafts.headers import (
     WITH_MTP,
     DraftFacts,
     DraftLayout,
-    Misfit,
+    Mismatch,
     StatesRead,
     canonical_files,
     causal_facts,
@@ -207,7 +207,7 @@ def target_facts(folder: Path) -> TargetFacts:
     return TargetFacts(folder, target_shape(folder), getattr(config, "max_position_embeddings", None))
 
 
-def wrong_tensors(files: HeadFiles, draft: DraftPool) -> list[Misfit]:
+def wrong_tensors(files: HeadFiles, draft: DraftPool) -> list[Mismatch]:
     """Finds tensors that are missing, unused, or of another shape.
 
     The head must have canonical names and must resolve.
@@ -217,7 +217,7 @@ def wrong_tensors(files: HeadFiles, draft: DraftPool) -> list[Misfit]:
     return [*_missing(files, expected), *_of_another_shape(files, expected), *_surplus(files, expected)]
 
 
-def wrong_ids(files: HeadFiles, facts: DraftFacts) -> list[Misfit]:
+def wrong_ids(files: HeadFiles, facts: DraftFacts) -> list[Mismatch]:
     """Finds a table of draft ids that maps outside the vocabulary, or twice to one token."""
     offsets = files.tensors.get("d2t")
     table = files.tensors.get("token_map")
@@ -228,11 +228,11 @@ def wrong_ids(files: HeadFiles, facts: DraftFacts) -> list[Misfit]:
     try:
         draft_columns(files.folder, ids.long(), facts.vocabulary, range(facts.vocabulary))
     except ModelError as error:
-        return [Misfit(str(error))]
+        return [Mismatch(str(error))]
     return []
 
 
-def head_misfits(files: HeadFiles, facts: DraftFacts, target: TargetFacts, draft: DraftPool) -> list[Misfit]:
+def head_mismatches(files: HeadFiles, facts: DraftFacts, target: TargetFacts, draft: DraftPool) -> list[Mismatch]:
     """Finds misfits between a head in canonical names and a target; if its sizes fit, its loader decides."""
     found = [*_sizes(facts, target), *_depth(files, facts, target), *_borrowed(facts, target)]
     if found:
@@ -240,43 +240,43 @@ def head_misfits(files: HeadFiles, facts: DraftFacts, target: TargetFacts, draft
     try:
         resolved(files, draft, target.shape)
     except ModelError as error:
-        return [Misfit(str(error))]
+        return [Mismatch(str(error))]
     return []
 
 
-def causal_misfits(folder: Path, facts: DraftFacts, target: TargetFacts) -> list[Misfit]:
+def causal_mismatches(folder: Path, facts: DraftFacts, target: TargetFacts) -> list[Mismatch]:
     """Finds misfits of a causal language model, whose tokens must mean the same as the target's."""
     try:
         check_draft(vocabulary(target.folder), folder)
     except (ModelError, OSError, ValueError) as error:
-        return [Misfit(str(error))]
+        return [Mismatch(str(error))]
     return []
 
 
-def _sizes(facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
+def _sizes(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
     shape = target.shape
     if facts.states is not None and facts.states.hidden != shape.hidden:
-        yield Misfit("hidden size of the target", str(facts.states.hidden), str(shape.hidden))
+        yield Mismatch("hidden size of the target", str(facts.states.hidden), str(shape.hidden))
     is_exact = facts.layout.method in ("eagle", "dflash")
     if facts.vocabulary is not None and is_exact and facts.vocabulary != shape.vocabulary:
-        yield Misfit("vocabulary of the target", str(facts.vocabulary), str(shape.vocabulary))
+        yield Mismatch("vocabulary of the target", str(facts.vocabulary), str(shape.vocabulary))
     if facts.proposes is not None and not is_exact and facts.proposes > shape.vocabulary:
-        yield Misfit("vocabulary of the target", f"at least {facts.proposes}", str(shape.vocabulary))
+        yield Mismatch("vocabulary of the target", f"at least {facts.proposes}", str(shape.vocabulary))
 
 
-def _depth(files: HeadFiles, facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
+def _depth(files: HeadFiles, facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
     """Checks the number of layers, which determines which states exist."""
     depth = target.shape.layers
     said = {**files.config, **(files.config.get("dflash_config") or {})}.get(DEPTH_KEY)
     if said is not None and said != depth:
-        yield Misfit("layers of the target", str(said), str(depth))
+        yield Mismatch("layers of the target", str(said), str(depth))
     read = () if facts.states is None else facts.states.layers
     last = depth if facts.layout.method == "dflash" else depth - 1  # streams exclude the final state, which is normed
     if read and max(read) > last:
-        yield Misfit("states of the target", f"{list(read)}", f"0 to {last}")
+        yield Mismatch("states of the target", f"{list(read)}", f"0 to {last}")
 
 
-def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
+def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
     """Checks that the tensors that the head borrows exist in the target and have the head's shape."""
     stored = stored_tensors(target.folder, partial=True)
     for whose, names, what in ((facts.embedding, EMBEDDING, "embedding"), (facts.lm_head, HEAD, "LM head")):
@@ -285,32 +285,32 @@ def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Misfit]:
         name = next((name for name in names if name in stored), None)
         expected = (facts.vocabulary or target.shape.vocabulary, facts.shape["hidden"])
         if name is None:
-            yield Misfit(f"{what} that is borrowed of the target", f"one of {', '.join(names)}", "none of them")
+            yield Mismatch(f"{what} that is borrowed of the target", f"one of {', '.join(names)}", "none of them")
         elif stored[name].shape != expected:
-            yield Misfit(f"{what} that is borrowed of the target", f"{expected}", f"{stored[name].shape} ({name})")
+            yield Mismatch(f"{what} that is borrowed of the target", f"{expected}", f"{stored[name].shape} ({name})")
 
 
-def _missing(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Misfit]:
+def _missing(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Mismatch]:
     for name, shape in expected.needed.items():
         if name not in files.tensors:
-            yield Misfit(f"tensor {name}", f"shape {shape}", "none")
+            yield Mismatch(f"tensor {name}", f"shape {shape}", "none")
 
 
-def _of_another_shape(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Misfit]:
+def _of_another_shape(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Mismatch]:
     for name, shape in {**expected.allowed, **expected.needed}.items():
         if name not in files.tensors:
             continue
         found = tuple(files.tensors[name].shape)
         if (found if name != MASK_STATE else (files.tensors[name].numel(),)) != shape:
-            yield Misfit(f"tensor {name}", f"shape {shape}", f"shape {found}")
+            yield Mismatch(f"tensor {name}", f"shape {shape}", f"shape {found}")
 
 
-def _surplus(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Misfit]:
+def _surplus(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Mismatch]:
     """Finds tensors that the forward would not use: they belong to another kind of head."""
     known = {**expected.allowed, **expected.needed}
     for name in files.tensors if expected.is_closed else ():
         if name not in known and not name.startswith(OF_TRAINING) and not name.endswith(NEITHER):
-            yield Misfit(f"tensor {name}", "none: no head of this layout computes with it", "one")
+            yield Mismatch(f"tensor {name}", "none: no head of this layout computes with it", "one")
 
 
 BESIDE = ("recurrent_head.safetensors", "frequent_tokens.json", "mask_embedding.pt")  # optional files
@@ -328,7 +328,7 @@ class DraftInspection:
 
     folder: Path
     facts: DraftFacts
-    misfits: tuple[Misfit, ...]
+    mismatches: tuple[Mismatch, ...]
     notes: tuple[str, ...]
     target: Path | None  # target that it was checked against
     snippet: str  # YAML configuration that uses it; empty if it does not fit
@@ -336,7 +336,7 @@ class DraftInspection:
     @property
     def fits(self) -> bool:
         """True if the layout is known, the checkpoint is complete, and it fits the target, if one was given."""
-        return not self.misfits
+        return not self.mismatches
 
 
 def inspect_draft(
@@ -352,12 +352,12 @@ def inspect_draft(
     layout = _layout(files, target)
     if layout is WITH_MTP and target is None:
         target = target_facts(folder)  # an MTP module drafts only for its own target
-    facts, misfits = _looked_at(files, layout, target, options)
+    facts, mismatches = _looked_at(files, layout, target, options)
     facts = replace(facts, made_for=_made_for(files))
     notes = tuple(_notes(files, facts, target))
     whose = None if target is None else target.folder
-    snippet = "" if misfits else _snippet(folder, facts, target, options)
-    return DraftInspection(folder, facts, tuple(misfits), notes, whose, snippet)
+    snippet = "" if mismatches else _snippet(folder, facts, target, options)
+    return DraftInspection(folder, facts, tuple(mismatches), notes, whose, snippet)
 
 
 def _layout(files: HeadFiles, target: TargetFacts | None) -> DraftLayout:
@@ -371,10 +371,10 @@ def _layout(files: HeadFiles, target: TargetFacts | None) -> DraftLayout:
 
 def _looked_at(
     files: HeadFiles, layout: DraftLayout, target: TargetFacts | None, options: Options
-) -> tuple[DraftFacts, list[Misfit]]:
+) -> tuple[DraftFacts, list[Mismatch]]:
     if layout.method is None:
         facts = DraftFacts(layout, stored_size(files.tensors))
-        return facts, [Misfit("layout", "one that a method of this release drafts with", layout.name)]
+        return facts, [Mismatch("layout", "one that a method of this release drafts with", layout.name)]
     draft = _draft_pool(files.folder, layout.method, options)
     if layout.method in STATE_READERS:
         return _head(files, layout, target, draft)
@@ -392,17 +392,17 @@ def _draft_pool(folder: Path, method: str, options: Options) -> DraftPool:
 
 def _head(
     files: HeadFiles, layout: DraftLayout, target: TargetFacts | None, draft: DraftPool
-) -> tuple[DraftFacts, list[Misfit]]:
+) -> tuple[DraftFacts, list[Mismatch]]:
     try:
         files = canonical_files(files, draft.method)
         facts = head_facts(files, layout, draft)
     except ModelError as error:
-        return DraftFacts(layout, stored_size(files.tensors)), [Misfit(str(error))]
-    misfits = [*wrong_tensors(files, draft), *wrong_ids(files, facts)]
+        return DraftFacts(layout, stored_size(files.tensors)), [Mismatch(str(error))]
+    mismatches = [*wrong_tensors(files, draft), *wrong_ids(files, facts)]
     if target is None:
-        return facts, misfits
-    misfits += head_misfits(files, facts, target, draft)
-    return (facts if misfits else _for_target(files, facts, target.shape, draft)), misfits
+        return facts, mismatches
+    mismatches += head_mismatches(files, facts, target, draft)
+    return (facts if mismatches else _for_target(files, facts, target.shape, draft)), mismatches
 
 
 def _for_target(files: HeadFiles, facts: DraftFacts, target: TargetShape, draft: DraftPool) -> DraftFacts:
@@ -414,16 +414,16 @@ def _for_target(files: HeadFiles, facts: DraftFacts, target: TargetShape, draft:
 
 def _without_states(
     files: HeadFiles, layout: DraftLayout, target: TargetFacts | None, draft: DraftPool
-) -> tuple[DraftFacts, list[Misfit]]:
+) -> tuple[DraftFacts, list[Mismatch]]:
     try:
         if draft.layer_skip != LayerSkipOptions():
             check_layers(files.folder, draft.layer_skip.ids)
         facts = causal_facts(files, layout)
     except ModelError as error:
-        return DraftFacts(layout, stored_size(files.tensors)), [Misfit(str(error))]
+        return DraftFacts(layout, stored_size(files.tensors)), [Mismatch(str(error))]
     if target is None or layout is LAYER_SKIP:
         return facts, []
-    return facts, causal_misfits(files.folder, facts, target)
+    return facts, causal_mismatches(files.folder, facts, target)
 
 
 def _made_for(files: HeadFiles) -> str:

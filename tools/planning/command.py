@@ -1,9 +1,6 @@
-"""`slipstream plan`: turns its options into one question to the planner.
+"""The `slipstream plan` command: validates its options and runs the planner."""
 
-Validation of the options of `slipstream plan`, which form a question to the planner.
-"""
-
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +9,7 @@ from rich.console import Console
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
-from tools.planning.estimates import BLOCK_LENS, PlanQuestion, Prices
+from tools.planning.estimates import BLOCK_LENS, PlanInput, Prices
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
 
@@ -58,101 +55,87 @@ def plan(
     if theory:
         run_theory(console)
         return
-    stated = StatedCosts(target_step_ms, target_token_ms, draft_token_ms, draft_row_ms, hop_ms)
-    request = PlanRequest(
+    inputs = plan_inputs(
+        stated_costs(target_step_ms, target_token_ms, draft_token_ms, draft_row_ms, hop_ms),
         costs_path,
-        stated,
-        acceptance,
-        concurrency,
-        rate,
-        prompt_tokens,
-        new_tokens,
-        block_len,
-        target_price,
-        drafter_price,
+        acceptance=acceptance,
+        concurrency=concurrency,
+        rate=rate,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        block_lens=block_len,
+        target_price=target_price,
+        drafter_price=drafter_price,
     )
-    run_plan(request.question(), console, json_path, picture_path)
+    run_plan(inputs, console, json_path, picture_path)
 
 
-ACCEPTANCE = 0.8
-CONCURRENCY = 8
+DEFAULT_ACCEPTANCE = 0.8
+DEFAULT_CONCURRENCY = 8
 MS = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class StatedCosts:
-    """Costs stated as a few numbers."""
-
-    target_step_ms: float
-    target_token_ms: float
-    draft_token_ms: float
-    draft_row_ms: float
-    hop_ms: float
-
-    def model(self) -> CostModel:
-        target = self.target_step_ms * MS
-        target_token = self.target_token_ms * MS
-        draft = self.draft_token_ms * MS
-        draft_row = self.draft_row_ms * MS
-        if target == 0:
-            raise ConfigError("--target-step-ms is 0; expected the time of a step, which is more")
-        return CostModel(
-            target=ForwardCost(by_tokens=((1, target), (2, target + target_token))),
-            draft=DraftCost(forward=ForwardCost(by_tokens=((1, draft), (2, draft + draft_row)))),
-            hop_s=self.hop_ms * MS,
-        )
+def stated_costs(
+    target_step_ms: float, target_token_ms: float, draft_token_ms: float, draft_row_ms: float, hop_ms: float
+) -> CostModel:
+    """Builds a linear cost model from a few numbers. Raises ConfigError if a step takes no time."""
+    target = target_step_ms * MS
+    draft = draft_token_ms * MS
+    if target == 0:
+        raise ConfigError("--target-step-ms is 0; give the duration of a step, which is more")
+    return CostModel(
+        target=ForwardCost(by_tokens=((1, target), (2, target + target_token_ms * MS))),
+        draft=DraftCost(forward=ForwardCost(by_tokens=((1, draft), (2, draft + draft_row_ms * MS)))),
+        hop_s=hop_ms * MS,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """Options of `slipstream plan`; None where not given."""
+def plan_inputs(
+    stated: CostModel,
+    costs_path: Path | None = None,
+    *,
+    acceptance: Sequence[float] | None = None,
+    concurrency: int | None = None,
+    rate: float | None = None,
+    prompt_tokens: int = 64,
+    new_tokens: int = 64,
+    block_lens: Sequence[int] | None = None,
+    target_price: float | None = None,
+    drafter_price: float | None = None,
+) -> PlanInput:
+    """Validates the options of `slipstream plan`. Measured costs, if given, replace the stated ones."""
+    costs = stated if costs_path is None else CostModel.load(costs_path)
+    if acceptance:
+        acceptances, source = tuple(acceptance), "given"
+    elif costs.acceptance is not None:
+        acceptances, source = costs.acceptance, f"measured, from {costs_path}"
+    else:
+        acceptances, source = (DEFAULT_ACCEPTANCE,), "assumed; state it with --acceptance"
+    return PlanInput(
+        costs=costs,
+        draft=DraftQuality(acceptances),
+        arrivals=_arrivals(concurrency, rate),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        prices=_prices(target_price, drafter_price),
+        block_lens=tuple(block_lens or BLOCK_LENS),
+        acceptance_source=source,
+    )
 
-    costs_path: Path | None
-    stated: StatedCosts
-    acceptance: list[float] | None
-    concurrency: int | None
-    rate: float | None
-    prompt_tokens: int
-    new_tokens: int
-    block_len: list[int] | None
-    target_price: float | None
-    drafter_price: float | None
 
-    def question(self) -> PlanQuestion:
-        """Builds the question. Raises ConfigError if options contradict each other."""
-        costs = self.stated.model() if self.costs_path is None else CostModel.load(self.costs_path)
-        acceptance, acceptance_is = self._acceptance(costs)
-        return PlanQuestion(
-            costs=costs,
-            draft=DraftQuality(acceptance),
-            arrivals=self._arrivals(),
-            prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens,
-            prices=self._prices(),
-            block_lens=tuple(self.block_len or BLOCK_LENS),
-            acceptance_is=acceptance_is,
-        )
+def _arrivals(concurrency: int | None, rate: float | None) -> ClosedLoop | Poisson:
+    if rate is None:
+        return ClosedLoop(DEFAULT_CONCURRENCY if concurrency is None else concurrency)
+    if concurrency is not None:
+        raise ConfigError("--concurrency and --rate are two ways to state the load; give one of them")
+    if rate == 0:
+        raise ConfigError("--rate is 0; give a positive number of requests per second")
+    return Poisson(rate)
 
-    def _acceptance(self, costs: CostModel) -> tuple[tuple[float, ...], str]:
-        """Returns acceptance by position in a block, and its source; a given value overrides a measured one."""
-        if self.acceptance:
-            return tuple(self.acceptance), "given"
-        if costs.acceptance is not None:
-            return costs.acceptance, f"measured, from {self.costs_path}"
-        return (ACCEPTANCE,), "assumed; state it with --acceptance"
 
-    def _arrivals(self) -> ClosedLoop | Poisson:
-        if self.rate is None:
-            return ClosedLoop(CONCURRENCY if self.concurrency is None else self.concurrency)
-        if self.concurrency is not None:
-            raise ConfigError("--concurrency and --rate are two ways to state the load; give one of them")
-        if self.rate == 0:
-            raise ConfigError("--rate is 0; expected requests a second, which are more")
-        return Poisson(self.rate)
-
-    def _prices(self) -> Prices | None:
-        if self.target_price is None and self.drafter_price is None:
-            return None
-        if self.target_price is None or self.drafter_price is None:
-            raise ConfigError("--target-price and --drafter-price go together; give both")
-        return Prices(self.target_price, self.drafter_price)
+def _prices(target: float | None, drafter: float | None) -> Prices | None:
+    if target is None and drafter is None:
+        return None
+    if target is None or drafter is None:
+        raise ConfigError("--target-price and --drafter-price go together; give both")
+    return Prices(target, drafter)

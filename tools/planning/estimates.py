@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
 from cluster.costs import CostModel
+from tools.simulation.config import Mode
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
-from tools.simulation.setting import Mode
 
 BLOCK_LENS = (2, 3, 5, 8)
 RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # (targets, drafters)
@@ -31,7 +31,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanQuestion:
+class PlanInput:
     """Load and costs to plan for; the load is that of one target replica."""
 
     costs: CostModel
@@ -43,7 +43,7 @@ class PlanQuestion:
     block_lens: tuple[int, ...] = BLOCK_LENS
     ratios: tuple[tuple[int, int], ...] = RATIOS
     seed: int = 0
-    acceptance_is: str = "given"  # source of the acceptance of `draft`
+    acceptance_source: str = "given"  # source of the acceptance of `draft`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +68,19 @@ class CandidateFleet:
     def drafters_per_target(self) -> float:
         return self.drafters / self.targets
 
-    def is_roomier_than(self, other: "CandidateFleet") -> bool:
+    def has_more_drafters_than(self, other: "CandidateFleet") -> bool:
         """Returns whether it speculates like the other, with more drafters per target."""
         speculates_so = (self.block_len, self.mode) == (other.block_len, other.mode)
         return speculates_so and self.drafters_per_target > other.drafters_per_target
 
 
-PLAIN = CandidateFleet(1, 0, 0, Mode.ADAPTIVE)
+NON_SPECULATIVE = CandidateFleet(1, 0, 0, Mode.ADAPTIVE)
 
 
-def candidates(question: PlanQuestion) -> Iterator[CandidateFleet]:
+def candidates(inputs: PlanInput) -> Iterator[CandidateFleet]:
     """Yields non-speculative decoding, then all speculating candidates."""
-    yield PLAIN
-    for (targets, drafters), block_len, mode in product(question.ratios, question.block_lens, Mode):
+    yield NON_SPECULATIVE
+    for (targets, drafters), block_len, mode in product(inputs.ratios, inputs.block_lens, Mode):
         yield CandidateFleet(targets, drafters, block_len, mode)
 
 
@@ -182,11 +182,11 @@ def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
-CROWD = 4096  # a target with more concurrent sessions than this does not keep up
+MAX_CONCURRENT = 4096  # a target with more concurrent sessions than this does not keep up
 
 
 @dataclass(frozen=True, slots=True)
-class InProcess:
+class InProcessResult:
     """Result of the formula for drafting on the target's own device."""
 
     block_len: int
@@ -206,44 +206,44 @@ def round_costs(costs: CostModel, rows: float, block_len: int) -> RoundCosts:
     )
 
 
-def expected(question: PlanQuestion, block_len: int) -> float:
+def expected(inputs: PlanInput, block_len: int) -> float:
     """Returns the mean tokens that verifying a block of this length commits."""
-    return expected_tokens_by_position([question.draft.chances(index)[0] for index in range(block_len)])
+    return expected_tokens_by_position([inputs.draft.chances(index)[0] for index in range(block_len)])
 
 
-def plain_sessions(question: PlanQuestion, arrivals: Poisson) -> float:
+def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
     """Returns the concurrent sessions on one target without speculation, whose steps also feed prompts.
 
     CROWD means too many.
     """
-    fed = 1 + question.prompt_tokens / question.new_tokens  # tokens fed per decided token
-    costs = question.costs
+    fed = 1 + inputs.prompt_tokens / inputs.new_tokens  # tokens fed per decided token
+    costs = inputs.costs
 
     def step_s(rows: float) -> float:
         return costs.non_speculative_s(rows) + costs.target.seconds(rows, rows * fed) - costs.target.seconds(rows, rows)
 
-    return steady_sessions(arrivals.per_s * question.new_tokens, lambda rows: 1 / step_s(rows))
+    return steady_sessions(arrivals.per_s * inputs.new_tokens, lambda rows: 1 / step_s(rows))
 
 
-def best_in_process(question: PlanQuestion) -> InProcess:
+def best_in_process(inputs: PlanInput) -> InProcessResult:
     """Picks the block length with the least latency for in-process drafting."""
-    return min((_in_process(question, block_len) for block_len in question.block_lens), key=lambda one: one.latency_s)
+    return min((_in_process(inputs, block_len) for block_len in inputs.block_lens), key=lambda one: one.latency_s)
 
 
-def _in_process(question: PlanQuestion, block_len: int) -> InProcess:
-    tokens = expected(question, block_len)
+def _in_process(inputs: PlanInput, block_len: int) -> InProcessResult:
+    tokens = expected(inputs, block_len)
 
     def round_s(rows: float) -> float:
-        return in_process(round_costs(question.costs, rows, block_len))
+        return in_process(round_costs(inputs.costs, rows, block_len))
 
-    if isinstance(question.arrivals, ClosedLoop):
-        rows = float(question.arrivals.concurrency)
+    if isinstance(inputs.arrivals, ClosedLoop):
+        rows = float(inputs.arrivals.concurrency)
     else:
-        rows = steady_sessions(question.arrivals.per_s * question.new_tokens, lambda n: tokens / round_s(n))
+        rows = steady_sessions(inputs.arrivals.per_s * inputs.new_tokens, lambda n: tokens / round_s(n))
     tokens_per_s = rows * tokens / round_s(rows)
-    latency_s = question.new_tokens * round_s(rows) / tokens
-    cost = cost_per_million(question.prices, PLAIN, tokens_per_s)
-    return InProcess(block_len, tokens_per_s, latency_s, cost, keeps_up=rows < CROWD)
+    latency_s = inputs.new_tokens * round_s(rows) / tokens
+    cost = cost_per_million(inputs.prices, NON_SPECULATIVE, tokens_per_s)
+    return InProcessResult(block_len, tokens_per_s, latency_s, cost, keeps_up=rows < MAX_CONCURRENT)
 
 
 def steady_sessions(tokens_per_s: float, session_rate: Callable[[float], float]) -> float:
@@ -252,8 +252,8 @@ def steady_sessions(tokens_per_s: float, session_rate: Callable[[float], float])
     `session_rate` returns the tokens per second of one session among n concurrent ones.
     """
     low = 0.0
-    high = float(CROWD)
-    while high - low > 1e-6 * CROWD:
+    high = float(MAX_CONCURRENT)
+    while high - low > 1e-6 * MAX_CONCURRENT:
         middle = (low + high) / 2
         if middle * session_rate(middle) < tokens_per_s:
             low = middle

@@ -17,19 +17,26 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import ParamSpec, TypeVar
 
-from tools.planning.estimates import PLAIN, CandidateFleet, InProcess, PlanQuestion, best_in_process, candidates
+from tools.planning.estimates import (
+    NON_SPECULATIVE,
+    CandidateFleet,
+    InProcessResult,
+    PlanInput,
+    best_in_process,
+    candidates,
+)
 from tools.planning.trial import (
-    LIMITS_SOUGHT,
+    LIMIT_SEARCHES,
     PROMISING,
+    CandidateResult,
     Limits,
-    PlanAnswer,
-    answer,
-    choose,
-    in_lock_step,
+    choose_best,
     is_promising,
     limits,
-    merit_among,
-    sketch,
+    lock_step_candidate,
+    merit_function,
+    simulate,
+    simulate_briefly,
 )
 from tools.simulation.oracle import ClosedLoop
 
@@ -37,7 +44,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class AtOnce(Executor):
+class InlineExecutor(Executor):
     """Runs in this process, before `submit` returns."""
 
     def submit(
@@ -48,7 +55,7 @@ class AtOnce(Executor):
         return done
 
 
-class Watched(Executor):
+class ProgressExecutor(Executor):
     """Wraps another executor; `advance` is called after each run."""
 
     def __init__(self, pool: Executor, advance: Callable[[], None]) -> None:
@@ -79,60 +86,62 @@ def processes() -> Iterator[Executor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Recommendation:
     """All candidates, the recommended one, and where its gain ends."""
 
-    answers: tuple[PlanAnswer, ...]
-    best: PlanAnswer
-    plain: PlanAnswer
-    in_process: InProcess
+    results: tuple[CandidateResult, ...]
+    best: CandidateResult
+    plain: CandidateResult
+    in_process: InProcessResult
     at_once: float  # concurrent sessions on one target under the best candidate
     limits: Limits | None  # None if the best does not keep up: `at_once` is undefined then
 
 
-def advise(question: PlanQuestion, pool: Executor | None = None, whole: bool = False) -> Advice:
+def recommend(inputs: PlanInput, pool: Executor | None = None, whole: bool = False) -> Recommendation:
     """Simulates in `pool`, by default in this process; `whole` includes candidates that cannot be best."""
-    pool = pool or AtOnce()
-    fleets = list(candidates(question))
-    tried = fleets if whole else _shortlist(question, fleets, pool)
-    answers = _runs(answer, question, tried, pool)
-    if not any(one.keeps_up for one in answers):  # a remaining one may, which short runs cannot show
-        answers += _runs(answer, question, [fleet for fleet in fleets if fleet not in tried], pool)
-    best = choose(answers, question)
-    at_once = sessions_at_once(question, best)
-    return Advice(
-        answers=tuple(answers),
+    pool = pool or InlineExecutor()
+    fleets = list(candidates(inputs))
+    candidates_to_run = fleets if whole else _shortlist(inputs, fleets, pool)
+    results = _run_all(simulate, inputs, candidates_to_run, pool)
+    if not any(one.keeps_up for one in results):  # a remaining one may, which short runs cannot show
+        results += _run_all(simulate, inputs, [fleet for fleet in fleets if fleet not in candidates_to_run], pool)
+    best = choose_best(results, inputs)
+    at_once = sessions_at_once(inputs, best)
+    return Recommendation(
+        results=tuple(results),
         best=best,
-        plain=answers[0],
-        in_process=best_in_process(question),
+        plain=results[0],
+        in_process=best_in_process(inputs),
         at_once=at_once,
-        limits=limits(question, in_lock_step(best.candidate, question), at_once, pool) if best.keeps_up else None,
+        limits=limits(inputs, lock_step_candidate(best.candidate, inputs), at_once, pool) if best.keeps_up else None,
     )
 
 
-def _shortlist(question: PlanQuestion, fleets: Sequence[CandidateFleet], pool: Executor) -> list[CandidateFleet]:
+def _shortlist(inputs: PlanInput, fleets: Sequence[CandidateFleet], pool: Executor) -> list[CandidateFleet]:
     """Returns non-speculative decoding and the fleets that come near the best in short runs.
 
     Fleets whose targets share no drafter run first: what loses there is not tried with fewer drafters. Fleets with
     fewer drafters take most of the time, because they have more targets.
     """
-    seen: list[PlanAnswer] = []
+    seen: list[CandidateResult] = []
     for _, alike in groupby(sorted(fleets, key=_sharing), key=_sharing):
-        seen += _runs(sketch, question, [fleet for fleet in alike if is_promising(fleet, seen, question)], pool)
-    merit = merit_among(seen, question)
+        seen += _run_all(
+            simulate_briefly, inputs, [fleet for fleet in alike if is_promising(fleet, seen, inputs)], pool
+        )
+    merit = merit_function(seen, inputs)
     enough = PROMISING * max(map(merit, seen))
-    return [one.candidate for one in seen if one.candidate == PLAIN or merit(one) >= enough]
+    return [one.candidate for one in seen if one.candidate == NON_SPECULATIVE or merit(one) >= enough]
 
 
-def _runs(
-    run: Callable[[PlanQuestion, CandidateFleet], PlanAnswer],
-    question: PlanQuestion,
+def _run_all(
+    run: Callable[[PlanInput, CandidateFleet], CandidateResult],
+    inputs: PlanInput,
     fleets: Sequence[CandidateFleet],
     pool: Executor,
-) -> list[PlanAnswer]:
+) -> list[CandidateResult]:
     """Runs all fleets in parallel."""
-    under_way = [pool.submit(run, question, fleet) for fleet in fleets]
-    return [one.result() for one in under_way]
+    futures = [pool.submit(run, inputs, fleet) for fleet in fleets]
+    return [one.result() for one in futures]
 
 
 def _sharing(candidate: CandidateFleet) -> float:
@@ -140,13 +149,13 @@ def _sharing(candidate: CandidateFleet) -> float:
     return max(1.0, candidate.targets / max(1, candidate.drafters))
 
 
-def run_count(question: PlanQuestion, whole: bool = False) -> int:
-    """Returns the most runs that `advise` submits: a short and a full one per fleet, or only a full one."""
-    return (1 if whole else 2) * sum(1 for _ in candidates(question)) + LIMITS_SOUGHT
+def run_count(inputs: PlanInput, whole: bool = False) -> int:
+    """Returns the most runs that `recommend` submits: a short and a full one per fleet, or only a full one."""
+    return (1 if whole else 2) * sum(1 for _ in candidates(inputs)) + LIMIT_SEARCHES
 
 
-def sessions_at_once(question: PlanQuestion, best: PlanAnswer) -> float:
+def sessions_at_once(inputs: PlanInput, best: CandidateResult) -> float:
     """Returns the concurrent sessions on one target."""
-    if isinstance(question.arrivals, ClosedLoop):
-        return float(question.arrivals.concurrency)
-    return question.arrivals.per_s * best.latency_s
+    if isinstance(inputs.arrivals, ClosedLoop):
+        return float(inputs.arrivals.concurrency)
+    return inputs.arrivals.per_s * best.latency_s

@@ -22,19 +22,19 @@ from cluster.costs import CostModel, DraftCost, ForwardCost
 from serve_app.tables import shown, table
 from tools.charts import line_chart, require_matplotlib, svg
 from tools.planning.estimates import (
-    CROWD,
+    MAX_CONCURRENT,
     CandidateFleet,
-    InProcess,
-    PlanQuestion,
+    InProcessResult,
+    PlanInput,
     RoundCosts,
     break_even_draft_s,
     expected_tokens,
     speed_up,
 )
-from tools.planning.plan import Advice, Watched, advise, processes, run_count
-from tools.planning.trial import KEPT_UP, Limits, PlanAnswer
+from tools.planning.plan import ProgressExecutor, Recommendation, processes, recommend, run_count
+from tools.planning.trial import KEPT_UP, CandidateResult, Limits
+from tools.simulation.config import Mode, SimulationConfig, Speculation
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
-from tools.simulation.setting import Mode, Setting, SpeculationSetting
 from tools.simulation.world import SimulationReport, World
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ LOAD = Workload(ClosedLoop(1), sessions=32, prompt_tokens=8, new_tokens=192)
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class FormulaCheck:
     """Comparison for one acceptance and block length, drafted in lock step."""
 
     acceptance: float
@@ -67,24 +67,24 @@ class Lesson:
         return self.break_even_s / STEP_S
 
 
-def lessons(advance: Callable[[], None] = lambda: None) -> list[Lesson]:
+def formula_checks(advance: Callable[[], None] = lambda: None) -> list[FormulaCheck]:
     """Computes every acceptance and block length; `advance` is called after each."""
     non_speculative_rate = _run(0.0, 0, 0.0).tokens_per_s
     found = []
     for acceptance, block_len in product(ACCEPTANCES, BLOCK_LENS):
-        found.append(_lesson(acceptance, block_len, non_speculative_rate))
+        found.append(_formula_check(acceptance, block_len, non_speculative_rate))
         advance()
     return found
 
 
-def _lesson(acceptance: float, block_len: int, non_speculative_rate: float) -> Lesson:
+def _formula_check(acceptance: float, block_len: int, non_speculative_rate: float) -> FormulaCheck:
     tokens = expected_tokens(acceptance, block_len)
     costs = RoundCosts(STEP_S, STEP_S, block_len * STEP_S / 10, HOP_S)
     break_even_s = break_even_draft_s(tokens, costs)
     usual = _run(acceptance, block_len, costs.draft_s)
     there = _run(acceptance, block_len, break_even_s)
     assert usual.tokens_per_block is not None, "nothing was drafted"
-    return Lesson(
+    return FormulaCheck(
         acceptance,
         block_len,
         tokens,
@@ -102,33 +102,35 @@ def _run(acceptance: float, block_len: int, draft_s: float) -> SimulationReport:
         draft=DraftCost(forward=ForwardCost.linear(0.0), per_pass_s=draft_s),
         hop_s=HOP_S,
     )
-    return World(Setting(costs, SpeculationSetting(block_len, DraftQuality((acceptance,)), Mode.LOCK_STEP), LOAD)).run()
+    return World(
+        SimulationConfig(costs, Speculation(block_len, DraftQuality((acceptance,)), Mode.LOCK_STEP), LOAD)
+    ).run()
 
 
 SHOWN = 8  # number of best candidates in the table
 GROWS = "grows"  # shown for a latency that grows without bound
 
 
-def run_plan(question: PlanQuestion, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
+def run_plan(inputs: PlanInput, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
     """Simulates candidates, shows the advice, and writes the requested files. A picture needs every candidate."""
     if picture_path is not None:
         require_matplotlib()
     with processes() as pool, _progress(console) as progress:
         whole = picture_path is not None
-        bar = progress.add_task("Fleets simulated", total=run_count(question, whole))
-        advice = advise(question, Watched(pool, lambda: progress.advance(bar)), whole)
-    console.print(advice_report(question, advice))
+        bar = progress.add_task("Fleets simulated", total=run_count(inputs, whole))
+        recommendation = recommend(inputs, ProgressExecutor(pool, lambda: progress.advance(bar)), whole)
+    console.print(recommendation_report(inputs, recommendation))
     if json_path is not None:
-        json_path.write_text(json.dumps(advice_data(question, advice), indent=1) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps(recommendation_data(inputs, recommendation), indent=1) + "\n", encoding="utf-8")
     if picture_path is not None:
-        picture_path.write_text(svg(advice_chart(question, advice)), encoding="utf-8")
+        picture_path.write_text(svg(recommendation_chart(inputs, recommendation)), encoding="utf-8")
 
 
 def run_theory(console: Console) -> None:
-    """Compares formula and simulation for every lesson."""
+    """Compares formula and simulation for every check."""
     with _progress(console) as progress:
         bar = progress.add_task("Lessons", total=len(ACCEPTANCES) * len(BLOCK_LENS))
-        found = lessons(lambda: progress.advance(bar))
+        found = formula_checks(lambda: progress.advance(bar))
     console.print(theory_tables(found))
 
 
@@ -136,93 +138,99 @@ def _progress(console: Console) -> Progress:
     return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True)
 
 
-def advice_report(question: PlanQuestion, advice: Advice) -> Group:
+def recommendation_report(inputs: PlanInput, recommendation: Recommendation) -> Group:
     """Renders the recommendation, the comparison, and where the gain ends."""
-    limits = [] if advice.limits is None else [_limits_table(advice.limits)]
-    by_position = ", ".join(f"{acceptance:.2f}" for acceptance in question.draft.acceptances)
-    supposed = f"Acceptance of draft tokens by position: {by_position} ({escape(question.acceptance_is)})"
-    return Group(supposed, _candidates_table(question, advice), *limits, verdict(question, advice))
+    limits = [] if recommendation.limits is None else [_limits_table(recommendation.limits)]
+    by_position = ", ".join(f"{acceptance:.2f}" for acceptance in inputs.draft.acceptances)
+    supposed = f"Acceptance of draft tokens by position: {by_position} ({escape(inputs.acceptance_source)})"
+    return Group(
+        supposed, _candidates_table(inputs, recommendation), *limits, recommendation_text(inputs, recommendation)
+    )
 
 
-def verdict(question: PlanQuestion, advice: Advice) -> str:
+def recommendation_text(inputs: PlanInput, recommendation: Recommendation) -> str:
     """Phrases the advice in words."""
-    best = advice.best.candidate
-    arrivals = question.arrivals
-    if isinstance(arrivals, Poisson) and not advice.best.keeps_up:
-        rate = f"{arrivals.per_s:g} requests a second on each target, {arrivals.per_s * question.new_tokens:g} tokens/s"
+    best = recommendation.best.candidate
+    arrivals = inputs.arrivals
+    if isinstance(arrivals, Poisson) and not recommendation.best.keeps_up:
+        rate = f"{arrivals.per_s:g} requests a second on each target, {arrivals.per_s * inputs.new_tokens:g} tokens/s"
         return f"No fleet keeps up with {rate}: latencies grow for as long as requests come. Ask less of a target."
     if best.block_len == 0:
         return "Take plain decoding: no fleet with drafters does better under this load."
     per = f"{best.drafters} drafter{'s' * (best.drafters > 1)} for {best.targets} target{'s' * (best.targets > 1)}"
-    return f"Take {per}, blocks of up to {best.block_len}, {best.name}: {_in_words(question, advice)}."
+    return f"Take {per}, blocks of up to {best.block_len}, {best.name}: {_gain_text(inputs, recommendation)}."
 
 
-def _in_words(question: PlanQuestion, advice: Advice) -> str:
+def _gain_text(inputs: PlanInput, recommendation: Recommendation) -> str:
     """Phrases the gain of the best candidate."""
-    gain = _gain(question, advice.best, advice.plain)
-    if not isinstance(question.arrivals, Poisson):
+    gain = _gain(inputs, recommendation.best, recommendation.plain)
+    if not isinstance(inputs.arrivals, Poisson):
         return f"{gain} the throughput of plain decoding"
-    if not advice.plain.keeps_up:
+    if not recommendation.plain.keeps_up:
         return "plain decoding does not keep up with this rate"
     return f"{gain} the speed of an answer by plain decoding"
 
 
-def _gain(question: PlanQuestion, one: PlanAnswer | InProcess, plain: PlanAnswer) -> str:
+def _gain(inputs: PlanInput, one: CandidateResult | InProcessResult, plain: CandidateResult) -> str:
     """Returns the gain over non-speculative decoding: in throughput, or in latency under a given rate."""
-    if not isinstance(question.arrivals, Poisson):
+    if not isinstance(inputs.arrivals, Poisson):
         return f"{one.tokens_per_s / plain.tokens_per_s:.2f}x"
     return f"{plain.latency_s / one.latency_s:.2f}x" if one.keeps_up and plain.keeps_up else shown(None)
 
 
-def _candidates_table(question: PlanQuestion, advice: Advice) -> Table:
-    load = "under the given rate" if isinstance(question.arrivals, Poisson) else "at the given concurrency"
+def _candidates_table(inputs: PlanInput, recommendation: Recommendation) -> Table:
+    load = "under the given rate" if isinstance(inputs.arrivals, Poisson) else "at the given concurrency"
     title = f"Simulated {load}: targets : drafters, longest block, and what one target does"
     made = table(title, "fleet", "K", "mode", "tokens/s", "gain", "latency, s", "busy, %", "cost/1M")
-    best_first = sorted(advice.answers, key=lambda one: _rank(question, one))[:SHOWN]
-    for answer in dict.fromkeys([advice.best, *best_first, advice.plain]):
-        made.add_row(*_row(question, answer, advice.plain), style="bold" if answer is advice.best else None)
-    inside = advice.in_process
+    best_first = sorted(recommendation.results, key=lambda one: _rank(inputs, one))[:SHOWN]
+    for result in dict.fromkeys([recommendation.best, *best_first, recommendation.plain]):
+        made.add_row(
+            *_row(inputs, result, recommendation.plain), style="bold" if result is recommendation.best else None
+        )
+    inside = recommendation.in_process
     made.add_row(
         "1 : 0",
         str(inside.block_len),
         "in-process, by formula",
         shown(inside.tokens_per_s, ".1f"),
-        _gain(question, inside, advice.plain),
+        _gain(inputs, inside, recommendation.plain),
         _latency(inside),
         "-",
         shown(inside.cost_per_million),
     )
-    if isinstance(question.arrivals, Poisson) and not (inside.keeps_up and all(one.keeps_up for one in advice.answers)):
+    if isinstance(inputs.arrivals, Poisson) and not (
+        inside.keeps_up and all(one.keeps_up for one in recommendation.results)
+    ):
         made.caption = (
             f"{GROWS}: does not keep up. Of the tokens asked for while requests came, less than {KEPT_UP:.0%} were "
-            f"committed meanwhile; in-process, more than {CROWD} sessions would run at once."
+            f"committed meanwhile; in-process, more than {MAX_CONCURRENT} sessions would run at once."
         )
     return made
 
 
-def _latency(one: PlanAnswer | InProcess) -> str:
+def _latency(one: CandidateResult | InProcessResult) -> str:
     return shown(one.latency_s) if one.keeps_up else GROWS
 
 
-def _row(question: PlanQuestion, answer: PlanAnswer, plain: PlanAnswer) -> tuple[str, ...]:
-    candidate = answer.candidate
+def _row(inputs: PlanInput, result: CandidateResult, plain: CandidateResult) -> tuple[str, ...]:
+    candidate = result.candidate
     return (
         f"{candidate.targets} : {candidate.drafters}",
         str(candidate.block_len),
         candidate.name,
-        shown(answer.tokens_per_s, ".1f"),
-        _gain(question, answer, plain),
-        _latency(answer),
-        f"{answer.target_busy * 100:.0f} : {answer.drafter_busy * 100:.0f}",
-        shown(answer.cost_per_million),
+        shown(result.tokens_per_s, ".1f"),
+        _gain(inputs, result, plain),
+        _latency(result),
+        f"{result.target_busy * 100:.0f} : {result.drafter_busy * 100:.0f}",
+        shown(result.cost_per_million),
     )
 
 
-def _rank(question: PlanQuestion, answer: PlanAnswer) -> tuple[bool, float]:
-    if isinstance(question.arrivals, Poisson) and answer.keeps_up:
-        return False, answer.latency_s
-    merit = -answer.tokens_per_s if answer.cost_per_million is None else answer.cost_per_million
-    return not answer.keeps_up, merit
+def _rank(inputs: PlanInput, result: CandidateResult) -> tuple[bool, float]:
+    if isinstance(inputs.arrivals, Poisson) and result.keeps_up:
+        return False, result.latency_s
+    merit = -result.tokens_per_s if result.cost_per_million is None else result.cost_per_million
+    return not result.keeps_up, merit
 
 
 def _limits_table(limits: Limits) -> Table:
@@ -236,48 +244,51 @@ def _limits_table(limits: Limits) -> Table:
     return made
 
 
-def advice_data(question: PlanQuestion, advice: Advice) -> dict[str, Any]:
+def recommendation_data(inputs: PlanInput, recommendation: Recommendation) -> dict[str, Any]:
     """Returns everything that was asked and simulated, for JSON."""
-    arrivals = {type(question.arrivals).__name__: asdict(question.arrivals)}
-    asked = asdict(question) | {"costs": question.costs.model_dump(mode="json"), "arrivals": arrivals}
-    inside = asdict(advice.in_process)
-    limits = advice.limits
+    arrivals = {type(inputs.arrivals).__name__: asdict(inputs.arrivals)}
+    asked = asdict(inputs) | {"costs": inputs.costs.model_dump(mode="json"), "arrivals": arrivals}
+    inside = asdict(recommendation.in_process)
+    limits = recommendation.limits
     return {
         "question": asked,
-        "answers": [_answer_data(answer) for answer in advice.answers],
-        "best": _answer_data(advice.best),
+        "answers": [_result_data(result) for result in recommendation.results],
+        "best": _result_data(recommendation.best),
         "in_process": inside,
-        "sessions_at_once": advice.at_once,
+        "sessions_at_once": recommendation.at_once,
         "limits": None if limits is None else asdict(limits) | {"candidate": _candidate_data(limits.candidate)},
     }
 
 
-def _answer_data(answer: PlanAnswer) -> dict[str, Any]:
-    return asdict(answer) | {"candidate": _candidate_data(answer.candidate)}
+def _result_data(result: CandidateResult) -> dict[str, Any]:
+    return asdict(result) | {"candidate": _candidate_data(result.candidate)}
 
 
 def _candidate_data(candidate: CandidateFleet) -> dict[str, Any]:
     return asdict(candidate) | {"mode": candidate.name}
 
 
-def advice_chart(question: PlanQuestion, advice: Advice) -> "Figure":
+def recommendation_chart(inputs: PlanInput, recommendation: Recommendation) -> "Figure":
     """Plots speed, or latency under a given rate, over the block length for the recommended fleet.
 
     A candidate that does not keep up with the rate has no latency; if none keeps up, speed is plotted.
     """
-    best = advice.best.candidate
-    ratio = (best.targets, best.drafters) if best.block_len else question.ratios[0]
-    drawn = [one for one in advice.answers if one.candidate.block_len and one.candidate.fleet == ratio]
-    by_latency = isinstance(question.arrivals, Poisson) and any(one.keeps_up for one in drawn)
+    best = recommendation.best.candidate
+    ratio = (best.targets, best.drafters) if best.block_len else inputs.ratios[0]
+    drawn = [one for one in recommendation.results if one.candidate.block_len and one.candidate.fleet == ratio]
+    by_latency = isinstance(inputs.arrivals, Poisson) and any(one.keeps_up for one in drawn)
 
-    def value(answer: PlanAnswer | InProcess) -> float:
-        return answer.latency_s if by_latency else answer.tokens_per_s
+    def value(result: CandidateResult | InProcessResult) -> float:
+        return result.latency_s if by_latency else result.tokens_per_s
 
     lines: dict[str, list[tuple[float, float]]] = {}
-    for answer in drawn:
-        if answer.keeps_up or not by_latency:
-            lines.setdefault(answer.candidate.name, []).append((answer.candidate.block_len, value(answer)))
-    rivals: dict[str, PlanAnswer | InProcess] = {"plain": advice.plain, "in the target's process": advice.in_process}
+    for result in drawn:
+        if result.keeps_up or not by_latency:
+            lines.setdefault(result.candidate.name, []).append((result.candidate.block_len, value(result)))
+    rivals: dict[str, CandidateResult | InProcessResult] = {
+        "plain": recommendation.plain,
+        "in the target's process": recommendation.in_process,
+    }
     levels = {name: value(rival) for name, rival in rivals.items() if rival.keeps_up or not by_latency}
     y_title = "latency of a request, s" if by_latency else "tokens/s of one target"
     return line_chart(lines, levels, f"longest block, {ratio[0]} targets : {ratio[1]} drafters", y_title)
@@ -286,7 +297,7 @@ def advice_chart(question: PlanQuestion, advice: Advice) -> "Figure":
 # ---------------------------------------------------------------- theory
 
 
-def theory_tables(lessons: list[Lesson]) -> Group:
+def theory_tables(formula_checks: list[FormulaCheck]) -> Group:
     """Renders formula and simulation side by side."""
     tokens = table(
         "Tokens that a verify commits: (1 - g^(K+1)) / (1 - g)", "acceptance g, K", "formula", "simulated", "differs"
@@ -299,15 +310,15 @@ def theory_tables(lessons: list[Lesson]) -> Group:
         "eaten at, target steps",
         "simulated there",
     )
-    for lesson in lessons:
-        name = f"{lesson.acceptance}, {lesson.block_len}"
-        differs = lesson.simulated_tokens / lesson.tokens - 1
-        tokens.add_row(name, shown(lesson.tokens, ".3f"), shown(lesson.simulated_tokens, ".3f"), f"{differs:+.1%}")
+    for check in formula_checks:
+        name = f"{check.acceptance}, {check.block_len}"
+        differs = check.simulated_tokens / check.tokens - 1
+        tokens.add_row(name, shown(check.tokens, ".3f"), shown(check.simulated_tokens, ".3f"), f"{differs:+.1%}")
         gains.add_row(
             name,
-            f"{lesson.gain:.2f}x",
-            f"{lesson.simulated_gain:.2f}x",
-            shown(lesson.break_even_steps),
-            f"{lesson.gain_there:.2f}x",
+            f"{check.gain:.2f}x",
+            f"{check.simulated_gain:.2f}x",
+            shown(check.break_even_steps),
+            f"{check.gain_there:.2f}x",
         )
     return Group(tokens, gains)

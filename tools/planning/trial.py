@@ -11,9 +11,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 from cluster.costs import DraftCost, ForwardCost
-from tools.planning.estimates import CROWD, PLAIN, CandidateFleet, PlanQuestion, cost_per_million, plain_sessions
+from tools.planning.estimates import (
+    MAX_CONCURRENT,
+    NON_SPECULATIVE,
+    CandidateFleet,
+    PlanInput,
+    cost_per_million,
+    plain_sessions,
+)
+from tools.simulation.config import Fleet, Mode, SimulationConfig, Speculation
 from tools.simulation.oracle import ClosedLoop, Poisson, Workload
-from tools.simulation.setting import Fleet, Mode, Setting, SpeculationSetting
 from tools.simulation.world import World
 
 ROUNDS_OF_LOAD = 4  # simulated sessions per concurrent session
@@ -29,7 +36,7 @@ AS_GOOD = 0.98  # candidates within this factor of the best count as equal; the 
 
 
 @dataclass(frozen=True, slots=True)
-class PlanAnswer:
+class CandidateResult:
     """Simulated result of a candidate."""
 
     candidate: CandidateFleet
@@ -41,107 +48,107 @@ class PlanAnswer:
     cost_per_million: float | None
     keeps_up: bool = True  # under a given rate: the queue does not grow while requests arrive
 
-    def gain(self, plain: "PlanAnswer") -> float:
+    def gain(self, plain: "CandidateResult") -> float:
         return self.tokens_per_s / plain.tokens_per_s
 
 
-def answer(question: PlanQuestion, candidate: CandidateFleet) -> PlanAnswer:
+def simulate(inputs: PlanInput, candidate: CandidateFleet) -> CandidateResult:
     """Simulates one candidate."""
-    return _simulated(question, candidate, sessions_of_one(question))
+    return _simulate(inputs, candidate, sessions_per_target(inputs))
 
 
-def _simulated(question: PlanQuestion, candidate: CandidateFleet, sessions: int) -> PlanAnswer:
+def _simulate(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> CandidateResult:
     """Simulates one candidate with `sessions` sessions per target."""
-    report = World(setting(question, candidate, sessions)).run()
+    report = World(simulation_config(inputs, candidate, sessions)).run()
     total = report.tokens_per_s
-    return PlanAnswer(
+    return CandidateResult(
         candidate,
         total / candidate.targets,
         report.latency_s,
         report.first_token_s,
         report.target_busy,
         report.drafter_busy,
-        cost_per_million(question.prices, candidate, total),
-        isinstance(question.arrivals, ClosedLoop) or report.met >= KEPT_UP,
+        cost_per_million(inputs.prices, candidate, total),
+        isinstance(inputs.arrivals, ClosedLoop) or report.met >= KEPT_UP,
     )
 
 
-def sketch(question: PlanQuestion, candidate: CandidateFleet) -> PlanAnswer:
+def simulate_briefly(inputs: PlanInput, candidate: CandidateFleet) -> CandidateResult:
     """Simulates one candidate briefly: long enough to compare, too short to see whether the queue grows."""
-    sessions = max(FEWEST_SHORT, sessions_of_one(question) // SHORTER)
-    return replace(_simulated(question, candidate, sessions), keeps_up=True)
+    sessions = max(FEWEST_SHORT, sessions_per_target(inputs) // SHORTER)
+    return replace(_simulate(inputs, candidate, sessions), keeps_up=True)
 
 
-def choose(answers: Sequence[PlanAnswer], question: PlanQuestion) -> PlanAnswer:
+def choose_best(results: Sequence[CandidateResult], inputs: PlanInput) -> CandidateResult:
     """Returns the smallest fleet of those about as good as the best."""
-    merit = merit_among(answers, question)
-    enough = AS_GOOD * max(map(merit, answers))
-    good = [one for one in answers if merit(one) >= enough]
+    merit = merit_function(results, inputs)
+    enough = AS_GOOD * max(map(merit, results))
+    good = [one for one in results if merit(one) >= enough]
     return min(good, key=lambda one: (one.candidate.drafters / one.candidate.targets, -merit(one)))
 
 
-def merit_among(answers: Sequence[PlanAnswer], question: PlanQuestion) -> Callable[[PlanAnswer], float]:
-    """Returns the merit by which these answers are compared: cost if prices are known, else speed.
+def merit_function(results: Sequence[CandidateResult], inputs: PlanInput) -> Callable[[CandidateResult], float]:
+    """Returns the merit by which these results are compared: cost if prices are known, else speed.
 
     Under a given rate, candidates that keep up are compared by latency. The latency of the others shows only how long
     they were simulated; if none keeps up, all are compared as at a given concurrency.
     """
-    is_kept_up_with = any(one.keeps_up for one in answers)
+    any_keeps_up = any(one.keeps_up for one in results)
 
-    def merit(one: PlanAnswer) -> float:
-        if is_kept_up_with and not one.keeps_up:
+    def merit(one: CandidateResult) -> float:
+        if any_keeps_up and not one.keeps_up:
             return 0.0
-        if is_kept_up_with and isinstance(question.arrivals, Poisson):
+        if any_keeps_up and isinstance(inputs.arrivals, Poisson):
             return 1 / one.latency_s
         return one.tokens_per_s if one.cost_per_million is None else 1 / one.cost_per_million
 
     return merit
 
 
-def is_promising(candidate: CandidateFleet, answers: Sequence[PlanAnswer], question: PlanQuestion) -> bool:
+def is_promising(candidate: CandidateFleet, results: Sequence[CandidateResult], inputs: PlanInput) -> bool:
     """Returns whether a candidate may be best, given the same with more drafters: with fewer it is no faster."""
-    roomier = [one for one in answers if one.candidate.is_roomier_than(candidate)]
-    if not roomier:
+    with_more_drafters = [one for one in results if one.candidate.has_more_drafters_than(candidate)]
+    if not with_more_drafters:
         return True
-    merit = merit_among(answers, question)
-    hoped = max(merit(_with_fleet(one, candidate, question)) for one in roomier)
-    return hoped >= PROMISING * max(map(merit, answers))
+    merit = merit_function(results, inputs)
+    hoped = max(merit(_with_fleet(one, candidate, inputs)) for one in with_more_drafters)
+    return hoped >= PROMISING * max(map(merit, results))
 
 
-def _with_fleet(one: PlanAnswer, candidate: CandidateFleet, question: PlanQuestion) -> PlanAnswer:
+def _with_fleet(one: CandidateResult, candidate: CandidateFleet, inputs: PlanInput) -> CandidateResult:
     """Transfers the same speed to another fleet."""
-    cost = cost_per_million(question.prices, candidate, one.tokens_per_s * candidate.targets)
+    cost = cost_per_million(inputs.prices, candidate, one.tokens_per_s * candidate.targets)
     return replace(one, candidate=candidate, cost_per_million=cost)
 
 
-def setting(question: PlanQuestion, candidate: CandidateFleet, sessions: int) -> Setting:
+def simulation_config(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> SimulationConfig:
     """Returns the simulated run of a candidate, with `sessions` sessions per target."""
     load = Workload(
-        _arrivals(question.arrivals, candidate.targets),
+        _arrivals(inputs.arrivals, candidate.targets),
         candidate.targets * sessions,  # arrivals last as long for any number of targets
-        question.prompt_tokens,
-        question.new_tokens,
+        inputs.prompt_tokens,
+        inputs.new_tokens,
     )
-    return Setting(
-        question.costs,
-        SpeculationSetting(candidate.block_len, question.draft, candidate.mode),
+    return SimulationConfig(
+        inputs.costs,
+        Speculation(candidate.block_len, inputs.draft, candidate.mode),
         load,
-        roomy_fleet(candidate.targets, candidate.drafters, load),
-        seed=question.seed,
+        unlimited_fleet(candidate.targets, candidate.drafters, load),
+        seed=inputs.seed,
     )
 
 
-def sessions_of_one(question: PlanQuestion) -> int:
+def sessions_per_target(inputs: PlanInput) -> int:
     """Returns the sessions simulated per target, the same for all fleets."""
-    if isinstance(question.arrivals, ClosedLoop):
-        return max(FEWEST_SESSIONS, ROUNDS_OF_LOAD * question.arrivals.concurrency)
-    at_once = plain_sessions(question, question.arrivals)
-    if at_once >= CROWD:
+    if isinstance(inputs.arrivals, ClosedLoop):
+        return max(FEWEST_SESSIONS, ROUNDS_OF_LOAD * inputs.arrivals.concurrency)
+    at_once = plain_sessions(inputs, inputs.arrivals)
+    if at_once >= MAX_CONCURRENT:
         at_once = FEWEST_SESSIONS  # it does not keep up, which shows quickly
     return min(max(FEWEST_ARRIVALS, round(ROUNDS_OF_ARRIVALS * at_once)), MOST_ARRIVALS)
 
 
-def roomy_fleet(targets: int, drafters: int, load: Workload) -> Fleet:
+def unlimited_fleet(targets: int, drafters: int, load: Workload) -> Fleet:
     """Returns replicas that hold all of the load, so that only costs matter."""
     fleet = Fleet(targets, drafters, sessions_per_target=load.sessions, sessions_per_drafter=load.sessions)
     pages = load.sessions * (-(-(load.prompt_tokens + load.new_tokens) // fleet.page_size) + 1)
@@ -154,7 +161,7 @@ def _arrivals(of_one: ClosedLoop | Poisson, targets: int) -> ClosedLoop | Poisso
     return Poisson(of_one.per_s * targets)
 
 
-LIMITS_SOUGHT = 2
+LIMIT_SEARCHES = 2
 MOST_RUNS = 7  # most simulations to find where a gain ends
 PRECISION = 0.01  # of the result, relative to the search interval
 
@@ -169,28 +176,28 @@ class Limits:
     draft_s: float  # drafting pass that cancels the gain, for any number of sessions; 0 if verification alone does
 
 
-def in_lock_step(best: CandidateFleet, question: PlanQuestion) -> CandidateFleet:
+def lock_step_candidate(best: CandidateFleet, inputs: PlanInput) -> CandidateFleet:
     """Returns the same fleet in lock step; if it has no drafters, one with a drafter for each target."""
     targets, drafters = best.fleet if best.block_len else (1, 1)
-    return CandidateFleet(targets, drafters, best.block_len or max(question.block_lens), Mode.LOCK_STEP)
+    return CandidateFleet(targets, drafters, best.block_len or max(inputs.block_lens), Mode.LOCK_STEP)
 
 
-def limits(question: PlanQuestion, candidate: CandidateFleet, at_once: float, pool: Executor) -> Limits:
+def limits(inputs: PlanInput, candidate: CandidateFleet, at_once: float, pool: Executor) -> Limits:
     """Finds the limits of a fleet in lock step at `at_once` sessions per target, with both searches in parallel."""
     sessions = max(1, round(at_once))
-    asked = replace(question, arrivals=ClosedLoop(sessions))
-    plain = answer(asked, PLAIN)
+    asked = replace(inputs, arrivals=ClosedLoop(sessions))
+    plain = simulate(asked, NON_SPECULATIVE)
     acceptance = pool.submit(least_acceptance, asked, candidate, plain)
     draft_s = pool.submit(longest_draft_s, asked, candidate, plain, sessions)
     return Limits(candidate, sessions, acceptance.result(), draft_s.result())
 
 
-def least_acceptance(question: PlanQuestion, candidate: CandidateFleet, plain: PlanAnswer) -> float | None:
+def least_acceptance(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult) -> float | None:
     """Returns the acceptance of every token above which the fleet gains; None if no acceptance suffices."""
 
     def saved(acceptance: float) -> float:
-        draft = replace(question.draft, acceptances=(acceptance,))
-        return _saved(replace(question, draft=draft), candidate, plain)
+        draft = replace(inputs.draft, acceptances=(acceptance,))
+        return _saved(replace(inputs, draft=draft), candidate, plain)
 
     least = Point(0.0, saved(0.0))
     if least.value > 0:
@@ -199,28 +206,26 @@ def least_acceptance(question: PlanQuestion, candidate: CandidateFleet, plain: P
     return crossing(saved, least, most) if most.value > 0 else None
 
 
-def longest_draft_s(question: PlanQuestion, candidate: CandidateFleet, plain: PlanAnswer, sessions: int) -> float:
+def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult, sessions: int) -> float:
     """Returns the drafting pass, in seconds, that cancels the gain; 0 if verification alone does."""
 
     def saved(seconds: float) -> float:
         draft = DraftCost(forward=ForwardCost.linear(0.0), per_pass_s=seconds)
-        return _saved(replace(question, costs=question.costs.model_copy(update={"draft": draft})), candidate, plain)
+        return _saved(replace(inputs, costs=inputs.costs.model_copy(update={"draft": draft})), candidate, plain)
 
     shortest = Point(0.0, saved(0.0))
     if shortest.value <= 0:
         return shortest.at
-    longest_s = (candidate.block_len + 1) * question.costs.non_speculative_s(
-        sessions
-    )  # no round is shorter than its draft
+    longest_s = (candidate.block_len + 1) * inputs.costs.non_speculative_s(sessions)  # no round is shorter than its draft
     return crossing(saved, shortest, Point(longest_s, saved(longest_s)))
 
 
-def _saved(question: PlanQuestion, candidate: CandidateFleet, plain: PlanAnswer) -> float:
+def _saved(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult) -> float:
     """Returns the share of non-speculative decoding's time that the fleet saves; negative if it takes longer.
 
     It is nearly linear in the searched quantity, unlike the gain.
     """
-    return 1 - 1 / answer(question, candidate).gain(plain)
+    return 1 - 1 / simulate(inputs, candidate).gain(plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import gc
 import time
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
+from tools.simulation.config import Fleet, Mode, SimulationConfig, Speculation, random_scenario
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Workload
-from tools.simulation.setting import Fleet, Mode, Setting, SpeculationSetting, random_scenario
 from tools.simulation.world import World
 
 
@@ -53,7 +53,7 @@ def _scale(arguments: argparse.Namespace) -> None:
     gc.disable()  # a run makes no reference cycles, and scanning millions of objects is slow
     began = time.perf_counter()
     cpu = time.process_time()
-    report = World(Setting(costs, SpeculationSetting(5, DraftQuality((0.8,)), arguments.mode), load, fleet)).run()
+    report = World(SimulationConfig(costs, Speculation(5, DraftQuality((0.8,)), arguments.mode), load, fleet)).run()
     print(report)
     print(f"{time.perf_counter() - began:.1f} s, {time.process_time() - cpu:.1f} s of them computing")
     gc.freeze()  # freeing the remaining objects one by one would take seconds

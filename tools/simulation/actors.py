@@ -30,8 +30,8 @@ from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.frozen import value
 from protos.messages import Block, DraftRequest, Hello, Open
-from tools.simulation.network import Door, Frame, Network, Process, SimulatedLink, Wire
-from tools.simulation.oracle import OracleMethod, Script
+from tools.simulation.network import Endpoint, Frame, Network, Process, SimulatedLink, Wire
+from tools.simulation.oracle import OracleMethod, ReferenceText
 
 
 @value
@@ -98,7 +98,7 @@ class SimulatedDrafter:
         self._pass: _Pass | None = None
         self._is_leaving = False
         self._forward_time = ForwardTime()  # of forwards ahead of verdicts
-        self.door = Door(process, self._router_up, self.receive, self._router_down)
+        self.endpoint = Endpoint(process, self._router_up, self.receive, self._router_down)
 
     def draft_noise(self, seconds: float) -> None:
         """Drafts only wrong tokens for `seconds`."""
@@ -144,7 +144,7 @@ class SimulatedDrafter:
 
     def _ahead(self, requests: Sequence[AheadRequest]) -> _Pass:
         """Runs the search of real drafters, at the virtual times at which they would."""
-        search = AheadSearch(self._method, requests, self._forward_time, never)
+        search = AheadSearch(self._method, requests, self._forward_time, never_interrupted)
         began_s = self.process.clock.now
         ready_s = began_s + self._per_pass_s
         forwards: list[_Forward] = []
@@ -152,7 +152,7 @@ class SimulatedDrafter:
         while chosen := search.choose(now):
             before = tuple([(draft, len(draft.drafted)) for draft in chosen])
             seconds = self._forward_s(len(chosen), max(draft.missing for draft in chosen))
-            search.extended(chosen, self._method.extend(chosen, never), seconds)
+            search.extended(chosen, self._method.extend(chosen, never_interrupted), seconds)
             forwards.append(_Forward(now, now + seconds, before))
             now += seconds
         return _Pass(began_s, ready_s, tuple(forwards), search=search)
@@ -224,7 +224,7 @@ class SimulatedDrafter:
         self.scheduler.gone(address)
 
 
-def never() -> bool:
+def never_interrupted() -> bool:
     """Never interrupts: a search runs to its end, and is cut afterwards if it turns out to have been interrupted."""
     return False
 
@@ -236,8 +236,8 @@ NOTHING = -1  # in a page: no token was written here
 class OracleEngine:
     """Answers steps from the scripts; its pages hold the tokens that were fed, as a cache would."""
 
-    def __init__(self, scripts: Mapping[str, Script], page_size: int) -> None:
-        self._scripts = scripts
+    def __init__(self, reference_texts: Mapping[str, ReferenceText], page_size: int) -> None:
+        self._reference_texts = reference_texts
         self._page_size = page_size
         self._sessions: dict[str, list[list[int]]] = {}  # expected page contents by session
         self._pages: dict[int, list[int]] = {}  # tokens by page
@@ -247,7 +247,7 @@ class OracleEngine:
             self._sessions.pop(name, None)
         for request in plan.opens:
             assert request.session not in self._sessions, f"{request.session} is opened twice in one cache"
-            self._sessions[request.session] = self._scripts[request.session].in_pages(self._page_size)
+            self._sessions[request.session] = self._reference_texts[request.session].in_pages(self._page_size)
         size = self._page_size
         moved = [self._pages[move.source // size][move.source % size] for move in plan.moves]
         for move, token in zip(plan.moves, moved, strict=True):
@@ -264,12 +264,12 @@ class OracleEngine:
 
     def _answer(self, row: Row) -> Outcome:
         assert row.session in self._sessions, f"{row.session} was closed, or never opened"
-        script = self._scripts[row.session]
+        reference_text = self._reference_texts[row.session]
         base = row.base_len
         self._write(row)
         assert self._has_cached(row, base), f"{row.session}: its cache is not what was decided"
-        path = row.draft.along(script.tokens[base : base + row.drafted])
-        return Outcome(row.session, path, script.tokens[base + len(path)])
+        path = row.draft.along(reference_text.tokens[base : base + row.drafted])
+        return Outcome(row.session, path, reference_text.tokens[base + len(path)])
 
     def _has_cached(self, row: Row, length: int) -> bool:
         """Returns whether the row's pages hold the first `length` tokens of the script."""
@@ -311,7 +311,7 @@ class SimulatedTarget:
         self._in_step = False
         self._over: Callable[[], None] | None = None  # callback for its planned end
         self._wakes_at: float | None = None
-        self.door = Door(process, self._up, self._frame, self._down)
+        self.endpoint = Endpoint(process, self._up, self._frame, self._down)
 
     # ------------------------------------------------------------ the loop
 
@@ -410,7 +410,7 @@ class SimulatedAssignment(Assignment):
     ended_s: float | None = None
     error: SlipstreamError | None = None
     longest_gap_s: float = 0.0
-    heard_s: float = 0.0  # time of the latest commit
+    last_commit_s: float = 0.0  # time of the latest commit
 
     @property
     def latency_s(self) -> float | None:
@@ -446,7 +446,7 @@ class SimulatedRouter:
         return list(self._assignments)
 
     @property
-    def given_up(self) -> int:
+    def silent_drafters(self) -> int:
         """Number of times that a drafter was given up as silent."""
         return self._assignments.given_up.total()
 
@@ -460,11 +460,11 @@ class SimulatedRouter:
 
     def generate(self, session: Session) -> None:
         now = self.process.clock.now
-        self._go_on(self._assignments.add(SimulatedAssignment(session, now, arrived_s=now, heard_s=now), now))
+        self._go_on(self._assignments.add(SimulatedAssignment(session, now, arrived_s=now, last_commit_s=now), now))
 
     def _tell(self, assignment: SimulatedAssignment, event: Event) -> None:
         if isinstance(event, CommittedTokens):
-            self._hear(assignment, len(event.tokens))
+            self._deliver(assignment, len(event.tokens))
         else:
             self._end(assignment, event)
 
@@ -476,13 +476,13 @@ class SimulatedRouter:
             self._ticking = True
             self.process.after(MEMBERSHIP_PERIOD_S, self._tick)
 
-    def _hear(self, assignment: SimulatedAssignment, tokens: int) -> None:
+    def _deliver(self, assignment: SimulatedAssignment, tokens: int) -> None:
         now = self.process.clock.now
         if assignment.first_token_s is None:
             assignment.first_token_s = now
         else:
-            assignment.longest_gap_s = max(assignment.longest_gap_s, now - assignment.heard_s)
-        assignment.heard_s = now
+            assignment.longest_gap_s = max(assignment.longest_gap_s, now - assignment.last_commit_s)
+        assignment.last_commit_s = now
         self._on_commit(tokens)
 
     def _end(self, assignment: SimulatedAssignment, end: Ended | Failed) -> None:
@@ -493,20 +493,20 @@ class SimulatedRouter:
 
     # ------------------------------------------------------------ peers
 
-    def connect_target(self, network: Network, door: Door) -> None:
+    def connect_target(self, network: Network, endpoint: Endpoint) -> None:
         """Keeps a stream to a target from now on."""
-        self._connect(network, door, self._assignments.targets)
+        self._connect(network, endpoint, self._assignments.targets)
 
-    def connect_drafter(self, network: Network, door: Door) -> None:
+    def connect_drafter(self, network: Network, endpoint: Endpoint) -> None:
         """Keeps a stream to a drafter from now on."""
-        self._connect(network, door, self._assignments.drafters)
+        self._connect(network, endpoint, self._assignments.drafters)
 
-    def _connect(self, network: Network, door: Door, pool: Peers) -> None:
-        address = door.process.address
+    def _connect(self, network: Network, endpoint: Endpoint, pool: Peers) -> None:
+        address = endpoint.process.address
         self._links[address] = SimulatedLink(
             network,
             self.process,
-            door,
+            endpoint,
             live=partial(self._assignments.live_at, address),
             on_up=partial(self._up, pool, address),
             on_frame=partial(self._frame, address),

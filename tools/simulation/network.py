@@ -18,7 +18,7 @@ from itertools import count
 
 from protos.messages import Hello, LiveSession, Message
 
-Happening = Callable[[], None]
+Action = Callable[[], None]
 STANDSTILL = 200_000  # events at one instant that indicate an endless loop of zero-delay alarms
 
 
@@ -27,33 +27,33 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._due: list[tuple[float, int, Happening]] = []
+        self._due: list[tuple[float, int, Action]] = []
         self._order = count()
 
     def __call__(self) -> float:
         return self.now
 
-    def at(self, time: float, happen: Happening) -> None:
-        heapq.heappush(self._due, (max(time, self.now), next(self._order), happen))
+    def at(self, time: float, action: Action) -> None:
+        heapq.heappush(self._due, (max(time, self.now), next(self._order), action))
 
-    def after(self, delay: float, happen: Happening) -> None:
-        heapq.heappush(self._due, (self.now + delay, next(self._order), happen))
+    def after(self, delay: float, action: Action) -> None:
+        heapq.heappush(self._due, (self.now + delay, next(self._order), action))
 
     def run(self) -> int:
         """Runs until no event is due; returns the number of events. Raises AssertionError if time stands still."""
-        happened = 0
+        events = 0
         moment = 0
         due = self._due
         pop = heapq.heappop
         while due:
-            time, _, happen = pop(due)
+            time, _, action = pop(due)
             if time > self.now:
                 self.now = time
-                moment = happened
-            happen()
-            happened += 1
-            assert happened - moment < STANDSTILL, f"time stands still at {self.now} s"
-        return happened
+                moment = events
+            action()
+            events += 1
+            assert events - moment < STANDSTILL, f"time stands still at {self.now} s"
+        return events
 
 
 REDIAL_S = 0.05
@@ -64,19 +64,19 @@ Frame = Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class NetworkFaults:
     """Disturbances of frames beyond what streams guarantee."""
 
     lost: float = 0.0  # share of frames between drafters and targets
-    doubled: float = 0.0  # share of all frames
-    late_s: float = 0.0  # maximum extra delay, drawn per frame between drafter and target
-    ghosts: bool = False  # frames sent to a router on a broken stream still arrive
+    duplicated: float = 0.0  # share of all frames
+    max_delay_s: float = 0.0  # maximum extra delay, drawn per frame between drafter and target
+    stale_frames: bool = False  # frames sent to a router on a broken stream still arrive
 
     def __post_init__(self) -> None:
-        assert self.lost + self.doubled <= 1, "shares add up to more than everything"
+        assert self.lost + self.duplicated <= 1, "shares add up to more than everything"
 
 
-CALM = Weather()
+NO_NETWORK_FAULTS = NetworkFaults()
 
 
 class Process:
@@ -88,20 +88,20 @@ class Process:
         self.alive = True
         self.hangs = False
         self.links: list[SimulatedLink] = []  # links with this process at either end
-        self._missed: list[Happening] = []
+        self._missed: list[Action] = []
         self._stalled_until = 0.0
         self._slow_until = 0.0
         self._slowness = 1.0
 
-    def hear(self, happen: Happening) -> None:
+    def deliver(self, action: Action) -> None:
         if self.hangs:
-            self._missed.append(happen)
+            self._missed.append(action)
         elif self.alive:
-            happen()
+            action()
 
-    def after(self, delay: float, happen: Happening) -> None:
+    def after(self, delay: float, action: Action) -> None:
         """Schedules an action of the process; it is skipped if the process is dead then."""
-        self.clock.after(delay, partial(self.hear, happen))
+        self.clock.after(delay, partial(self.deliver, action))
 
     def die(self) -> None:
         self.alive = False
@@ -113,7 +113,7 @@ class Process:
     def hang(self, seconds: float) -> None:
         self.hangs = True
         self.clock.after(seconds, self._wake)
-        self.clock.after(KEEPALIVE_S, self._is_given_up)
+        self.clock.after(KEEPALIVE_S, self._time_out)
 
     def stall(self, seconds: float) -> None:
         """Delays everything computed from now on by up to `seconds`; messages are still received."""
@@ -138,17 +138,17 @@ class Process:
         self.hangs = False
         missed = self._missed
         self._missed = []
-        for happen in missed:
-            self.hear(happen)
+        for action in missed:
+            self.deliver(action)
 
-    def _is_given_up(self) -> None:
+    def _time_out(self) -> None:
         if self.hangs:
             for link in list(self.links):
                 link.cut()
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Endpoint:
     """Endpoint of a process: how it handles a caller's stream."""
 
     process: Process
@@ -170,14 +170,14 @@ class Wire:
     """One direction of a stream."""
 
     def __init__(
-        self, network: "Network", stream: _Stream, to: Process, hear: Callable[[Frame], None], ordered: bool
+        self, network: "Network", stream: _Stream, to: Process, deliver: Callable[[Frame], None], ordered: bool
     ) -> None:
         self._clock = network.clock
         self._delays = network.delays(ordered)
-        self._haunted = ordered and network.weather.ghosts
+        self._accepts_stale_frames = ordered and network.network_faults.stale_frames
         self._stream = stream
         self._to = to
-        self._hear = hear
+        self._deliver = deliver
         self._frame: list[Message] = []
         self._frame_at = -1.0
 
@@ -196,8 +196,8 @@ class Wire:
     def _arrive(self, frame: list[Message]) -> None:
         if frame is self._frame:
             self._frame_at = -1.0  # with zero delay, further messages form another frame
-        if not self._stream.cut or self._haunted:
-            self._to.hear(partial(self._hear, frame))
+        if not self._stream.cut or self._accepts_stale_frames:
+            self._to.deliver(partial(self._deliver, frame))
 
 
 class SimulatedLink:
@@ -207,7 +207,7 @@ class SimulatedLink:
         self,
         network: "Network",
         client: Process,
-        door: Door,
+        endpoint: Endpoint,
         live: Callable[[], Sequence[LiveSession]],
         on_up: Callable[[], None],
         on_frame: Callable[[Frame], None],
@@ -215,13 +215,13 @@ class SimulatedLink:
         ordered: bool = True,
     ) -> None:
         self.client = client
-        self.server = door.process
+        self.server = endpoint.process
         self.is_up = False
         self._network = network
-        self._door = door
+        self._door = endpoint
         self._live = live
         self._ordered = ordered
-        self._haunted = ordered and network.weather.ghosts
+        self._accepts_stale_frames = ordered and network.network_faults.stale_frames
         self._on_up = on_up
         self._on_frame = on_frame
         self._on_down = on_down
@@ -244,7 +244,7 @@ class SimulatedLink:
         self.client.links.remove(self)
         self.server.links.remove(self)
         if self._stream is not None:
-            self._client_sees_end(self._stream)
+            self._on_client_end(self._stream)
 
     def cut(self) -> None:
         """Breaks the stream: nothing more arrives, and each end notices after its own delay."""
@@ -252,8 +252,8 @@ class SimulatedLink:
         if stream is None:
             return
         stream.cut = True
-        self.client.after(self._network.notice_s(), partial(self._client_sees_end, stream))
-        self.server.after(self._network.notice_s(), partial(self._server_sees_end, stream))
+        self.client.after(self._network.notice_s(), partial(self._on_client_end, stream))
+        self.server.after(self._network.notice_s(), partial(self._on_server_end, stream))
 
     # ------------------------------------------------------------ life of a stream
 
@@ -267,30 +267,30 @@ class SimulatedLink:
     def _greet(self, stream: _Stream, hello: Hello) -> None:
         if stream.cut:
             return
-        back = Wire(self._network, stream, self.client, partial(self._client_hears, stream), self._ordered)
+        back = Wire(self._network, stream, self.client, partial(self._on_client_frame, stream), self._ordered)
         stream.name = self._door.up(hello, back)
         self.client.after(self._network.hop_s, partial(self._welcome, stream))
 
     def _welcome(self, stream: _Stream) -> None:
         if stream.cut or stream is not self._stream:
             return
-        stream.out = Wire(self._network, stream, self.server, partial(self._server_hears, stream), self._ordered)
+        stream.out = Wire(self._network, stream, self.server, partial(self._on_server_frame, stream), self._ordered)
         self.is_up = True
         self._on_up()
 
-    def _client_sees_end(self, stream: _Stream) -> None:
+    def _on_client_end(self, stream: _Stream) -> None:
         if stream is not self._stream:
             return
         if not stream.cut:
             stream.cut = True
-            self.server.after(self._network.notice_s(), partial(self._server_sees_end, stream))
+            self.server.after(self._network.notice_s(), partial(self._on_server_end, stream))
         self._stream = None
         if self.is_up:
             self.is_up = False
             self._on_down()
         self.client.after(REDIAL_S, self._dial)
 
-    def _server_sees_end(self, stream: _Stream) -> None:
+    def _on_server_end(self, stream: _Stream) -> None:
         if stream.name is not None:
             name = stream.name
             stream.name = None
@@ -298,11 +298,11 @@ class SimulatedLink:
 
     # ------------------------------------------------------------ frames
 
-    def _client_hears(self, stream: _Stream, frame: Frame) -> None:
-        if (self.is_up and stream is self._stream) or self._haunted:
+    def _on_client_frame(self, stream: _Stream, frame: Frame) -> None:
+        if (self.is_up and stream is self._stream) or self._accepts_stale_frames:
             self._on_frame(frame)
 
-    def _server_hears(self, stream: _Stream, frame: Frame) -> None:
+    def _on_server_frame(self, stream: _Stream, frame: Frame) -> None:
         if stream.name is not None:
             self._door.frame(stream.name, frame)
 
@@ -310,10 +310,10 @@ class SimulatedLink:
 class Network:
     """Delays of messages."""
 
-    def __init__(self, clock: Clock, hop_s: float, weather: Weather, rng: random.Random) -> None:
+    def __init__(self, clock: Clock, hop_s: float, network_faults: NetworkFaults, rng: random.Random) -> None:
         self.clock = clock
         self.hop_s = hop_s
-        self.weather = weather
+        self.network_faults = network_faults
         self._rng = rng
 
     def notice_s(self) -> float:
@@ -322,16 +322,16 @@ class Network:
 
     def delays(self, ordered: bool) -> Callable[[], list[float]]:
         """Returns a function that draws, for each frame of a wire, the delays of its copies."""
-        if self.weather == CALM:
+        if self.network_faults == NO_NETWORK_FAULTS:
             once = [self.hop_s]
             return lambda: once
-        return self._ordered_delays if ordered else self._stormy_delays
+        return self._ordered_delays if ordered else self._unordered_delays
 
     def _ordered_delays(self) -> list[float]:
-        return [self.hop_s] * (1 + (self._rng.random() < self.weather.doubled))
+        return [self.hop_s] * (1 + (self._rng.random() < self.network_faults.duplicated))
 
-    def _stormy_delays(self) -> list[float]:
-        lost = self.weather.lost
-        doubled = self.weather.doubled
-        copies = self._rng.choices((0, 1, 2), weights=(lost, 1 - lost - doubled, doubled))[0]
-        return [self.hop_s + self._rng.uniform(0.0, self.weather.late_s) for _ in range(copies)]
+    def _unordered_delays(self) -> list[float]:
+        lost = self.network_faults.lost
+        duplicated = self.network_faults.duplicated
+        copies = self._rng.choices((0, 1, 2), weights=(lost, 1 - lost - duplicated, duplicated))[0]
+        return [self.hop_s + self._rng.uniform(0.0, self.network_faults.max_delay_s) for _ in range(copies)]

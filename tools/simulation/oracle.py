@@ -67,7 +67,7 @@ TOKENS = tuple(range(1, VOCABULARY))  # shared by all scripts, which are many
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class ReferenceText:
     """One session's text, prompt included, up to its length limit, and how hard each token is to guess."""
 
     tokens: tuple[int, ...]
@@ -133,7 +133,7 @@ class DraftQuality:
         return acceptance, (1 - acceptance) * self.runner_up
 
 
-def script(load: Workload, seed: int, index: int) -> Script:
+def reference_text(load: Workload, seed: int, index: int) -> ReferenceText:
     """Creates the script of one session of the load."""
     rng = random.Random(f"{seed} {index}")
     length = load.prompt_tokens + load.new_tokens
@@ -141,7 +141,7 @@ def script(load: Workload, seed: int, index: int) -> Script:
     if rng.random() < load.stopping:
         tokens[load.prompt_tokens + rng.randrange(load.new_tokens)] = STOP
     hardness = [rng.random() for _ in range(length)]
-    return Script(tuple(tokens), load.prompt_tokens, tuple(hardness))
+    return ReferenceText(tuple(tokens), load.prompt_tokens, tuple(hardness))
 
 
 class OracleMethod:
@@ -149,10 +149,12 @@ class OracleMethod:
 
     outcomes = OUTCOMES
 
-    def __init__(self, scripts: Mapping[str, Script], draft: DraftQuality, tokens_per_forward: int = 1) -> None:
+    def __init__(
+        self, reference_texts: Mapping[str, ReferenceText], draft: DraftQuality, tokens_per_forward: int = 1
+    ) -> None:
         self.shapes = frozenset(Shape) if draft.branches else frozenset({Shape.CHAIN})
         self.tokens_per_forward = tokens_per_forward
-        self._scripts = scripts
+        self._reference_texts = reference_texts
         self.is_noise = False  # True: all of its drafts are wrong
         self._draft = draft
         self._texts = SessionTexts()
@@ -209,7 +211,7 @@ class OracleMethod:
 
     def _check(self, session: str, start: int) -> None:
         decided = self._texts[session].tokens[start:]
-        said = self._scripts[session].tokens[start : start + len(decided)]
+        said = self._reference_texts[session].tokens[start : start + len(decided)]
         assert tuple(decided) == said, f"{session}: its drafter was told of tokens that were never decided"
 
     def _begin(self, request: DraftRequest | AheadRequest, max_tokens: int) -> BlockDraft:
@@ -228,9 +230,9 @@ class OracleMethod:
 
     def _append(self, draft: BlockDraft, tokens: int) -> None:
         """Adds up to `tokens` tokens; a root gets its own."""
-        script = self._scripts[draft.request.session]
+        reference_text = self._reference_texts[draft.request.session]
         base_len = draft.base_len
         for index in range(len(draft.drafted), len(draft.drafted) + tokens):
             chances = self._draft.chances(index)
-            choices = script.choices(base_len + index, *(NOISE if self.is_noise else chances))
+            choices = reference_text.choices(base_len + index, *(NOISE if self.is_noise else chances))
             draft.append(choices[0], Choices(choices, chances))

@@ -35,9 +35,17 @@ from tools.simulation.actors import (
     SimulatedRouter,
     SimulatedTarget,
 )
+from tools.simulation.config import Fault, Kind, Mode, Role, SimulationConfig
 from tools.simulation.network import Clock, Network, Process, SimulatedLink
-from tools.simulation.oracle import STOP, VOCABULARY, ClosedLoop, DraftQuality, OracleMethod, Script, script
-from tools.simulation.setting import Fault, Kind, Mode, Role, Setting
+from tools.simulation.oracle import (
+    STOP,
+    VOCABULARY,
+    ClosedLoop,
+    DraftQuality,
+    OracleMethod,
+    ReferenceText,
+    reference_text,
+)
 
 
 @value
@@ -73,7 +81,7 @@ class SimulationReport:
     target_busy: float  # mean share of time that targets (below: drafters) computed
     drafter_busy: float
     causes: Counter[str]  # why blocks were dropped, and other counters
-    happened: int  # simulated events
+    events: int  # simulated events
 
     @property
     def tokens_per_block(self) -> float | None:
@@ -132,29 +140,33 @@ def sums(assignments: Sequence[SimulatedAssignment]) -> dict[str, int]:
 LONG_AFTER_S = 3600.0  # all waits have expired by this time
 
 
-def check_texts(assignments: Sequence[SimulatedAssignment], scripts: Mapping[str, Script]) -> None:
+def check_texts(assignments: Sequence[SimulatedAssignment], reference_texts: Mapping[str, ReferenceText]) -> None:
     """Checks that failed sessions committed a prefix of their reference text, and all others the whole."""
     for assignment in assignments:
         name = assignment.session.generation.session
         committed = assignment.session.committed
-        plain = scripts[name].plain
+        plain = reference_texts[name].plain
         expected = plain if assignment.error is None else plain[: len(committed)]
         assert committed == expected, f"the text of {name} differs from plain decoding"
 
 
-def check_specification(generation: Generation, script: Script, draft: DraftQuality) -> None:
+def check_specification(generation: Generation, reference_text: ReferenceText, draft: DraftQuality) -> None:
     """Checks the reference text itself: lock step must commit the same for such a session."""
-    scripts = {generation.session: script}
-    limits = VerificationLimits(VOCABULARY, script.max_len, max_sessions=1, max_step_tokens=script.max_len)
+    reference_texts = {generation.session: reference_text}
+    limits = VerificationLimits(
+        VOCABULARY, reference_text.max_len, max_sessions=1, max_step_tokens=reference_text.max_len
+    )
     rounds = lock_step(
         Session(generation),
-        DraftScheduler(DrafterLimits(VOCABULARY, script.max_len, max_sessions=1), draft_ahead=False),
-        OracleMethod(scripts, draft),
+        DraftScheduler(DrafterLimits(VOCABULARY, reference_text.max_len, max_sessions=1), draft_ahead=False),
+        OracleMethod(reference_texts, draft),
         VerificationScheduler(limits, ReferenceLoop()),
-        OracleEngine(scripts, limits.page_size),
+        OracleEngine(reference_texts, limits.page_size),
     )
     committed = tuple([token for emit in rounds for token in emit.tokens])
-    assert committed == script.plain, f"lock step commits another text of {generation.session} than plain decoding"
+    assert committed == reference_text.plain, (
+        f"lock step commits another text of {generation.session} than plain decoding"
+    )
 
 
 def check_target(target: SimulatedTarget) -> None:
@@ -207,36 +219,36 @@ def _unlogged() -> Iterator[None]:
 class World:
     """Runs one setting, once."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, config: SimulationConfig) -> None:
+        self.config = config
         self.clock = Clock()
-        self._rng = random.Random(f"world {setting.seed}")
-        self._arrivals_rng = random.Random(f"arrivals {setting.seed}")  # arrivals do not depend on the fleet
-        self._network = Network(self.clock, setting.costs.hop_s, setting.fault_plan.weather, self._rng)
-        self.scripts: dict[str, Script] = {}  # by session
+        self._rng = random.Random(f"world {config.seed}")
+        self._arrivals_rng = random.Random(f"arrivals {config.seed}")  # arrivals do not depend on the fleet
+        self._network = Network(self.clock, config.costs.hop_s, config.fault_plan.network_faults, self._rng)
+        self.reference_texts: dict[str, ReferenceText] = {}  # by session
         self.over: list[SimulatedAssignment] = []
         self.abandoned: list[SimulatedAssignment] = []  # sessions whose router died
         self._commits: list[Commit] = []
         self._process_count: Counter[str] = Counter()
-        self._begun = 0
+        self._started = 0
         self.targets: list[SimulatedTarget] = []
         self.drafters: list[SimulatedDrafter] = []
         self.routers: list[SimulatedRouter] = []
-        self._doors: dict[str, SimulatedTarget] = {}  # all targets, past ones included, by address
-        fleet = setting.fleet
+        self._endpoints: dict[str, SimulatedTarget] = {}  # all targets, past ones included, by address
+        fleet = config.fleet
         for role, size in ((Role.TARGET, fleet.targets), (Role.DRAFTER, fleet.drafters), (Role.ROUTER, fleet.routers)):
             for _ in range(size):
                 self._add(role)
 
     def run(self) -> SimulationReport:
         """Runs until no event is due. Raises AssertionError if an invariant is violated."""
-        for fault in self.setting.fault_plan.faults:
-            self.clock.at(fault.at_s, partial(self._strike, fault))
-        self.clock.after(4 * self.setting.costs.hop_s, self._begin_load)  # the streams are up at that time
+        for fault in self.config.fault_plan.faults:
+            self.clock.at(fault.at_s, partial(self._inject, fault))
+        self.clock.after(4 * self.config.costs.hop_s, self._begin_load)  # the streams are up at that time
         with _uncollected(), _unlogged():
-            happened = self.clock.run()
+            events = self.clock.run()
         self._check()
-        return self._report(happened)
+        return self._report(events)
 
     # ------------------------------------------------------------ processes
 
@@ -254,7 +266,7 @@ class World:
             self._add_router()
 
     def _add_target(self) -> None:
-        fleet = self.setting.fleet
+        fleet = self.config.fleet
         limits = VerificationLimits(
             vocabulary=VOCABULARY,
             max_context=self._max_len,
@@ -263,22 +275,22 @@ class World:
             pages=fleet.pages_per_target,
             page_size=fleet.page_size,
         )
-        engine = OracleEngine(self.scripts, limits.page_size)
-        scheduler = VerificationScheduler(limits, self.setting.speculation.pacing, self.setting.costs.target)
-        made = SimulatedTarget(self._process(Role.TARGET), scheduler, engine, self.setting.costs)
+        engine = OracleEngine(self.reference_texts, limits.page_size)
+        scheduler = VerificationScheduler(limits, self.config.speculation.pacing, self.config.costs.target)
+        made = SimulatedTarget(self._process(Role.TARGET), scheduler, engine, self.config.costs)
         self.targets.append(made)
-        self._doors[made.process.address] = made
+        self._endpoints[made.process.address] = made
         for router in self.routers:
-            router.connect_target(self._network, made.door)
+            router.connect_target(self._network, made.endpoint)
 
     def _add_drafter(self) -> None:
-        setting = self.setting
-        limits = DrafterLimits(VOCABULARY, self._max_len, setting.fleet.sessions_per_drafter)
-        cost = setting.costs.draft
-        method = OracleMethod(self.scripts, setting.speculation.draft, cost.tokens_per_forward)
+        config = self.config
+        limits = DrafterLimits(VOCABULARY, self._max_len, config.fleet.sessions_per_drafter)
+        cost = config.costs.draft
+        method = OracleMethod(self.reference_texts, config.speculation.draft, cost.tokens_per_forward)
         made = SimulatedDrafter(
             self._process(Role.DRAFTER),
-            DraftScheduler(limits, setting.speculation.mode is Mode.DRAFT_AHEAD, method.shapes),
+            DraftScheduler(limits, config.speculation.mode is Mode.DRAFT_AHEAD, method.shapes),
             method,
             cost,
             limits.max_sessions,
@@ -286,23 +298,23 @@ class World:
         )
         self.drafters.append(made)
         for router in self.routers:
-            router.connect_drafter(self._network, made.door)
+            router.connect_drafter(self._network, made.endpoint)
 
     def _add_router(self) -> None:
         made = SimulatedRouter(
-            self._process(Role.ROUTER), self.setting.fleet.target_wait_s, self._note_commit, self._note_over
+            self._process(Role.ROUTER), self.config.fleet.target_wait_s, self._note_commit, self._note_over
         )
         self.routers.append(made)
         for target in self.targets:
-            made.connect_target(self._network, target.door)
+            made.connect_target(self._network, target.endpoint)
         for drafter in self.drafters:
-            made.connect_drafter(self._network, drafter.door)
+            made.connect_drafter(self._network, drafter.endpoint)
 
     def _dial_target(self, drafter: SimulatedDrafter, address: str) -> SimulatedLink:
         return SimulatedLink(
             self._network,
             drafter.process,
-            self._doors[address].door,
+            self._endpoints[address].endpoint,
             live=list,
             on_up=partial(drafter.target_up, address),
             on_frame=partial(drafter.receive, address),
@@ -314,10 +326,10 @@ class World:
 
     @property
     def _max_len(self) -> int:
-        return self.setting.load.prompt_tokens + self.setting.load.new_tokens
+        return self.config.load.prompt_tokens + self.config.load.new_tokens
 
     def _begin_load(self) -> None:
-        load = self.setting.load
+        load = self.config.load
         if isinstance(load.arrivals, ClosedLoop):
             self._begin_due(load.arrivals)
             return
@@ -325,14 +337,14 @@ class World:
             self.clock.after(after_s, self._begin_session)
 
     def _begin_session(self) -> None:
-        index = self._begun
-        self._begun = self._begun + 1
+        index = self._started
+        self._started = self._started + 1
         name = f"s{index}"
-        self.scripts[name] = script(self.setting.load, self.setting.seed, index)
+        self.reference_texts[name] = reference_text(self.config.load, self.config.seed, index)
         self.routers[index % len(self.routers)].generate(Session(self._generation(name), TOKEN_KEY))
 
     def _generation(self, name: str) -> Generation:
-        text = self.scripts[name]
+        text = self.reference_texts[name]
         return Generation(
             session=name,
             prompt=text.prompt,
@@ -344,7 +356,7 @@ class World:
             choice=0,
             hash_key=self._rng.getrandbits(64),
             acceptance=Acceptance.COUPLED,
-            draft_tokens=self.setting.speculation.block_len,
+            draft_tokens=self.config.speculation.block_len,
         )
 
     def _note_commit(self, tokens: int) -> None:
@@ -356,17 +368,17 @@ class World:
 
     def _follow_up(self) -> None:
         """Begins sessions that waited for others to end."""
-        if isinstance(self.setting.load.arrivals, ClosedLoop):
-            self._begin_due(self.setting.load.arrivals)
+        if isinstance(self.config.load.arrivals, ClosedLoop):
+            self._begin_due(self.config.load.arrivals)
 
     def _begin_due(self, loop: ClosedLoop) -> None:
         ended = len(self.over) + len(self.abandoned)
-        for _ in range(loop.due(self._begun, ended, self.setting.load.sessions)):
+        for _ in range(loop.due(self._started, ended, self.config.load.sessions)):
             self._begin_session()
 
     # ------------------------------------------------------------ faults
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         made: dict[Role, Sequence[Simulated]]
         made = {Role.ROUTER: self.routers, Role.DRAFTER: self.drafters, Role.TARGET: self.targets}
         living = [one for one in made[fault.role] if one.process.alive]
@@ -408,12 +420,12 @@ class World:
     # ------------------------------------------------------------ the end
 
     def _check(self) -> None:
-        missing = self.setting.load.sessions - len(self.over) - len(self.abandoned)
+        missing = self.config.load.sessions - len(self.over) - len(self.abandoned)
         assert missing == 0, f"{missing} sessions never ended"
-        check_texts(self.over, self.scripts)
+        check_texts(self.over, self.reference_texts)
         for assignment in self.over[:1]:  # only one, because lock step takes as long as the simulation itself
             generation = assignment.session.generation
-            check_specification(generation, self.scripts[generation.session], self.setting.speculation.draft)
+            check_specification(generation, self.reference_texts[generation.session], self.config.speculation.draft)
         for target in self.targets:
             if target.process.alive:
                 check_target(target)
@@ -421,12 +433,12 @@ class World:
             if drafter.process.alive:
                 check_drafter(drafter)
 
-    def _report(self, happened: int) -> SimulationReport:
+    def _report(self, events: int) -> SimulationReport:
         assignments = [assignment for assignment in self.over if assignment.error is None]
         arrivals = [Arrival(assignment.arrived_s, len(assignment.session.committed)) for assignment in self.over]
         span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
         causes = sum((target.scheduler.dropped for target in self.targets), Counter[str]())
-        causes["silent"] = sum(router.given_up for router in self.routers)
+        causes["silent"] = sum(router.silent_drafters for router in self.routers)
         causes += sum((router.remedies for router in self.routers), Counter[str]())
         return SimulationReport(
             sessions=len(assignments),
@@ -443,5 +455,5 @@ class World:
             target_busy=sum(target.busy_s for target in self.targets) / len(self.targets) / span,
             drafter_busy=sum(drafter.busy_s for drafter in self.drafters) / max(1, len(self.drafters)) / span,
             causes=sum((drafter.scheduler.counts for drafter in self.drafters), causes),
-            happened=happened,
+            events=events,
         )

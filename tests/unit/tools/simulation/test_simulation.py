@@ -16,19 +16,19 @@ from cluster.routing.ledger import Session
 from cluster.verification.block_buffer import BlockBuffer, OrphanBuffer
 from cluster.verification.sequence import TargetSequence
 from tools.planning.estimates import RoundCosts, expected_tokens, lock_step, speed_up
-from tools.simulation.network import Clock, Weather
-from tools.simulation.oracle import STOP, ClosedLoop, DraftQuality, Poisson, Workload, script
-from tools.simulation.setting import (
+from tools.simulation.config import (
     Fault,
-    FaultPlan,
+    Faults,
     Fleet,
     Kind,
     Mode,
     Role,
-    Setting,
-    SpeculationSetting,
+    SimulationConfig,
+    Speculation,
     random_scenario,
 )
+from tools.simulation.network import Clock, NetworkFaults
+from tools.simulation.oracle import STOP, ClosedLoop, DraftQuality, Poisson, Workload, reference_text
 from tools.simulation.world import Arrival, Commit, SimulationReport, World, share_met, steady_rate
 
 STEP_S = 0.020
@@ -42,8 +42,8 @@ SCENARIOS = 60  # `make random_scenarios` has thousands
 def run(
     acceptance: float, block_len: int, mode: Mode, load: Workload = ONE_AT_A_TIME, **changes: object
 ) -> SimulationReport:
-    setting = Setting(COSTS, SpeculationSetting(block_len, DraftQuality((acceptance,)), mode), load)
-    return World(replace(setting, **changes)).run()
+    config = SimulationConfig(COSTS, Speculation(block_len, DraftQuality((acceptance,)), mode), load)
+    return World(replace(config, **changes)).run()
 
 
 # ---------------------------------------------------------------- against formulas
@@ -65,7 +65,7 @@ def test_plain_steps_have_a_cost_of_their_own_and_those_with_drafts_have_not():
 
 
 def test_a_target_is_idle_for_as_long_as_a_block_is_drafted_and_on_its_way():
-    world = World(Setting(COSTS, SpeculationSetting(5, DraftQuality((0.8,)), Mode.LOCK_STEP), ONE_AT_A_TIME))
+    world = World(SimulationConfig(COSTS, Speculation(5, DraftQuality((0.8,)), Mode.LOCK_STEP), ONE_AT_A_TIME))
     world.run()
     (target,) = world.targets
     assert target.scheduler.step_s == pytest.approx(target.busy_s)
@@ -118,8 +118,8 @@ def test_the_ends_of_batches_cost_speed():
 
 
 def test_acceptance_by_position_cuts_blocks_where_it_is_nothing():
-    speculation = SpeculationSetting(5, DraftQuality((1.0, 1.0, 0.0)), Mode.LOCK_STEP)
-    report = World(Setting(COSTS, speculation, ONE_AT_A_TIME)).run()
+    speculation = Speculation(5, DraftQuality((1.0, 1.0, 0.0)), Mode.LOCK_STEP)
+    report = World(SimulationConfig(COSTS, speculation, ONE_AT_A_TIME)).run()
     assert report.tokens_per_block == pytest.approx(3.0, rel=0.02)
 
 
@@ -155,10 +155,10 @@ def test_random_scenarios_end_with_the_same_texts_in_lock_step():
     compared = 0
     ended = 0
     for seed in range(SCENARIOS // 5):
-        setting = random_scenario(seed)
+        config = random_scenario(seed)
         texts = []
         for mode, met in causes.items():
-            world = World(replace(setting, speculation=replace(setting.speculation, mode=mode)))
+            world = World(replace(config, speculation=replace(config.speculation, mode=mode)))
             met.update(world.run().causes)
             whole = [assignment.session for assignment in world.over if assignment.error is None]
             texts.append({session.generation.session: session.committed for session in whole})
@@ -180,14 +180,14 @@ TWO_OF_EACH = Fleet(targets=2, drafters=2, routers=2)
 @pytest.mark.parametrize("role", [Role.DRAFTER, Role.TARGET])
 def test_each_fault_alone(role, kind):
     fault = Fault(0.3, role, 0, kind, seconds=7.0)
-    fault_plan = FaultPlan(Weather(lost=0.1, doubled=0.1, late_s=0.03), (fault,))
+    fault_plan = Faults(NetworkFaults(lost=0.1, duplicated=0.1, max_delay_s=0.03), (fault,))
     report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=fault_plan)
     assert (report.sessions, report.failed) == (8, 0)
 
 
 def test_losing_every_drafter_costs_speed_only():
     deaths = tuple(Fault(0.1 + 0.1 * n, Role.DRAFTER, 0, Kind.DIES, seconds=1e3) for n in range(2))
-    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=FaultPlan(faults=deaths))
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=Faults(faults=deaths))
     unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH)
     assert report.sessions == 8
     assert report.blocks < unhurt.blocks / 2
@@ -200,9 +200,9 @@ MANY_ON_ONE = Workload(ClosedLoop(64), sessions=128, prompt_tokens=20, new_token
 
 def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
     """It hears all the while, so that no stream breaks: only its blocks are missing."""
-    stall = FaultPlan(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=20.0),))
+    stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=20.0),))
     fleet = Fleet(drafters=2)
-    report, unhurt = (run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fleet=fleet, fault_plan=a) for a in (stall, FaultPlan()))
+    report, unhurt = (run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fleet=fleet, fault_plan=a) for a in (stall, Faults()))
     assert report.causes["silent"] >= 1
     assert report.causes["given_up"] == 0, "it is not overloaded"
     assert report.tokens_per_s > 0.9 * unhurt.tokens_per_s
@@ -210,7 +210,7 @@ def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
 
 
 def test_a_lone_drafter_that_stood_still_is_trusted_again():
-    stall = FaultPlan(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=3.0),))
+    stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=3.0),))
     report = run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fault_plan=stall)
     unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LONG)
     assert report.causes["silent"] >= 1
@@ -221,18 +221,18 @@ def test_a_lone_drafter_that_stood_still_is_trusted_again():
 def test_an_overloaded_drafter_says_so_and_costs_little(drafters):
     draft = DraftCost(forward=ForwardCost.linear(0.002, per_row_s=0.002))  # a pass for all takes many steps
     costs = CostModel(target=ForwardCost.linear(STEP_S, per_token_s=0.0002), draft=draft, hop_s=HOP_S)
-    speculation = SpeculationSetting(4, DraftQuality((0.8,)))
-    setting = Setting(costs, speculation, MANY_ON_ONE, Fleet(drafters=drafters))
-    report = World(setting).run()
-    plain = World(replace(setting, fleet=Fleet(drafters=0))).run()
+    speculation = Speculation(4, DraftQuality((0.8,)))
+    config = SimulationConfig(costs, speculation, MANY_ON_ONE, Fleet(drafters=drafters))
+    report = World(config).run()
+    plain = World(replace(config, fleet=Fleet(drafters=0))).run()
     is_asked_for_nothing = report.causes["passes"] < 0.05 * report.steps  # one alone is soon switched off
     assert report.causes["given_up"] > 0 or is_asked_for_nothing
     assert report.tokens_per_s > 0.97 * plain.tokens_per_s
 
 
-def noise(*struck: int, at_s: float = 1.0, seconds: float = 1e3) -> FaultPlan:
+def noise(*struck: int, at_s: float = 1.0, seconds: float = 1e3) -> Faults:
     """Drafters that draft noise from a moment on; by then each session has some 200 tokens of good drafts."""
-    return FaultPlan(faults=tuple(Fault(at_s, Role.DRAFTER, index, Kind.DRAFTS_NOISE, seconds) for index in struck))
+    return Faults(faults=tuple(Fault(at_s, Role.DRAFTER, index, Kind.DRAFTS_NOISE, seconds) for index in struck))
 
 
 EIGHT = Workload(ClosedLoop(8), sessions=32, prompt_tokens=20, new_tokens=600)
@@ -275,7 +275,7 @@ def test_a_drafter_that_recovers_is_tried_and_trusted_again():
 
 
 def test_a_dead_routers_sessions_are_freed():
-    death = FaultPlan(faults=(Fault(0.3, Role.ROUTER, 0, Kind.DIES),))
+    death = Faults(faults=(Fault(0.3, Role.ROUTER, 0, Kind.DIES),))
     report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=death)
     assert report.abandoned == 2
     assert report.sessions == 6
@@ -284,12 +284,12 @@ def test_a_dead_routers_sessions_are_freed():
 def test_without_any_target_sessions_end_with_a_clean_error():
     deaths = tuple(Fault(0.1, Role.TARGET, 0, Kind.DIES, seconds=1e6) for _ in range(2))
     world = World(
-        Setting(
+        SimulationConfig(
             COSTS,
-            SpeculationSetting(4, DraftQuality((0.8,))),
+            Speculation(4, DraftQuality((0.8,))),
             LOAD,
             replace(TWO_OF_EACH, target_wait_s=3.0),
-            FaultPlan(faults=deaths),
+            Faults(faults=deaths),
         )
     )
     report = world.run()
@@ -373,7 +373,7 @@ def test_a_clock_that_stands_still_is_found():
 
 def test_a_script_agrees_as_often_as_it_should():
     load = Workload(ClosedLoop(1), 1, prompt_tokens=0, new_tokens=4000)
-    text = script(load, seed=1, index=0)
+    text = reference_text(load, seed=1, index=0)
     chances = DraftQuality((0.7,), runner_up=0.5).chances(3)
     assert chances == pytest.approx((0.7, 0.15))
     first, second = zip(*[text.choices(at, *chances) for at in range(4000)], strict=True)
@@ -386,7 +386,7 @@ def test_a_script_agrees_as_often_as_it_should():
 
 def test_a_script_may_stop_before_its_limit():
     load = Workload(ClosedLoop(1), 1, prompt_tokens=3, new_tokens=20, stopping=1.0)
-    text = script(load, seed=2, index=0)
+    text = reference_text(load, seed=2, index=0)
     assert text.plain[-1] == STOP
     assert STOP not in text.plain[:-1]
     assert text.tokens[: 3 + len(text.plain)] == text.prompt + text.plain
@@ -459,7 +459,7 @@ def test_a_rate_that_a_target_cannot_do_is_not_met():
     for per_s in (4, 16):
         load = Workload(Poisson(float(per_s)), sessions=128, prompt_tokens=1, new_tokens=12)
         fleet = Fleet(1, 0, sessions_per_target=load.sessions)
-        met.append(World(Setting(costs, SpeculationSetting(0, DraftQuality((0.5,))), load, fleet)).run().met)
+        met.append(World(SimulationConfig(costs, Speculation(0, DraftQuality((0.5,))), load, fleet)).run().met)
     assert met[0] > 0.9
     assert met[1] < 0.7
 
@@ -484,6 +484,6 @@ def test_targets_and_drafters_that_leave_fail_no_session_however_many_there_are(
         for role in (Role.TARGET, Role.DRAFTER)
     ]
     load = Workload(ClosedLoop(6), sessions=12, prompt_tokens=8, new_tokens=300)
-    plan = FaultPlan(faults=tuple(leaving))
+    plan = Faults(faults=tuple(leaving))
     report = run(0.8, 4, Mode.DRAFT_AHEAD, load, fleet=Fleet(targets=2, drafters=2), fault_plan=plan)
     assert (report.sessions, report.failed) == (12, 0)

@@ -15,7 +15,7 @@ from cluster.errors import ConfigError
 from protos.draft_tree import NO_TREE, DraftTree
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, checkpoint
 from tests.unit.tools.drafts.eval.tiny_target import a_target
-from tools.drafts.evaluation import AskedPlace, MeasuredTarget, measures, replay, verifies
+from tools.drafts.evaluation import MeasuredTarget, Replay, measures, replay, verifies
 
 TOKENS = 40
 PROMPTS = ("abcabcabcab", "hello,hello,hel")
@@ -113,8 +113,8 @@ def test_a_prompt_that_is_too_long_is_refused(target: MeasuredTarget) -> None:
 # ---------------------------------------------------------------- measures
 
 
-def a_place(coming: tuple[int, ...], chain: tuple[int, ...], tree: DraftTree = NO_TREE, room: int = 9) -> AskedPlace:
-    return AskedPlace(room, coming, DraftTree.chain(chain), tree, 0.5, 1.5)
+def a_place(coming: tuple[int, ...], chain: tuple[int, ...], tree: DraftTree = NO_TREE, room: int = 9) -> Replay:
+    return Replay(room, coming, DraftTree.chain(chain), tree, 0.5, 1.5)
 
 
 SIBLINGS = DraftTree((7, 1, 2, 9), (-1, -1, 1, -1))  # 7, or 1 and then 2, or 9

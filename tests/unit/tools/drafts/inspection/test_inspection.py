@@ -23,7 +23,7 @@ from cluster.config import validated
 from cluster.config_sections import EagleOptions
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, altered, checkpoint
-from tools.drafts.headers import CAUSAL, LAYER_SKIP, DraftFacts, Misfit, conventions_of, layout_of, read_headers
+from tools.drafts.headers import CAUSAL, LAYER_SKIP, DraftFacts, Mismatch, conventions_of, layout_of, read_headers
 from tools.drafts.inspection import inspect_draft
 
 VOCABULARY = 96
@@ -153,7 +153,7 @@ def loads(method: str, folder: Path) -> bool:
 @every_head
 def test_every_published_layout_is_told_with_its_facts(name: str) -> None:
     found = inspect_draft(checkpoint(name), TARGET)
-    assert (found.misfits, told(found.facts)) == ((), KNOWN[name])
+    assert (found.mismatches, told(found.facts)) == ((), KNOWN[name])
 
 
 @every_head
@@ -228,7 +228,7 @@ def test_with_options_a_head_is_shown_as_it_is_loaded_with_them(options: dict[st
 
 
 def test_options_that_do_not_fit_the_head_are_misfits(tmp_path: Path) -> None:
-    (misfit,) = inspect_draft(checkpoint("eagle3"), TARGET, {"eagle": {"states": [1, 2]}}).misfits
+    (misfit,) = inspect_draft(checkpoint("eagle3"), TARGET, {"eagle": {"states": [1, 2]}}).mismatches
     assert "the list of states that was given" in str(misfit)
 
 
@@ -244,7 +244,7 @@ def test_without_a_target_its_hidden_size_follows_from_how_many_states_are_given
 def test_layers_that_the_target_lacks_are_a_misfit() -> None:
     found = inspect_draft(TARGET, TARGET, {"layer_skip": {"layers": [0, 7]}})
     assert (found.fits, validated(yaml.safe_load(found.snippet)).draft.layer_skip.ids) == (True, (0, 7))
-    (misfit,) = inspect_draft(TARGET, TARGET, {"layer_skip": {"layers": [0, 8]}}).misfits
+    (misfit,) = inspect_draft(TARGET, TARGET, {"layer_skip": {"layers": [0, 8]}}).mismatches
     assert "has the layers 0 to 7, but layers 8 are asked for" in str(misfit)
 
 
@@ -282,7 +282,7 @@ def test_a_peagle_head_fits_with_its_mask_however_it_was_saved(tmp_path: Path) -
     tensors = dict(read_head(checkpoint("eagle3")).tensors) | {"mask_hidden": torch.zeros(1, 1, 96)}
     folder = copied(tmp_path, "eagle3", tensors, pard_token=3)
     found = inspect_draft(folder, TARGET)
-    assert (found.misfits, loads("eagle", folder)) == ((), True)
+    assert (found.mismatches, loads("eagle", folder)) == ((), True)
     assert "predicts several tokens in one forward, by mask token 3" in found.facts.conventions
 
 
@@ -291,18 +291,20 @@ def test_medusa_heads_that_borrow_the_lm_head_say_so(tmp_path: Path) -> None:
     blocks = {f"blocks.{key[0]}.layers.0{key[len('0.0.linear') :]}": t for key, t in tensors.items() if "linear" in key}
     folder = copied(tmp_path, "medusa", blocks, original_lm_head=True)
     found = inspect_draft(folder, TARGET)
-    assert (found.misfits, loads("medusa", folder)) == ((), True)
+    assert (found.mismatches, loads("medusa", folder)) == ((), True)
     assert (found.facts.lm_head, found.facts.vocabulary) == ("the target", None)
     assert inspect_draft(folder).fits
     said = copied(tmp_path, "medusa", blocks, original_lm_head=True, vocab_size=90)
-    assert [misfit.what for misfit in inspect_draft(said, TARGET).misfits] == ["LM head that is borrowed of the target"]
+    assert [misfit.what for misfit in inspect_draft(said, TARGET).mismatches] == [
+        "LM head that is borrowed of the target"
+    ]
 
 
 def test_what_no_method_drafts_with_does_not_fit(tmp_path: Path) -> None:
     tensors = dict(read_head(checkpoint("dflash")).tensors) | {"prefix_gru.weight_hh_l0": torch.zeros(9, 3)}
     found = inspect_draft(copied(tmp_path, "dflash", tensors), TARGET)
     assert (found.facts.layout.name, found.snippet) == ("Domino head", "")
-    assert found.misfits == (Misfit("layout", "one that a method of this release drafts with", "Domino head"),)
+    assert found.mismatches == (Mismatch("layout", "one that a method of this release drafts with", "Domino head"),)
 
 
 # ---------------------------------------------------------------- misfits
@@ -327,8 +329,8 @@ def test_whatever_tensor_is_missing_or_of_another_shape_is_found_where_the_loade
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash"])
 def test_a_tensor_too_many_is_found_where_the_loader_refuses_it(name: str, tmp_path: Path) -> None:
     folder = copied(tmp_path, name, dict(read_head(checkpoint(name)).tensors) | {"gate.weight": torch.ones(3)})
-    assert inspect_draft(folder, TARGET).misfits == (
-        Misfit("tensor gate.weight", "none: no head of this layout computes with it", "one"),
+    assert inspect_draft(folder, TARGET).mismatches == (
+        Mismatch("tensor gate.weight", "none: no head of this layout computes with it", "one"),
     )
     assert not loads(KNOWN[name]["method"], folder)
 
@@ -344,7 +346,7 @@ def test_every_misfit_is_named_with_what_was_expected_and_found(tmp_path: Path) 
         json.dumps(said | {"hidden_size": 16, "vocab_size": 90, "num_hidden_layers": 5})
     )
     found = inspect_draft(copied(tmp_path, "dflash", tensors), target)
-    assert [(misfit.what, misfit.expected, misfit.found) for misfit in found.misfits] == [
+    assert [(misfit.what, misfit.expected, misfit.found) for misfit in found.mismatches] == [
         ("tensor layers.0.self_attn.q_norm.weight", "shape (16,)", "none"),
         ("tensor norm.weight", "shape (32,)", "shape (31,)"),
         ("hidden size of the target", "32", "16"),
@@ -356,7 +358,7 @@ def test_every_misfit_is_named_with_what_was_expected_and_found(tmp_path: Path) 
 
 def test_ids_that_lead_out_of_the_vocabulary_do_not_fit(tmp_path: Path) -> None:
     folder = altered(tmp_path, "eagle3", lambda tensors: tensors | {"d2t": tensors["d2t"] + 60})
-    (misfit,) = inspect_draft(folder, TARGET).misfits
+    (misfit,) = inspect_draft(folder, TARGET).mismatches
     assert "expected different ids below 96" in str(misfit)
     assert not loads("eagle", folder)
 

@@ -48,7 +48,7 @@ def loads(folder: Path) -> bool:
 def test_a_target_with_a_module_is_told_with_how_to_use_it(tmp_path: Path, layout: str, is_named_twice: bool) -> None:
     folder = target_with(tmp_path, LAYOUTS[layout]())
     found = inspect_draft(folder, folder if is_named_twice else None)
-    assert (found.facts.layout, found.misfits, found.target) == (WITH_MTP, (), folder)
+    assert (found.facts.layout, found.mismatches, found.target) == (WITH_MTP, (), folder)
     states = found.facts.states
     assert states is not None
     assert (states.layers, states.is_final, states.width, states.projected) == ((LAYERS,), True, HIDDEN, None)
@@ -96,7 +96,7 @@ def test_whatever_tensor_is_missing_or_of_another_shape_is_found_where_the_loade
 
 def test_a_module_of_a_kind_that_is_not_supported_is_a_misfit(tmp_path: Path) -> None:
     experts = {f"model.layers.{LAYERS}.mlp.experts.0.up_proj.weight": torch.zeros(4, 4)}
-    (misfit,) = inspect_draft(target_with(tmp_path, deepseek() | experts)).misfits
+    (misfit,) = inspect_draft(target_with(tmp_path, deepseek() | experts)).mismatches
     assert "experts and latent attention are not supported" in str(misfit)
 
 

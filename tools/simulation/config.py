@@ -14,7 +14,7 @@ from enum import Enum
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
-from tools.simulation.network import CALM, KEEPALIVE_S, Weather
+from tools.simulation.network import KEEPALIVE_S, NO_NETWORK_FAULTS, NetworkFaults
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
 
 MAX_TARGET_FAULTS = 2  # a session survives this many lost targets
@@ -51,23 +51,25 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class FaultPlan:
+class Faults:
     """All faults of one run."""
 
-    weather: Weather = CALM
+    network_faults: NetworkFaults = NO_NETWORK_FAULTS
     faults: tuple[Fault, ...] = ()
 
 
-def random_fault_plan(seed: int, span_s: float) -> FaultPlan:
+def random_faults(seed: int, span_s: float) -> Faults:
     """Draws weather and faults within `span_s`; targets fail at most as often as a session survives."""
     rng = random.Random(f"fault_plan {seed}")
-    late_s = rng.choice((0.0, 0.005, 0.1))
-    weather = Weather(rng.uniform(0, 0.3), rng.uniform(0, 0.3), late_s, ghosts=rng.random() < 0.5)
+    max_delay_s = rng.choice((0.0, 0.005, 0.1))
+    network_faults = NetworkFaults(
+        rng.uniform(0, 0.3), rng.uniform(0, 0.3), max_delay_s, stale_frames=rng.random() < 0.5
+    )
     roles = rng.choices((Role.TARGET, Role.DRAFTER, Role.ROUTER), (4, 5, 1), k=rng.randrange(7))
     targets = [role for role in roles if role is Role.TARGET][:MAX_TARGET_FAULTS]
     others = [role for role in roles if role is not Role.TARGET]
     faults = (_fault(rng, role, span_s) for role in targets + others)
-    return FaultPlan(weather, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    return Faults(network_faults, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
 def _fault(rng: random.Random, role: Role, span_s: float) -> Fault:
@@ -100,7 +102,7 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationSetting:
+class Speculation:
     """Draft length, draft quality and mode."""
 
     block_len: int  # 0: non-speculative decoding
@@ -113,30 +115,30 @@ class SpeculationSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SimulationConfig:
     """Parameters of one run."""
 
     costs: CostModel
-    speculation: SpeculationSetting
+    speculation: Speculation
     load: Workload
     fleet: Fleet = field(default_factory=Fleet)
-    fault_plan: FaultPlan = field(default_factory=FaultPlan)
+    fault_plan: Faults = field(default_factory=Faults)
     seed: int = 0
 
 
 LONG = 0.15  # share of scenarios with answers of some seconds
 
 
-def random_scenario(seed: int) -> Setting:
+def random_scenario(seed: int) -> SimulationConfig:
     """Draws a setting; running it takes some milliseconds."""
     rng = random.Random(f"random_scenario {seed}")
     load = _load(rng)
-    return Setting(
+    return SimulationConfig(
         _costs(rng),
-        SpeculationSetting(rng.randrange(7), _draft(rng), rng.choice(list(Mode))),
+        Speculation(rng.randrange(7), _draft(rng), rng.choice(list(Mode))),
         load,
         _fleet(rng, load),
-        random_fault_plan(seed, span_s=1.0),
+        random_faults(seed, span_s=1.0),
         seed,
     )
 
