@@ -271,7 +271,7 @@ def test_replicas_say_what_they_cost(served: Served) -> None:
     costs = cost_model(served.inspect("Target"), served.inspect("Drafter"), recordings(APPLICATION))
     assert costs.target.seconds(1, 1) > 0
     assert costs.draft.seconds(1, 1) > 0
-    assert costs.plain_s(1) > 0
+    assert costs.non_speculative_s(1) > 0
     assert costs.hop_s > 0
 
 
