@@ -42,7 +42,7 @@ class AsgiFront:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """That of the one request so far."""
+        """Returns the prompt of the only request so far."""
         (generation,) = self.generator.generations
         return generation.prompt
 

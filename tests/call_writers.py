@@ -88,7 +88,7 @@ class Sayings:
         return None
 
     def takes(self, grammar: str, text: str) -> bool:
-        """Whether the model may say just this."""
+        """Returns whether the model may produce exactly this text."""
         return self._takes(grammar, self._codec.encode(text))
 
     def takes_spelt(self, grammar: str, text: str, spelt: str) -> bool:

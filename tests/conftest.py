@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread, so that tiny operations cost what they should on a busy machine."""
+"""Shared setup: one torch thread, so that tiny operations cost what they should on a busy machine."""
 
 import pytest
 import torch

@@ -91,13 +91,13 @@ TO_ROUTER: dict[FrameType, str] = {pb.DrafterToRouter: "drafter", pb.TargetToRou
 
 @dataclass(frozen=True)
 class Sent:
-    """What a hostile peer sends: bytes on a stream that carries frames of this type."""
+    """Input of a hostile peer: bytes on a stream of frames of this type."""
 
     frame: FrameType
     data: bytes
 
     def decoded(self) -> Decoded | None:
-        """What a service hears of it, or None where it ends the stream."""
+        """Returns the decoded message, or None if it ends the stream."""
         try:
             return decode_greeted(self.frame.FromString(self.data))
         except (DecodeError, UnfitFrame):
@@ -182,7 +182,7 @@ def mutated(draw: st.DrawFn, frames: Sequence[FrameType]) -> Sent:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Without what is logged of hostile peers, of which there are many."""
+    """Silences the many log lines about hostile peers."""
     logging.disable(logging.ERROR)
     try:
         yield

@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass
 class Collector:
-    """What was sent, by service."""
+    """Received spans by service."""
 
     spans: dict[str, list[Any]] = field(default_factory=dict)
 

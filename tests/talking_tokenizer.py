@@ -18,7 +18,7 @@ MODEL_TYPE = "qwen3"  # which writes its answers as this one does
 
 
 def talking_tokenizer() -> Any:
-    """As Qwen's: control tokens are special, what marks reasoning and calls is not."""
+    """Returns a tokenizer like Qwen's: control tokens are special, markers of reasoning and calls are not."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TALKING_TEMPLATE
     tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])

@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where pictures go."""
+    """Returns the folder for screenshots."""
     return Path(request.config.getoption("--pictures") or tmp_path)
 
 

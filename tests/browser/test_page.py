@@ -93,7 +93,7 @@ def test_what_was_rejected_is_shown_to_a_pointer(page: Any, front: Front) -> Non
 
 
 def test_a_keyboard_is_enough(page: Any, front: Front) -> None:
-    """From the prompt to the answer, and in it from one rejected draft to the next."""
+    """Moves from the prompt to the answer, and in it between rejected drafts."""
     answered(front)
     page.get_by_label("Prompt").focus()
     page.keyboard.press("Control+Enter")

@@ -1,4 +1,4 @@
-"""What may be done to a deployment: processes killed or stopped, streams cut, whole nodes lost or frozen."""
+"""Failures to inject: processes killed or stopped, streams cut, whole nodes lost or frozen."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ ROLES = {"drafter": "Drafter", "target": "Target", "rank": "Rank", "router": "Ro
 
 @dataclass
 class Scene:
-    """Where blows are struck, and what is still to follow them."""
+    """The cluster under attack, and follow-ups that are still due."""
 
     cluster: Cluster
     add_node: Callable[[], object]
@@ -61,18 +61,18 @@ class Scene:
         timer.start()
 
     def add_nodes_due(self, now_s: float) -> None:
-        """In the main thread, as Ray wants it."""
+        """Adds nodes on the main thread, as Ray requires."""
         for due_s in [due_s for due_s in self.nodes_due_s if due_s <= now_s]:
             self.nodes_due_s.remove(due_s)
             self.add_node()
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows any more."""
+        """Returns whether no follow-up is due."""
         return not self.nodes_due_s and not any(timer.is_alive() for timer, _ in self._stopped)
 
     def let_all_go_on(self) -> None:
-        """At once; who was killed meanwhile hears nothing."""
+        """Resumes all stopped processes; some may have been killed meanwhile."""
         for timer, go_on in self._stopped:
             timer.cancel()
             go_on()

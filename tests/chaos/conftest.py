@@ -1,4 +1,4 @@
-"""How long chaos lasts, how often it strikes and where, from the command line."""
+"""Command-line options: duration, rate and targets of chaos."""
 
 import pytest
 

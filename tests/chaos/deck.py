@@ -1,4 +1,4 @@
-"""Which kind of blow comes next: all of them in random order, and then all again in another. Pure."""
+"""Chooses the next failure: all kinds in random order, then all again in another. Pure."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -25,7 +25,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """What came of one request; times are of the monotonic clock."""
+    """One request's result; times are of the monotonic clock."""
 
     request: int  # index among the requests
     began_s: float
@@ -49,11 +49,11 @@ class Load:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """What runs is finished; from any thread."""
+        """Stops after running requests have finished; callable from any thread."""
         self._stopping.set()
 
     async def run(self, rounds: int | None = None) -> None:
-        """Until it is stopped, or each request was answered so often."""
+        """Runs until stopped, or until each request was answered often enough."""
         async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, trust_env=False) as http:
             await asyncio.gather(*(self._repeat(http, index, rounds) for index in range(len(self._requests))))
 

@@ -1,4 +1,4 @@
-"""What blows cost: how long streams stood still, and how long until their pool was whole again. Pure."""
+"""The cost of failures: how long streams stalled, and how long until their pool was complete again. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class Blow:
 
     @property
     def noticed_by_s(self) -> float:
-        """When whoever has not noticed it will not any more."""
+        """Time by which everybody affected has noticed."""
         return self.at_s + (LOST_NOTICED_S if self.stopped_s is None else self.stopped_s + NOTICED_S)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """When a request began, and when its pieces came."""
+    """When a request began, and when its pieces arrived."""
 
     began_s: float
     came_s: Sequence[float]
@@ -57,7 +57,7 @@ def _pauses(stream: Stream, at_s: float) -> Iterator[float]:
 
 
 def whole_s(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> float | None:
-    """Until the pools that were struck have all their replicas again; None where they had none less, or do not yet."""
+    """Returns the time until the affected pools had all replicas again; None if they lost none, or lack some still."""
     lacking = False
     for one in sizes:
         if one.at_s <= blow.at_s:
@@ -72,7 +72,7 @@ def whole_s(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> fl
 
 
 def is_open(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int], now_s: float) -> bool:
-    """Whether its pools are still to be made whole, or may still be found to lack somebody."""
+    """Returns whether the pools still lack a replica, or may yet be found to."""
     if not blow.pools or whole_s(blow, sizes, wanted) is not None:
         return False
     after = [one for one in sizes if blow.at_s < one.at_s <= blow.noticed_by_s]
@@ -86,7 +86,7 @@ def _lacks(blow: Blow, one: Sizes, wanted: Mapping[str, int]) -> bool:
 def table(
     blows: Sequence[Blow], streams: Sequence[Stream], sizes: Sequence[Sizes], wanted: Mapping[str, int]
 ) -> list[str]:
-    """By kind of blow, as Markdown."""
+    """Formats results by kind of failure, as Markdown."""
     lines = [
         "| blow | times | longest pause of a stream, s | until the pool is whole, s |",
         "|---|---|---|---|",

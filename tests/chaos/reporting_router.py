@@ -31,7 +31,7 @@ class Named:
 
 
 class TellingRouter(RouterDeployment):  # type: ignore[misc]  # Serve's decorator has no type
-    """As it is, but that it names itself."""
+    """The real router, with its identity in every answer."""
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app: FastAPI = super().__serve_build_asgi_app__()
@@ -40,6 +40,6 @@ class TellingRouter(RouterDeployment):  # type: ignore[misc]  # Serve's decorato
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """In a process that does nothing else."""
+    """Builds the application; runs in a process that does nothing else."""
     serve_app.app.RouterDeployment = TellingRouter  # type: ignore[misc]
     return serve_app.app.build(args)

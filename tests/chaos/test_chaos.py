@@ -66,7 +66,7 @@ POOLS = (
 
 @dataclass
 class Chaos:
-    """What is to happen, from the command line."""
+    """The command line's options."""
 
     minutes: float
     every_s: float
@@ -127,7 +127,7 @@ def are_all_running() -> bool:
 
 
 def undisturbed(served: Served) -> list[str]:
-    """What each request is answered with; the greedy ones as the reference has it."""
+    """Returns the expected answer of each request; greedy ones come from the reference."""
     load = Load(served.url, MODEL, TOKENS, REQUESTS)
     asyncio.run(load.run(rounds=2))
     assert [answer.error for answer in load.answers if answer.error] == []
@@ -143,7 +143,7 @@ def undisturbed(served: Served) -> list[str]:
 
 @dataclass
 class Struck:
-    """What was done, and who ran meanwhile."""
+    """Injected failures and the processes that ran meanwhile."""
 
     began_s: float
     blows: list[Blow] = field(default_factory=list)
@@ -199,7 +199,7 @@ def is_whole_again(struck: Struck) -> bool:
 
 
 def is_excused(answer: Answer, scene: Scene) -> bool:
-    """Whether its router was killed meanwhile; one that had not begun to answer does not say which it was."""
+    """Returns whether a request's router was killed meanwhile, which an unanswered request cannot name."""
     hits = scene.routers_hit
     times = [at for pid, ats in hits.items() for at in ats if answer.router in {None, pid}]
     return any(answer.began_s <= at <= answer.ended_s for at in times)
@@ -251,7 +251,7 @@ def nothing_is_left(served: Served, scene: Scene) -> None:
 
 
 def open_streams(scene: Scene) -> Counter[tuple[str, str]]:
-    """From whom to whom, as who dialled has them; idle drafters have none to targets."""
+    """Returns open streams as (dialer, peer); idle drafters have none to targets."""
     pools = grpc_ports()
     roles = {one.process.pid: role for role in WANTED for one in scene.processes(role)}
     return Counter(

@@ -71,7 +71,7 @@ class ObedientModel:
 
 
 def answers(prompt: str) -> list[str]:
-    """What could be said to a conversation in the talking tokenizer's template, the best first."""
+    """Returns possible answers to a conversation in the talking tokenizer's template, best first."""
     turns = TURN.findall(prompt)[:-1]  # the last is the answer's own
     role, asked = turns[-1]
     tools = [tool["function"] for tool in json.loads(turns[0][1])] if turns[0][1].startswith("[{") else []
@@ -86,7 +86,7 @@ def answers(prompt: str) -> list[str]:
 
 
 def is_meant(name: str, asked: str) -> bool:
-    """Whether a tool is asked for by its name, or a long word of it."""
+    """Returns whether a tool is requested by its name or a long word of it."""
     return name in asked or any(word in asked.lower() for word in name.split("_") if len(word) > 5)
 
 

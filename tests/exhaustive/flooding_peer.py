@@ -17,7 +17,7 @@ from tests.integration.harness import IDENTITY
 
 
 async def flood(address: str, blocks_a_frame: int) -> None:
-    """Until it is killed; each frame is of sessions of its own, so that none is full."""
+    """Sends until killed; each frame names new sessions, so that no buffer fills up."""
     hello = Hello("flood", IDENTITY.vocabulary, IDENTITY.target_model)
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stream = TargetServiceStub(channel).Verify()

@@ -32,7 +32,7 @@ class HangingMethod:
 
 
 class HangingDrafter(DraftDeployment):
-    """As it is, until it is told otherwise."""
+    """The real drafter until it is told to hang."""
 
     def hang(self, name: str) -> None:
         """The drafter of this name answers everything from now on, and drafts nothing any more."""
@@ -41,6 +41,6 @@ class HangingDrafter(DraftDeployment):
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """In a process that does nothing else."""
+    """Builds the application; runs in a process that does nothing else."""
     serve_app.app.DraftDeployment = HangingDrafter  # type: ignore[misc]
     return serve_app.app.build(args)

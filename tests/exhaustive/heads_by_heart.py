@@ -26,7 +26,7 @@ NARROW = 64  # a layer that adds nothing need not be wide
 
 
 class HeadsByHeart:
-    """Of one target and some prompts, of whose greedy answers so many tokens are known."""
+    """Heads fitted to one target's greedy answers to some prompts, up to a number of tokens."""
 
     def __init__(self, target: Path, prompts: tuple[str, ...], answer: int, scratch: Path) -> None:
         self._target = target
@@ -72,7 +72,7 @@ class HeadsByHeart:
         return _written(self._scratch / "p_eagle", config | {"mask_token_id": 0}, tensors | {"mask_hidden": mask})
 
     def _fitted_eagle1(self) -> Path:
-        """From the embedding of a token and the final state before it to the final state after it."""
+        """Fits the map from a token's embedding and the final state before it to the final state after it."""
         sizes = self._parts.sizes
         batch = self._shards.batch(self._shards.sequences[: len(self._prompts)], CPU)
         embedding = self._parts.embedding()

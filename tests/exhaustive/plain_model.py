@@ -42,11 +42,11 @@ class PlainModel:
 
     @torch.inference_mode()
     def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
-        """After each token, (tokens, vocabulary)."""
+        """Returns log probabilities after each token, (tokens, vocabulary)."""
         return torch.log_softmax(self._logits(ids).double(), dim=-1)
 
     def ids(self, texts: Sequence[str]) -> list[int]:
-        """Of tokens by their texts, none of which two tokens share."""
+        """Returns the ids of tokens given by their texts, which are unique."""
         found = []
         for one in texts:
             (token,) = self._spelt[one]
@@ -54,7 +54,7 @@ class PlainModel:
         return found
 
     def generations(self, fields: dict[str, Any]) -> list[Generation]:
-        """What the API makes of a completion's body."""
+        """Resolves a completion's body as the API does."""
         request = self._defaults.applied(check(CompletionRequest, fields, RequestBounds()))
         codec = self.codec
         context = self._config.model.max_context
@@ -72,9 +72,9 @@ class PlainModel:
 
     @torch.inference_mode()
     def widest_margin(self, generation: Generation, texts: Sequence[str]) -> float:
-        """Of all tokens of an answer, given by their texts: how wrong logits must be for the worst one to be decided.
+        """Returns the largest error of logits that any token of an answer requires, given by their texts.
 
-        0 where each is what plain decoding says after the ones before it.
+        0 if each token is the greedy choice after those before it.
         """
         text = list(generation.prompt)
         chain = chain_of(_open(generation), self._makers)
@@ -96,7 +96,7 @@ class PlainModel:
 
 
 def _open(generation: Generation) -> Open:
-    """What a target would be told, with nothing decided."""
+    """Returns the Open of a new session."""
     return Open(
         session=generation.session,
         attempt=1,

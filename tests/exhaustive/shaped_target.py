@@ -41,7 +41,7 @@ class CountingEngine:
 
 
 def traits(row: Row, outcome: Outcome) -> Iterator[str]:
-    """What a verified block is counted under."""
+    """Yields the names under which a verified block is counted."""
     draft = row.draft
     yield "chains" if draft.is_chain else "trees"
     if draft.is_chain and len(draft) > 1:
@@ -54,7 +54,7 @@ def traits(row: Row, outcome: Outcome) -> Iterator[str]:
 
 
 class ShapedTarget(TargetDeployment):
-    """As it is, but for the shape of what it asks for."""
+    """The real target, with requests for one shape of draft."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         await super().__init__(config)  # type: ignore[misc]
@@ -74,12 +74,12 @@ class ShapedTarget(TargetDeployment):
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """In a process that does nothing else."""
+    """Builds the application; runs in a process that does nothing else."""
     serve_app.app.TargetDeployment = ShapedTarget  # type: ignore[misc]
     return serve_app.app.build(args)
 
 
 def verified(served: Served) -> Counter[str]:
-    """By all targets together."""
+    """Sums counts over all targets."""
     handle = serve.get_deployment_handle("Target", served.application)
     return sum(map(Counter, handle.broadcast("verified").results(timeout_s=20)), Counter())

@@ -87,7 +87,7 @@ def application(cluster: Cluster) -> dict[str, Any]:
 
 
 def published(cluster: Cluster) -> Members:
-    """What replicas say of themselves to every router."""
+    """Returns what replicas publish to every router."""
     with connected(cluster.address):
         handles = [deployed(pool, "slipstream") for pool in ("Target", "Drafter")]
         for handle in handles:

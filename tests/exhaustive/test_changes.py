@@ -1,4 +1,4 @@
-"""What a change of the configuration replaces, on real Ray under load: nobody but those whom it concerns.
+"""A configuration change replaces only the replicas that it concerns, on real Ray under load.
 
 Not part of the default suite: `make test-exhaustive`.
 """

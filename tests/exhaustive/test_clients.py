@@ -1,7 +1,7 @@
-"""What OpenAI's client asks of a served real pair: answers by JSON schemas, many at once, and calls of tools and back.
+"""OpenAI's client against a served real pair: many answers by JSON schemas at once, and tool calls with their results.
 
-The demo's target with a chat template that tells it of tools, which it was taught none: its grammar alone makes calls
-of what it says. `SLIPSTREAM_JSON_ANSWERS` is how many answers are asked for.
+The demo's target gets a chat template with tools, which it was never trained on: only its grammar makes calls of its
+output. `SLIPSTREAM_JSON_ANSWERS` sets the number of answers.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ def calling_target(demo: Path, folder: Path) -> Path:
 
 
 def response_template(folder: Path) -> dict[str, Any]:
-    """How calls are written that the chat template has: as Qwen's are, with no thoughts, which it would never end."""
+    """Returns the call format of the chat template: Qwen's, without reasoning, which the model would never end."""
     model = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
     template = dict(get_response_template(AutoTokenizer.from_pretrained(folder), model))
     fields = {name: field for name, field in template["fields"].items() if name != "reasoning_content"}
@@ -97,7 +97,7 @@ async def test_every_answer_validates_against_its_schema(served: Served, capsys:
 
 
 def fault_of(index: int, answer: ChatCompletion) -> str | None:
-    """Why an answer is none by its schema."""
+    """Returns why an answer does not match its schema."""
     (choice,) = answer.choices
     if choice.finish_reason != "stop":
         return f"it ended by {choice.finish_reason}: {choice.message.content!r}"
@@ -109,7 +109,7 @@ def fault_of(index: int, answer: ChatCompletion) -> str | None:
 
 
 def drafts(answer: ChatCompletion) -> Counter[str]:
-    """What became of its drafts, as vLLM's field tells it."""
+    """Returns the counts of vLLM's metrics field."""
     assert answer.usage is not None
     counts = Counter(tokens=answer.usage.completion_tokens)
     if metrics := (answer.model_extra or {}).get("metrics"):

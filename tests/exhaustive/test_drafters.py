@@ -77,7 +77,7 @@ SERVERS = [*product([*OTHERS, *LAYOUTS], (1, 3))]
 
 @dataclass(frozen=True)
 class Answers:
-    """What came of some requests, and of the drafts for them."""
+    """Results of some requests and of their drafts."""
 
     texts: list[str]
     drafted: int
@@ -86,7 +86,7 @@ class Answers:
 
 @dataclass
 class Plainly:
-    """What the first server said without drafts, which all others are held against."""
+    """The first server's answers without speculation, which all others must equal."""
 
     texts: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -214,5 +214,5 @@ async def test_under_ratio_words_follow_plain_decoding(served: Served, plainly: 
 
 
 def words(texts: list[str], place: int) -> list[str]:
-    """Of each text the word at this place; what is cut off at the end counts as a word too."""
+    """Returns the word at this place in each text; a word cut off at the end counts too."""
     return [[*text.split(), "", ""][place] for text in texts]

@@ -1,7 +1,7 @@
-"""What a drafter costs others that sends early blocks at full speed: running streams lose less than a tenth.
+"""A drafter that sends early blocks at full speed costs running streams less than a tenth.
 
-Not part of the default suite: `make test-exhaustive`. The steps of the target take as long as a real model's, but no
-processor; the loop that serves all streams has a core, and the peer that floods another.
+Not part of the default suite: `make test-exhaustive`. The target's steps take as long as a real model's but use no
+processor; the loop that serves all streams has one core, and the flooding peer another.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ async def flooded(address: str, blocks_a_frame: int) -> AsyncIterator[None]:
 
 
 async def seconds(c: Cluster) -> float:
-    """For all sessions at once."""
+    """Returns the time for all sessions at once."""
     began = time.perf_counter()
     texts = await asyncio.gather(*(c.tokens(c.generation(max_len=3 + TOKENS)) for _ in range(SESSIONS)))
     took = time.perf_counter() - began

@@ -45,9 +45,9 @@ class Streamed:
 
 @pytest.fixture(scope="module")
 def second_core() -> Iterator[None]:
-    """Whatever is started meanwhile, new drafters as they begin to load included, leaves the first one to the targets.
+    """Keeps the first core for targets whatever starts meanwhile, loading drafters included.
 
-    These take it themselves.
+    Targets choose the first core themselves.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {1})
@@ -129,7 +129,7 @@ def pids(served: Served, deployment: str) -> list[int]:
 
 
 def has_two(served: Served, deployment: str, besides: Sequence[int] = ()) -> bool:
-    """Whether it has two replicas, those lost not among them."""
+    """Returns whether the pool has two live replicas."""
     return len(set(pids(served, deployment)) - set(besides)) == 2
 
 

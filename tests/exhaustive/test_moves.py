@@ -133,7 +133,7 @@ def served(nodes: Nodes, target: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def undisturbed(served: Served) -> list[str]:
-    """What each request is answered with, the greedy ones as the reference has it."""
+    """Returns the expected answer of each request; greedy ones come from the reference."""
     load = Load()
     asyncio.run(under_load(served, load, lambda: None))
     assert not load.errors

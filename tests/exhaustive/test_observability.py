@@ -1,4 +1,4 @@
-"""What is seen of a deployment on Ray: metrics of all processes at one router, Ray's own port, one trace, the log.
+"""Observability of a deployment on Ray: all processes' metrics at one router, Ray's own port, one trace, the log.
 
 Not part of the default suite: `make test-exhaustive`.
 """

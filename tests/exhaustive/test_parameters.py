@@ -110,7 +110,7 @@ def said(answer: Completion, echoed: int) -> list[Said]:
 
 
 def furthest_score(one: Completion, other: Completion) -> float:
-    """How far apart the log probabilities of tokens are at most, where both have the same."""
+    """Returns the largest difference of log probabilities over common tokens."""
     apart = [0.0]
     for mine, theirs in zip(one.choices, other.choices, strict=True):
         assert mine.logprobs is not None
@@ -123,7 +123,7 @@ def furthest_score(one: Completion, other: Completion) -> float:
 
 
 def judged(plain_model: PlainModel, asked: dict[str, Any], plain: Completion, found: Completion) -> list[float]:
-    """How near a tie each choice was that differs; infinite where no tie explains it."""
+    """Returns how near a tie each differing choice was; infinite if no tie explains it."""
     generations = plain_model.generations(asked)
     echoed = len(generations[0].prompt) if asked.get("echo") else 0
     margins = []
@@ -196,7 +196,7 @@ def plain_model(served: Served) -> PlainModel:
 async def test_log_probabilities_are_those_of_plain_hugging_face(
     served: Served, plain_model: PlainModel, changes: dict[str, Any], nodes: int
 ) -> None:
-    """Of prompt and answer, by the logits as they are, whatever parameters made of them."""
+    """Compares scores of prompt and answer under the unprocessed logits."""
     base = {"temperature": 0.9, "seed": 5, "max_tokens": MAX_TOKENS, "ignore_eos": True, "skip_special_tokens": False}
     asked = base | changes | {"model": MODEL, "echo": True, "logprobs": 4}
     answers = await answered(served, [asked | {"prompt": prompt} for prompt in PROMPTS], nodes)

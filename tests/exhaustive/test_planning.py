@@ -1,4 +1,4 @@
-"""What `slipstream plan` advises of fleets by long simulations, and where theory says the same.
+"""Compares the advice of `slipstream plan` with long simulations and with theory.
 
 Not part of the default suite: `make test-exhaustive`.
 """

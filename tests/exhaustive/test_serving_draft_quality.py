@@ -24,7 +24,7 @@ ANSWER = 160  # tokens
 
 
 def is_first(mark: Path, name: str) -> bool:
-    """Whether nobody else has left a name there."""
+    """Returns whether no other process has left its name."""
     try:
         with mark.open("x") as file:
             file.write(name)

@@ -129,7 +129,7 @@ async def answer(served: Served, prompt: str, begun: asyncio.Event | None = None
 
 
 def known_tokens(served: Served) -> int:
-    """That the target was fed although they were decided before."""
+    """Counts committed tokens that the target was fed again."""
     (target,) = served.inspect("Target")
     return int(target["known_tokens"])
 
@@ -165,7 +165,7 @@ async def test_the_successor_of_a_killed_drafter_drafts_within_two_rounds_and_no
 
 
 def _on_pages(tokens: int) -> int:
-    """How many of the tokens are on pages that they fill."""
+    """Returns how many of the tokens fill whole pages."""
     return tokens // PAGE_SIZE * PAGE_SIZE
 
 
@@ -174,7 +174,7 @@ def _has_two(served: Served, killed: int) -> bool:
 
 
 def _takeover(served: Served, pid: int) -> tuple[int, float]:
-    """Of the last session that a drafter met: verdicts that it heard before its first block, and when it met it."""
+    """Returns the verdicts before the first block of the last session that a drafter met, and when it met it."""
     (actor,) = [actor for actor in recordings(served.application) if actor.name == f"drafter {pid}"]
     events = actor.recording.events
     met = {name: event for event in reversed(events) for name in event.sessions}
@@ -184,7 +184,7 @@ def _takeover(served: Served, pid: int) -> tuple[int, float]:
 
 
 def test_after_prefix_hits_whole_and_partial_as_much_is_accepted(served: Served, usual: dict[str, Answered]) -> None:
-    """How much of a prompt was found follows from what the target was fed."""
+    """Infers the length of the prefix hit from what the target was fed."""
 
     def asked(prompt: str) -> tuple[Answered, int]:
         before = known_tokens(served)

@@ -57,7 +57,7 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def is_turned_away(client: OpenAI) -> bool:
-    """Whether a new request is refused because the server ends."""
+    """Returns whether a new request is refused because the server is stopping."""
     try:
         client.completions.create(model=MODEL, prompt="Anew", max_tokens=1)
     except APIStatusError as error:

@@ -78,7 +78,7 @@ class Pair:
 
     @torch.inference_mode()
     def answer(self, generation: Generation, method: DraftingMethod) -> Session:
-        """In lock step."""
+        """Generates an answer with the reference loop."""
         session = Session(generation)
         limits = VerificationLimits(len(self._tokens), CONTEXT, 1, CONTEXT, CONTEXT // PAGE_SIZE, PAGE_SIZE)
         target = VerificationScheduler(limits, ReferenceLoop())

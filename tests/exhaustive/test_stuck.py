@@ -1,4 +1,4 @@
-"""What answers and does not compute is found and replaced under load: a rank that is stopped, a forward that hangs.
+"""Replicas that respond but do not compute are found and replaced under load: a stopped rank, a hanging forward.
 
 Not part of the default suite: `make test-exhaustive`.
 """
@@ -36,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def disturbed(served: Served, what: str, disturb: Callable[[], None]) -> None:
-    """Under load; every text is the greedy answer."""
+    """Runs a failure under load; every text must be the greedy answer."""
     before = handovers(served)
     load = Load()
     asyncio.run(under_load(served, load, disturb, REQUESTS))

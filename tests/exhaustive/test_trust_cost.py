@@ -1,7 +1,7 @@
-"""What certificates and tokens cost a round: block, step and verdicts, between real processes' loops over gRPC.
+"""The cost of certificates and tokens per round, between the loops of real processes over gRPC.
 
-Not part of the default suite: `make test-exhaustive`. The toy models take no time, so a round is the transport and the
-schedulers alone, of all that take part. The arms are interleaved, and what counts is processor time.
+Not part of the default suite: `make test-exhaustive`. The toy models take no time, so a round is transport and
+schedulers only. The arms are interleaved, and processor time is what counts.
 """
 
 import time

@@ -58,7 +58,7 @@ def test_a_choice_is_made_and_says_what_was_tried(device):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_mixed_rows_are_those_of_a_cpu(name, device):
-    """In float32, whose products must not be rounded to TF32 for this."""
+    """Runs in float32 without rounding products to TF32."""
     assert not torch.backends.cuda.matmul.allow_tf32
     torch.manual_seed(3)
     model = jittered(MODELS[name]())
@@ -91,7 +91,7 @@ ASKED = [
 
 
 def pending(asked: Open, rule: Acceptance, draft: DraftTree, seed: int) -> PendingBlock:
-    """Of a session that has said all of its tokens but the draft."""
+    """Returns a session that has committed all of its tokens except the draft."""
     chain = chain_of(asked)
     if chain is not None:
         chain.follow(asked.tokens)

@@ -1,1 +1,1 @@
-"""What strangers send: everything that the schema allows and forbids, and load that is meant to hurt."""
+"""Hostile clients: everything the schema allows and forbids, and harmful load."""

@@ -1,10 +1,10 @@
-"""What a stranger does to hurt a server, as a program: `python -m tests.hostile.attack KIND URL MODEL SECONDS [RATE]`.
+"""A hostile client as a program: `python -m tests.hostile.attack KIND URL MODEL SECONDS [RATE]`.
 
-RATE is that of an overload, in requests a second; `ordinary` shows what the server answers when nobody hurries it.
+RATE is an overload's requests per second; `ordinary` measures the server without any attack.
 
-It runs in a process of its own, at the lowest priority: on few cores it would else take from the server the very time
-that is measured. It speaks HTTP over bare sockets, so that it costs little and may stop anywhere. It prints a line of
-JSON for each exchange.
+It runs as a separate process at the lowest priority, so that on few cores it does not take the server's time, which is
+measured. It speaks HTTP over bare sockets, which is cheap and lets it stop anywhere. It prints one JSON line per
+exchange.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ LOWEST_PRIORITY = 19
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one exchange; status 0: nothing, as the stranger left before."""
+    """Result of one exchange; status 0: none, because the client left first."""
 
     name: str
     status: int
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the server is, and what it serves."""
+    """The server's address and model."""
 
     host: str
     port: int
@@ -94,10 +94,10 @@ class Place:
 
 
 async def _arriving(reader: asyncio.StreamReader) -> tuple[float, bytes]:
-    """When the first of an answer came, and all that came until the server hung up.
+    """Returns when the answer began, and everything that arrived until the server closed the connection.
 
-    A server that hangs up on what it has not read resets the connection after its answer. A reader that is asked only
-    then would forget the answer for the reset, so it is asked all the while.
+    A server that closes with unread input resets the connection after its answer. A reader that starts only then would
+    lose the answer to the reset, so it reads all the while.
     """
     parts = []
     first_at = 0.0
@@ -109,7 +109,7 @@ async def _arriving(reader: asyncio.StreamReader) -> tuple[float, bytes]:
 
 
 def _answer(name: str, answer: bytes, ms: float = 0.0) -> Answer:
-    """Of an answer, or of its head alone; status 0 of none."""
+    """Parses an answer or only its head; status 0 for none."""
     if not answer:
         return Answer(name, 0)
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -124,7 +124,7 @@ def _answer(name: str, answer: bytes, ms: float = 0.0) -> Answer:
 
 
 def _error(body: bytes) -> dict[str, Any]:
-    """Of a body of JSON, in one chunk or whole; nothing of any other."""
+    """Parses a JSON body, whole or in one chunk; empty for any other."""
     try:
         return dict(json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])["error"])
     except (ValueError, KeyError, TypeError):
@@ -132,7 +132,7 @@ def _error(body: bytes) -> dict[str, Any]:
 
 
 async def _refusal(name: str, first: bytes, reader: asyncio.StreamReader) -> Answer:
-    """What began with this line and is no stream."""
+    """Reads the rest of an answer that is not a stream."""
     return _answer(name, first + await reader.read())
 
 
@@ -140,7 +140,7 @@ async def _refusal(name: str, first: bytes, reader: asyncio.StreamReader) -> Ans
 
 
 def hostile_bodies(model: str) -> dict[str, bytes]:
-    """By name; each is to be refused."""
+    """Returns bodies by name; each must be refused."""
 
     def with_model(rest: str) -> bytes:
         return f'{{"model": "{model}", {rest}}}'.encode()
@@ -201,7 +201,7 @@ class Ask:
 
     @property
     def is_told(self) -> bool:
-        """Whether an answer has a body."""
+        """Whether the answer has a body."""
         return self.method != "HEAD"
 
 
@@ -351,7 +351,7 @@ async def leaving(place: Place, seconds: float) -> AsyncIterator[Answer]:
 
 
 async def ordinary(place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """What an overload asks for, by clients who wait for one answer before they ask for the next."""
+    """Sends an overload's requests, each client waiting for one answer before the next request."""
     end = time.monotonic() + seconds
 
     async def one() -> list[Answer]:
@@ -378,7 +378,7 @@ async def overload(place: Place, seconds: float, per_second: float) -> AsyncIter
 
 
 async def _all(works: list[Callable[[], Awaitable[Answer]]]) -> AsyncIterator[Answer]:
-    """At once, as they end."""
+    """Runs all at once and yields them as they end."""
     for done in asyncio.as_completed([_guarded(work) for work in works]):
         yield await done
 

@@ -82,7 +82,7 @@ def served(breakable: Path) -> Iterator[Served]:
 
 
 async def warm_up(url: str) -> None:
-    """What is allocated once is allocated now: all of the cache, and room for the largest bodies."""
+    """Makes the server allocate what it allocates once: the whole cache, and buffers for the largest bodies."""
     streaming = asyncio.create_task(Watched(url).run())
     await asyncio.sleep(WARM_UP_S)
     await attacked(url, "bodies", SECONDS["bodies"])
@@ -165,14 +165,14 @@ async def watched_streams(url: str) -> AsyncIterator[Watched]:
 
 @dataclass(frozen=True)
 class Held:
-    """What one process holds."""
+    """Resources of one process."""
 
     memory: int  # bytes that are its own
     files: int
 
 
 def held() -> dict[str, Held]:
-    """By process, of those that serve."""
+    """Returns the resources of each serving process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -204,7 +204,7 @@ async def attacked(url: str, kind: str, seconds: float, *rate: float) -> list[di
 
 
 async def newcomers_served(url: str, attacking: asyncio.Task[Any]) -> list[int]:
-    """What clients get who come while others hold all places."""
+    """Returns what new clients get while others hold all slots."""
     found = []
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4}
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -253,7 +253,7 @@ async def test_streams_go_on_and_nothing_stays(served: Served, usual_rate: float
 
 
 def tell(answers: list[dict[str, Any]]) -> None:
-    """How often each answer came, and how fast."""
+    """Prints how often each answer came, and how fast."""
     rows: dict[tuple[str, int, str], list[float]] = {}
     for one in answers:
         words = one["param"] or ""

@@ -1,6 +1,6 @@
-"""What strangers begin and do not end is over once they have left: sessions, tasks, connections, bodies.
+"""Whatever hostile clients begin ends once they leave: sessions, tasks, connections, bodies.
 
-Not part of the default suite: `make test-hostile`. The models are toys, so it is the router and the API that are seen.
+Not part of the default suite: `make test-hostile`. The models are toys, so the router and the API are under test.
 """
 
 import subprocess

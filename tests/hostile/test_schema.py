@@ -1,4 +1,4 @@
-"""What `/openapi.json` says holds: two thousand requests by schemathesis, allowed ones and forbidden ones.
+"""`/openapi.json` describes the server: two thousand requests by schemathesis, valid and invalid.
 
 Not part of the default suite: `make test-hostile`.
 """
@@ -122,7 +122,7 @@ def sound(draw: DrawFn, allowed: SearchStrategy[Any], needed: dict[str, Any]) ->
 
 
 def event_schema(document: dict[str, Any], method: str, path: str) -> Draft202012Validator:
-    """Of the data of a stream's events, read, but for the last of a stream that has an end."""
+    """Returns the schema of a stream's parsed events, without the final marker."""
     content = document["paths"][path][method]["responses"]["200"]["content"]
     data = content.get("text/event-stream", {}).get("schema", {"properties": {"data": {}}})["properties"]["data"]
     (read,) = [one["contentSchema"] for one in (data, *data.get("anyOf", ())) if "contentSchema" in one] or [False]

@@ -54,13 +54,13 @@ class ToyServer:
 
     @property
     def requests(self) -> float:
-        """That run."""
+        """Returns the number of running requests."""
         return self.metrics.registry.get_sample_value("slipstream_running_requests") or 0.0
 
 
 @contextmanager
 def toy_server(**server: Any) -> Iterator[ToyServer]:
-    """With this for its section `server`. Fails where something of a session is left when it is over."""
+    """Serves with these `server` options. Fails if anything of a session is left at the end."""
     started: Future[ToyServer] = Future()
     with ThreadPoolExecutor(1) as thread, patch.object(harness, "VOCABULARY", VOCABULARY):
         serving = thread.submit(lambda: asyncio.run(_serve(started, server)))

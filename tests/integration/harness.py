@@ -48,7 +48,7 @@ LOGITS = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().man
 
 @dataclass
 class Pace:
-    """How long the steps of a cluster's targets take."""
+    """Step durations of a cluster's targets."""
 
     # A toy step is instant, and then waiting for a block would not pay: the target would decode plainly.
     step_s: float = 0.03
@@ -56,7 +56,7 @@ class Pace:
 
 @dataclass
 class Cluster:
-    """What a test can reach; `targets` and `drafters` by address."""
+    """A running cluster; `targets` and `drafters` are by address."""
 
     router: Router
     pace: Pace
@@ -84,7 +84,7 @@ class Cluster:
         return Generation(**{**values, **changes})  # type: ignore[arg-type]
 
     def hurry(self) -> None:
-        """What was to be shown has been shown: what still runs may end as soon as it can."""
+        """Lets remaining work finish as fast as it can, once the test has seen what it wanted."""
         self.pace.step_s = 0.0
 
     async def tokens(self, generation: Generation) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a target's engine was asked for and what came of it, by session; and steps that wait for what a test says."""
+"""Records a target engine's plans and outcomes by session; lets steps wait for a test's signal."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -70,7 +70,7 @@ class RecordedEngine:
 
 
 def is_settled(target: TargetReplica) -> bool:
-    """Whether every session in the cache has a drafter, to which all hidden states that were sent have come."""
+    """Returns whether every cached session has a drafter that has received all hidden states sent."""
     sessions = target.scheduler._admission.running.values()
     feeds = [session.live_feed for session in sessions]
     return all(feed is not None and feed.acked == feed.sent for feed in feeds)

@@ -48,7 +48,7 @@ class Served:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 
     def inspect(self, deployment: str) -> list[dict[str, Any]]:
-        """What each replica of a deployment holds; nothing while there is none."""
+        """Returns the state of each replica of a deployment; empty if there is none."""
         handle = serve.get_deployment_handle(deployment, self.application)
         try:
             return list(handle.broadcast("inspect").results(timeout_s=20))
@@ -79,7 +79,7 @@ def demo_served_beside(served: Served, name: str, *overrides: str) -> Iterator[S
 
 @contextmanager
 def built_by(import_path: str) -> Iterator[None]:
-    """What is served from now on is made by this builder, as `module:function`: of parts that tests put in place."""
+    """Makes `module:function` the builder of what is served, for parts that tests replace."""
     application_schema = deploying.application_schema
 
     def built(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> ServeApplicationSchema:

@@ -35,7 +35,7 @@ def next_token(total: float) -> int:
 
 
 def continued(state: Sequence[float], position: int) -> Iterator[int]:
-    """What the target says after a position with this state, greedily."""
+    """Returns the target's greedy token after a position with this state."""
     while True:
         token = next_token(state[TOTAL])
         yield token
@@ -124,7 +124,7 @@ class StateHead:
         return Proposal(request.session, request.base_len, request.prefix_hash, tree)
 
     def _state(self, session: str, position: int) -> list[float] | None:
-        """At a position, as far as the rows tell; the total is their own sum, unless the latest alone are read."""
+        """Returns the state at a position from the rows received; sums them unless only the latest are read."""
         rows = self._rows[session]
         needed = range(position if self._reads_latest else 0, position + 1)
         if position < 0 or not rows.keys() >= set(needed):

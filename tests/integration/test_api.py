@@ -252,7 +252,7 @@ async def test_every_answer_has_the_name_of_its_request(front: Front) -> None:
 
 
 def told(front: Front, text: str) -> tuple[TokenScore, ...]:
-    """Of each token: half as likely as can be, with itself and "z" as the likeliest."""
+    """Returns scores for each token: half the maximal probability, with itself and "z" as the likeliest."""
     (other,) = front.codec.encode("z")
     return tuple(TokenScore(-0.5, 1, (token, other), (-0.5, -1.0)) for token in front.codec.encode(text))
 

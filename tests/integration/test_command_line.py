@@ -47,7 +47,7 @@ def test_a_conversation_marks_drafted_text_and_remembers_what_was_said(front: Fr
 
 
 def heed_interrupts() -> None:
-    """As from a terminal: a shell has what it starts in the background ignore them."""
+    """Restores the default handling of interrupts, which shells disable for background processes."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

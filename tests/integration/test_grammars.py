@@ -44,7 +44,7 @@ async def test_speculation_changes_no_token_of_many_sessions_at_once():
 
 @pytest.mark.parametrize("lost", ["target", "drafter"])
 async def test_losing_one_in_mid_stream_changes_no_token(lost):
-    """What follows goes along the grammar from where the ledger says."""
+    """Replays the ledger's tokens through the grammar on the new target."""
     plain = await plainly(LONG)
     async with cluster(targets=2, drafters=2, grammars=GRAMMARS) as c:
         tokens: list[int] = []

@@ -129,7 +129,7 @@ async def test_nothing_is_done_for_a_peer_that_did_not_greet(door, messages):
 
 @DOORS
 async def test_bytes_that_are_no_protobuf_end_their_own_stream_only(door):
-    """As the first frame, and after a proper greeting."""
+    """Sends them as the first frame, and after a valid greeting."""
     hello = encode(door.frame, [HELLO]).SerializeToString()
     async with busy_cluster() as c, grpc.aio.insecure_channel(door.address(c)) as channel:
         for greeting in ([], [hello]):
@@ -183,7 +183,7 @@ async def test_bad_opens_are_refused_by_name_and_attempt(door):
 
 
 async def verify_as_assigned(target: TargetReplica, stream: Any, session: str) -> None:
-    """From now on, what this drafter sends for the session is heard: its router might have assigned even this one."""
+    """Makes the target accept this drafter's blocks for the session, as if its router had assigned it."""
     key = target.scheduler._admission.running[session].open.token_key
     attach = Attach(session, 1, 1, None, issue(key, session, 99))
     await stream.write(encode(pb.DrafterToTarget, [attach]))
@@ -230,7 +230,7 @@ async def test_a_target_whose_verdicts_cannot_be_read_loses_the_session_to_anoth
 
 
 def garble(target: TargetReplica, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on its verdicts hold no token, which none may."""
+    """Makes verdicts of this target hold no tokens, which is invalid."""
     deliver = target._send
 
     def send(sends: list[Send]) -> None:
@@ -240,9 +240,9 @@ def garble(target: TargetReplica, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_states_that_lie_cost_blocks_and_no_token(monkeypatch):
-    """Of another text, another layout, rows that are missing, and bytes that are no rows, from the session's target.
+    """Sends states of another text or layout, missing rows, and invalid bytes, from the session's target.
 
-    The method of these drafters would fail on a single row that is not its text's.
+    The method of these drafters fails on any row that does not match its text.
     """
     async with cluster(reading=CHECKED) as c:
         (target,) = c.targets.values()
@@ -305,7 +305,7 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
 
 
 async def test_a_stranger_takes_over_no_session_by_opening_it_again():
-    """At the target and at the drafter; neither is told more than that it may not."""
+    """Tries at target and drafter; neither reveals more than the refusal."""
     async with busy_cluster() as c:
         (target,) = c.targets.values()
         (drafter,) = c.drafters.values()
@@ -346,7 +346,7 @@ async def test_a_stranger_takes_over_no_session_that_is_held_for_its_grammar(mon
 
 
 async def test_a_drafter_dials_no_address_that_is_no_targets(monkeypatch, caplog):
-    """Whoever acts as a router could have it show its token anywhere."""
+    """Prevents an impostor router from having the token sent anywhere."""
     dialled = asyncio.Event()
 
     def arrived(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -46,7 +46,7 @@ async def front(of: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def traced(client: httpx.AsyncClient, prompt: list[int], **speculation: Any) -> list[dict[str, Any]]:
-    """What the events of one streamed answer tell of speculation."""
+    """Returns what one streamed answer's events report about speculation."""
     body = {"model": "toy", "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
     answer = await client.post("/v1/completions", json=body | {"speculation": {"draft_tokens": 4} | speculation})
     assert answer.status_code == 200, answer.text
@@ -83,7 +83,7 @@ def chr_of(token: int) -> str:
 
 
 def text_of_draft() -> dict[str, str]:
-    """What the draft model says after each token, as text; the toys are greedy and look one token back."""
+    """Returns the draft model's text after each token; the toys are greedy and look one token back."""
     return {chr_of(token): chr_of(int(HALF_RIGHT[token].argmax())) for token in range(len(LOGITS))}
 
 

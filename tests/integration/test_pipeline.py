@@ -73,7 +73,7 @@ class GatedEngine:
 
 
 async def test_one_session_is_drafted_while_another_is_verified():
-    """In logical order: the target's step with A's block does not end before B's draft is done."""
+    """Enforces the order: the target's step with A's block ends only after B's draft."""
     gates: list[GatedEngine] = []
 
     def gated(engine: Engine) -> Engine:

@@ -100,7 +100,7 @@ async def test_greedy_text_equals_plain_generate(served: Served, reference: Refe
 
 
 def test_drafts_are_used_and_accounted_for(served: Served) -> None:
-    """On a busy machine speculation may have been found to lose: then it is tried again after some hundred steps."""
+    """Allows for speculation being off on a busy machine until it is probed again."""
     for _ in range(PATIENCE):
         answer = complete(served, PROMPTS[1], 48)
         accepted, rejected = predictions(answer)
@@ -276,7 +276,7 @@ def test_replicas_say_what_they_cost(served: Served) -> None:
 
 
 def test_operators_see_what_replicas_count(served: Served) -> None:
-    """In `slipstream status`, and as Prometheus does, at each node's metrics port."""
+    """Reads `slipstream status`, and each node's metrics port as Prometheus does."""
     assert ask(served, PROMPTS[0])
     rows = replicas_table(served.inspect("Target"), served.inspect("Drafter")).columns
     shown = dict(zip(rows[0].cells, rows[1].cells, strict=True))

@@ -85,7 +85,7 @@ async def test_after_a_prefix_hit_whole_or_partial_drafts_are_as_good_as_after_a
 
 
 def _pages_of(tokens: int) -> int:
-    """How many of the tokens are on pages that they fill."""
+    """Returns how many of the tokens fill whole pages."""
     return tokens // PAGE_SIZE * PAGE_SIZE
 
 
@@ -126,9 +126,9 @@ async def test_a_session_beyond_the_heads_context_goes_on_plainly_and_others_are
 
 
 async def test_nothing_waits_behind_a_prompts_states_that_are_stuck(monkeypatch):
-    """In logical order: beside a drafter's stream for states that stands still, a whole answer is drafted and decided.
+    """Drafts and decides a whole answer while a drafter's stream for hidden states is stuck.
 
-    The long prompt's own answer goes on plainly meanwhile, and is drafted for once its states are there.
+    The long prompt's own answer continues without speculation meanwhile, and is drafted once its states arrive.
     """
     monkeypatch.setattr(hidden_state_sender, "RIDE_BYTES", 8 * LAYOUT.row_bytes)
     let_go = asyncio.Event()

@@ -33,7 +33,7 @@ MARKS = ["e\u0301", "👩\u200d👩\u200d👧", "🏳\ufe0f\u200d🌈", "👍�
 
 
 def byte_fallback() -> Any:
-    """As SentencePiece's: few characters have tokens, the others are spelt in bytes."""
+    """Returns a tokenizer like SentencePiece's: few characters have tokens, the others are spelled in bytes."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257, "日": 258}
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     built.normalizer = normalizers.Replace(" ", "▁")
@@ -113,7 +113,7 @@ TEXTS = st.lists(PIECES, max_size=30).map("".join)
 
 
 def cut(text: str, stops: list[str], keeps_stop: bool) -> str:
-    """Before, or after, the first stop string to be complete; of those that end together, the longest."""
+    """Cuts before, or after, the first complete stop string; of those that end together, the longest."""
     for end in range(1, len(text) + 1):
         complete = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if complete:

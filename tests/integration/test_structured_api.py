@@ -1,6 +1,6 @@
 """From an HTTP request with a JSON schema to its answer: API, router, target and drafter over real streams.
 
-The models are random over single bytes, so nothing but the grammar makes JSON of what they say.
+The models are random over single bytes, so only the grammar makes their output JSON.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Who may speak to whom, over real gRPC: those who may not are refused, logged once, and told nothing."""
+"""Access control over real gRPC: unauthorized peers are refused, logged once, and learn nothing."""
 
 import asyncio
 import logging
@@ -115,7 +115,7 @@ async def test_who_gets_through_the_handshake_is_not_counted_however_often_it_co
 
 
 def issue_invalid(kind: str, folder: Path, authority: Authority, role: PeerRole) -> None:
-    """What a caller of this kind shows, if it shows a certificate."""
+    """Returns the credentials of this kind of caller, with or without a certificate."""
     if kind == "expired":
         authority.issue(folder / kind, role, lasts=timedelta(days=-1))
     elif kind == "foreign":
@@ -174,7 +174,7 @@ async def test_a_refused_peer_is_logged_once(tmp_path, caplog):
 
 @pytest.mark.parametrize("holder", ["router", "drafter"])
 async def test_nobody_is_taken_for_a_target_without_a_targets_certificate(holder, tmp_path):
-    """Who dials shows what it has only to whom it looks for: the handshake ends before a message is sent."""
+    """Ends the handshake before a message is sent, since dialers present credentials only to the expected role."""
     authority = Authority()
     trust = authority.issue_all(tmp_path)
     heard: list[str] = []
@@ -202,7 +202,7 @@ async def test_nobody_is_taken_for_a_target_without_a_targets_certificate(holder
 
 
 async def test_certificates_are_replaced_while_streams_run(tmp_path):
-    """By those of another authority, so that nothing of the old ones can be what is believed after."""
+    """Replaces the authority too, so that no trust in the old one can remain."""
     old = tmp_path / "kept"
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
@@ -227,7 +227,7 @@ async def test_certificates_are_replaced_while_streams_run(tmp_path):
 
 
 async def test_certificates_rotate_under_load_without_a_failed_request(tmp_path, monkeypatch):
-    """Of one authority, as cert-manager does, again and again, each time with a stream that has to be dialled anew."""
+    """Rotates certificates of one authority repeatedly, as cert-manager does, redialing a stream each time."""
     monkeypatch.setattr(auth_interceptor, "PASSED_S", 300)  # drafters may hang up on targets at any time
     authority = Authority()
     async with cluster(targets=2, drafters=2, trust=authority.issue_all(tmp_path)) as c:

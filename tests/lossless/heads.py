@@ -43,7 +43,7 @@ class ToyConfig:
 
 
 class ByPlace:
-    """As Medusa's: after the target's state of a token come, so many places on, these tokens."""
+    """A head like Medusa's: predicts each later position from the target's state of a token."""
 
     config = ToyConfig(recurs=False)
 
@@ -56,7 +56,7 @@ class ByPlace:
 
 
 class ByToken:
-    """As an MLP speculator: the state, which the target's begins, counts the tokens taken after it."""
+    """A head like an MLP speculator: its state starts from the target's and includes the tokens chosen after it."""
 
     config = ToyConfig(recurs=True)
 
@@ -71,9 +71,9 @@ class ByToken:
 
 
 class BesideToken(ToyRunner):
-    """As an EAGLE head: fed each token with the state before it, it makes what comes next and the token's own state.
+    """A head like EAGLE: from a token and the state before it, it predicts the next token and the token's own state.
 
-    Where texts may begin in their middle, a place is as far before the state's position as all of its row.
+    Where texts may begin in the middle, a state's position counts from the start of its row.
     """
 
     def __init__(self, logits: Tensor, begins_late: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What lossless worlds are made of: an experiment's setting, and the real parts that it asks for."""
+"""Parts of lossless worlds: an experiment's setting, and the real components it configures."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +99,7 @@ class Flatter:
 
 
 def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator[Generation]:
-    """What is asked for: the same prompt again and again, each time with seeds of its own."""
+    """Returns repeated requests with the same prompt and different seeds."""
     for index in range(sessions):
         yield Generation(
             session=f"s{index}",
@@ -163,7 +163,7 @@ def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -
 
 @torch.inference_mode()
 def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[CommittedTokens]:
-    """What the specification commits of one session, round by round; nobody holds anything at the end."""
+    """Yields what the reference loop commits for one session, round by round; checks that nothing remains."""
     alone = replace(setting, lock_step=True)
     method = a_draft_model(alone, 8, clock=lambda: 0.0)  # with room for a whole text
     verification = a_verification_scheduler(alone, 1)
@@ -178,7 +178,7 @@ def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[Co
 
 
 def texts_in_lock_step(setting: Setting, sessions: int, seed: int) -> list[tuple[int, ...]]:
-    """What the specification commits of the sessions of `World(setting, sessions, seed)`."""
+    """Returns what the reference loop commits for the sessions of `World(setting, sessions, seed)`."""
     return [
         tuple(token for emit in rounds_in_lock_step(setting, generation) for token in emit.tokens)
         for generation in generations(setting, sessions, random.Random(seed))

@@ -32,7 +32,7 @@ HORIZON_S = 5 * STEP_S  # in which peers are lost
 
 @dataclass(frozen=True)
 class Pools:
-    """What is there beside the sessions' own setting."""
+    """Settings of the pools."""
 
     target: NextLogits
     draft: NextLogits
@@ -140,7 +140,7 @@ class PoolWorld(World):
         super()._route(sender, sends)
 
     def _note(self, message: Message) -> None:
-        """What the test has to have seen to have shown anything."""
+        """Records the events a test must have seen to be meaningful."""
         if isinstance(message, DraftRequest):
             self.counts["likely tokens asked for"] += message.least_chance > 0.05
         elif isinstance(message, Block):

@@ -25,7 +25,7 @@ def after(mixed: int, token: int) -> int:
 
 
 def state_after(before: Sequence[float] | None, token: int, position: int) -> list[float]:
-    """Of a token after the state before it, if there is one: token, position, what the text is mixed to, their sum."""
+    """Returns a token's state from the one before it: token, position, hash of the text, and their sum."""
     mixed = after(0 if before is None else int(before[2]), token)
     total = (0 if before is None else int(before[3])) + mixed
     return [float(token), float(position % MODULUS), float(mixed), float(total % MODULUS)]
@@ -77,7 +77,7 @@ class RememberingRunner(ToyRunner):
         return [self._place(row, row.start + index) for index in range(len(row.tokens))]
 
     def _state(self, row: FeedRow, position: int) -> list[float]:
-        """What lies at the place of a position."""
+        """Returns what is stored at a position's place."""
         found: list[float] = decode_rows(self._cache.read([self._place(row, position)]), LAYOUT)[0].tolist()
         return found
 

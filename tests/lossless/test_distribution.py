@@ -64,7 +64,7 @@ def p_value(setting: Setting, samples: list[tuple[int, ...]]) -> float:
 
 
 def p_value_of(exact: Mapping[tuple[int, ...], float], samples: list[tuple[int, ...]]) -> float:
-    """Of the samples, if `exact` is the probability of each text."""
+    """Returns the p-value of the samples, if `exact` is the probability of each text."""
     assert set(samples) <= exact.keys(), "a continuation that plain decoding cannot give"
     seen = Counter(samples)
     # Rare continuations share a cell, so that every expected count is at least 5. There is none where none is rare.
@@ -110,7 +110,7 @@ def plainly(new_tokens: int) -> Setting:
 
 @functools.cache
 def plain_texts(new_tokens: int, sessions: int, seed: int) -> list[tuple[int, ...]]:
-    """What the target alone makes of the sessions of such a world."""
+    """Returns the target's own texts for the sessions of such a world."""
     return World(plainly(new_tokens), sessions, seed).run()
 
 

@@ -32,7 +32,7 @@ FEW_PAGES = 15  # of all sessions together, where one may need 14
 
 
 class _Alphabet:
-    """What `TokenizerWrapper` asks for."""
+    """The interface that `TokenizerWrapper` expects."""
 
     eos_token_id = EOS
     bos_token_id = None
@@ -78,12 +78,12 @@ def accepted(made: Sequence[World]) -> int:
 
 @functools.cache
 def plain(sampling: Sampling) -> list[tuple[int, ...]]:
-    """Without any draft."""
+    """Generates without drafts."""
     return texts(worlds(replace(SETTING, block_len=0, sampling=sampling)))
 
 
 def keeps_to_lists(text: tuple[int, ...]) -> bool:
-    """Whether it is one, or begins one where it ended for its length."""
+    """Returns whether a text is a list, or the beginning of one cut off at its length limit."""
     written = "".join(LETTERS[token] for token in text if token != EOS)
     while (shorter := re.sub(r"\((\[\]|[abc]{1,3})(,(\[\]|[abc]{1,3}))*\)", "[]", written)) != written:
         written = shorter

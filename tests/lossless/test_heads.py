@@ -82,7 +82,7 @@ def test_heads_that_begin_in_mid_text_decide_what_plain_decoding_does(sampling: 
 def test_under_ratio_blocks_ahead_of_heads_keep_the_distribution(
     new_tokens: int, interruption: float, kind: Any
 ) -> None:
-    """By chi-square over all texts, with a false-alarm rate of 1e-5 a case."""
+    """Tests all texts by chi-square, with a false-alarm rate of 1e-5 per case."""
     setting = Setting(
         FEW_TOKENS,
         DRAFTERS["good"],

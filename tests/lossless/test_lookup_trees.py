@@ -23,7 +23,7 @@ NODES = 6
 
 
 def repeating(vocabulary: int, seed: int) -> NextLogits:
-    """What follows depends on the last token, and less on all before: a wrong page shows. Hardly any text ends."""
+    """Returns logits that depend on the last token, and slightly on all earlier ones, so that a wrong page shows."""
     mostly = drawn_by_history(vocabulary, seed, scale=2.0)
     rest = drawn_by_history(vocabulary, seed + 1, scale=0.5)
     never = torch.zeros(vocabulary)

@@ -191,7 +191,7 @@ def drawn(
     worlds: int,
     altered: Callable[[Block, random.Random], Block] | None = None,
 ) -> Drawn:
-    """By speculation, in so many worlds; `altered` makes of a drafter's block what is verified."""
+    """Returns texts drawn with speculation in many worlds; `altered` changes a drafter's blocks before verification."""
     few = torch.zeros(FEW, FEW)
     setting = Setting(
         few,

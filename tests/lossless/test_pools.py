@@ -92,7 +92,7 @@ def exact_distribution(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 
 
 def texts_with_losses(schedule: Schedule, worlds: int) -> list[tuple[int, ...]]:
-    """What a lookup finds is a point mass; who looks up and who is lost depends on no token that was drawn."""
+    """Returns texts of worlds with losses. Lookup drafts are point masses, and losses depend on no drawn token."""
     pools = Pools(FEW_TARGET, FEW_DRAFT, lost_targets=2, lost_drafters=2, planned_moves=2, hybrid=True)
     setting = Setting(
         torch.zeros(FEW, FEW),

@@ -54,7 +54,7 @@ def plain(sampling: Sampling) -> list[tuple[int, ...]]:
 
 @functools.cache
 def specified(acceptance: Acceptance, sampling: Sampling) -> list[tuple[int, ...]]:
-    """What `cluster.reference_loop` commits of the same sessions; it knows no schedule."""
+    """Returns what `cluster.reference_loop` commits for the same sessions, without any schedule."""
     setting = Setting(TARGET, DRAFT, acceptance, calm, BLOCK_LEN, NEW_TOKENS, sampling)
     return [
         text

@@ -29,7 +29,7 @@ COUPLED = Sampling(temperature=0.7)
 
 @dataclass(frozen=True)
 class Way:
-    """How states come. `happens` is what has to be seen of that, and all that may be."""
+    """A way in which states arrive. `happens` lists the events that must be seen, and no others may be."""
 
     delays: Callable[[random.Random], list[float]]  # of each copy of a message
     happens: frozenset[str]
@@ -119,15 +119,15 @@ class ReadingOnWays(WayWorld):
 
 
 class PlacesOnWays(WayWorld, PlacesWorld):
-    """As Medusa."""
+    """Medusa's variant."""
 
 
 class TokensOnWays(WayWorld, TokensWorld):
-    """As an MLP speculator."""
+    """The MLP speculator's variant."""
 
 
 class EagleOnWays(WayWorld, EagleWorld):
-    """As EAGLE."""
+    """EAGLE's variant."""
 
 
 def settings(setting: Setting) -> list[Setting]:

@@ -56,7 +56,7 @@ def test_trees_bring_what_chains_do_not():
 
 
 def p_value_over_answers_of_others(schedule: Schedule, worlds: int) -> float:
-    """Of texts drafted from others', which the lookup knows, and from the sessions' own."""
+    """Returns the p-value of texts drafted from other sessions' answers and from the sessions' own."""
     setting = Setting(
         FEW_TOKENS, DRAFTERS["bad"], Acceptance.REJECTION, schedule, new_tokens=6, ahead=2, interruption=0.1
     )

@@ -22,7 +22,7 @@ LIKELY = TARGET.topk(2, dim=-1).indices.tolist()  # after each token
 
 
 def into_a_tree(prompt_len: int) -> Callable[[Block, random.Random], Block]:
-    """As many nodes as there may be; each child is one of the likely tokens after its parent."""
+    """Returns a tree with as many nodes as allowed, each child a likely token after its parent."""
     context = prompt_len + NEW_TOKENS
 
     def altered(block: Block, rng: random.Random) -> Block:

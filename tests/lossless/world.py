@@ -59,7 +59,7 @@ def near_patience(message: Message, rng: random.Random) -> list[float]:
 
 
 def only_with_eos_in_time(message: Message, rng: random.Random) -> list[float]:
-    """What no honest system may do: whether a block is used depends on the block's own tokens."""
+    """Violates the rules: whether a block is used depends on the block's own tokens."""
     late = isinstance(message, Block) and EOS not in message.tree.tokens
     return [100 * STEP_S] if late else [HOP_S]
 
@@ -140,13 +140,13 @@ class World:
 
     @property
     def verification(self) -> VerificationScheduler:
-        """Of the one target."""
+        """The only target's scheduler."""
         (target,) = self.targets.values()
         return target.scheduler
 
     @property
     def drafting(self) -> DraftScheduler:
-        """Of the one drafter."""
+        """The only drafter's scheduler."""
         (drafter,) = self.drafters.values()
         return drafter.scheduler
 
@@ -221,7 +221,7 @@ class World:
         self._after(PASS_S, end)
 
     def _is_interrupted(self) -> bool:
-        """At random, and never for anything in the tokens that are drafted."""
+        """Interrupts at random, independently of the drafted tokens."""
         return self._chance.random() < self._setting.interruption
 
     # ------------------------------------------------------------ transport

@@ -216,7 +216,9 @@ def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: Candida
     shortest = Point(0.0, saved(0.0))
     if shortest.value <= 0:
         return shortest.at
-    longest_s = (candidate.block_len + 1) * inputs.costs.non_speculative_s(sessions)  # no round is shorter than its draft
+    longest_s = (candidate.block_len + 1) * inputs.costs.non_speculative_s(
+        sessions
+    )  # no round is shorter than its draft
     return crossing(saved, shortest, Point(longest_s, saved(longest_s)))
 
 
