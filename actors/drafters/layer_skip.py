@@ -4,8 +4,9 @@ After LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) and Draft & Verify (Zha
 is no second checkpoint to find or train. How often such drafts are accepted depends on how the target was trained.
 """
 
-from actors.drafters.loading import draft_with, products_of
+from actors.drafters.loading import draft_with
 from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
 from actors.models.checkpoint import folder_with, of_layers
@@ -16,7 +17,7 @@ from cluster.config import DraftPool
 def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
     """Creates the method. Raises ModelError if the target lacks one of the layers or they cannot be read."""
     device = device_of(draft.resources)
-    products = products_of(draft, setup, device)
+    products = choose_products(draft.draft_model.quantization, setup.dtype, device)
     layers = draft.layer_skip.ids
-    model = load_layers(folder_with(setup.target, of_layers(layers)), layers, products.dtype, device)
+    model = load_layers(folder_with(setup.target, of_layers(layers)), layers, products.dtype_name, device)
     return draft_with(model, products.product, draft, setup)

@@ -5,12 +5,11 @@ Acceptance rate that a draft's author publishes in its folder; drafters check th
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from actors.compute.linear import EightBitProjection, Product, can_round, projection
+from actors.compute.linear import Product
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import (
@@ -22,6 +21,7 @@ from actors.drafters.model.forwards import (
 )
 from actors.drafters.model.recurrent_head import load_recurrent_head
 from actors.drafters.model.sampling import Calibration, DraftingLimits
+from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
@@ -47,28 +47,9 @@ def load_draft_model(
     folder: Path, draft: DraftPool, setup: DraftSetup, device: torch.device, calibration: Calibration | None = None
 ) -> DraftModel:
     """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed."""
-    products = products_of(draft, setup, device)
-    model = load_model(folder, products.dtype, device)
+    products = choose_products(draft.draft_model.quantization, setup.dtype, device)
+    model = load_model(folder, products.dtype_name, device)
     return draft_with(model, products.product, draft, setup, folder, calibration)
-
-
-class DraftProducts(NamedTuple):
-    """Factory for a draft model's matrix products, and the model's dtype."""
-
-    product: Product
-    dtype: str
-
-
-def products_of(draft: DraftPool, setup: DraftSetup, device: torch.device) -> DraftProducts:
-    """Selects the products. Quantized ones round weights and rows to 8 bits, and the rest is float32.
-
-    Raises ModelError if the device has no such products.
-    """
-    if draft.draft_model.quantization == "none":
-        return DraftProducts(projection, setup.dtype)
-    if not can_round(device):
-        raise ModelError(f"there are no products in 8 bits on {device}; leave draft.draft_model.quantization out")
-    return DraftProducts(EightBitProjection, "float32")
 
 
 def draft_with(

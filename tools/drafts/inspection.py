@@ -20,14 +20,14 @@ from typing import Any
 import yaml
 
 from actors.drafters.heads.dflash.config import DFlashConfig
-from actors.drafters.heads.eagle.config import NEITHER, EagleConfig, EagleKind, FeatureNorm, OutputNorm, WeightSource
-from actors.drafters.heads.eagle.config import NOT_COMPUTED_WITH as OF_TRAINING
+from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, FeatureNorm, OutputNorm, WeightSource
 from actors.drafters.heads.eagle.mtp import layout_in, module_count
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.medusa import MedusaConfig
 from actors.drafters.heads.mlp_speculator import MlpSpeculatorConfig
 from actors.drafters.heads.projection import draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
+from actors.drafters.heads.weight_reader import DERIVED, NOT_COMPUTED_WITH
 from actors.models.checkpoint import check_draft, vocabulary
 from actors.models.config_reader import read_config
 from actors.models.layer_subset import check_layers
@@ -309,7 +309,7 @@ def _surplus(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Mismatch]:
     """Finds tensors that the forward would not use: they belong to another kind of head."""
     known = {**expected.allowed, **expected.needed}
     for name in files.tensors if expected.is_closed else ():
-        if name not in known and not name.startswith(OF_TRAINING) and not name.endswith(NEITHER):
+        if name not in known and not name.startswith(NOT_COMPUTED_WITH) and not name.endswith(DERIVED):
             yield Mismatch(f"tensor {name}", "none: no head of this layout computes with it", "one")
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from actors.models.checkpoint import first_of_each, folder_with, local_folder
 from actors.models.weights import read_tensors, stored_tensors
+from cluster.config import DraftPool
 from cluster.errors import ModelError
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -77,6 +78,12 @@ def read_head(folder: Path) -> HeadFiles:
     if not tensors:
         raise ModelError(f"{folder} holds no tensors; expected *.safetensors or {', '.join(PICKLES)}")
     return HeadFiles(folder, config, tensors)
+
+
+def head_folder(draft: DraftPool) -> Path:
+    """Returns the folder of the head named by `draft.model`, downloading it if needed."""
+    assert draft.model is not None, "the configuration of a method with a head names the head"
+    return local_folder(draft.model, more=PICKLES)
 
 
 def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from actors.attention.batch import never
 from actors.compute.linear import Product
-from actors.drafters.heads.files import PICKLES, folder_to_borrow_from
+from actors.drafters.heads.files import folder_to_borrow_from, head_folder
 from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_places
-from actors.drafters.heads.projection import head_products
 from actors.drafters.heads.rope import target_shape
 from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
+from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
-from actors.models.checkpoint import local_folder
 from actors.models.decoder import ForwardOutput
 from actors.sampling.processors import MAKERS
 from cluster.config import DraftPool
@@ -283,12 +282,6 @@ def final_state(target: Path) -> StatesNeeded:
     return StatesNeeded((shape.layers,), shape.hidden, window=1)
 
 
-def head_folder(draft: DraftPool) -> Path:
-    """Returns the folder of the head named by `draft.model`."""
-    assert draft.model is not None, "a configuration whose method loads a head names it"
-    return local_folder(draft.model, more=PICKLES)
-
-
 def last_state_drafting(
     load: HeadLoader,
     draft: DraftPool,
@@ -301,7 +294,7 @@ def last_state_drafting(
     `borrowed` lists the tensors that it takes from the target's checkpoint: of each group the first that exists.
     """
     device = device_of(draft.resources)
-    products = head_products(options, setup.dtype, device)
+    products = choose_products(options.quantization, setup.dtype, device)
     target = folder_to_borrow_from(setup.target, borrowed)
     head = load(head_folder(draft), target, products.dtype, device, setup.target_tokens.keys(), products.product)
     log.info("\n".join(head.config.describe()))

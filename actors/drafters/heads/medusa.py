@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.compute.linear import Product, Projection, projection
-from actors.drafters.heads.files import HEAD, HeadFiles, read_head, target_tensor
-from actors.drafters.heads.last_state import final_state, head_folder, last_state_drafting
+from actors.drafters.heads.files import HEAD, HeadFiles, head_folder, read_head, target_tensor
+from actors.drafters.heads.last_state import final_state, last_state_drafting
 from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
 from actors.drafters.registry import DraftSetup

@@ -12,15 +12,14 @@ Adapter that decodes rows of hidden states from their wire encoding into tensors
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from actors.compute.hidden_states import decode_rows
-from actors.compute.linear import EightBitProjection, Product, Projection, can_round, projection
+from actors.compute.linear import Projection
 from actors.models.decoder import Norm
-from cluster.config_sections import HeadOptions
 from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.errors import ModelError
@@ -46,26 +45,6 @@ class RowProjection:
             parts = rows.chunk(len(self.part_norms), dim=-1)
             rows = torch.cat([norm(part) for norm, part in zip(self.part_norms, parts, strict=True)], dim=-1)
         return self.norm(self.fc(rows))
-
-
-class HeadProducts(NamedTuple):
-    """Factory for a head's matrix products, and the dtype of everything else that the head computes."""
-
-    product: Product
-    dtype: torch.dtype
-
-
-def head_products(options: HeadOptions, dtype: str, device: torch.device) -> HeadProducts:
-    """Selects products for a model of type `dtype`.
-
-    Quantized products round weights and rows to 8 bits, and the rest of the head is float32. Raises ModelError if the
-    device has no such products.
-    """
-    if options.quantization == "none":
-        return HeadProducts(projection, getattr(torch, dtype))
-    if not can_round(device):
-        raise ModelError(f"there are no products in 8 bits on {device}; leave the method's quantization out")
-    return HeadProducts(EightBitProjection, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,15 +22,16 @@ from torch import Tensor, nn
 
 from actors.compute.linear import Product, projection
 from actors.drafters.heads.dflash.config import DFlashConfig, DFlashLayerKind, resolve_dflash
-from actors.drafters.heads.dflash.weights import ALIASES, DFlashLayer, DFlashReader, DFlashWeights, borrowed_tensors_of
-from actors.drafters.heads.files import PICKLES, HeadFiles, folder_to_borrow_from, read_head
+from actors.drafters.heads.dflash.weights import ALIASES, DFlashLayer, DFlashReader, DFlashWeights
+from actors.drafters.heads.files import HeadFiles, folder_to_borrow_from, head_folder, read_head
 from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_places
-from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded, head_products
+from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded
 from actors.drafters.heads.rope import rotary_of, target_shape
+from actors.drafters.heads.weight_reader import borrowed_tensors
 from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
+from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
-from actors.models.checkpoint import local_folder
 from actors.models.decoder import Rotation, rotation_of
 from actors.sampling.processors import MAKERS
 from cluster.config import DraftPool
@@ -322,18 +323,17 @@ def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.de
 
 
 def _files(draft: DraftPool) -> HeadFiles:
-    assert draft.model is not None, "a configuration whose method loads a head names it"
-    return read_head(local_folder(draft.model, more=PICKLES)).renamed(ALIASES)
+    return read_head(head_folder(draft)).renamed(ALIASES)
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Creates the method. Raises ModelError if the head named by `draft.model` does not fit the target."""
-    assert draft.model is not None, "a configuration whose method loads a head names it"
     device = device_of(draft.resources)
-    products = head_products(draft.dflash, setup.dtype, device)
-    head = local_folder(draft.model, more=PICKLES)
-    target = folder_to_borrow_from(setup.target, borrowed_tensors_of(_files(draft)))
-    decoder = load_dflash(head, target, products.dtype, device, setup.target_tokens.keys(), products.product)
+    products = choose_products(draft.dflash.quantization, setup.dtype, device)
+    target = folder_to_borrow_from(setup.target, borrowed_tensors(_files(draft).tensors))
+    decoder = load_dflash(
+        head_folder(draft), target, products.dtype, device, setup.target_tokens.keys(), products.product
+    )
     log.info("\n".join(decoder.config.describe()))
     limits = DraftingLimits(draft.dflash.draft_probs_top_k)
     makers = (*MAKERS, *setup.makers)

@@ -119,8 +119,6 @@ ALIASES = (
     (r"aux_norm_mid\.", "fc_norm.1."),
     (r"aux_norm_high\.", "fc_norm.2."),
 )
-NOT_COMPUTED_WITH = ("t2d", "verifier_")  # used in training only
-NEITHER = "rotary_emb.inv_freq"  # follows from the configuration
 
 
 def canonical(files: HeadFiles) -> HeadFiles:
@@ -128,13 +126,6 @@ def canonical(files: HeadFiles) -> HeadFiles:
     if files.config.get("quantization_config"):
         raise ModelError(f"{files.folder} is a quantised draft head, which is not supported; use its original")
     return replace(files, tensors=_without_stray_norm(files.tensors)).renamed(ALIASES)
-
-
-def check_all_used(files: HeadFiles, used: set[str]) -> None:
-    """Raises ModelError for tensors that the forward would not use: they belong to another kind of head."""
-    left = [name for name in sorted(files.tensors) if name not in used and not _is_ignored(name)]
-    if left:
-        raise ModelError(f"{files.folder} holds tensors that no EAGLE head known here computes with: {', '.join(left)}")
 
 
 def layer_count(files: HeadFiles) -> int:
@@ -158,10 +149,6 @@ def _without_stray_norm(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if "embed_layernorm.weight" in tensors:
         return tensors
     return {name: tensor for name, tensor in tensors.items() if name != "hidden_layernorm.weight"}
-
-
-def _is_ignored(name: str) -> bool:
-    return name.startswith(NOT_COMPUTED_WITH) or name.endswith(NEITHER)
 
 
 class EagleKind(Enum):
@@ -240,7 +227,7 @@ class EagleConfig:
     feature_norm: FeatureNorm
     norm_before_residual: bool
     output_norm: OutputNorm
-    embedding: WeightSource
+    embedding: WeightSource  # the head or the target
     lm_head: WeightSource
     mask_token: int | None  # of a head that predicts several tokens in one forward (P-EAGLE)
     hides_first: bool = False  # the embedding at position 0 is zero

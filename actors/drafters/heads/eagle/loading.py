@@ -23,7 +23,7 @@ from actors.attention.select_backend import AttentionShape, choose_attention
 from actors.compute.kv_cache import FeedRow, PagedCache
 from actors.compute.linear import Product, projection
 from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, EagleOverrides, OutputNorm, canonical, resolve
-from actors.drafters.heads.eagle.weights import EagleWeights, WeightReader
+from actors.drafters.heads.eagle.weights import EagleReader, EagleWeights
 from actors.drafters.heads.files import HeadFiles, read_head
 from actors.drafters.heads.projection import RowProjection
 from actors.drafters.heads.rope import rotary_of, target_shape
@@ -127,7 +127,7 @@ def load_row_projection(
     """
     files = canonical(read_head(folder))
     config = resolve(files, target_shape(target_folder), overrides)
-    return WeightReader(files, target_folder, config, dtype, device, product).row_projection()
+    return EagleReader(files, target_folder, config, dtype, device, product).row_projection()
 
 
 def load_eagle(
@@ -158,7 +158,7 @@ def head_of(
     product: Product,
 ) -> EagleHead:
     """Builds a head from tensors in the names of `names`."""
-    reader = WeightReader(files, target_folder, config, dtype, device, product)
+    reader = EagleReader(files, target_folder, config, dtype, device, product)
     weights = reader.weights(proposable)
     rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)
     return EagleHead(config, EagleDecoder(config, weights, rotary), weights.token_ids, dtype, device)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from actors.attention import AttentionBackend
-from actors.drafters.heads.eagle.config import overrides_of
+from actors.drafters.heads.eagle.config import WeightSource, overrides_of
 from actors.drafters.heads.eagle.loading import (
     EagleHead,
     EagleRunner,
@@ -16,13 +16,14 @@ from actors.drafters.heads.eagle.loading import (
     load_row_projection,
     read_eagle_config,
 )
-from actors.drafters.heads.eagle.weights import borrowed_tensors
-from actors.drafters.heads.files import PICKLES, folder_to_borrow_from
-from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded, head_products
+from actors.drafters.heads.files import folder_to_borrow_from, head_folder
+from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded
+from actors.drafters.heads.weight_reader import borrowed_tensors
 from actors.drafters.model.draft_cache import DraftCache, FedStates
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens
 from actors.drafters.model.sampling import Calibration, DraftingLimits
+from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.memory import page_count
 from actors.engine.process import device_of
@@ -38,7 +39,7 @@ UNFED = 1  # each token is fed with the state before it, so the first token is n
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
     """Returns which hidden states the head named by `draft.model` reads."""
-    return read_eagle_config(_folder(draft), target, overrides_of(draft.eagle)).needs
+    return read_eagle_config(head_folder(draft), target, overrides_of(draft.eagle)).needs
 
 
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
@@ -46,7 +47,7 @@ def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.de
 
     It is computed in the target's dtype, even if the drafter quantizes the head.
     """
-    return load_row_projection(_folder(draft), target, getattr(torch, dtype), device, overrides_of(draft.eagle))
+    return load_row_projection(head_folder(draft), target, getattr(torch, dtype), device, overrides_of(draft.eagle))
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
@@ -55,12 +56,15 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     Raises ModelError if the head named by `draft.model` does not fit the target or the device.
     """
     device = device_of(draft.resources)
-    products = head_products(draft.eagle, setup.dtype, device)
+    products = choose_products(draft.eagle.quantization, setup.dtype, device)
     overrides = overrides_of(draft.eagle)
-    config = read_eagle_config(_folder(draft), local_folder(setup.target, with_weights=False), overrides)
+    folder = head_folder(draft)
+    config = read_eagle_config(folder, local_folder(setup.target, with_weights=False), overrides)
+    sources = {"embed_tokens.weight": config.embedding, "lm_head.weight": config.lm_head}
+    own = [name for name, source in sources.items() if source is not WeightSource.TARGET]
     head = load_eagle(
-        _folder(draft),
-        folder_to_borrow_from(setup.target, borrowed_tensors(config)),
+        folder,
+        folder_to_borrow_from(setup.target, borrowed_tensors(own)),
         products.dtype,
         device,
         overrides,
@@ -83,11 +87,6 @@ def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: Dra
         head, pages, page_size, limits, setup.draft_tokens, is_projected=is_projected, makers=setup.makers
     )
     return decoded(method, setup.states)
-
-
-def _folder(draft: DraftPool) -> Path:
-    assert draft.model is not None, "a configuration whose method loads a head names it"
-    return local_folder(draft.model, more=PICKLES)
 
 
 def eagle_draft_model(

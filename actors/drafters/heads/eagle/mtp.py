@@ -31,8 +31,9 @@ from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, resolve
 from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleHead, head_of
 from actors.drafters.heads.eagle.method import deployed
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
-from actors.drafters.heads.projection import DecodedStates, head_products
+from actors.drafters.heads.projection import DecodedStates
 from actors.drafters.heads.rope import TargetShape, target_shape
+from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
 from actors.models.checkpoint import first_of_each, folder_with, local_folder
@@ -222,7 +223,7 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Creates the method. Raises ModelError if the target's checkpoint has no MTP module, or an unsupported kind."""
     device = device_of(draft.resources)
-    products = head_products(draft.mtp, setup.dtype, device)
+    products = choose_products(draft.mtp.quantization, setup.dtype, device)
     folder = folder_with_mtp(setup.target)
     head = load_mtp(folder, products.dtype, device, setup.target_tokens.keys(), products.product)
     return deployed(head, draft, draft.mtp, setup)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from actors.drafters import loading
+from actors.drafters import loading, products
 from actors.drafters.loading import load_draft_model
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import FILE as FREQUENT_TOKENS
@@ -131,6 +131,6 @@ def test_a_draft_with_learned_positions_drafts_up_to_its_last_one(
 
 
 def test_eight_bits_are_refused_where_there_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "can_round", lambda device: False)
-    with pytest.raises(ModelError, match=r"leave draft\.draft_model\.quantization out"):
+    monkeypatch.setattr(products, "can_round", lambda device: False)
+    with pytest.raises(ModelError, match="remove the drafting method's quantization"):
         load(folder, int8=True)

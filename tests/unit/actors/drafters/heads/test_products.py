@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from actors.compute.linear import EightBitProjection, can_round
-from actors.drafters.heads import projection as module
+from actors.drafters import products
 from actors.drafters.heads.medusa import load_medusa
 from actors.drafters.heads.mlp_speculator import load_mlp_speculator
-from actors.drafters.heads.projection import head_products
+from actors.drafters.products import choose_products
 from cluster.config import validated
-from cluster.config_sections import HeadOptions
 from cluster.errors import ConfigError, ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, case, checkpoint
 from tests.unit.actors.drafters.heads.state_drafting import ALL_TOKENS, a_deployed_method, a_request, decided
@@ -20,7 +19,6 @@ from tests.unit.cluster.samples import an_open
 
 FIXTURES = {"medusa": "medusa", "mlp_speculator": "mlp_speculator", "dflash": "dflash", "eagle": "eagle3"}
 PRODUCTS = {"medusa": 5 * 2, "mlp_speculator": 3 * 2}  # at least, of the heads whose layers are few
-IN_8_BITS = HeadOptions(quantization="int8")
 
 needs_8_bits = pytest.mark.skipif(not can_round(CPU), reason="this build of torch has no products in 8 bits")
 
@@ -35,7 +33,7 @@ def test_every_product_of_a_deployed_head_is_in_8_bits(monkeypatch: pytest.Monke
             made.append(tuple(weight.shape))
             super().__init__(weight, bias)
 
-    monkeypatch.setattr(module, "EightBitProjection", Spied)
+    monkeypatch.setattr(products, "EightBitProjection", Spied)
     fixture = FIXTURES[name]
     method: Any = a_deployed_method(name, checkpoint(fixture), quantization="int8")
     known = case(fixture)
@@ -62,14 +60,14 @@ def test_what_a_head_says_is_nearly_the_same(name: str, load: Any) -> None:
 
 
 def test_what_is_beside_products_in_8_bits_is_float32() -> None:
-    assert head_products(HeadOptions(), "bfloat16", CPU).dtype is torch.bfloat16
+    assert choose_products("none", "bfloat16", CPU).dtype is torch.bfloat16
     if can_round(CPU):
-        assert head_products(IN_8_BITS, "bfloat16", CPU).dtype is torch.float32
+        assert choose_products("int8", "bfloat16", CPU).dtype is torch.float32
 
 
 def test_where_there_are_none_it_is_refused() -> None:
     with pytest.raises(ModelError, match="no products in 8 bits on meta"):
-        head_products(IN_8_BITS, "bfloat16", torch.device("meta"))
+        choose_products("int8", "bfloat16", torch.device("meta"))
     gpu = {"method": "mtp", "mtp": {"quantization": "int8"}, "resources": {"num_gpus": 1}}
     with pytest.raises(ConfigError, match=r"mtp\.quantization int8 is for CPUs"):
         validated({"model": {"target": "t"}, "draft": gpu})

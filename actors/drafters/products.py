@@ -1,0 +1,32 @@
+"""Matrix products of a draft model or head, chosen by the method's `quantization` option."""
+
+from typing import NamedTuple
+
+import torch
+
+from actors.compute.linear import EightBitProjection, Product, can_round, projection
+from cluster.errors import ModelError
+
+
+class Products(NamedTuple):
+    """Factory for matrix products, and the dtype of everything else."""
+
+    product: Product
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def choose_products(quantization: str, dtype: str, device: torch.device) -> Products:
+    """Selects products for a model of type `dtype`.
+
+    Quantized products round weights and rows to 8 bits, and the rest is float32. Raises ModelError if the device has
+    no such products.
+    """
+    if quantization == "none":
+        return Products(projection, getattr(torch, dtype))
+    if not can_round(device):
+        raise ModelError(f"there are no products in 8 bits on {device}; remove the drafting method's quantization")
+    return Products(EightBitProjection, torch.float32)
