@@ -1,8 +1,8 @@
 """The configuration: one frozen pydantic model, read from YAML and overridden by environment and command line.
 
-Each part of the system receives only the sub-model that it needs.
-
-Error messages for a file that holds a frozen model, one line per key: what was found, and what was expected.
+Each part of the system receives only the section that it needs. Sections without dependencies on others are in
+`config_sections`. `load_config` reads a file; each problem becomes one line of a ConfigError, with the key and what
+was expected. Keys and values of earlier releases are refused with their current names (`MOVED`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from cluster.config_sections import (
@@ -29,6 +29,7 @@ from cluster.config_sections import (
     LayerSkipOptions,
     NgramOptions,
     Positive,
+    Section,
     StatesOptions,
     SuffixOptions,
     TracingConfig,
@@ -40,14 +41,14 @@ from protos.draft_tree import MAX_BLOCK_TOKENS
 
 
 def error_lines(error: ValidationError, model: type[BaseModel], whole: str) -> list[str]:
-    """Returns one line per error; `whole` stands for the file if no key is at fault."""
-    return [f"{'.'.join(map(str, found['loc'])) or whole}: {_fault(found, model)}" for found in error.errors()]
+    """Returns one line per error; `whole` names the file for errors without a key."""
+    return [f"{'.'.join(map(str, fault['loc'])) or whole}: {_message(fault, model)}" for fault in error.errors()]
 
 
-def _fault(found: ErrorDetails, model: type[BaseModel]) -> str:
-    if found["type"] != "extra_forbidden":
-        return found["msg"]
-    *sections, key = map(str, found["loc"])
+def _message(fault: ErrorDetails, model: type[BaseModel]) -> str:
+    if fault["type"] != "extra_forbidden":
+        return fault["msg"]
+    *sections, key = map(str, fault["loc"])
     keys = _keys(sections, model)
     close = get_close_matches(key, keys, n=1)
     guess = f"did you mean {close[0]}? " if close else ""
@@ -75,75 +76,81 @@ ENVIRONMENT_PREFIX = "SLIPSTREAM__"
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelConfig(_Frozen):
+class ModelConfig(Section):
     """The model that is served."""
 
-    target: str = Field(description="Hugging Face id or folder of the target model; ~ and relative paths are expanded")
-    served_name: str | None = Field(None, description="name that clients use; default: the last part of target")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="of target and draft model")
-    max_context: Positive = Field(2048, description="tokens a session may have, prompt included")
+    target: str = Field(
+        description="Hugging Face id or folder of the target model; ~ is expanded, and relative paths start at the file"
+    )
+    served_name: str | None = Field(None, description="model name in the API; default: the last part of target")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="weight and activation type of target and draft model"
+    )
+    max_context: Positive = Field(2048, description="most tokens of a session, prompt included")
 
     @property
     def name(self) -> str:
         return self.served_name or Path(self.target).name
 
 
-class Resources(_Frozen):
+class Resources(Section):
     """Resources that Ray reserves for one process that runs a model."""
 
-    num_cpus: float = Field(1, ge=0, description="may be a fraction")
+    num_cpus: float = Field(1, ge=0, description="CPUs; may be a fraction")
     num_gpus: float = Field(
         0,
         ge=0,
-        description="a fraction shares a GPU: 0.25 puts four such processes on one, each with a quarter of its memory",
+        description="GPUs; a fraction shares one: 0.25 puts four processes on a GPU, each with a quarter of its memory",
     )
-    accelerator_type: str | None = Field(None, description="Ray accelerator type, for instance L4 or H100")
-    custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
+    accelerator_type: str | None = Field(None, description="Ray accelerator type, such as L4 or H100; default: any")
+    custom: dict[str, float] = Field(default_factory=dict, description="amounts of custom Ray resources")
     labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that the node must carry")
     threads: Positive = Field(1, description="CPU threads of the model's process")
     cpu_affinity: tuple[int, ...] = Field(
-        (), description="cores that the process may run on, and a target's coordinator; empty: any"
+        (), description="cores that the process, or a target and its coordinator, may run on; empty: any"
     )
-    background: bool = Field(False, description="whether the model computes only while nobody else wants its cores")
+    background: bool = Field(
+        False, description="run the model at idle priority: only while no other process wants its cores"
+    )
 
     @model_validator(mode="after")
-    def _whole_or_part(self) -> Self:
+    def _check_gpus(self) -> Self:
         if self.num_gpus > 1 and self.num_gpus % 1:
-            raise ValueError(f"num_gpus is {self.num_gpus:g}, expected a whole number, or a part of one GPU")
+            raise ValueError(f"num_gpus is {self.num_gpus:g}, expected a whole number or a fraction below 1")
         return self
 
     @property
     def gpu_share(self) -> float:
-        """Share of its one GPU that the process may use."""
+        """Fraction of one GPU that the process may use."""
         return min(self.num_gpus, 1.0) or 1.0
 
 
-class CacheConfig(_Frozen):
-    """The paged cache of keys and values of one process that runs a model."""
+class CacheConfig(Section):
+    """The paged KV cache of one process that runs a model."""
 
-    page_size: Positive = Field(16, description="positions of a page; whole pages are shared between sessions")
+    page_size: Positive = Field(16, description="tokens per page; sessions share whole pages")
     gib: float | None = Field(
         None,
         gt=0,
-        description="memory of the cache; default: room for max_sessions of max_context tokens, but no more than half"
-        " of the memory that is free after loading, on a GPU nine tenths of it, or of what num_gpus leaves",
+        description="memory of the cache; default: enough for max_sessions sessions of max_context tokens, but at most"
+        " half of the memory that is free after loading; on a GPU, nine tenths of it or of the num_gpus fraction",
     )
 
 
-class Replicas(_Frozen):
+class Replicas(Section):
     """Bounds of a pool and rules for scaling between them; equal bounds fix its size."""
 
-    min: Annotated[int, Field(ge=0)] = Field(1, description="replicas that are always there")
+    min: Annotated[int, Field(ge=0)] = Field(1, description="fewest replicas")
     max: Positive = Field(1, description="most replicas")
     sessions_per_replica: float | None = Field(
-        None, gt=0, description="sessions that scaling aims at for each replica; default: half of max_sessions"
+        None, gt=0, description="sessions per replica that autoscaling aims for; default: half of max_sessions"
     )
-    up_delay_s: float = Field(10, ge=0, description="how long more replicas must be needed before there are more")
-    down_delay_s: float = Field(300, ge=0, description="how long fewer must be enough before there are fewer")
+    up_delay_s: float = Field(
+        10, ge=0, description="seconds that load must call for more replicas before any are added"
+    )
+    down_delay_s: float = Field(
+        300, ge=0, description="seconds that fewer replicas must suffice before any are removed"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -155,10 +162,8 @@ class Replicas(_Frozen):
 class TargetReplicas(Replicas):
     """Scaling of the target pool, which is never empty."""
 
-    min: Positive = Field(1, description="replicas that are always there")
-    first_token_s: Seconds = Field(
-        2, description="time to first token beyond which prompts that wait for one another get more replicas"
-    )
+    min: Positive = Field(1, description="fewest replicas")
+    first_token_s: Seconds = Field(2, description="seconds to first token above which queueing prompts add replicas")
 
 
 class DraftReplicas(Replicas):
@@ -167,22 +172,20 @@ class DraftReplicas(Replicas):
     It may be empty; targets then decode without speculation until drafters are started.
     """
 
-    min: Annotated[int, Field(ge=0)] = Field(
-        1, description="replicas that are always there; 0: none while none is needed"
-    )
+    min: Annotated[int, Field(ge=0)] = Field(1, description="fewest replicas; 0: none while there is no load")
     per_target: float | None = Field(
-        None, gt=0, description="drafters for each target replica, whatever is asked of them; default: by need"
+        None, gt=0, description="drafters per target replica, regardless of load; default: scale by load"
     )
 
     @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    def _one_rule(self) -> Self:
         if self.per_target is not None and self.sessions_per_replica is not None:
-            raise ValueError("per_target follows the target pool, sessions_per_replica the sessions; leave one out")
+            raise ValueError("per_target and sessions_per_replica exclude each other; leave one out")
         return self
 
 
-def _check_places(replicas: Replicas, max_sessions: int) -> None:
-    """Raises ValueError if scaling aims at more sessions than a replica takes."""
+def _check_slots(replicas: Replicas, max_sessions: int) -> None:
+    """Raises ValueError if autoscaling aims at more sessions per replica than one accepts."""
     aim = replicas.sessions_per_replica
     if aim is not None and aim > max_sessions:
         raise ValueError(
@@ -190,72 +193,72 @@ def _check_places(replicas: Replicas, max_sessions: int) -> None:
         )
 
 
-class TargetPool(_Frozen):
+class TargetPool(Section):
     """The pool of tensor-parallel target replicas."""
 
     engine: Literal["slipstream", "vllm", "mixed"] = Field(
         "slipstream",
-        description="vllm: forwards, pages and prompts are vLLM's, an extra to install; drafts are chains then,"
-        " and acceptance is coupled. mixed: every second replica is vLLM's, when it is deployed",
+        description="vllm: vLLM, an optional dependency, runs the forward passes and manages the KV cache; drafts are"
+        " then chains and acceptance is coupled. mixed: every second replica uses vLLM",
     )
-    vllm: dict[str, Any] = Field(
-        default_factory=dict, description="arguments of vLLM's own, by the names of its EngineArgs, as quantization"
-    )
-    tensor_parallel: Positive = Field(1, description="ranks of one replica")
+    vllm: dict[str, Any] = Field(default_factory=dict, description="vLLM EngineArgs by name, such as quantization")
+    tensor_parallel: Positive = Field(1, description="tensor-parallel ranks per replica")
     replicas: TargetReplicas = TargetReplicas()
     resources_per_rank: Resources = Resources()
     cache_per_rank: CacheConfig = CacheConfig()
-    max_sessions: Positive = Field(16, description="sessions in a replica's cache at once; further ones queue")
-    max_step_tokens: Positive = Field(512, description="most tokens of one forward; long prompts are fed in chunks")
+    max_sessions: Positive = Field(16, description="sessions that one replica runs at once; more queue")
+    max_step_tokens: Positive = Field(
+        512, description="most tokens of one forward pass; long prompts are prefilled in chunks"
+    )
     step_timeout_s: Seconds = Field(
         60,
-        description="a step that takes longer ends the replica, as does one that takes thirty times as long as steps"
-        " of its size were measured to, but not before ten seconds",
+        description="seconds after which a hanging step ends the replica. A step also ends it after thirty times the"
+        " measured time for its size, but not before ten seconds",
     )
     start_timeout_s: Seconds = Field(
-        3600, description="a replica whose model is not loaded and measured by then is given up, and another is started"
+        3600, description="seconds to load and measure the model; then the replica ends and Serve starts another"
     )
     drain_s: Seconds = Field(
-        30, description="how long a replica that stops goes on with sessions that no other replica has room for"
+        30, description="seconds that a stopping replica keeps serving sessions that no other replica has a slot for"
     )
 
     @model_validator(mode="after")
-    def _has_places(self) -> Self:
-        _check_places(self.replicas, self.max_sessions)
+    def _check_aim(self) -> Self:
+        _check_slots(self.replicas, self.max_sessions)
         return self
 
     @model_validator(mode="after")
-    def _knows_its_engine(self) -> Self:
+    def _check_engine(self) -> Self:
         if self.engine == "slipstream" and self.vllm:
             raise ValueError("vllm has arguments, but engine is slipstream; set target.engine to vllm")
         if faults := faults_of(self.vllm):
             raise ValueError("; ".join(faults))
         if self.engine != "slipstream" and self.cache_per_rank.page_size != CacheConfig().page_size:
-            raise ValueError("cache_per_rank.page_size is vllm.block_size where vLLM keeps the pages; leave it out")
+            raise ValueError(f"with engine {self.engine}, remove cache_per_rank.page_size and set vllm.block_size")
         if self.engine != "slipstream" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
             raise ValueError(
-                "cache_per_rank.gib is missing: vLLM would take nine tenths of a host's memory; say how much it may"
+                "cache_per_rank.gib is missing, and vLLM would take nine tenths of the host's memory; set it"
             )
         if self.engine == "mixed" and self.replicas.max < 2:
-            raise ValueError("engine is mixed, but replicas.max is 1: a mixed pool has a replica of each engine")
+            raise ValueError(
+                "engine is mixed, but replicas.max is 1; a mixed pool has a replica of each engine, so set at least 2"
+            )
         return self
 
 
 def _refuse_earlier_method(value: Any) -> Any:
     """Raises ValueError with the current name for a method name of an earlier release."""
-    if value in EARLIER_METHODS:
-        raise ValueError(f"method {value} is named {EARLIER_METHODS[value]} now")
+    for earlier, name in (("prompt_lookup", "ngram"), ("lookup_first", "hybrid")):
+        if value == earlier:
+            raise ValueError(f"method {earlier} is named {name} now")
     return value
 
 
-EARLIER_METHODS: Mapping[Any, str] = MappingProxyType({"prompt_lookup": "ngram", "lookup_first": "hybrid"})
+class DraftPool(Section):
+    """The pool of drafters. Each method's options are in the section of its name.
 
-
-class DraftPool(_Frozen):
-    """The pool of drafters. A method's options are in the section of its name.
-
-    `model` is not one of them: for every method, it is the checkpoint that drafters load. A draft model is checked
-    against the target's vocabulary before anything starts, a head against its sizes when it is loaded.
+    `model` is the checkpoint that drafters load, for every method that has one. A draft model is checked against the
+    target's vocabulary before anything starts, and a head against the target's sizes when it is loaded.
     """
 
     method: Annotated[
@@ -274,12 +277,14 @@ class DraftPool(_Frozen):
         BeforeValidator(_refuse_earlier_method),
     ] = Field(
         "draft_model",
-        description="hybrid looks continuations up in the text and asks the model in doubt; layer_skip drafts"
-        " with some of the target's own layers; suffix looks the continuation up in recent answers too; medusa,"
-        " mlp_speculator, dflash and eagle are published heads, which read the target's hidden states; mtp does too,"
-        " and is the module that the target's own checkpoint comes with",
+        description="how drafts are made. draft_model: a small model; ngram: search the text for its last tokens;"
+        " suffix: search recent answers, too; hybrid: ngram, with a model when it finds no good match; layer_skip: some"
+        " of the target's own layers; medusa, mlp_speculator, dflash, eagle: published heads, which read the target's"
+        " hidden states; mtp: the multi-token-prediction module of the target's own checkpoint",
     )
-    model: str | None = Field(None, description="Hugging Face id or folder of the draft model, if the method has one")
+    model: str | None = Field(
+        None, description="Hugging Face id or folder of the draft model or head, if the method has one"
+    )
     draft_model: DraftModelOptions = DraftModelOptions()
     ngram: NgramOptions = NgramOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()
@@ -294,60 +299,53 @@ class DraftPool(_Frozen):
     replicas: DraftReplicas = DraftReplicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
-    max_sessions: Positive = Field(64, description="sessions one drafter serves at once")
+    max_sessions: Positive = Field(64, description="sessions that one drafter serves at once")
     start_timeout_s: Seconds = Field(3600, description="as `target.start_timeout_s`")
 
     @property
     def model_method(self) -> str:
-        """The method that drafts with `model` and may read the target's states: `method`, or the one that hybrid
-        asks."""
+        """The method that drafts with `model` and may read hidden states; for hybrid, its model-based method."""
         return self.hybrid.then if self.method == "hybrid" else self.method
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def _check_method(self) -> Self:
         taken = SECTIONS_TAKEN[self.method] | SECTIONS_TAKEN[self.model_method]
         if self.model_method not in TAKING_MODELS and self.model is not None:
-            raise ValueError(f"method {self.method} takes no model; leave draft.model out")
+            raise ValueError(f"method {self.method} takes no model; remove draft.model")
         if self.model_method in TAKING_MODELS and self.model is None:
             raise ValueError(f"method {self.method} needs a model: a Hugging Face id or a folder")
         for section in sorted(set().union(*SECTIONS_TAKEN.values()) - taken):
             if getattr(self, section) != type(getattr(self, section))():
-                raise ValueError(f"{section} has options, but method {self.method} has no use for them; leave them out")
+                raise ValueError(f"{section} has options, but method {self.method} does not read them; remove them")
         if self.states != StatesOptions() and self.model_method not in STATE_READERS:
-            raise ValueError(f"states has options, but method {self.method} reads none of the target; leave them out")
+            raise ValueError(f"states has options, but method {self.method} reads no hidden states; remove them")
         if self.states.project == "target" and self.model_method not in PROJECTING_HEADS:
-            raise ValueError(
-                f"states.project is target, but method {self.model_method} has no projection; leave it out"
-            )
-        if self.draft_model.quantization != "none" and self.resources.num_gpus:
-            raise ValueError(f"draft_model.quantization {self.draft_model.quantization} is for CPUs; leave it out")
-        options = getattr(self, self.model_method, None)
-        if isinstance(options, HeadOptions) and options.quantization != "none" and self.resources.num_gpus:
-            raise ValueError(f"{self.model_method}.quantization {options.quantization} is for CPUs; leave it out")
-        _check_places(self.replicas, self.max_sessions)
+            raise ValueError(f"states.project is target, but method {self.model_method} has no projection; remove it")
+        for section in ("draft_model", self.model_method):
+            quantization = getattr(getattr(self, section), "quantization", "none")
+            if quantization != "none" and self.resources.num_gpus:
+                raise ValueError(f"{section}.quantization {quantization} is for CPUs; remove it")
+        _check_slots(self.replicas, self.max_sessions)
         return self
 
 
-def current_acceptance(value: Any) -> Any:
-    """Returns the current name of an acceptance rule; `ratio` is an alias of rejection sampling."""
-    return "rejection" if value == "ratio" else value
-
-
-class SpeculationConfig(_Frozen):
+class SpeculationConfig(Section):
     """Draft length, acceptance rule and schedule of speculation."""
 
     draft_tokens: int = Field(
-        5, ge=0, le=MAX_BLOCK_TOKENS, description="largest draft length of a block; 0: no speculation"
+        5, ge=0, le=MAX_BLOCK_TOKENS, description="largest draft length, in tokens; 0: no speculation"
     )
-    acceptance: Annotated[Literal["coupled", "rejection"], BeforeValidator(current_acceptance)] = Field(
+    acceptance: Annotated[
+        Literal["coupled", "rejection"], BeforeValidator(lambda value: "rejection" if value == "ratio" else value)
+    ] = Field(
         "coupled",
-        description="acceptance rule: Gumbel coupling, or rejection sampling (also spelled ratio); requests with a seed"
-        " are always coupled",
+        description="acceptance rule. coupled: Gumbel coupling; rejection: rejection sampling (ratio is an alias)."
+        " Requests with a seed always use coupled",
     )
     schedule: Literal["adaptive", "lock_step"] = Field(
         "adaptive",
-        description="adaptive: chooses draft lengths and waits by what they bring; lock_step: drafts draft_tokens for"
-        " all sessions, then verifies all (the reference that adaptive is compared with)",
+        description="adaptive: choose draft lengths and waiting times by measured benefit; lock_step: draft"
+        " draft_tokens tokens for all sessions, then verify all (the reference that adaptive is compared with)",
     )
 
     @property
@@ -355,90 +353,98 @@ class SpeculationConfig(_Frozen):
         return self.schedule == "lock_step"
 
 
-class AuditConfig(_Frozen):
-    """Audits of ended requests: a router has an idle target decide them again without speculation, and compares."""
+class AuditConfig(Section):
+    """Audits of finished requests: an idle target decides them again without speculation, and the router compares."""
 
-    share: float = Field(0.0, ge=0, le=1, description="of the requests; 0: none")
+    share: float = Field(0.0, ge=0, le=1, description="share of requests to audit; 0: none")
     near_tie: float | None = Field(
-        None, ge=0, description="margin in logits below which a difference is rounding; default: by model.dtype"
+        None, ge=0, description="margin in logits below which a difference counts as rounding; default: by model.dtype"
     )
-    max_waiting: Positive = Field(64, description="requests that may wait for their audit; further ones are dropped")
-    max_waiting_tokens: Positive = Field(1 << 18, description="tokens that they may have together, prompts included")
-    records: str | None = Field(None, description="file that differences are appended to as JSON lines")
-    max_record_bytes: Positive = Field(1 << 20, description="size at which nothing more is appended")
+    max_waiting: Positive = Field(64, description="requests that may wait for an audit; more are dropped")
+    max_waiting_tokens: Positive = Field(
+        1 << 18, description="tokens of all waiting requests together, prompts included"
+    )
+    records: str | None = Field(
+        None, description="file to which differences are appended as JSON lines; default: only logged"
+    )
+    max_record_bytes: Positive = Field(1 << 20, description="size of the file at which no more is appended")
 
 
-class AdminConfig(_Frozen):
-    """A separate address for `/metrics` and the live page; the API is served there, too."""
+class AdminConfig(Section):
+    """A separate address for `/metrics` and the live page; it serves the API, too."""
 
-    host: str = Field("127.0.0.1", description="address to listen on, of each machine with a router")
+    host: str = Field("127.0.0.1", description="address to listen on, on each machine with a router")
     port: int = Field(
-        0, ge=0, le=65535, description="where set, `/metrics` and the live page are there and not at server.port"
+        0,
+        ge=0,
+        le=65535,
+        description="port for `/metrics` and the live page, which server.port then does not serve; 0: server.port"
+        " serves them",
     )
 
 
-class ServerConfig(_Frozen):
-    """The HTTP front and the router."""
+class ServerConfig(Section):
+    """The HTTP API and the routers."""
 
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all of the machine's")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
     routers: Positive = Field(1, description="router replicas")
-    max_body_bytes: Positive = Field(4 << 20, description="largest request body; a larger one gets 413")
-    body_timeout_s: Seconds = Field(30, description="how long a request's body may take to come; then it gets 408")
+    max_body_bytes: Positive = Field(4 << 20, description="largest request body; larger ones get 413")
+    body_timeout_s: Seconds = Field(
+        30, description="seconds in which a request body must arrive; slower requests get 408"
+    )
     request_timeout_s: Seconds | None = Field(
         None,
-        description="how long a whole request may take, its answer included; then it gets 408, or its stream an error"
-        " and its end; empty: as long as its tokens take",
+        description="seconds for a whole request, answer included; slower ones get 408, or an error that ends their"
+        " stream; default: no limit",
     )
-    keep_alive_s: Positive = Field(60, description="how long a connection stays open between two requests")
+    keep_alive_s: Positive = Field(60, description="seconds that an idle connection stays open")
     max_requests: Positive = Field(
         1024,
-        description="sessions in flight per router, bodies that it reads at once, and requests that Serve's proxy holds"
-        " back; more get 429",
+        description="sessions in flight per router, request bodies read at once, and requests queued at Serve's proxy;"
+        " more get 429",
     )
     max_request_sessions: Positive = Field(
-        128, description="sessions that one request may have: its prompts, times n; more get 400"
+        128, description="sessions of one request: its prompts times n; more get 400"
     )
     generation_defaults: Literal["model", "none"] = Field(
         "model",
-        description="where sampling parameters come from that a request leaves out: `model`: the checkpoint's"
-        " generation_config.json, as far as it has them; `none`: OpenAI's defaults alone",
+        description="defaults for sampling parameters that a request omits. model: from the checkpoint's"
+        " generation_config.json, else OpenAI's; none: OpenAI's",
     )
-    drain_s: Seconds = Field(30, description="how long running requests may finish when the server stops")
+    drain_s: Seconds = Field(30, description="seconds that running requests may continue when the server stops")
     stream_interval: Positive = Field(
         1,
-        description="least tokens of one event of a stream, between the first and the last: more make streams less"
-        " smooth and cost less, for every event passes through the router, Serve's proxy and the client",
+        description="fewest tokens per stream event, except the first and the last. Higher values cost less CPU in"
+        " router, proxy and client, and make streams less smooth",
     )
-    target_wait_s: Seconds = Field(60, description="how long a request waits for a target replica before it fails")
-    page: bool = Field(True, description="whether `/` shows what the pools are at, to whoever may ask")
-    served_names: tuple[str, ...] = Field((), description="further names that clients may use for the model")
+    target_wait_s: Seconds = Field(60, description="seconds that a request waits for a target replica before it fails")
+    page: bool = Field(True, description="serve the live page at `/`")
+    served_names: tuple[str, ...] = Field((), description="additional model names that clients may use")
     cors_origins: tuple[str, ...] = Field(
-        (), description="sites whose pages in a browser may ask; `*`: all; empty: none but pages of this address"
+        (), description="origins whose browser pages may call the API; `*`: all; empty: only this server's own pages"
     )
     stream_keep_alive_s: Seconds = Field(
-        15, description="a stream in which so long nothing came gets a comment, so that nobody takes it for dead"
+        15, description="seconds without an event after which a stream gets a comment, so that proxies keep it open"
     )
-    keys: dict[str, ApiKey] = Field({}, description="API keys, by names of your choice; empty: nobody needs one")
-    insecure: bool = Field(
-        False, description="whether anybody who reaches an address beyond loopback may be served without a key"
-    )
+    keys: dict[str, ApiKey] = Field({}, description="API keys, by names of your choice; empty: no key is needed")
+    insecure: bool = Field(False, description="allow an address beyond loopback without API keys")
     allow_special_tokens_in_text: bool = Field(
-        False, description="control tokens that are spelled in a chat's messages are taken as tokens, not as text"
+        False, description="parse control tokens spelled in chat messages as tokens, not as text"
     )
     response_template: Literal["auto", "none"] | dict[str, Any] = Field(
         "auto",
-        description="how the target writes reasoning and tool calls, as a response template of transformers; auto: the"
-        " checkpoint's own, or what transformers knows of its architecture; none: all of an answer is content",
+        description="how to parse reasoning and tool calls: a transformers response template, or auto: the checkpoint's"
+        " own or transformers' one for its architecture; none: the whole answer is content",
     )
     log_format: Literal["text", "json"] = Field(
-        "text", description="what a line of a replica's log is; `json`: an object, in which each fact has a name"
+        "text", description="format of replicas' log lines: text, or one JSON object per line"
     )
     admin: AdminConfig = AdminConfig()
     audit: AuditConfig = AuditConfig()
 
 
-class SlipstreamConfig(_Frozen):
+class SlipstreamConfig(Section):
     """The whole configuration of a deployment."""
 
     model: ModelConfig
@@ -452,25 +458,18 @@ class SlipstreamConfig(_Frozen):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """All names of the model; the first one is its own."""
+        """All names of the model, its main name first."""
         return tuple(dict.fromkeys((self.model.name, *self.server.served_names)))
 
     @model_validator(mode="after")
-    def _engine_can(self) -> Self:
-        """Rejects settings that a vLLM target cannot meet.
-
-        Such a target decides by its own draws, and keeps hidden states beside its cache if the drafting method reads
-        them.
-        """
+    def _check_engine_support(self) -> Self:
+        """Rejects settings that vLLM targets lack: rejection sampling, and hidden states that are not kept."""
         if self.target.engine == "slipstream":
             return self
         if self.speculation.acceptance == "rejection":
             raise ValueError("speculation.acceptance is rejection, but a vLLM target only supports coupled")
         if self.draft.model_method in STATE_READERS and not self.draft.states.keep:
-            raise ValueError(
-                "draft.states.keep is false, a vLLM target keeps hidden states or sends none, for it cannot be told to"
-                " compute them again: leave it out"
-            )
+            raise ValueError("draft.states.keep is false, but a vLLM target cannot recompute hidden states; remove it")
         return self
 
 
@@ -486,11 +485,11 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "draft.quantization": "is draft.draft_model.quantization now",
         "speculation.draft_probs_top_k": "is draft.draft_model.draft_probs_top_k now",
         "speculation.min_confidence": "is draft.draft_model.min_confidence now",
-        "speculation.alternatives": "is gone; blocks are trees wherever the target's attention takes them",
+        "speculation.alternatives": "is gone; drafts are trees wherever the target's attention supports them",
         "speculation.draft_ahead": "is gone; speculation.schedule: lock_step does not draft ahead",
     }
 )
-"""Keys of earlier releases, and their replacements."""
+"""Keys of earlier releases, each with the end of its error message."""
 
 
 def load_config(
@@ -507,7 +506,7 @@ def load_config(
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no mapping; expected the sections model, target, draft, ...")
+        raise ConfigError(f"{path} is no mapping; expected the sections model, target, draft, ...")
     for name, value in sorted((environment or {}).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             _override(data, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value, name)
@@ -530,7 +529,7 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
 
 def validated(data: Mapping[str, Any]) -> SlipstreamConfig:
     """Returns the config in `data`; raises ConfigError with one line per wrong key."""
-    moved = [f"{key} {fate}" for key, fate in MOVED.items() if _has(data, key)]
+    moved = [f"{key} {message}" for key, message in MOVED.items() if _has(data, key)]
     if moved:
         raise ConfigError("wrong configuration\n  " + "\n  ".join(moved))
     try:

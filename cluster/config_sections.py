@@ -1,19 +1,16 @@
-"""Options of drafting methods, one section of `draft` each, and the sections that each method uses.
+"""Sections of the configuration that `cluster.config` assembles.
 
-Trust settings between a deployment's processes: certificates, a shared token, or neither.
-
-API key settings of a deployment: the digest of each client key, with limits of its own.
-
-Tracing settings of a deployment: where spans are sent, for which share of requests, and which in detail.
-
-Checks of `target.vllm`: the arguments of vLLM that a target refuses, and why.
-
-Pure; vLLM need not be installed. vLLM itself refuses unknown names when it starts.
-
-The part of the configuration that only Kubernetes needs: image, pods and volume, for `slipstream k8s render`.
+* One section of `draft` per drafting method, and the sections that each method reads (`SECTIONS_TAKEN`).
+* `draft.states`: how the target's hidden states reach drafters.
+* `trust`: authentication between the processes of a deployment.
+* `server.keys`: client API keys, by digest.
+* `tracing`: OpenTelemetry spans.
+* `target.vllm`: which of vLLM's arguments are refused, and why. vLLM need not be installed; it checks the other names
+  itself when it starts.
+* `kubernetes`: image, pods and volume for `slipstream k8s render`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
@@ -25,32 +22,43 @@ from protos.messages import StatesNeeded
 Positive = Annotated[int, Field(gt=0)]
 
 
-class _Options(BaseModel):
+class Section(BaseModel):
+    """A part of the configuration: immutable, and unknown keys are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class DraftModelOptions(_Options):
+def _check_rising(ids: Sequence[int], name: str) -> None:
+    """Raises ValueError unless `ids` are at least one non-negative number, each higher than the previous one."""
+    if not ids or ids[0] < 0 or list(ids) != sorted(set(ids)):
+        raise ValueError(f"{name} are {list(ids)}, expected at least one id, from 0, each higher than the last")
+
+
+class DraftModelOptions(Section):
     """Options of the methods that run a draft model."""
 
     quantization: Literal["none", "int8"] = Field(
         "none",
-        description="int8: the draft model's matrix products in 8 bits, on CPUs; about twice as fast, and only what is"
-        " proposed changes, never an answer",
+        description="int8: run the draft model's matrix products in 8 bits, on CPUs only; about twice as fast. This"
+        " changes the proposed tokens, never an answer",
     )
     min_confidence: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="a block that is waited for ends once its chance to be accepted so far is below; not under ratio",
+        description="a block that a target waits for ends when its estimated chance of acceptance falls below this;"
+        " ignored with rejection sampling",
     )
-    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
+    draft_probs_top_k: int = Field(
+        64, ge=1, le=1024, description="probabilities sent per draft token, for rejection sampling"
+    )
 
 
-class NgramOptions(_Options):
+class NgramOptions(Section):
     """Options of the methods that search the text for its continuation: ngram and hybrid."""
 
-    max_ngram: Positive = Field(4, description="longest suffix of the text that is searched for")
-    min_ngram: Positive = Field(2, description="shortest suffix of the text that is searched for")
+    max_ngram: Positive = Field(4, description="longest suffix of the text to search for, in tokens")
+    min_ngram: Positive = Field(2, description="shortest suffix of the text to search for, in tokens")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -59,21 +67,17 @@ class NgramOptions(_Options):
         return self
 
 
-class LayerSkipOptions(_Options):
+class LayerSkipOptions(Section):
     """Options of layer_skip, which drafts with some of the target's layers."""
 
     layers: Positive | tuple[int, ...] = Field(
-        4, description="the target's first so many layers, or the ids of its layers, from 0 and rising"
+        4, description="number of the target's first layers to use, or a rising list of layer ids, from 0"
     )
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
-        if isinstance(self.layers, int):
-            return self
-        if not self.layers or self.layers[0] < 0 or list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(
-                f"layers are {list(self.layers)}, expected at least one id, from 0, each higher than the last"
-            )
+        if not isinstance(self.layers, int):
+            _check_rising(self.layers, "layers")
         return self
 
     @property
@@ -82,38 +86,36 @@ class LayerSkipOptions(_Options):
         return tuple(range(self.layers)) if isinstance(self.layers, int) else self.layers
 
 
-class SuffixOptions(_Options):
-    """Options of suffix, which searches the text and ended answers for the continuation."""
+class SuffixOptions(NgramOptions):
+    """Options of suffix, which searches the text and finished answers for the continuation."""
 
-    max_ngram: Positive = Field(16, description="most tokens of the text's end that are compared")
-    min_ngram: Positive = Field(2, description="fewest tokens of the text's end that must be alike")
+    max_ngram: Positive = Field(16, description="longest suffix of the text to search for, in tokens")
     remembered_tokens: int = Field(
-        1 << 17, ge=0, description="of recent answers, some 200 bytes each; 0: a text is looked up in itself alone"
+        1 << 17,
+        ge=0,
+        description="tokens of recent answers to keep for searches, ~200 bytes each; 0: search only the text itself",
     )
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.max_ngram < self.min_ngram:
-            raise ValueError(f"max_ngram is {self.max_ngram}, expected at least min_ngram, which is {self.min_ngram}")
-        return self
 
-
-class HybridOptions(_Options):
-    """Options of hybrid; those of the method that it asks when unsure are in that method's section."""
+class HybridOptions(Section):
+    """Options of hybrid; those of its model-based method are in that method's section."""
 
     then: Literal["draft_model", "medusa", "mlp_speculator", "dflash", "eagle", "mtp"] = Field(
-        "draft_model", description="method that is asked in doubt, with draft.model as its checkpoint, if it has one"
+        "draft_model",
+        description="method used when the search finds no good match; draft.model is its checkpoint, if it has one",
     )
 
 
-class HeadOptions(_Options):
+class HeadOptions(Section):
     """Options of a method that drafts with a published head, which reads the target's hidden states."""
 
-    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="entries of draft_probs per token, for ratio")
+    draft_probs_top_k: int = Field(
+        64, ge=1, le=1024, description="probabilities sent per draft token, for rejection sampling"
+    )
     quantization: Literal["none", "int8"] = Field(
         "none",
-        description="int8: the head's matrix products in 8 bits, on CPUs; only what is proposed changes, never an"
-        " answer",
+        description="int8: run the head's matrix products in 8 bits, on CPUs only. This changes the proposed tokens,"
+        " never an answer",
     )
 
 
@@ -125,63 +127,63 @@ class EagleOptions(HeadOptions):
 
     states: tuple[int, ...] | None = Field(
         None,
-        description="which of the target's states an EAGLE-3 head reads side by side, rising: k is the stream after k"
-        " layers",
+        description="hidden states that an EAGLE-3 head concatenates, as rising layer counts: k is the residual stream"
+        " after k layers; default: from the head's configuration",
     )
     layer_ids: Literal["state", "output"] | None = Field(
         None,
-        description="what a layer id k in an EAGLE-3 head's configuration means: state k, or the output of layer k,"
-        " which is state k + 1; a wrong one costs most of the acceptance",
+        description="meaning of a layer id k in an EAGLE-3 head's configuration: state k, or the output of layer k,"
+        " which is state k + 1. The wrong one costs most of the acceptance; default: from the head's configuration",
     )
     output_norm: Literal["nothing", "logits", "both"] | None = Field(
         None,
-        description="what the norm after the head's last layer is for: the logits, or the states that it goes on from"
-        " too; overrides norm_output, which SpecForge's files of before September 2026 mean otherwise",
+        description="what the norm after the head's last layer applies to: nothing, only the logits, or also the states"
+        " that the head continues from. Overrides norm_output, which SpecForge files from before September 2026 use"
+        " differently; default: from the head's configuration",
     )
     max_positions: Positive | None = Field(
-        None, description="positions that the head takes; published ones often say 2048, whatever they were trained for"
+        None,
+        description="positions that the head supports; published heads often state 2048 although trained for more;"
+        " default: from the head's configuration",
     )
 
     @field_validator("states")
     @classmethod
     def _rising(cls, states: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if states is not None and (not states or states[0] < 0 or list(states) != sorted(set(states))):
-            raise ValueError(f"states are {list(states)}, expected at least one, from 0, each higher than the last")
+        if states is not None:
+            _check_rising(states, "states")
         return states
 
 
-class StatesOptions(_Options):
+class StatesOptions(Section):
     """Transport of the target's hidden states to methods that read them."""
 
     project: Literal["auto", "target", "drafter"] = Field(
         "auto",
-        description="where they go through the projection that an EAGLE-3 or DFlash head begins with: at the target,"
-        " they are kept and travel in one hidden size a token instead of one a layer, and drafts are the same. auto: at"
-        " the target, if the head has a projection and it makes them narrower; target is refused for heads without one",
+        description="where to apply the input projection of an EAGLE-3 or DFlash head. At the target, one hidden size"
+        " per token is kept and sent instead of one per layer; drafts are the same. auto: at the target if the head has"
+        " a projection that makes the states narrower. target is refused for heads without one",
     )
     dtype: Literal["bfloat16", "float8"] = Field(
-        "bfloat16", description="of what is kept and sent; float8 takes half of the bytes, with one scale a token"
+        "bfloat16",
+        description="type of kept and sent states; float8 halves the bytes and adds one scale per token",
     )
-
     keep: bool = Field(
         True,
-        description="whether the target keeps them beside its KV cache, for as long. Where it does not, they take no"
-        " memory there, and for a new drafter and for what was found in the cache they are computed again: for medusa"
-        " and mlp_speculator of the last token, for eagle, dflash and mtp of the last `window` ones",
+        description="keep the states beside the KV cache, for as long. If false, they take no memory, and the target"
+        " recomputes them for a new drafter and after a prefix-cache hit: the last token's for medusa and"
+        " mlp_speculator, the last `window` tokens' for eagle, dflash and mtp",
     )
-
     window: Positive = Field(
         512,
-        description="without keep: of how many of a text's last tokens eagle, dflash and mtp read states where those of"
-        " earlier ones would be computed again. They take the text to begin there: fewer cost less at the target, and"
-        " some acceptance",
+        description="with keep: false, how many of a text's last tokens to recompute for eagle, dflash and mtp. The"
+        " head treats the text as starting there: fewer tokens cost the target less, and lose some acceptance",
     )
-
     kept_tokens: Positive | None = Field(
         None,
-        description="whose states a drafter keeps, of all sessions together. At this bound it takes no session whose"
-        " text has no room, and gives one up that grows beyond it; the router looks for another drafter. default: as"
-        " many as draft.max_sessions of model.max_context have",
+        description="tokens whose states one drafter keeps, over all sessions. At this limit it refuses sessions that"
+        " do not fit and drops one that outgrows it; the router then looks for another drafter; default: enough for"
+        " draft.max_sessions sessions of model.max_context tokens",
     )
 
     def projects_at_target(self, needed: StatesNeeded) -> bool:
@@ -192,13 +194,19 @@ class StatesOptions(_Options):
         narrowed = needed.projected_width
         if self.project == "target" and narrowed is None:
             raise ModelError(
-                "draft.states.project is target, but the head that draft.model names begins with no projection of the"
-                " target's states alone; set it to auto or drafter"
+                "draft.states.project is target, but the head in draft.model has no input projection of the target's"
+                " states alone; set it to auto or drafter"
             )
         if self.project == "auto":
             return narrowed is not None and narrowed < needed.width
         return self.project == "target"
 
+
+HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
+"""Methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
+
+STATE_READERS = HEADS | {"mtp"}
+"""Methods that read the target's hidden states; an MTP module is part of the target's own checkpoint."""
 
 SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -207,58 +215,46 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "hybrid": frozenset({"hybrid", "ngram"}),
         "layer_skip": frozenset({"draft_model", "layer_skip"}),
         "suffix": frozenset({"suffix"}),
-        "medusa": frozenset({"medusa"}),
-        "mlp_speculator": frozenset({"mlp_speculator"}),
-        "dflash": frozenset({"dflash"}),
-        "eagle": frozenset({"eagle"}),
-        "mtp": frozenset({"mtp"}),
+        **{method: frozenset({method}) for method in STATE_READERS},
     }
 )
-"""Sections that each method uses; hybrid also uses those of the method that it asks."""
-
-HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
-"""Methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
-
-STATE_READERS = HEADS | {"mtp"}
-"""Methods that read the target's hidden states; an MTP module is part of the target's own checkpoint."""
+"""Sections that each method reads; hybrid also reads those of its model-based method."""
 
 PROJECTING_HEADS = frozenset({"dflash", "eagle"})
 """Heads that may begin with a projection of the states alone; the checkpoint shows whether one does."""
 
 TAKING_MODELS = frozenset({"draft_model"}) | HEADS
-"""Methods that load a checkpoint of their own; hybrid does if the method that it asks does."""
+"""Methods that load a checkpoint of their own; hybrid does if its model-based method does."""
 
 
-class TrustConfig(BaseModel):
+class TrustConfig(Section):
     """Authentication of routers, drafters and targets on their gRPC streams: `certificates`, `token_file` or neither.
 
     With neither, servers listen on loopback only, unless `insecure` is set because the network is trusted.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     certificates: str | None = Field(
         None,
-        description="folder with tls.crt, tls.key and ca.crt, as cert-manager writes them: mutual TLS, with the role in"
-        " the certificate; {role} in it stands for router, drafter or target; read again for each connection",
+        description="folder with tls.crt, tls.key and ca.crt, as cert-manager writes them, for mutual TLS with the role"
+        " in the certificate; {role} in the path stands for router, drafter or target; reread for each connection",
     )
     token_file: str | None = Field(
         None,
-        description="file of shared tokens, one a line: the first is sent, each is accepted. It says who belongs here,"
-        " not in which role, and nothing is encrypted; read again for each stream",
+        description="file of shared tokens, one per line: the first is sent, all are accepted. A token proves"
+        " membership, not a role, and nothing is encrypted; reread for each stream",
     )
     insecure: bool = Field(
         False,
-        description="whether servers may listen beyond loopback with neither of them: whoever connects is trusted",
+        description="allow servers to listen beyond loopback without certificates or token_file; every peer that"
+        " connects is trusted",
     )
-    reflection: bool = Field(False, description="whether gRPC servers describe their services to whom they serve")
+    reflection: bool = Field(False, description="enable gRPC reflection")
     max_streams_per_host: Positive = Field(
-        256,
-        description="streams that one server keeps to peers of one host, those that have not greeted yet among them",
+        256, description="streams that one server accepts from one host, including those that have not greeted yet"
     )
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
+    def _at_most_one(self) -> Self:
         given = {"certificates": self.certificates, "token_file": self.token_file, "insecure": self.insecure or None}
         named = [key for key, value in given.items() if value is not None]
         if len(named) > 1:
@@ -271,49 +267,49 @@ class TrustConfig(BaseModel):
         return self.certificates is None and self.token_file is None and not self.insecure
 
 
-class ApiKey(BaseModel):
+class ApiKey(Section):
     """One client's key, as its digest.
 
     No configuration holds the key itself; `slipstream key` makes a key and its digest.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key, in hexadecimal digits")
     max_sessions: Positive | None = Field(
-        None, description="sessions in flight per router that this key may have; more get 429"
+        None, description="sessions in flight per router for this key; more get 429; default: no limit of its own"
     )
     max_tokens: Positive | None = Field(
-        None, description="most tokens of one answer; who asks for more gets 400, who asks for no number this one"
+        None,
+        description="largest max_tokens of a request with this key; more gets 400, and a request without max_tokens"
+        " gets this limit; default: no limit of its own",
     )
     cache_salt: str | None = Field(
         None,
-        description="whose cached prefixes this key's prompts may find: those of keys with the same salt; default: of"
-        " this key alone",
+        description="keys with the same salt share cached prompt prefixes; default: this key shares with no other key",
     )
 
 
-class TracingConfig(BaseModel):
+class TracingConfig(Section):
     """OpenTelemetry spans of requests, from HTTP through router, drafter and target; off without an `endpoint`.
 
     Needs the extra `tracing`: `pip install '.[tracing]'`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = Field(
-        None, description="where spans are sent by OTLP over HTTP, as http://collector:4318/v1/traces; default: nowhere"
+        None,
+        description="OTLP/HTTP endpoint that receives the spans, such as http://collector:4318/v1/traces; default: no"
+        " tracing",
     )
     sample: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="share of the requests that is traced, of those without a traceparent, whose own flag decides",
+        description="share of requests to trace among those without a traceparent; a traceparent's own flag decides for"
+        " the others",
     )
     slow_s: float = Field(
         1.0,
         ge=0,
-        description="how long a traced session must take for its spans to tell of each round; 0: all do",
+        description="seconds from which a traced session's spans record each round; 0: all sessions do",
     )
 
     @property
@@ -323,19 +319,19 @@ class TracingConfig(BaseModel):
 
 BREAKS: Mapping[str, str] = MappingProxyType(
     {
-        "async_scheduling": "a step would be scheduled before the tokens are known that blocks are matched by",
-        "speculative_config": "drafts come from drafters; speculation.draft_tokens says how long they are",
-        "pipeline_parallel_size": "several steps at once have not been tried",
-        "data_parallel_size": "a replica is one engine; target.replicas says how many there are",
-        "decode_context_parallel_size": "it has not been tried",
-        "kv_transfer_config": "pages that come from elsewhere have not been tried",
-        "kv_offloading_size": "pages that come from elsewhere have not been tried",
-        "kv_offloading_backend": "pages that come from elsewhere have not been tried",
-        "scheduler_cls": "it is what takes the blocks",
-        "worker_cls": "workers are vLLM's own, extended to draw with shared noise",
-        "worker_extension_cls": "it is what draws with shared noise",
-        "logits_processors": "it is what draws with shared noise",
-        "skip_tokenizer_init": "text is the router's",
+        "async_scheduling": "it schedules a step before the tokens that blocks are matched against are known",
+        "speculative_config": "drafts come from drafters; set speculation.draft_tokens for their length",
+        "pipeline_parallel_size": "several steps in flight are untested",
+        "data_parallel_size": "a replica is one engine; set target.replicas for their number",
+        "decode_context_parallel_size": "it is untested",
+        "kv_transfer_config": "pages from elsewhere are untested",
+        "kv_offloading_size": "pages from elsewhere are untested",
+        "kv_offloading_backend": "pages from elsewhere are untested",
+        "scheduler_cls": "Slipstream's scheduler accepts the blocks",
+        "worker_cls": "Slipstream extends vLLM's own workers with coupled sampling",
+        "worker_extension_cls": "Slipstream's extension draws with shared noise",
+        "logits_processors": "Slipstream's processor draws with shared noise",
+        "skip_tokenizer_init": "the router handles text",
         "runner": "a target generates",
     }
 )
@@ -359,51 +355,47 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 
 def faults_of(arguments: Iterable[str]) -> list[str]:
     """Returns one message for each argument that a target does not accept."""
-    found = []
+    faults = []
     for name in arguments:
         if name in BREAKS:
-            found.append(f"vllm.{name} cannot be set: {BREAKS[name]}; leave it out")
+            faults.append(f"vllm.{name} cannot be set: {BREAKS[name]}; remove it")
         elif name in ELSEWHERE:
-            found.append(f"vllm.{name} is {ELSEWHERE[name]} here; set that, and leave it out")
-    return found
+            faults.append(f"vllm.{name} is {ELSEWHERE[name]} here; set that instead")
+    return faults
 
 
 Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(m|Ki|Mi|Gi|Ti)?$")]
 Component = Literal["certificates", "monitoring", "disruption-budget", "gcs-fault-tolerance"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PodOptions(_Section):
+class PodOptions(Section):
     """Options of one kind of pod."""
 
-    cpu: Quantity = Field("2", description="CPUs requested; there is no limit")
-    memory: Quantity = Field("8Gi", description="memory requested, which is the limit too")
-    shared_memory: Quantity = Field("1Gi", description="most of it in /dev/shm: NCCL's, and Ray's object store")
-    node_selector: dict[str, str] = Field(default_factory=dict, description="labels of the Kubernetes nodes to run on")
-    tolerations: tuple[str, ...] = Field((), description="keys of taints that the nodes may have, whatever their value")
+    cpu: Quantity = Field("2", description="CPU request; there is no limit")
+    memory: Quantity = Field("8Gi", description="memory request, also used as the limit")
+    shared_memory: Quantity = Field("1Gi", description="size limit of /dev/shm, which NCCL and Ray's object store use")
+    node_selector: dict[str, str] = Field(default_factory=dict, description="labels that the Kubernetes node must have")
+    tolerations: tuple[str, ...] = Field((), description="keys of tolerated node taints, with any value")
 
 
 class PoolPodOptions(PodOptions):
     """Options of a pool's pods. Their GPUs are not listed here: they follow from what the pool's replicas reserve."""
 
-    replicas: int = Field(1, gt=0, description="of the pool that a pod has room for")
-    idle_s: int = Field(120, gt=0, description="without replicas, after which the autoscaler removes the pod")
+    replicas: int = Field(1, gt=0, description="pool replicas that fit into one pod")
+    idle_s: int = Field(120, gt=0, description="seconds without replicas after which the autoscaler removes a pod")
 
 
-class VolumeOptions(_Section):
+class VolumeOptions(Section):
     """The volume with the weights. A job fills it; all other pods mount it read-only."""
 
-    size: Quantity = Field("100Gi", description="storage requested")
+    size: Quantity = Field("100Gi", description="storage request")
     access: Literal["ReadWriteMany", "ReadWriteOnce"] = Field(
-        "ReadWriteMany", description="ReadWriteOnce is for clusters of one node"
+        "ReadWriteMany", description="access mode; ReadWriteOnce is for clusters of one node"
     )
-    storage_class: str | None = Field(None, description="default: the cluster's own")
+    storage_class: str | None = Field(None, description="storage class; default: the cluster's default class")
 
 
-class KubernetesOptions(_Section):
+class KubernetesOptions(Section):
     """Additional settings for `slipstream k8s render`, which nothing else reads."""
 
     image: str | None = Field(None, description="container image of all pods, built from k8s/images/Dockerfile")

@@ -171,7 +171,7 @@ def test_eight_bits_are_for_cpus():
     ("draft", "named"),
     [
         ({"method": "ngram", "draft_model": {"quantization": "int8"}}, "draft_model has options"),
-        ({"method": "ngram", "states": {"dtype": "float8"}}, "reads none of the target"),
+        ({"method": "ngram", "states": {"dtype": "float8"}}, "reads no hidden states"),
         ({"model": "org/draft", "ngram": {"max_ngram": 9}}, "ngram has options"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_head_is_shown_as_it_would_run_with_keys_that_are_set() -> None:
     ("key", "reason"),
     [
         ("draft.eagle.norm=both", "draft.eagle.norm: there is no such key"),
-        ("draft.dflash.quantization=int8", "method eagle has no use for them"),
+        ("draft.dflash.quantization=int8", "method eagle does not read them"),
         ("draft.model=other", "draft.model cannot be set: it follows from the checkpoint"),
         ("model.max_context=9", "--set takes keys of the section draft"),
         ("draft=eagle", "--set takes keys of the section draft"),

@@ -214,7 +214,7 @@ def test_without_a_head_nothing_of_the_target_is_read() -> None:
     [
         ({**THEN_EAGLE, "model": "m", "draft_model": {"min_confidence": 0.5}}, "draft_model has options"),
         ({"method": "hybrid", "model": "m", "eagle": {"max_positions": 9}}, "eagle has options"),
-        ({"method": "hybrid", "model": "m", "states": {"keep": False}}, "reads none of the target"),
+        ({"method": "hybrid", "model": "m", "states": {"keep": False}}, "reads no hidden states"),
         ({"method": "eagle", "model": "m", "hybrid": {"then": "eagle"}}, "hybrid has options"),
         (THEN_EAGLE, "needs a model"),
         ({"method": "hybrid", "hybrid": {"then": "mtp"}, "model": "m"}, "takes no model"),
