@@ -1,5 +1,6 @@
-"""What the figures about the code count, on sources of a few lines."""
+"""Figures about the code, computed on trees of a few lines."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,102 +9,69 @@ from tests.unit.benchmarks.scripts import script
 
 ROOT = Path(__file__).parents[3]
 
-
 code_figures = script("code_figures")
 
 
-def a_module(text: str, path: str = "cluster/some.py"):
-    return code_figures.Module(path, text)
+def write_tree(root: Path, **texts: str) -> Path:
+    """Writes files named like `serve_app__api__app` into a tree."""
+    for name, text in texts.items():
+        path = root / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
 
 
-def test_a_constant_is_an_upper_case_name_for_numbers():
-    text = "A = 1\nB, C = 2.0, -3\nD = 60 * 60\nE = (1, 2)\nF = A + 1\nlower = 1\nG = 'text'\nH = True\nI = call()\n"
-    assert code_figures.constants(a_module(text)) == ["A", "B", "C", "D", "E", "F"]
-    assert code_figures.constants(a_module("def f():\n    A = 1\n")) == []
+def test_generated_modules_and_tests_are_not_sources(tmp_path: Path):
+    names = ("protos__speculation_pb2", "protos__codec", "cluster__routing__ledger", "tests__test_it")
+    tree = code_figures.Tree(write_tree(tmp_path, **dict.fromkeys(names, "x = 1\ny = 2\n")))
+    assert sorted(tree.sources) == ["cluster.routing.ledger", "protos.codec"]
+    assert (tree.lines("protos"), tree.lines("tools"), tree.test_lines) == (2, 0, 2)
+
+
+def test_request_path_follows_runtime_imports(tmp_path: Path):
+    app = (
+        "from typing import TYPE_CHECKING\nfrom cluster import errors\nfrom cluster.ledger import Session\n"
+        "if TYPE_CHECKING:\n    from cluster.typed import T\n"
+        "def f():\n    import protos.codec\n"
+    )
+    unrelated = dict.fromkeys(("cluster__errors", "cluster__typed", "cluster__unused", "protos__codec"), "")
+    tree = code_figures.Tree(write_tree(tmp_path, serve_app__api__app=app, cluster__ledger="import os\n", **unrelated))
+    assert tree.request_path() == ["cluster.errors", "cluster.ledger", "protos.codec", "serve_app.api.app"]
+
+
+def test_forms_are_data_classes_on_the_request_path(tmp_path: Path):
+    app = (
+        "from cluster import config, other_module\n@dataclass(frozen=True)\nclass A: pass\n"
+        "class B(pydantic.BaseModel): pass\nclass C(B): pass\n@value\nclass D: pass\nclass E(NamedTuple): pass\n"
+        "class Plain: pass\n"
+    )
+    form = "@dataclass\nclass Other: pass\n"
+    tree = code_figures.Tree(write_tree(tmp_path, serve_app__api__app=app, cluster__config=form, cluster__unused=form))
+    assert tree.request_forms() == [f"serve_app.api.app.{name}" for name in "ABCDE"]
 
 
 @pytest.mark.parametrize(
-    ("line", "counts"),
-    [
-        ("a, b = 1, 2", True),
-        ("(a.x, b[0]) = [1, 2]", True),
-        ("a = 1", False),
-        ("a, b = pair", False),  # one value, of two parts
-        ("a = 1, 2", False),
-        ("for a, b in ((1, 2),): pass", False),
-    ],
+    ("docstring", "share"),
+    [("Of one router.", 1.0), ("What actors tell.", 1.0), ("Returns the share.", 0.0), ("Offline replay.", 0.0)],
 )
-def test_several_values_are_assigned_where_both_sides_list_them(line, counts):
-    assert code_figures.several_assigned(a_module(f"\n{line}\n")) == ([2] if counts else [])
+def test_docstrings_that_start_with_a_preposition_or_wh_word(tmp_path: Path, docstring: str, share: float):
+    tree = code_figures.Tree(write_tree(tmp_path, cluster__some=f'def f():\n    """{docstring}"""\n'))
+    assert tree.indirect_docstrings() == share
 
 
-@pytest.mark.parametrize(
-    ("caught", "counts"),
-    [
-        ("", True),
-        (" Exception", True),
-        (" BaseException as error", True),
-        (" (ValueError, Exception)", True),
-        (" ValueError", False),
-        (" (ValueError, KeyError) as error", False),
-        (" errors.Exception", False),
-    ],
-)
-def test_an_except_is_broad_if_it_catches_everything(caught, counts):
-    text = f"try:\n    pass\nexcept{caught}:\n    pass\n"
-    assert code_figures.broad_excepts(a_module(text)) == ([3] if counts else [])
+def test_lengths_of_commit_subjects(tmp_path: Path):
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
 
-
-def test_lengths_go_from_the_first_line_to_the_last():
-    text = "class A:\n    x = 1\n\n    @property\n    def f(self):\n        '''Doc.'''\n        return 1\n"
-    assert code_figures.class_lengths(a_module(text)) == [(7, "cluster.some.A")]
-    assert code_figures.function_lengths(a_module(text)) == [3]
-
-
-def test_a_circle_may_lead_over_several_rooms_and_is_named_once():
-    imports = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": {"e"}}
-    assert code_figures.circles(imports) == [["a", "b", "c"], ["e", "f"]]
-    assert code_figures.circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
-
-
-def test_a_room_is_a_folder_or_a_module_at_the_top():
-    modules = [
-        a_module(
-            "from cluster.speculation.controller import Gate\nfrom cluster.errors import E\n",
-            "cluster/routing/ledger.py",
-        ),
-        a_module(
-            "from cluster import errors\nimport torch\nfrom torch import Tensor\n", "cluster/speculation/controller.py"
-        ),
-        a_module("from cluster.routing.ledger import S\n", "cluster/routing/__init__.py"),
-        a_module("", "cluster/errors.py"),
-    ]
-    assert code_figures.imports_by_room(modules) == {
-        "cluster.routing": {"cluster.speculation", "cluster.errors"},
-        "cluster.speculation": {"cluster.errors"},
-        "cluster.errors": set(),
-    }
-
-
-def test_pacing_is_its_folder_and_the_modules_that_belong_to_it():
-    paths = [
-        "cluster/speculation/controller.py",
-        "cluster/costs.py",
-        "cluster/breaker.py",
-        "cluster/config.py",
-        "actors/load.py",
-    ]
-    assert [code_figures.is_pacing(a_module("", path)) for path in paths] == [True, True, True, False, False]
-
-
-def test_a_tree_is_read_without_what_is_generated(tmp_path):
-    for path in ("protos/speculation_pb2.py", "protos/codec.py", "cluster/routing/ledger.py", "tests/test_it.py"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("x = 1\n")
-    assert [module.path for module in code_figures.read(tmp_path)] == ["cluster/routing/ledger.py", "protos/codec.py"]
+    git("init")
+    for subject in ("first", "four", "a longer subject"):
+        git("commit", "--allow-empty", "-m", subject)
+    assert sorted(code_figures.Tree(tmp_path).subject_lengths("HEAD~2")) == [4, 16]
 
 
 def test_this_tree_can_be_measured():
-    shown = code_figures.figures(code_figures.read(ROOT))
-    assert shown["rooms that import each other in circles"] == "0"
-    assert int(shown["pacing: lines"]) > 0
+    shown = code_figures.Tree(ROOT).figures()
+    assert int(shown["lines of code"]) == sum(int(shown[f"lines in {name}"]) for name in code_figures.PACKAGES)
+    assert 0 < int(shown["modules on the request path"]) < int(shown["modules"])
+    assert int(shown["forms on the request path"]) > 0
