@@ -1,22 +1,17 @@
-"""Audits of a router: which ended requests are decided again without speculation, where, and what a difference means.
+"""Audits of a router: ended requests are decided again without speculation, and the results are compared.
 
 Input: ended sessions with their committed tokens, and verdicts of idle targets. Output: Open messages for audits,
 counts of equal, nearly tied and different results, and an alarm for each difference.
 
-Start with `replay.py`, one audit; `audits.py` selects requests and targets and runs one audit at a time.
+`Replay` is one audit. It decides an ended request again, one token per step, and needs no ledger of its own: until
+non-speculative decoding gives another token, its text is a prefix of the committed one, so an audit that had to leave
+its target continues elsewhere from there. At another token the audit asks for its margin. After a near tie it continues
+with the committed token, because only then do both texts go on alike. Any other margin is a difference, and the audit
+ends after recording how non-speculative decoding continues.
 
-All audits of a router: the ended requests that are audited, the queue, and the target and time of each audit.
-
-One audit runs at a time, on a target without other sessions of this router. The target refuses it while it serves other
-routers' sessions, and ends it as soon as a request arrives. The audit then waits and continues where it stopped.
-Callers pass the time in and send the returned messages.
-
-One audit: decides an ended request again, one token per step, and compares the result with the committed tokens.
-
-It needs no ledger of its own. Until non-speculative decoding gives another token, its text is a prefix of the committed
-one, so an audit that had to leave its target continues elsewhere from there. At another token the audit asks for its
-margin. After a near-tie it continues with the committed token, because only then do both texts go on alike. Any other
-margin is a difference, and the audit ends after recording how non-speculative decoding continues.
+`Audits` selects requests and targets. One audit runs at a time, on a target without other sessions of this router. The
+target refuses it while it serves other routers' sessions, and ends it as soon as a request arrives; it then waits and
+continues where it stopped. Callers pass the time in and send the returned messages.
 """
 
 from collections import Counter, deque

@@ -1,30 +1,15 @@
 """Sizes of the target pool and the draft pool: pure, from the replicas' reports.
 
 Input: `TargetReport` and `DraftReport` metrics, the pools' current sizes and bounds, and the settings that target
-replicas report. Output: a size for each pool, with the reason for it.
+replicas report. Output: a size for each pool, with the reason for it. A pool's need is a number of replicas and may be
+fractional; the largest need counts. A new size is followed once the need has lasted long enough: briefly upwards, long
+downwards.
 
-Start with `serve_policy.py`, which Ray Serve calls. `pools.py` combines the needs (`demand.py`) with delays against
-noise (`stabilization_window.py`). Serve's controller pickles the exported names by value, with this whole folder, and
-calls them ten times a second. So no module here imports project code from other folders, and nothing here waits.
-
-Replicas that each pool needs for its load: pure arithmetic, with a reason for display.
-
-A need is a number of replicas and may be fractional. The largest need counts.
-
-Sizes of both pools: each one's need, within its bounds, once the need has lasted long enough.
-
-Reports of replicas, from which the sizes of their pools are decided.
-
-Scaling settings of the pools, which target replicas send among their reports.
-
-Serve counts a policy's arguments as part of the application's version, so changing them would replace every replica. A
-replica that receives new settings keeps running, and its next report contains them.
-
-Delays before a new size is followed: short upwards, long downwards.
-
-The policy that Ray Serve calls: for the whole application, or for a single deployment.
-
-It knows only those attributes of Serve's types that it reads. Serve's own delays and factors are left neutral.
+Ray Serve calls the policies below, for the whole application or for one deployment. Serve's controller pickles them by
+value, with this whole module, and calls them ten times a second. So this module imports no other project code, and
+nothing here waits. Serve counts a policy's arguments as part of the application's version, and changing them would
+replace every replica. Scaling settings therefore travel with the targets' reports: a replica that receives new settings
+keeps running, and its next report contains them.
 """
 
 import math

@@ -1,28 +1,13 @@
 """Checks that drafts are as good as expected, when a drafter starts and while it serves. Pure.
 
 Input: the acceptance of verified blocks, by drafter and session, and the draft's own confidence. Output: a warning at
-startup (`load_check.py`), a `Collapse` for the router when a session's blocks became bad (`collapse.py`), and counts by
-context length and position (`acceptance_stats.py`).
+startup, a `Collapse` for the router when a session's blocks became bad, and counts by context length, cached prefix and
+position, since an average hides specific faults such as a draft that fails at long contexts.
 
-Start with `cusum.py`, the statistical test, and `collapse.py`, the steps that follow it.
-
-Counts of verified blocks by drafter, context length, cached prefix, and position in the block.
-
-An average over all of them hides specific faults: a draft that fails at long contexts, or after a prefix from the
-cache.
-
-The steps taken when a session's blocks have become bad, and the drafters under suspicion.
-
-The steps concern one session: its drafter opens it again, then another drafter takes it, then it continues with
-non-speculative decoding. Each step needs new evidence. A session without speculation stays so; the next session tries
-the drafter again.
-
-Detection of a drop in a session's acceptance: Page's CUSUM test against the session's own history.
-
-The check of a drafter that has just started: does the target accept its first tokens as often as expected?
-
-The expectation is a figure published with the draft, or else the draft's own confidence: the probability that it gave
-its tokens. The check uses the first requests, in which each token is the target's own.
+`CusumDetector` is the statistical test: Page's CUSUM against the session's own history. `CollapseWatch` decides on
+steps for one session, each on new evidence: its drafter opens it again, then another drafter takes it, then it
+continues without speculation. The next session tries the drafter again. `LoadCheck` compares a new drafter's first
+accepted tokens with a figure published with the draft, or else with the draft's own confidence.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Page tables of a paged cache: the pages that hold each session's positions, with sharing, forks and eviction.
+"""Pages of a paged cache: which pages hold each session's positions, with sharing, forks and eviction.
 
 A session's cache is a prefix, stored in the pages of its table. Sessions share pages in two ways. A fork shares its
 parent's pages, and whole pages of committed tokens are published for sessions that begin with the same tokens. A page
@@ -6,16 +6,10 @@ that another session may read is never written; its writer gets another page. Th
 of a page's contents. The owner of the memory makes the returned copies, in the order they were returned, before
 anything is written.
 
-Engine differences that schedulers and configuration must know: where cache pages are kept, and vLLM's arguments.
-
-`session_memory.py` is the interface of cache pages to the verification scheduler, with the scheduler's own pages and an
-engine's pages as implementations. `vllm_options.py` checks the arguments of `target.vllm`. The engines themselves are
-in `actors`. Start with `session_memory.py`.
-
-The interface of cache memory to the verification scheduler: pages of the scheduler's own, or an engine's.
-
-Membership, blocks, pacing and verdicts belong to the scheduler in both cases. An engine with its own pages also decides
-how much of a prompt it feeds and which rows wait for memory; the scheduler asks what was fed after each step.
+`SessionMemory` is the verification scheduler's interface to pages, with two implementations: pages that the scheduler
+allocates (`OwnPages`) and pages that an engine such as vLLM manages (`EnginePages`). Membership, blocks and verdicts
+belong to the scheduler in both cases. An engine with its own pages also decides how much of a prompt it feeds and which
+rows wait for memory; the scheduler asks after each step what was fed.
 """
 
 from array import array

@@ -1,8 +1,7 @@
-"""A ring buffer of an actor's latest events, and spans between the events of all actors.
+"""Recordings of actors' latest events, spans between them, and a safe encoding for answers between processes.
 
-A span is the time between two events; `spans` finds them in the recordings of all actors together.
-
-Small answers between processes, as data that cannot execute code: JSON, compressed, and validated on arrival.
+A span is the time between two events; `spans` finds them in the recordings of all actors together. Answers travel as
+compressed JSON, which cannot execute code and is validated on arrival.
 """
 
 import time

@@ -1,11 +1,7 @@
-"""Tracing data of a request: whether it is traced, and the events of its rounds. Pure; OpenTelemetry is in `actors`.
+"""Tracing of sessions: hooks that processes call, and the events of a session's rounds. Pure.
 
-Input: messages of traced sessions and the tracing settings. Output: bounded lists of events with counts, free of tokens
-and texts. Start with `session_tracer.py`, the hooks that processes call; `round_events.py` turns messages into events.
-
-Tracing hooks that processes call; no-ops when tracing is disabled.
-
-Events in the rounds of one session, as one process sees them: bounded, counted, and without tokens or texts.
+The hooks are no-ops when tracing is disabled. Events are bounded, counted, and free of tokens and texts. OpenTelemetry
+is in `actors.tracing`.
 """
 
 from collections import Counter, deque

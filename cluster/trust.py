@@ -1,19 +1,12 @@
-"""Identity and permissions between processes and of clients: roles, proofs of assignment, API keys, and refusals.
+"""Identity and permissions between processes: roles, proofs of assignment, and refusals.
 
-Input: the names in a peer's certificate, assignment tokens, and settings. Output: whether a peer or key may do
-something, and counts of refusals, logged once per peer and cause.
+A certificate's name proves its holder's role. An assignment token proves to a target that the session's router assigned
+the session to a drafter: the router sends the target a key with the session's Open, and each assigned drafter a token
+with the number of the assignment and a code that only a holder of the key can compute. So a target need not be informed
+of assignments, which would arrive on another stream than the drafter's, and a later drafter excludes earlier ones.
 
-Proof by which a drafter shows a target that the session's router assigned the session to it.
-
-The router sends the target a key with the session's Open. It sends each drafter that it assigns an assignment token:
-the number of the assignment, and a code over it that only a holder of the key can compute. So a target need not be
-informed of assignments, which would arrive on another stream than the drafter's, and a later drafter excludes earlier ones.
-
-Requests that are refused because of their sender: counted by cause, and logged once per peer and cause.
-
-A refused peer retries, and a hostile one does so at full speed; neither may fill the log.
-
-Roles of peers, and the certificate name that proves each.
+Refusals are counted by cause and logged once per peer and cause, since a hostile peer retries at full speed and must
+not fill the log.
 """
 
 import hmac

@@ -4,7 +4,8 @@ Input: Open and Close messages from routers, verdicts, draft requests and hidden
 of a drafting method. Output: passes for the method (`DraftingPass`) and messages to send, mostly blocks. Drafters also
 draft ahead, before a verdict arrives, and refuse sessions when most of their blocks are late.
 
-Start with `scheduler.py`. `session_table.py` keeps the sessions in step with their targets, `method.py` is the
-interface of drafting methods, `lookahead.py` is the search for blocks ahead of verdicts and `draft_state.py` a block in
-progress.
+Start with `scheduler`. `session_table` keeps the sessions (`draft_sequence`) in step with their targets. `method` is
+the interface of drafting methods, `requests` the values exchanged with one. `draft_state` is a block in progress,
+`trees` selects its nodes, `lookahead` searches for blocks ahead of verdicts, and `hidden_state_receiver` orders the
+hidden states that draft heads read.
 """

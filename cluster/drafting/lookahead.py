@@ -2,18 +2,8 @@
 
 The likeliest outcomes come first (a speculation cache: Kumar et al. 2026, arXiv 2603.03251). The search is pure: a
 method extends branches, and the caller passes the time in, so drafters of any method and the simulator run the same
-search.
-
-A drafter's predictions for places that the target has not decided yet, kept until it decides.
-
-Duration of a model's forward passes, as a line over the rows that they feed, fitted to measured passes.
-
-Pure arithmetic.
-
-Duration of a drafter's passes: the shape from a startup profile, the scale from the passes themselves.
-
-The profile is measured while no target verifies. A target on the same machine and the processes that serve answers slow
-drafting down. Pure arithmetic.
+search. Pass times are a line over the rows fed: the shape from a startup profile, taken while no target verifies, and
+the scale from live passes, which a target on the same machine slows down.
 """
 
 from collections import defaultdict

@@ -1,10 +1,8 @@
-"""Requests for blocks ahead of verdicts, and a drafting method's answers. Plain values.
+"""Values between the draft scheduler and a drafting method: requests, proposals and session updates.
 
-A block that is wanted now is requested with the target's own `protos.messages.DraftRequest`.
-
-Sessions as a drafting method sees them: changes collected by the scheduler, and the texts that result.
-
-A method runs on its own thread, so it keeps its own copy of every text and receives the changes before each pass.
+A block that is wanted now is requested with the target's own `protos.messages.DraftRequest`; blocks ahead of verdicts
+with `AheadRequest`. A method runs on its own thread, so it keeps its own copy of every text and receives the changes
+before each pass.
 """
 
 import math

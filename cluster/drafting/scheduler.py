@@ -1,6 +1,6 @@
 """The draft scheduler: selects the sessions to draft for, now or ahead of verdicts, and the drafted blocks to send.
 
-Reports of a drafter that decide the size of the draft pool.
+Also reports the load that decides the size of the draft pool.
 """
 
 import logging

@@ -1,14 +1,8 @@
 """A drafter's sessions, which follow their targets: from an Open, through verdicts and draft requests, to the end.
 
-A session that cannot follow asks the target for what it missed. If that fails, it asks the router for the ledger.
-
-The number of sessions that a drafter can serve in time: lowered when most blocks are late, raised when few are.
-
-Uses additive increase and multiplicative decrease over windows of blocks. Pure.
-
-The time at which a verdict is due, estimated from earlier steps; a block drafted ahead is worth little after it.
-
-Pure arithmetic; the caller passes times in.
+A session that cannot follow asks the target for what it missed. If that fails, it asks the router for the ledger. The
+number of sessions is limited by additive increase and multiplicative decrease over windows of blocks, so that most
+blocks arrive in time. Pure; the caller passes times in.
 """
 
 import logging

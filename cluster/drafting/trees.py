@@ -1,23 +1,14 @@
-"""Candidate tokens and their probabilities: possible outcomes of a verdict, and the tokens that make a draft tree.
+"""Candidate tokens with probabilities: draft trees, and the possible outcomes of a verification. Pure.
 
-`outcomes.py` lists the verdicts that a block under verification may bring, from the draft model's own probabilities.
-`tree_growth.py` selects the likeliest paths under a budget of nodes (EAGLE-2).
-
-Selection of a draft model's candidate tokens for a block: the likeliest paths under a budget of nodes.
-
-(EAGLE-2: Li et al. 2024, arXiv 2406.16858.) A node's probability is that of its path, so the likeliest nodes form a
-tree. In falling order of probability, the first n nodes are the best tree of n nodes, for every n. Pure.
-
-Possible verdicts with their probabilities, by the draft model's own estimates.
+A tree holds the likeliest paths under a budget of nodes (EAGLE-2: Li et al. 2024, arXiv 2406.16858). A node's
+probability is that of its path, so the likeliest nodes form a tree, and in falling order of probability the first n
+nodes are the best tree of n nodes, for every n.
 
 An outcome is the tokens of a verdict: some tokens of the block followed by one that differs from the block's next, or
-all of the block and one token after it. Pure.
+all of the block and one token after it. Outcomes are ranked by the draft model's own estimates.
 
-One draft tree from the candidates of two methods: the likeliest paths of both.
-
-Each method gives probabilities for its own tokens. The errors of the two are assumed independent, so a token that both
-name has the probability 1 - (1 - a)(1 - b). If the probabilities of different tokens at one place then add up to more
-than 1, they are scaled down. Pure.
+Trees of two methods merge into the likeliest paths of both. Their errors are assumed independent, so a token that both
+name has the probability 1 - (1 - a)(1 - b); if the probabilities at one position then exceed 1, they are scaled down.
 """
 
 import math

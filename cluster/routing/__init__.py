@@ -3,7 +3,7 @@
 Input: new requests, the pools' members, and the messages of targets and drafters. Output: Open and Close messages, and
 events for clients (`CommittedTokens`, `Ended`, `Failed`). Only tokens that the ledger has committed reach a client.
 
-Start with `ledger.py`, the ledger of one request. `assignment.py` places all sessions of a router; `target_choice.py`,
-`balancing.py`, `prefix_affinity.py` and `locality.py` rank the candidates; `drafter_watch.py` and `drafter_recovery.py`
-handle drafters that are silent or became bad. `ray_membership.py` is the one file here that imports Ray.
+Start with `ledger`, the ledger of one request. `session_router` places all sessions of a router: it ranks targets by
+load and cached prefixes, and drafters by load and locality. `drafter_health` handles drafters that are silent or became
+bad. `membership` is a snapshot of the pools; `ray_membership` is the one file here that imports Ray.
 """

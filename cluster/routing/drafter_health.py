@@ -1,10 +1,8 @@
-"""Collects reports on drafters from verdicts until the next tick: missed blocks, and blocks that became bad.
+"""Drafters that miss blocks or whose blocks became bad: reports from verdicts, recovery steps, counts and logs.
 
-A router's steps against drafters whose blocks have become bad, with counts and logs.
-
-The target detects it per session and has the drafter open the session again (`Verdict.collapse`). If that does not
-help, the session moves to another drafter, once. After that, or without another drafter, the session continues with
-non-speculative decoding.
+The target detects bad blocks per session and has the drafter open the session again (`Verdict.collapse`). If that does
+not help, the session moves to another drafter, once. After that, or without another drafter, the session continues
+without speculation.
 """
 
 import logging

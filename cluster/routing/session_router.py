@@ -1,19 +1,12 @@
 """Placement of all sessions of a router: the target and drafter of each, and their replacements.
 
+A session's target is the least loaded one that is not full, unless another has more of the text cached. A target shares
+cache pages between sessions that begin with the same tokens, so the next turn of a conversation is prefilled fastest
+where the last one was. Each router records only what it sent itself; routers need not agree, because a wrong record
+costs only a prefill. Hashes cover whole pages, each with all pages before it, and are keyed, so that no client can
+choose prompts that collide. Drafters near the target, by node and zone, are preferred.
+
 Used by the router and the simulator: callers pass the time in and send the returned messages.
-
-Choice of a session's target: the least loaded that is not full, unless another has more of the text cached.
-
-Choice of a replica for a session: pure, from a router's knowledge of each replica.
-
-Distance of drafters from targets, by node and zone.
-
-One router's record of the prefixes that each target has computed.
-
-A target shares pages of its cache between sessions that begin with the same tokens, so the next turn of a conversation
-is prefilled fastest where the last one was. Each router records only what it sent itself. Routers need not agree,
-because a wrong record costs only a prefill. Hashes cover whole pages, each with all pages before it, and are keyed, so
-that no client can choose prompts that collide.
 """
 
 import logging

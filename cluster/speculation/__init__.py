@@ -4,7 +4,7 @@ Input: measured times of steps and blocks, and which nodes of each block were ac
 each session after each verdict, the time that a step may wait for blocks, and the drafters that can be relied on. Pure;
 callers pass times in.
 
-Start with `pacer.py`, which a target's leader calls. `policy.py` is the rule, `kill_switch.py` turns speculation off
-where it was measured to lose, `cost_model.py` and `acceptance.py` are the estimates, and `circuit_breaker.py` holds the
-circuit breakers.
+Start with `controller`: `SpeculationController`, which a target's leader calls, holds the measurements, `Adaptive` is
+the policy, and `KillSwitch` turns speculation off where it was measured to lose. `estimators` has the estimates of
+acceptance and step cost, and `circuit_breaker` the breakers for silent or overloaded drafters.
 """

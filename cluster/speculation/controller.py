@@ -1,18 +1,13 @@
-"""Pacing of one target replica: measurements of its steps and blocks, and from them each session's next draft request.
+"""Speculation control of one target replica: from measured steps and blocks to each session's next draft request.
 
-The policy is pure; the pacer holds the replica's current measurements.
+The policy chooses draft lengths and waits from the value of a second. At its best, a replica commits `rate` tokens per
+second, so a second is worth `rate` tokens, and time is spent only on what brings more (Dinkelbach's method for
+maximising a ratio). It decides from measured costs (`load`) and from the results of past blocks (`stats`).
 
-The pacing policy: chooses the draft length and the wait for blocks from the value of a second.
-
-At its best a replica commits `rate` tokens per second, so a second is worth `rate` tokens. Time is spent only on what
-brings more than that (Dinkelbach's method for maximising a ratio). The policy decides from measured costs (`load`) and
-from the results of past blocks (`stats`). Pure, without a clock.
-
-The speculation gate: turns speculation off where it was measured to lose, and limits the cost of trying it again.
-
-Pacing decides from known costs. Unknown costs, such as drafters that share memory, cores or network with the target,
-show only in the measured throughput. Where speculation was slower than non-speculative decoding at a load, it is off
-for a while, even if it should have paid. Everything that is tried against the odds is charged to one budget, `PRICE`.
+Unknown costs, such as drafters that share memory, cores or network with the target, show only in the measured
+throughput. Where speculation was slower than non-speculative decoding at a load, the kill switch turns it off for a
+while, even if it should have paid. Every trial against the odds is charged to one budget, `PRICE`. Pure, without a
+clock.
 """
 
 from collections import Counter, defaultdict

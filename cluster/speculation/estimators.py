@@ -1,23 +1,17 @@
-"""Acceptance statistics of drafters' blocks, by node, and the outlook for the next blocks.
+"""Estimators for speculation control: acceptance of blocks by node, cost of steps, and weighted means.
 
 A block's nodes come in falling order of probability, so node k of any tree is its k-th likeliest, and its acceptance
-rate is the value of a k-th token. In a chain, k is the position.
+rate is the value of a k-th token. In a chain, k is the position. The statistics are kept three times: per session, over
+some tens of blocks; per replica, for sessions that little is known of; and as the replica's counts since startup, for
+planning a fleet.
 
-The same statistics are kept three times: per session, over some tens of blocks; per replica, for sessions that little
-is known of; and as the replica's counts since startup, for planning a fleet.
+A profile at startup gives the shape of step cost over rows and tokens; live steps give its scale. Live steps are much
+alike, so a curve fitted to them alone would not predict other sizes, in particular the non-speculative steps that
+speculation is compared with. Those are rare where speculation pays, and a machine's pace drifts between them, so their
+estimate is kept relative to the pace of the speculative steps around them.
 
-Measured cost of a target's steps, and from it the value of a second of the replica.
-
-A profile at startup gives the shape of the cost over rows and tokens; the steps themselves give its scale. Live steps
-are much alike, so a curve fitted to them alone would not predict steps of another size, in particular the
-non-speculative steps that speculation is compared with. Those are rare where speculation pays, and a machine's pace
-drifts between them. Their estimate is therefore kept relative to the pace of the speculative steps around them. Pure
-arithmetic; callers pass times in.
-
-Exponentially weighted estimators: a mean, and a ratio with its error or a line over pairs of measurements.
-
-They are immutable; each measurement makes a new value. `memory` is the weight of the latest measurement, so about 1 /
-memory of them count. Pure arithmetic.
+All estimators are immutable; each measurement makes a new value. `memory` is the weight of the latest measurement, so
+about 1 / memory of them count. Pure arithmetic; callers pass times in.
 """
 
 import math

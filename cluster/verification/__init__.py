@@ -4,6 +4,7 @@ Input: Open and Close messages from routers, Attach messages and blocks from dra
 Output: a `StepPlan` for the engine, and verdicts, draft requests and hidden states to send. A block is verified only if
 its length and prefix hash match the session's own text, so a wrong or late block costs speed, never a token.
 
-Start with `scheduler.py`: `plan` and `apply` alternate around the engine's step. `step.py` defines the plan and the
-outcomes, `intake.py` handles messages, `admission.py` assigns cache pages, and `sequence.py` is one session.
+Start with `scheduler`: `plan` and `apply` alternate around the engine's step, and messages take effect in between.
+`step` defines the plan and the outcomes, `admission` assigns cache pages, `sequence` is one session with its waiting
+blocks (`block_buffer`), and `hidden_state_sender` sends hidden states to drafters that read them.
 """

@@ -1,12 +1,8 @@
-"""One session's draft blocks, from their arrival until a step takes them or the session has moved past them.
+"""Draft blocks that wait for a step, and messages that arrive before their session is opened.
 
-A block waits under the length and prefix hash that it was drafted for.
-
-Drafters' messages for sessions that no router has opened yet, bounded in number, bytes and age.
-
-A drafter may receive a session before its target does. Until the session is opened, its assigned drafter is unknown, so
-messages are kept separately per drafter, and each drafter has its own limits. The cost of a message does not depend on
-the number that wait.
+A block waits under the length and prefix hash that it was drafted for. A drafter may receive a session before its
+target does. Until the session is opened, its assigned drafter is unknown, so such messages are kept separately per
+drafter, each with its own limits on number, bytes and age. The cost of a message does not depend on how many wait.
 """
 
 from collections import Counter, OrderedDict, defaultdict

@@ -1,16 +1,12 @@
 """Hidden states for drafters: what each lacks, what is sent with a verdict, and what is read from pages and sent apart.
 
 Pages serve as the queue. States are read from them only when a drafter's window has capacity, so nothing waits in
-memory, and unsent states stay in the pages. If pages keep no states, the states of a step are sent before the next
-step, and `StateRecompute` recomputes what is missing after that. Pure; the engine reads.
+memory, and unsent states stay in the pages. Pure; the engine reads.
 
-Hidden states without pages that keep them: those of the latest step are readable, earlier ones are recomputed.
-
-States that a drafter lacks of cached tokens are computed again from the first position that it lacks. The cache is a
-prefix, so the session is rolled back to that position. A drafter that has no states yet may report how late in the text
-they may begin, which bounds what is recomputed. Pure.
-
-If a drafter twice has no capacity for the states of the same tokens, they are not sent to it until it attaches again.
+If pages keep no states, those of the latest step are sent before the next step, and earlier ones that a drafter lacks
+are recomputed: the cache is a prefix, so the session is rolled back to the first position that is missing. A drafter
+without states may report how late in the text they may begin, which bounds the recomputation. If a drafter twice has no
+capacity for the states of the same tokens, they are not sent to it until it attaches again.
 """
 
 from collections import Counter

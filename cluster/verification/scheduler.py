@@ -1,21 +1,12 @@
 """The verification scheduler: plans a target's next step and turns its outcomes into verdicts.
 
-`plan` and `apply` alternate; between them an engine computes. A block is verified only at exactly the length and hash
-that it was drafted for. The scheduler knows nothing of torch, gRPC or a clock; callers pass times in.
+NOTE: `plan` and `apply` alternate; between them an engine computes, and messages take effect (`receive`). A block is
+verified only at exactly the length and hash that it was drafted for. A step may wait for blocks that are worth more
+than the time (`StepDeadline`), as the speculation controller decides. The scheduler knows nothing of torch, gRPC or a
+clock; callers pass times in.
 
-A target's handling of messages: sessions open and close, drafters attach and leave, blocks arrive.
-
-All of it takes effect between two steps; `scheduler.py` makes the steps.
-
-Reports of a target replica: for the size of its pool and of the draft pool, and for monitoring.
-
-Start of the next step, and when each session is due: sessions that skip steps, and the hold for blocks.
-
-Pure; pacing decides the durations.
-
-Limits of a target replica, and the checks of requests and blocks against them.
-
-A target's monitoring of its drafters: counts the acceptance of their blocks and detects blocks that became bad.
+`Intake` handles messages, `VerificationLimits` checks requests and blocks, `TargetReporter` measures load for the
+pools' sizes and monitoring, and `DraftQualityMonitor` detects drafters whose blocks became bad.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What is meant for a GPU runs on a CPU with a tiny model, so that it is known to run when there is one."""
+"""GPU benchmarks run on a CPU with a tiny model, so that they are known to run on a GPU."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What load generators' reports say of failed requests; the reports are theirs, cut to what is read."""
+"""Reading failed requests from load generators' shortened reports."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What blows are said to cost, on streams and pools of a few numbers."""
+"""The reported cost of failures, on small streams and pools."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What processes answer each other, as bytes: nothing but the answer comes out of them."""
+"""Answers between processes as bytes: decoding yields nothing but the answer."""
 
 import math
 import pickle

@@ -176,7 +176,7 @@ def test_published_pages_outlive_their_session_and_are_there_for_others_to_take(
 
 
 def test_withdrawn_pages_are_found_by_nobody_until_a_holder_publishes_them_again():
-    """With them go the pages that others published after them; who holds any keeps it."""
+    """Later pages go with them; sessions that hold any keep them."""
     allocator = a_book()
     longer = (*PROMPT, 12, 13, 14, 15)
     a_computed(allocator, "first", PROMPT)
@@ -460,7 +460,7 @@ class Pool:
     # ---------------------------------------------------------- operations
 
     def open(self) -> None:
-        """With a prompt that may begin like another session, whose end may be the same or not."""
+        """Opens a session whose prompt may share its beginning with another's, and maybe its end."""
         name = f"s{self.seen['opened']}"
         self.seen["opened"] += 1
         like = self.random.choice([[], *self.sessions.values()])
@@ -587,7 +587,7 @@ class Pool:
 
 
 def values(tokens: Sequence[int]) -> list[int]:
-    """At each position a value of all tokens so far."""
+    """Returns a value of all tokens so far for each position."""
     found = []
     state = 0
     for token in tokens:

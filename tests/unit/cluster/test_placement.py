@@ -1,4 +1,4 @@
-"""What Ray is asked for."""
+"""Resource requests to Ray."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""How long a piece of work may take follows what it was measured to cost, within bounds; the time is handed in."""
+"""The time limit of a piece of work follows its measured cost, within bounds; the clock is injected."""
 
 import pytest
 

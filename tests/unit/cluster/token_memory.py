@@ -1,4 +1,4 @@
-"""What a paged cache holds, with tokens in place of keys and values: who reads a page sees what was written there."""
+"""A paged cache with tokens in place of keys and values, so that readers see what was written."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +13,7 @@ class TokenMemory:
         self._held: dict[int, int] = {}  # tokens by place
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
-        """In order, as the owner of the pages asks for it."""
+        """Copies pages in order, as their owner would."""
         for copy in copies:
             for offset in range(self._page_size):
                 source, to = (page * self._page_size + offset for page in (copy.source, copy.to))

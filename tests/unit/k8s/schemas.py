@@ -1,6 +1,6 @@
-"""Of kinds whose makers' schemas are not at hand, the part that is used here, by kind; unknown keys are refused.
+"""Schemas of foreign kinds, reduced to the fields used here; unknown keys are refused.
 
-The Prometheus operator's, cert-manager's and kustomize's.
+They cover kinds of the Prometheus operator, cert-manager and kustomize.
 """
 
 from tests.unit.k8s.overlays import Json
@@ -10,7 +10,7 @@ STRINGS: Json = {"type": "object", "additionalProperties": STRING}
 
 
 def mapping(*required: str, **properties: Json) -> Json:
-    """Of these keys and no others."""
+    """Returns a schema with exactly these keys."""
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 

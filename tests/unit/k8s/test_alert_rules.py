@@ -1,4 +1,4 @@
-"""When alerts fire, by Prometheus' own reckoning; skipped, with a word, where its promtool is not installed."""
+"""When alerts fire, computed by Prometheus; skipped if promtool is not installed."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What `make image-steps` runs, without running it: the steps of a variant, and what they set and copy."""
+"""The steps of `make image-steps` per variant, with what they set and copy, without running them."""
 
 from pathlib import Path, PurePosixPath
 

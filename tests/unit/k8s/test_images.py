@@ -29,7 +29,7 @@ def lines() -> list[str]:
 
 
 def locked(variant: str) -> dict[str, tuple[Version, int]]:
-    """By package: its version, and how many hashes it has."""
+    """Returns version and number of hashes by package."""
     text = (IMAGES / f"requirements-{variant}.txt").read_text()
     found = {}
     for entry in text.replace("\\\n", " ").splitlines():

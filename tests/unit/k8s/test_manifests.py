@@ -57,7 +57,7 @@ DEPLOYMENTS = deployments()
 
 
 def in_bytes(quantity: str) -> int:
-    """Of memory."""
+    """Converts a memory quantity."""
     number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
     return int(number) << {"Mi": 20, "Gi": 30}[unit]
 
@@ -69,13 +69,13 @@ def group_for(service: Json, labels: Mapping[str, str]) -> Json:
 
 
 def ray_resources(group: Json) -> dict[str, float]:
-    """What one pod of the group offers to Ray, as Ray's autoscaler reads it from the manifest."""
+    """Returns a pod's Ray resources as Ray's autoscaler derives them from the manifest."""
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     return {"CPU": float(group["rayStartParams"]["num-cpus"]), "GPU": float(limits.get("nvidia.com/gpu", 0))}
 
 
 def target_reservation(pool: TargetPool) -> dict[str, float]:
-    """What a target replica reserves on its one node."""
+    """Returns what a target replica reserves on its node."""
     bundles = target_group_options(pool)["placement_group_bundles"]
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for bundle in bundles for name in bundle}
 
@@ -90,7 +90,7 @@ def replicas_per_pod(group: Json, reservation: Mapping[str, float]) -> int:
 
 
 def pool_groups(service: Json) -> list[tuple[Json, dict[str, float], int, int]]:
-    """For each pool: its worker group, what a replica reserves, and the pool's bounds."""
+    """Returns worker group, reservation and bounds of each pool."""
     config = slipstream_config(service)
     target = config.target
     draft = config.draft
@@ -163,7 +163,7 @@ class TestKubeRay:
         assert len(errors(crd_schema, service)) == 2
 
     def test_rules_that_the_crd_cannot_state(self, service: Json) -> None:
-        """What the operator refuses after the API server has accepted the object."""
+        """Checks what the operator refuses after the API server has accepted the object."""
         name = service["metadata"]["name"]
         spec = service["spec"]
         cluster = spec["rayClusterConfig"]
@@ -367,7 +367,7 @@ class TestPools:
         assert env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
 
     def test_drafters_have_room_for_the_sessions_of_the_targets(self, service: Json) -> None:
-        """At their most and at their least: a session without a drafter is decoded plainly."""
+        """Checks both bounds, since a session without a drafter loses speculation."""
         config = slipstream_config(service)
         for bound in ("min", "max"):
             drafted = getattr(config.draft.replicas, bound) * config.draft.max_sessions

@@ -220,7 +220,7 @@ FRAMES: dict[Any, tuple[st.SearchStrategy[Any], ...]] = {  # the greeting, then 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.9), Sampling(top_p=1e-46), Sampling(min_p=1 / 3)])
 def test_sampling_parameters_arrive_as_they_were_sent(sampling):
-    """In single precision 0.9 would be 0.89999998, and 1e-46 nothing at all, which no top_p may be."""
+    """Single precision would turn 0.9 into 0.89999998, and 1e-46 into 0, an invalid top_p."""
     request = an_open(sampling=sampling)
     (received,) = decode(encode(pb.RouterToTarget, [request])).messages
     assert received == request
@@ -566,7 +566,7 @@ def test_a_refusal_of_unknown_kind_and_a_hello_without_a_name_are_malformed():
     ),
 )
 def test_decoding_never_raises(block, request):
-    """Whatever fits the wire format is either a message or malformed; one hostile field must not end a stream."""
+    """Every byte string of the wire format is a message or malformed; one hostile field must not end a stream."""
     for frame in (pb.DrafterToTarget(blocks=[block]), pb.RouterToTarget(opens=[request])):
         decoded = decode(frame)
         assert len(decoded.messages) + len(decoded.malformed) == 1

@@ -17,7 +17,7 @@ def texts(tree: DraftTree) -> set[tuple[int, ...]]:
 
 
 def is_sound(tree: DraftTree) -> bool:
-    """Whether parents come before their children, whose tokens differ."""
+    """Returns whether parents precede their children, whose tokens differ."""
     children = list(zip(tree.parents, tree.tokens, strict=True))
     return all(-1 <= parent < node for node, parent in enumerate(tree.parents)) and len(set(children)) == len(children)
 

@@ -216,7 +216,7 @@ def test_who_stops_audits_nothing_more():
 
 
 def a_difference(desk: Desk, margin: float) -> tuple[str, list[Any]]:
-    """As far as the answer to how near it was."""
+    """Runs an audit up to the answer about its margin."""
     target, request = desk.begin()
     ((_, question),) = desk.say(target, request, 10, 50)
     return target, desk.say(target, question, 50, margin=margin)

@@ -23,7 +23,7 @@ def a_replay(committed: tuple[int, ...] = TEXT, **changes: Any) -> Replay:
 
 
 def a_verdict(request: Open, *tokens: int, after: tuple[int, ...] = (), **changes: Any) -> Verdict:
-    """What a target says after the tokens that it was opened with and those `after` them."""
+    """Returns a target's verdict after the tokens it was opened with and those `after` them."""
     here = Prefix(KEY, request.tokens + after)
     finish = Finish.LENGTH if len(here) + len(tokens) == request.max_len else Finish.NONE
     return replace(Verdict(request.session, request.attempt, len(here), here.hash, tokens, 0, 0, finish), **changes)
@@ -70,7 +70,7 @@ def test_where_it_left_off_it_goes_on_under_a_new_attempt():
 
 
 def asked_after(replay: Replay, *tokens: int) -> Open:
-    """What is asked once plain decoding has said these tokens, of which the last one is another than was committed."""
+    """Returns the question asked once non-speculative decoding gave these tokens, the last of which differs."""
     assert replay.receive(a_verdict(replay.open(), *tokens)) is ANEW
     return replay.open()
 

@@ -54,7 +54,7 @@ class PoolNow:
         self.running = self.size - len([at for at in self.starting if at > now])
 
     def observed(self, deployment: str, now: int, settings: Mapping[str, float]) -> Observed:
-        """What the policy sees: means over the look-back, of the replicas that run, and what these were told."""
+        """Returns the policy's input: means over the look-back of running replicas, and their settings."""
         told = [vars(report) for report in self.reports]
         means = {name: sum(one[name] for one in told) / len(told) for name in (told[0] if told else ())}
         values = {**means, **settings} if told else {}
@@ -113,7 +113,7 @@ class PoolWorld:
             self.now += 1
 
     def _arrive(self, rate: float) -> None:
-        """At random: the time between two is exponential, in units of the rate's."""
+        """Draws an exponential time between arrivals, in units of the rate's."""
         self._owed += rate
         while self._owed > 0:
             self._reading.append(PROMPT_TOKENS)

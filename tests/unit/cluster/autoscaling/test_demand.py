@@ -1,4 +1,4 @@
-"""What each pool needs by one report or two."""
+"""Each pool's need from one or two reports."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_prompts_that_wait_for_one_another_need_targets(
 
 
 def test_targets_that_prompts_no_longer_need_are_given_back() -> None:
-    """At a tenth of the time that is allowed, half of them would do; at half of it, none is to go."""
+    """Half of the targets suffice at a tenth of the allowed time; at half of it, none may go."""
     waits = {wait_s: [TargetReport(unread=9, first_token_s=wait_s)] * 4 for wait_s in (0.5, 1.0)}
     assert targets_needed(*waits[0.5], present=4) == 2
     assert targets_needed(*waits[1.0], present=4) == 4

@@ -95,7 +95,7 @@ def test_what_is_remembered_comes_back() -> None:
 
 
 def test_alone_the_target_pool_scales_and_the_draft_pool_stays() -> None:
-    """What is asked of drafters is told by targets."""
+    """Targets report what is required of drafters."""
     assert PoolAlone()(targets(BUSY))[0] == 3
     assert PoolAlone()(drafters(DraftReport(shared=1.0, late=1.0), size=2))[0] == 2
 

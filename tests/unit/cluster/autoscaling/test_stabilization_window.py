@@ -38,5 +38,5 @@ def test_none_can_be_had_and_left() -> None:
 
 
 def test_one_who_remembers_nothing_shrinks_nothing_at_once() -> None:
-    """As a controller that has started anew."""
+    """Covers a controller that has just restarted."""
     assert followed([(1000, 1)], present=4) == 4

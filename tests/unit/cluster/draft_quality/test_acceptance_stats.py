@@ -1,4 +1,4 @@
-"""What blocks brought, told apart by what may break them."""
+"""Counts of verified blocks by the conditions that may break drafts."""
 
 from cluster.draft_quality import MOST_DRAFTERS, AcceptanceStats, BlockKind, kind_of
 from cluster.speculation.estimators import AcceptanceCounts

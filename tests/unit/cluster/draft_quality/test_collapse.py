@@ -1,4 +1,4 @@
-"""What follows from blocks that became bad: one step after the other, each on evidence of its own."""
+"""Steps after blocks became bad: one after the other, each on new evidence."""
 
 import random
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ def after(watch: CollapseWatch, blocks: Iterable[int]) -> CollapseWatch:
 
 
 def collapses(seed: int, *spells: tuple[float, int]) -> list[tuple[int, Collapse]]:
-    """After which blocks of a session there was one; whoever drafts after that drafts no better."""
+    """Returns the blocks of a session after which a collapse was reported; later drafters are no better."""
     rng = random.Random(seed)
     watch = CollapseWatch()
     found = []

@@ -1,4 +1,4 @@
-"""When blocks must have become bad: found within few, and hardly ever where they have not."""
+"""Detection of bad blocks: within few blocks, with hardly any false alarm."""
 
 import random
 from collections.abc import Sequence
@@ -26,9 +26,10 @@ def test_good_blocks_that_turn_bad_raise_the_alarm_and_merely_bad_ones_do_not():
 
 
 def alarms(seed: int, *spells: tuple[float, int]) -> list[int]:
-    """After which blocks of a session there was one; a spell is an acceptance, and for how many blocks it lasts.
+    """Returns the blocks of a session after which there was an alarm; a spell is an acceptance and its length in
+    blocks.
 
-    After an alarm the drafter begins anew, and drafts no better for it.
+    After an alarm the drafter starts again, and drafts no better for it.
     """
     rng = random.Random(seed)
     drift = CusumDetector()
@@ -43,7 +44,7 @@ def alarms(seed: int, *spells: tuple[float, int]) -> list[int]:
 
 
 def alarms_per_block(sessions: int, *spells: tuple[float, int]) -> float:
-    """Over so many sessions."""
+    """Returns the rate over many sessions."""
     count = sum(len(alarms(seed, *spells)) for seed in range(sessions))
     return count / (sessions * sum(length for _, length in spells))
 
@@ -69,7 +70,7 @@ def test_blocks_that_fare_as_ever_raise_no_more_alarms_than_is_said(acceptance: 
 
 
 def test_false_alarms_are_as_rare_in_short_sessions():
-    """Where least is known of what is usual; at the acceptance at which they come closest to what is allowed."""
+    """Uses sessions with the least history, at the acceptance with the highest false-alarm rate."""
     assert 0 < alarms_per_block(5000, (0.2, 100)) <= ALARM
 
 

@@ -1,4 +1,4 @@
-"""What a vLLM target takes of vLLM's own arguments, and what a configuration may not ask of it."""
+"""vLLM arguments that a target accepts, and configurations that it refuses."""
 
 import re
 from typing import Any
@@ -33,7 +33,7 @@ def test_what_would_break_a_guarantee_is_refused_by_name_and_reason(name: str) -
 
 @pytest.mark.parametrize("name", ["kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"])
 def test_whatever_makes_vllm_fetch_pages_from_elsewhere_is_refused(name: str) -> None:
-    """By the latter two vLLM makes a connector of its own accord."""
+    """The latter two make vLLM create a connector on its own."""
     with pytest.raises(ConfigError, match=f"vllm.{name} cannot be set: pages from elsewhere are untested"):
         with_target(vllm={name: 1})
 

@@ -10,7 +10,7 @@ MUCH = 1e6  # blocks: what is known of others does not count any more
 
 
 def a_delay(measured: Iterable[tuple[int, float]]) -> Pairs:
-    """After blocks of so many tokens that took so long."""
+    """Returns the measured delay after blocks of this many tokens and seconds."""
     delay = Pairs()
     for tokens, seconds in measured:
         delay = delay.after(tokens, seconds, DELAY_MEMORY)

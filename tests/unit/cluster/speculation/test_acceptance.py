@@ -1,4 +1,4 @@
-"""What to expect of blocks by those before them, and what is counted of them for whoever plans a replica."""
+"""The outlook for blocks from earlier ones, and the counts for planning."""
 
 import pytest
 
@@ -73,7 +73,7 @@ def test_a_trial_is_over_after_two_rounds_unless_something_is_accepted():
 
 
 def counts(*blocks: tuple[int, int]) -> AcceptanceCounts:
-    """Of blocks: how long each was to be, and how much of it was accepted."""
+    """Counts blocks given by requested length and accepted tokens."""
     found = AcceptanceCounts()
     for asked, accepted in blocks:
         found = found.after(asked, accepted)
@@ -90,7 +90,7 @@ def test_chances_are_given_those_before():
 
 
 def test_short_blocks_say_nothing_of_further_positions():
-    """Whoever asks for one token, because the second was rarely right, makes the second no worse."""
+    """Requesting one token, because the second was rarely right, leaves the second's estimate unchanged."""
     assert counts(*[(2, 2)] * ENOUGH, *[(1, 1)] * 1000).by_position() == (1.0, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""When a drafter is counted on no more, tried again, and trusted again."""
+"""When a drafter is given up, probed, and trusted again."""
 
 import itertools
 

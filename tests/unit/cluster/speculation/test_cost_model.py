@@ -1,4 +1,4 @@
-"""What steps cost: a profile's shape, live steps' scale."""
+"""Cost of steps: a profile's shape, live steps' scale."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_so_do_drafts_follow_the_pace_of_many_plain_steps():
 
 
 def test_how_plain_steps_compare_holds_for_any_number_of_rows():
-    """What was measured at one load is the best guess at another, whose plain steps are looked at soon."""
+    """A measurement at one load is the best guess at another, until non-speculative steps are measured there."""
     cost = StepCost.profiled(SHAPE).after_drafts(1, 4, SHAPE.seconds(1, 4))
     cost = cost.after_non_speculative(8, 1.1 * SHAPE.seconds(8, 8))
     for rows in (1, 8, 40):
@@ -78,7 +78,7 @@ def test_what_plain_steps_cost_by_now_is_told_apart():
 
 
 def test_plain_steps_of_more_rows_never_cost_less():
-    """Whatever was measured at each size, and beyond what was."""
+    """Holds for any measurements, and beyond their range."""
     cost = StepCost.profiled(ForwardCost.linear(0.02, per_token_s=1e-5)).after_drafts(32, 64, 0.02)
     plain = cost.after_non_speculative(32, 0.03).after_non_speculative(64, 0.01).non_speculative_cost
     assert plain is not None

@@ -21,7 +21,7 @@ def test_the_first_measurements_weigh_the_same_and_later_ones_fade():
 
 
 def test_a_ratio_is_that_of_sums_and_its_error_covers_the_truth_as_often_as_it_should():
-    """Within one standard error in about two of three runs."""
+    """Expects the truth within one standard error in about two of three runs."""
     covered = 0
     for seed in range(400):
         drawn = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Where speculation loses in fact it is left off for a while."""
+"""Speculation is off for a while where it was measured to lose."""
 
 import random
 from itertools import groupby
@@ -9,7 +9,7 @@ from cluster.speculation.controller import LONGEST_PAUSE, LOOK_STEPS, PRICE, PRO
 
 
 def run(record: KillSwitch, sessions: int, gain: float, steps: int, spread: float = 0.5) -> list[bool]:
-    """Whether drafts were asked for at each step, where speculation has such a gain on average."""
+    """Returns at each step whether drafts were requested, if speculation has this gain on average."""
     drawn = random.Random(0)
     on = []
     for _ in range(steps):

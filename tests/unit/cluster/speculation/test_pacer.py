@@ -1,4 +1,4 @@
-"""What a replica's pacing makes of steps and blocks over many rounds."""
+"""The controller's decisions over many rounds of steps and blocks."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ PROFILE = ForwardCost.linear(0.099, per_token_s=0.001)
 
 
 def a_pacer(token_s: float = 0.005, base_s: float = 0.01) -> SpeculationController:
-    """Of a replica with ten tokens a second, whose blocks take so long."""
+    """Returns the controller of a replica with ten tokens a second, whose blocks take this long."""
     pacer = SpeculationController(Adaptive(), PROFILE)
     for tokens in (1, 4) * 20:
         pacer.block_arrived(tokens, base_s + tokens * token_s)
@@ -83,7 +83,7 @@ FEEDS = replace(DECODES, rows=5, tokens=34, prompts=1, prompt_tokens=30)
 def share_on(
     non_speculative_s: dict[StepShape, float], drafted_s: dict[StepShape, float], committed: int, steps: int
 ) -> float:
-    """Of steps that drafts are asked for in the end, where a step of each kind takes so long without and with them."""
+    """Returns the final share of steps with requested drafts, given step times with and without them."""
     pacer = a_pacer()
     stats = SessionStats()
     asked = [False]

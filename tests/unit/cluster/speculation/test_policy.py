@@ -87,14 +87,14 @@ def test_each_token_is_asked_for_as_long_as_it_is_likely_enough():
 
 
 def test_a_token_that_costs_more_than_it_brings_is_not_wanted_at_all():
-    """What one more token costs a step is what its chance has to be worth."""
+    """A token's acceptance probability must be worth what it adds to the step."""
     ask = asked(a_yield(0.9, 0.8), 2)
     assert ask.least_chance == pytest.approx(15 * 0.001)
     assert asked(a_yield(0.9, 0.8), 2, replace(LOAD, sessions=20)).least_chance > 5 * ask.least_chance
 
 
 def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
-    """In full steps a rejected token takes the place of one that is sure."""
+    """In full steps a rejected token displaces a certain one."""
     blocks = a_yield(0.6, 0.36, 0.22, 0.13)
     full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # hardly a base
     lengths = [asked(blocks, 4, Load(full, sessions), ReplicaStats()).tokens for sessions in (1, 8, 100)]
@@ -132,7 +132,7 @@ def test_what_does_not_pay_is_tried_by_few_tokens_when_there_is_something_to_spe
 
 
 def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
-    """With half of the blocks accepted, three rejections in a row are an everyday thing."""
+    """With half of the blocks accepted, three rejections in a row are common."""
     blocks = SessionStats(delay_s=0.03)
     for accepted in [1, 0] * 10:
         blocks.block_verified(2, 2, range(accepted))

@@ -73,7 +73,7 @@ class FeedDesk(Desk):
         return self.feeds.sent(asked, self._rows_at(asked.places))
 
     def reads(self) -> Iterator[States]:
-        """Until there is no room, or nothing is left."""
+        """Reads until there is no capacity or nothing is left."""
         while sends := self.read():
             for to, message in sends:
                 assert to == APART
@@ -90,7 +90,7 @@ class FeedDesk(Desk):
 
 
 def tokens_in(states: States) -> tuple[int, ...]:
-    """That the rows are of, each of which is of one token all through."""
+    """Returns the tokens of rows, each of which repeats one token."""
     size = states.format.row_bytes
     rows = [states.rows[at : at + size] for at in range(0, len(states.rows), size)]
     assert all(len(set(row)) == 1 for row in rows)
@@ -326,7 +326,7 @@ def test_a_prefix_hit_is_fed_from_the_pages_of_who_computed_it():
 
 
 def test_accepted_nodes_of_a_tree_are_not_read_before_they_are_where_they_belong():
-    """Until the next step moves them, other tokens lie there."""
+    """Other tokens lie there until the next step moves them."""
     desk = FeedDesk(SMALL)
     desk.open(tokens=(1, 2))
     right = text((1, 2), 4)
@@ -404,7 +404,7 @@ def test_what_was_read_for_a_session_that_is_gone_by_then_goes_nowhere():
 
 
 def test_a_drafter_that_attaches_during_a_step_is_fed_from_where_it_says():
-    """What was to ride was for one that lacked more."""
+    """The states sent with the verdict suited a drafter that lacked more."""
     desk = FeedDesk(SMALL)
     desk.open(tokens=(1, 2, 3))
     desk.attach_from((1, 2, 3), 0)

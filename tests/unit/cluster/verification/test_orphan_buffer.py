@@ -1,4 +1,4 @@
-"""What one drafter may leave for sessions that nobody has opened, in bytes; the scheduler's tests show the rest."""
+"""Limits in bytes on one drafter's messages for unopened sessions; the scheduler's tests cover the rest."""
 
 import sys
 from types import FrameType

@@ -174,7 +174,7 @@ def test_a_stranger_detaches_nobody():
 
 
 def test_attach_before_open_needs_an_assignment_token():
-    """Whatever the order, and though both wait for it."""
+    """Holds in any order, even though both wait for it."""
     for order in (("thief#1", DRAFTER), (DRAFTER, "thief#1")):
         scheduler = VerificationScheduler(LIMITS)
         for drafter in order:

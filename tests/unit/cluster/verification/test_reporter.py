@@ -1,4 +1,4 @@
-"""What a target replica reports of its sessions."""
+"""Reports of a target replica about its sessions."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_waiting_and_cache_are_shares_of_late() -> None:
 
 
 def test_the_backlog_is_what_prompts_still_take() -> None:
-    """At 10 ms a token, by the profile."""
+    """The profile gives 10 ms per token."""
     scheduler = VerificationScheduler(
         replace(LIMITS, max_sessions=1, max_step_tokens=2), step_cost=ForwardCost.linear(0.0, per_token_s=0.01)
     )
@@ -85,7 +85,7 @@ def test_the_backlog_is_what_prompts_still_take() -> None:
 
 
 def test_a_session_that_nobody_drafts_for_goes_on_wanting_drafts() -> None:
-    """By the real pacing: else a pool of no drafters would never come back."""
+    """Uses the real policy; otherwise a pool without drafters would never recover."""
     desk = Desk(pages=100)
     desk.scheduler = VerificationScheduler(replace(LIMITS, max_context=2000, pages=600))
     desk.limits = replace(LIMITS, max_context=2000, pages=600)

@@ -1,4 +1,4 @@
-"""What requests ask of a target beside tokens: scores, priority, a cache of their own, rules within the vocabulary."""
+"""Requests with scores, priorities, private caches and token rules."""
 
 from dataclasses import replace
 

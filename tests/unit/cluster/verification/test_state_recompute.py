@@ -1,4 +1,4 @@
-"""Where no page keeps hidden states: what a step computed goes out before the next, and the rest is computed again."""
+"""Without pages for hidden states: a step's states leave before the next step, earlier ones are recomputed."""
 
 from collections.abc import Sequence
 from typing import Any

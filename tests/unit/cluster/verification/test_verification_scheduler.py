@@ -133,7 +133,7 @@ class Desk:
         return [outcome for row in plan.rows if (outcome := self._run(row)) is not None]
 
     def _run(self, row: Row) -> Outcome | None:
-        """From what the row's pages hold once all rows are written: whoever wrote into another's shows here."""
+        """Decides a row from what its pages hold after all rows are written, so that wrong writes show."""
         known = self.known[row.session]
         cached = self._memory.read(row.start + len(row.tokens), row.pages)
         assert row.start <= len(known), "a row begins beyond what is known of its session"
@@ -188,7 +188,7 @@ def verdicts(sends: list[Send]) -> list[Verdict]:
 
 
 def only_request(sends: list[Send]) -> DraftRequest:
-    """What the drafter is told that is wanted, after all verdicts."""
+    """Returns the request that the drafter receives after all verdicts."""
     (request,) = (message for _, message in sends if isinstance(message, DraftRequest))
     assert [message for to, message in sends if to == DRAFTER][-1] is request
     return request
@@ -246,7 +246,7 @@ def test_a_session_without_a_drafter_is_decoded_plainly_from_its_first_step():
 
 @pytest.mark.parametrize(("wrong_from", "accepted"), [(3, 3), (1, 1), (0, 0)], ids=["all", "some", "none"])
 def test_a_block_is_verified_and_only_what_it_lacks_is_fed_next(wrong_from, accepted):
-    """After a rejection the cache holds wrong tokens, after full acceptance one too few: both feed from there."""
+    """After a rejection the cache holds wrong tokens, after full acceptance one too few; both feed from there."""
     desk = Desk()
     desk.open(tokens=(1, 2))
     right = text((1, 2), 5)
@@ -260,7 +260,7 @@ def test_a_block_is_verified_and_only_what_it_lacks_is_fed_next(wrong_from, acce
 
 
 def test_acceptance_is_counted_by_position_as_far_as_a_block_could_go():
-    """Of three tokens asked for two are accepted; after them the session has room for one."""
+    """Two of three requested tokens are accepted; then the session has room for one."""
     desk = Desk(asked=3)
     desk.open(tokens=(1, 2), max_len=7)
     right = text((1, 2), 4)
@@ -429,7 +429,7 @@ def test_a_target_without_sessions_is_not_idle_but_out_of_work():
 
 
 def test_under_ratio_the_first_arrival_for_a_prefix_stays():
-    """Which of two blocks is used must not depend on the second: that would bias the text."""
+    """Choosing between two blocks by the second would bias the text."""
     desk = Desk()
     desk.open(tokens=(1, 2), acceptance=Acceptance.REJECTION, sampling=Sampling())
     desk.block((1, 2), (9,))
@@ -623,7 +623,7 @@ def test_what_can_never_be_verified_is_dropped_and_disturbs_nothing(cause):
 
 
 def test_a_block_that_reaches_its_sessions_end_is_dropped():
-    """In a cache with room for just one such session it would need a page that there is not: a wait without end."""
+    """A cache with room for just one such session lacks the page it would need, so it would wait forever."""
     desk = Desk(pages=2)
     desk.open(tokens=(1, 2, 3, 4, 5, 6), max_len=8)
     desk.block((1, 2, 3, 4, 5, 6), text((1, 2, 3, 4, 5, 6), 3))
@@ -703,7 +703,7 @@ def test_what_waits_for_an_open_that_never_comes_is_freed(gone):
 
 
 def test_expiry_goes_by_age_though_several_wait_for_one_session():
-    """What a second drafter sends is younger; it must not shield older ones, nor be dropped with them."""
+    """A second drafter's messages are younger; they neither shield older ones nor expire with them."""
     desk = Desk(buffer=BufferLimits(age_s=5))
     desk.attach((1,), "a")
     desk.now = 1.0
@@ -791,7 +791,7 @@ def test_requests_without_speculation_do_not_shorten_its_pauses():
     desk.scheduler = VerificationScheduler(desk.limits)
 
     def run(session: str, draft_tokens: int, steps: int) -> list[bool]:
-        """Whether speculation was on at each step; each takes twice as long with it as without."""
+        """Returns at each step whether speculation was on; steps take twice as long with it."""
         desk.open(session, draft_tokens=draft_tokens, max_len=900)
         desk.attach((1, 2, 3), session)
         on = []
@@ -1032,7 +1032,7 @@ def test_blocks_that_are_not_waited_for_are_used_if_they_are_there():
 
 
 def test_only_steps_that_compute_anything_say_what_steps_cost():
-    """While blocks are waited for, the engine may be told who has come and gone."""
+    """While blocks are awaited, plans may only open and close sessions."""
     desk = Desk(hold=5.0)
     for name in "ab":
         desk.open(name, tokens=(1, 2))
@@ -1105,7 +1105,7 @@ def test_a_drafter_whose_good_blocks_turn_bad_is_told_to_begin_anew():
 
 
 def drafted_rounds(desk: Desk, tokens: tuple[int, ...], rounds: int, right: bool, session: str = "s") -> list[Verdict]:
-    """What the router hears of so many rounds with a block of one token each."""
+    """Returns the router's messages in rounds with blocks of one token."""
     heard = []
     for _ in range(rounds):
         token = text(tokens, 1)[0]
@@ -1720,7 +1720,7 @@ def a_likely_tree(rng: random.Random, before: tuple[int, ...], nodes: int) -> Dr
 
 
 def a_desk_that_tells(**limits: Any) -> tuple[Desk, list[ReplicaStats]]:
-    """What pacing was told of all sessions' blocks, at each ask."""
+    """Returns a desk that records the policy's input about all sessions' blocks."""
     told: list[ReplicaStats] = []
 
     class ChoiceStream(Steady):

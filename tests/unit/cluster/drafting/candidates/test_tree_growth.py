@@ -1,4 +1,4 @@
-"""Which nodes make a block: the likeliest paths, whatever part of the tree they are in."""
+"""Selection of a block's nodes: the likeliest paths, wherever they are in the tree."""
 
 from itertools import pairwise
 
@@ -91,7 +91,7 @@ def test_grown_at_once_a_tree_has_the_likeliest_paths_and_asks_for_no_more_than_
 
 
 def after_many(path: tuple[int, ...]) -> Choices:
-    """What follows a token is the two after it; nothing follows 9."""
+    """Returns the two next numbers as candidates; nothing follows 9."""
     last = path[-1] if path else 0
     return NOTHING if last == 9 else Choices((last + 1, last + 2), (0.6, 0.3))
 
