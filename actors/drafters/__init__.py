@@ -1,9 +1,18 @@
 """Drafting methods: how a drafter finds candidate tokens.
 
-Every method implements `DraftingMethod` (`cluster/drafting/method.py`). `registry.py` maps the configured name to a
-module with a function `create`; read it first, then `lookup/ngram.py`, the smallest method.
+Every method implements `DraftingMethod` (`cluster/drafting/method.py`): it opens sessions, follows their committed
+tokens, and proposes blocks on request (`draft`) or for likely verdicts while a block is verified (`draft_ahead`). A
+method only affects speed: the target verifies every token, so a bad method is slow but never wrong.
 
-* `draft_model.py` drafts with a small language model; its parts (cache, forwards, sampling) are in `model`.
-* `lookup` has methods without a model: n-gram matches in the text and in recent answers.
+`registry.py` maps the configured name to a module with a function `create`. The module is imported only when its
+method is configured, so methods without a model need no torch.
+
+* `lookup` has methods without a model. `ngram.py` searches the session's own text, `suffix.py` recent answers too, and
+  `hybrid.py` combines n-gram drafts with a draft model.
+* `model` is the draft model: a small language model with a paged cache. `loading.py` creates it from a checkpoint,
+  `layer_skip.py` from some of the target's own layers.
 * `heads` has draft heads that read the target's hidden states: EAGLE, MTP, DFlash, Medusa, MLPSpeculator.
+* `pass_profile.py` measures what a pass of any method costs on this machine.
+
+Read `registry.py` first, then `lookup/ngram.py`, the smallest method.
 """

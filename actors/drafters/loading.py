@@ -1,6 +1,7 @@
-"""Creates a drafting method from a checkpoint: the model, and optional files in the same folder.
+"""Creates the draft model from a checkpoint, with the optional files in its folder.
 
-Acceptance rate that a draft's author publishes in its folder; drafters check themselves against it.
+The folder may hold the most frequent tokens, a recurrent head, mask tokens and a published acceptance rate, against
+which drafters check themselves.
 """
 
 import json

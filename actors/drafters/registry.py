@@ -1,15 +1,14 @@
-"""Drafting methods by name. A method is a module with a function `create`, and one line in `MODULES`.
+"""Maps the name of a drafting method to its module, and describes the hidden states that the method reads.
 
-The module is imported only when its method is configured, so a drafter without a model needs no torch. A method that
-reads the target's hidden states (listed in `STATE_READERS` of the configuration) also has
+A method is a module with a function `create`, and one line in `MODULES`. The module is imported only when its method is
+configured, so a drafter without a model needs no torch. A method that reads the target's hidden states (listed in
+`STATE_READERS` of the configuration) also has
 
     states_needed(draft: DraftPool, target: Path) -> StatesNeeded
     load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> StateProjection
 
 where `target` is the target's folder. `load_projection` may be omitted if `states_needed` never sets a
 `projected_width`. It runs in the target's process and loads only the projection.
-
-Facts about the deployment that every drafting method receives.
 """
 
 from collections.abc import Callable, Mapping

@@ -54,6 +54,7 @@ class BlockDraft:
     settled: int = 0  # number of leading final tokens; a draft head's predictions after them may change
     is_guessed: bool = False  # whether a draft head predicted tokens
     is_cut: bool = False  # the next token is too unlikely, or its logits are not finite
+    estimates_first: bool = True  # the first token's probability is an estimate by a draft model
     sends_probs: bool = field(init=False)  # rejection sampling: the target needs draft_probs
 
     def __post_init__(self) -> None:
@@ -257,8 +258,8 @@ class BlockDraft:
 
     @property
     def confidence(self) -> float | None:
-        """Probability of the first token; None if the method considered no other token, so did not estimate it."""
-        if not self.drafted or len(self.drafted[0].choices.tokens) == 1:
+        """Probability of the first token; None if the method did not estimate it or considered no other token."""
+        if not self.estimates_first or not self.drafted or len(self.drafted[0].choices.tokens) == 1:
             return None
         return self.drafted[0].choices.chance_of(self.drafted[0].token)
 

@@ -80,6 +80,12 @@ def nothing_ahead(requests: Sequence[AheadRequest]) -> list[Proposal]:
     return [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
 
 
+def with_empty(proposals: list[Proposal], requests: Sequence[AheadRequest]) -> list[Proposal]:
+    """Returns the proposals, followed by the answers of `nothing_ahead` for sessions without one."""
+    served = {proposal.session for proposal in proposals}
+    return proposals + nothing_ahead([request for request in requests if request.session not in served])
+
+
 def max_block_len(request: Open, length: int) -> int:
     """Returns the length of the longest useful block after `length` tokens.
 

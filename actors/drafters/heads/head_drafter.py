@@ -4,10 +4,8 @@ While tokens are being verified, the target's states for them do not exist yet. 
 continue from what the head itself computed for the text before; `StatePredictor.reach` states how far that goes. The
 verdict brings the true states: from then on blocks begin with those, and the block under verification is read again.
 
-Blocks of heads that predict places independently of the tokens before them: one prediction serves many blocks.
-
-A prediction for the places after a text also serves blocks after each outcome: after k further tokens, place k comes
-next.
+`fill_places` serves heads that predict each place independently of the tokens before it. One prediction after a text
+then serves blocks after every outcome: after k further tokens, place k comes next.
 """
 
 import time
@@ -23,7 +21,7 @@ from actors.drafters.model.sampling import DraftSampler
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, nothing_ahead
+from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, with_empty
 from cluster.drafting.trees import NOTHING, limbs_by_depth
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
@@ -176,9 +174,7 @@ class HeadDrafter:
         """
         ready = [request for request in requests if self._is_ready(request)]
         drafts: list[PredictedDraft] = draft_ahead(self, ready, self._ahead_time, self._clock, interrupted, early)
-        found = proposals(drafts)
-        served = {proposal.session for proposal in found}
-        return found + nothing_ahead([request for request in requests if request.session not in served])
+        return with_empty(proposals(drafts), requests)
 
     def _is_ready(self, request: DraftRequest | AheadRequest) -> bool:
         return self._predictor.is_ready(request.session, request.base_len)
@@ -192,7 +188,7 @@ class HeadDrafter:
             longest=min(request.max_tokens, self._predictor.reach(0)),
         )
 
-    # ------------------------------------------------------------ what the search ahead goes by
+    # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: AheadRequest) -> list[PredictedDraft]:
         """Returns roots for the main path under verification, read from true states, and for tokens beside it."""

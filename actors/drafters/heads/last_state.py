@@ -1,15 +1,8 @@
-"""Heads that read only the target's final state of the last position, and predict several tokens from it.
+"""Drafting with heads that read one state of the target: the one that the last decided token was sampled from.
 
-`medusa.py` and `mlp_speculator.py` are the two heads, each with its own `create`. Start with `drafting.py`,
-which drafts with either; `last_rows.py` keeps the states and `loading.py` loads a head.
-
-Drafting with heads that read one state of the target: the one that the last decided token was sampled from.
-
-Such heads keep nothing of the text, so a session needs one row per round, and none of its prompt.
-
-Storage of the target's states for heads that read only the last one.
-
-Loads a published head that reads the target's final state, and creates the drafting method.
+Such heads keep nothing of the text, so a session needs one row per round, and none of its prompt. `LastRows` keeps the
+rows, `LastStatePredictor` drafts, and `last_state_drafting` creates the method. The heads are in `medusa.py` and
+`mlp_speculator.py`.
 """
 
 import logging

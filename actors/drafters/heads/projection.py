@@ -1,12 +1,7 @@
-"""Projection that a head applies to each row of the target's states first, at the target or at the drafter.
+"""Parts that draft heads share: the projection of hidden states, the logit columns, and the decoding of state rows.
 
-It is the `fc` of EAGLE-3 and DFlash, with the norms around it.
-
-Selection of a head's matrix products from its quantization option.
-
-Selection of a head's logit columns, and the target token that each column stands for.
-
-Adapter that decodes rows of hidden states from their wire encoding into tensors for a head.
+A `RowProjection` is the `fc` of EAGLE-3 and DFlash with the norms around it. It is applied to each row of the target's
+states first, by the target or by the drafter.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,4 @@
-"""Rotary position embedding of a draft head, read from one of three places in its configuration.
-
-Sizes of the target that a draft head has to fit.
-"""
+"""Rotary position embedding of a draft head, and the sizes of the target that the head must fit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
-"""Prompt lookup where the text repeats itself, the draft model elsewhere; both in one tree if trees are allowed.
+"""Hybrid drafts: n-gram drafts where the text repeats itself, the draft model elsewhere, both in one tree if allowed.
 
-Summaries, rewriting and code repeat their text, and a lookup costs nothing; elsewhere the model predicts better. If the
-target accepts trees, it gets the likeliest candidates of both, and the model is skipped where the lookup is confident.
-Otherwise one of the two drafts. Which one depends only on tokens before the block, so rejection sampling stays exact.
+Summaries, rewriting and code repeat their text, and an n-gram search costs nothing; elsewhere the model predicts
+better. If the target accepts trees, it gets the likeliest candidates of both, and the model is skipped where the n-gram
+draft is confident. Otherwise one of the two drafts. Which one depends only on tokens before the block, so rejection
+sampling stays exact.
 """
 
 from collections import defaultdict

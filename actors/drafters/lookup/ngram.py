@@ -1,19 +1,16 @@
-"""Prompt lookup: proposes what followed earlier occurrences of the text's own end.
+"""N-gram drafts: propose what followed earlier occurrences of the text's own end (prompt lookup decoding, Saxena 2023).
 
-Needs no model and no GPU (Saxena 2023). If trees are allowed, all continuations found in the text are candidates, the
-likeliest paths first. A chain is the continuation of the latest occurrence of the longest suffix. Its tokens are point
-masses: under rejection sampling each is accepted with its target probability.
+They need no model and no GPU. A chain is the continuation of the latest occurrence of the longest suffix (`look_up`).
+Its tokens are point masses: under rejection sampling each is accepted with its target probability. A tree holds the
+likeliest of all continuations found in the text:
 
-Lookup in a text's own history: earlier occurrences of its suffixes, and the tokens that followed them.
-
-One search finds the occurrences of all suffixes. Longer paths are read off these, and the text is searched again only
-where none of them continues (after REST: He et al. 2023, arXiv 2311.08252). Pure.
-
-Probability that a token found by lookup comes next, fitted to what the target decided.
-
-A candidate's share among earlier continuations predicts better the longer the match and the more often the token came.
-So the share is multiplied by a learned ratio for each kind of evidence, and by one more ratio for the session, since
-some texts copy and others do not.
+* `Occurrences` are the earlier places of the text's suffixes, and the tokens that followed. One search finds those of
+  all suffixes.
+* `Continuations` reads longer paths off the same search. It searches again only where no occurrence continues (after
+  REST: He et al. 2023, arXiv 2311.08252).
+* `NgramCalibration` turns a token's share among the continuations into a probability. Shares predict better the longer
+  the match and the more often the token came, so each kind of evidence has a ratio fitted to verdicts, and so has each
+  session, since some texts copy and others do not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +25,10 @@ from cluster.config import DraftPool
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import ForwardTime, PendingPositions, Place, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
+from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, with_empty
 from cluster.drafting.trees import NOTHING, SIBLINGS, Choices, TokenPath, grown_paths, tree_of
 from cluster.speculation.estimators import Pairs
-from protos.draft_tree import NO_TREE, DraftTree
+from protos.draft_tree import DraftTree
 from protos.frozen import value
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
@@ -48,22 +45,22 @@ class GrowingText:
     """A text's tokens as a growing array, since converting 100,000 tokens every round would be slow."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._room = np.array(tokens, dtype=np.int32)
+        self._buffer = np.array(tokens, dtype=np.int32)
         self._length = len(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         end = self._length + len(tokens)
-        if end > len(self._room):
-            room = np.empty(2 * end, dtype=np.int32)
-            room[: self._length] = self.tokens
-            self._room = room
-        self._room[self._length : end] = tokens
+        if end > len(self._buffer):
+            buffer = np.empty(2 * end, dtype=np.int32)
+            buffer[: self._length] = self.tokens
+            self._buffer = buffer
+        self._buffer[self._length : end] = tokens
         self._length = end
 
     @property
     def tokens(self) -> Ids:
         """Tokens so far, (length,): a view, which later `extend` calls do not change."""
-        return self._room[: self._length]
+        return self._buffer[: self._length]
 
     def followed_by(self, tokens: Sequence[int]) -> Ids:
         """Returns the text followed by `tokens`, (length + tokens,)."""
@@ -200,7 +197,7 @@ class Known:
         return len(self.tokens)
 
 
-class LookupCalibration:
+class NgramCalibration:
     """All ratios of a drafter, and the candidates at places that the target has yet to decide."""
 
     def __init__(self) -> None:
@@ -279,7 +276,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> "NgramDraft":
 
 
 @dataclass(kw_only=True, eq=False)
-class LookupDraft(BlockDraft):
+class NgramBlock(BlockDraft):
     """A block made of the text's own continuations. For a tree, `drafted` is its main path."""
 
     known: Continuations  # after the outcome
@@ -288,10 +285,6 @@ class LookupDraft(BlockDraft):
     @property
     def paths(self) -> list[tuple[TokenPath, float]]:
         return self.nodes
-
-    @property
-    def confidence(self) -> None:
-        """None: an author's published acceptance does not apply to lookups."""
 
 
 class NgramDraft:
@@ -306,7 +299,7 @@ class NgramDraft:
         self._shortest = shortest
         self._texts = SessionTexts()
         self._arrays: dict[str, GrowingText] = {}  # the same texts
-        self._calibration = LookupCalibration()
+        self._calibration = NgramCalibration()
 
     def open(self, request: Open) -> None:
         self._texts.open(request)
@@ -336,27 +329,25 @@ class NgramDraft:
         A session that the target decodes without a block and that has no candidates gets an empty proposal.
         """
         drafts = draft_ahead(self, requests, ForwardTime(), clock=lambda: 0.0, interrupted=interrupted, early=dismiss)
-        found = proposals(drafts)
-        served = {proposal.session for proposal in found}
-        waiting = [each for each in requests if not len(each.unverified) and each.session not in served]
-        return found + [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
+        return with_empty(proposals(drafts), requests)
 
     def _begin(
         self, request: DraftRequest | AheadRequest, outcome: tuple[int, ...], chance: float, max_tokens: int
-    ) -> LookupDraft:
-        return LookupDraft(
+    ) -> NgramBlock:
+        return NgramBlock(
             request=request,
             text=self._texts[request.session],
             base_hash=hashes_after(request.prefix_hash, outcome)[-1] if outcome else request.prefix_hash,
             max_tokens=max_tokens,
             outcome=outcome,
             chance=chance,
+            estimates_first=False,  # a figure published for a draft model does not apply to n-gram drafts
             known=Continuations(self._arrays[request.session], outcome, self._longest, self._shortest),
         )
 
-    # ------------------------------------------------------------ what the search ahead goes by
+    # ------------------------------------------------------------ blocks ahead of a verdict
 
-    def roots(self, request: AheadRequest) -> list[LookupDraft]:
+    def roots(self, request: AheadRequest) -> list[NgramBlock]:
         """Returns a root for the main path and one for each token beside it.
 
         Under rejection sampling the whole block is expected to be accepted.
@@ -367,7 +358,7 @@ class NgramDraft:
         beside = [path for path in paths if path != main_path[: len(path)]]
         return [self._root(request, path) for path in (main_path, *beside[:ROOTS])]
 
-    def _root(self, request: AheadRequest, path: TokenPath) -> LookupDraft:
+    def _root(self, request: AheadRequest, path: TokenPath) -> NgramBlock:
         """Makes a root that reads these tokens; each may be replaced where the text has an alternative."""
         root = self._begin(request, (), 1.0, len(path) + 1)
         root.unverified = path
@@ -378,19 +369,17 @@ class NgramDraft:
         root.settle()
         return root
 
-    def fork(self, root: LookupDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> LookupDraft:
+    def fork(self, root: NgramBlock, outcome: tuple[int, ...], chance: float, max_tokens: int) -> NgramBlock:
         return self._begin(root.request, outcome, chance, max_tokens)
 
-    def preview(self, drafts: Sequence[LookupDraft], interrupted: Callable[[], bool]) -> None:
-        """Does nothing: a lookup is as quick as any preview."""
+    def preview(self, drafts: Sequence[NgramBlock], interrupted: Callable[[], bool]) -> None:
+        """Does nothing: a search is as quick as any preview."""
 
-    def extend(
-        self, drafts: Sequence[LookupDraft], interrupted: Callable[[], bool] = lambda: False
-    ) -> list[LookupDraft]:
+    def extend(self, drafts: Sequence[NgramBlock], interrupted: Callable[[], bool] = lambda: False) -> list[NgramBlock]:
         """Extends drafts as far as the text continues; returns those that got more tokens."""
         return [draft for draft in drafts if self._extend(draft)]
 
-    def _extend(self, draft: LookupDraft) -> bool:
+    def _extend(self, draft: NgramBlock) -> bool:
         before = len(draft.drafted)
         if draft.sends_probs or not (draft.takes_trees or draft.is_root):
             self._follow(draft)
@@ -402,14 +391,14 @@ class NgramDraft:
         draft.is_cut = True
         return len(draft.drafted) > before
 
-    def _follow(self, draft: LookupDraft) -> None:
+    def _follow(self, draft: NgramBlock) -> None:
         """Drafts one continuation, as a chain."""
         text = (*draft.text.tokens, *draft.outcome, *draft.tokens)
         for token in look_up(text, draft.missing, self._longest, self._shortest):
             sure = draft.sends_probs
             draft.append(token, _sure(token) if sure else _first(token, self._choices(draft, draft.tokens)))
 
-    def _end(self, root: LookupDraft) -> None:
+    def _end(self, root: NgramBlock) -> None:
         """Adds candidates after the root's last token, except draft tokens that are under verification themselves."""
         path = root.tokens
         expected = _children(root.ahead.unverified, path)
@@ -418,7 +407,7 @@ class NgramDraft:
             there = Choices([token for token, _ in others], [chance for _, chance in others])
             root.drafted.append(DraftedToken(there.tokens[0], there, root.p_accepted * there.chances[0]))
 
-    def _grow(self, draft: LookupDraft) -> None:
+    def _grow(self, draft: NgramBlock) -> None:
         """Drafts all continuations that are likely enough, as a tree."""
         draft.nodes = grown_paths(lambda path: self._choices(draft, path), draft.max_tokens, draft.least_chance)
         chances = dict(draft.nodes)
@@ -426,7 +415,7 @@ class NgramDraft:
         for depth, token in enumerate(main_path, 1):
             draft.drafted.append(DraftedToken(token, _sure(token), chances[main_path[:depth]]))
 
-    def _choices(self, draft: LookupDraft, path: TokenPath) -> Choices:
+    def _choices(self, draft: NgramBlock, path: TokenPath) -> Choices:
         """Returns candidates after these tokens of the block."""
         place = (draft.request.base_len, (*draft.outcome, *path))
         return self._calibration.consider(draft.request.session, place, draft.known.at(path))

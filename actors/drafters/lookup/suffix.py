@@ -1,17 +1,12 @@
 """Suffix decoding: proposes what followed the text's end before, in the text or in recent answers of the same salt.
 
-Needs no model and no GPU (SuffixDecoding: Oliaro et al. 2024, arXiv 2411.04975). Several continuations become a tree,
+SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) needs no model and no GPU. Several continuations become a tree,
 weighted by how frequent they were. Tokens are point masses: under rejection sampling each is accepted with its target
 probability.
 
-Index of where a text's end occurred before, in itself and in finished texts, and what followed it there.
-
-After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). Places are found by a hash of the few tokens before them,
-and compared backwards from there. Pure.
-
-Recent answers of a drafter, separated by cache salt: an answer is found only by requests of the same salt.
-
-Salts isolate callers that must learn nothing of each other, and a client may see what was drafted for it.
+`SuffixIndex` finds places by a hash of the few tokens before them and compares backwards from there. `RecentAnswers`
+keeps one index for each cache salt: salts isolate callers that must learn nothing of each other, and clients may see
+their drafts.
 """
 
 import time
@@ -25,9 +20,8 @@ from cluster.config_sections import SuffixOptions
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import OUTCOMES, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
+from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, with_empty
 from cluster.drafting.trees import NOTHING, Choices, TokenPath, grow_branches
-from protos.draft_tree import NO_TREE
 from protos.messages import DraftRequest, Open, Shape
 
 MANY = 4  # occurrences: more make it no likelier that a known token follows
@@ -288,10 +282,7 @@ class SuffixLookup:
         A session that the target decodes without a block and that has no candidates gets an empty proposal.
         """
         drafts = draft_ahead(self, requests, self._ahead_time, self._clock, interrupted, early)
-        found = proposals(drafts)
-        served = {proposal.session for proposal in found}
-        waiting = [each for each in requests if not len(each.unverified) and each.session not in served]
-        return found + [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
+        return with_empty(proposals(drafts), requests)
 
     def _begin(self, request: DraftRequest | AheadRequest, max_tokens: int) -> BlockDraft:
         text = self._texts[request.session]
@@ -302,7 +293,7 @@ class SuffixLookup:
         end = [*draft.text.tokens[-self._options.max_ngram :], *draft.outcome, *draft.tokens]
         return self._find(draft.request.session, end)
 
-    # ------------------------------------------------------------ what the search ahead goes by
+    # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: AheadRequest) -> list[BlockDraft]:
         """Returns the block under verification, with alternatives at each of its places."""
@@ -319,7 +310,7 @@ class SuffixLookup:
         return root.after(outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
-        """Does nothing: a lookup is as quick as any preview."""
+        """Does nothing: a search is as quick as any preview."""
 
     def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool] = lambda: False) -> list[BlockDraft]:
         """Extends drafts as far as any match continues; returns those that got more tokens."""

@@ -1,7 +1,6 @@
-"""Parts of methods that draft with a model; `actors/drafters/model/draft_model.py` puts them together.
+"""The draft model: drafts with a small language model, or with an EAGLE head, over a paged cache.
 
-`draft_cache.py` holds each session's cached branches, `forwards.py` feeds them to the model, and `sampling.py` turns
-logits into draft tokens. `calibration.py` fits acceptance probabilities to what the target decided. `state_feed.py` and
-`session_states.py` provide the target's hidden states to EAGLE-like heads. `recurrent_head.py`, `head_drafting.py` and
-`pard.py` predict several tokens per forward.
+`draft_model.py` is the method. `draft_cache.py` holds each session's cached branches and the hidden states fed to a
+head, `forwards.py` feeds pending tokens to the model, and `sampling.py` turns logits into draft tokens, calibrated by
+what the target decided. `recurrent_head.py` predicts further tokens between forwards.
 """

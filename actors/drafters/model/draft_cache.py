@@ -4,15 +4,11 @@ A session has one branch for its decided text. While a verdict is pending, it ha
 outcomes; the one that matches the verdict best then continues. Everything here can be recomputed, so when the pool runs
 out of pages, the least recently used session is dropped.
 
-One session's rows of the target's hidden states, by position. Rows may arrive in any order, twice, or never.
-
-A block that is being drafted by a model with a KV cache.
-
-Hidden states fed to a draft head with each token: the target's state before it, or the head's own prediction.
-
-Token j of a text is fed with the state of position j - 1. If the target's true state is missing, the state from which
-the head itself predicted the token is recycled. Cache entries made from recycled states are recomputed once the true
-ones arrive (EAGLE's second pass over accepted tokens); skipping that loses about a tenth of the accepted tokens.
+A draft head is also fed a hidden state with each token (`FedStates`): token j of a text with the target's state of
+position j - 1. If that true state is missing, the state from which the head itself predicted the token is recycled.
+Cache entries made from recycled states are recomputed once the true ones arrive (EAGLE's second pass over accepted
+tokens); skipping that loses about a tenth of the accepted tokens. `SessionStates` holds a session's true states, which
+may arrive in any order, twice, or never.
 """
 
 import secrets

@@ -1,9 +1,8 @@
 """Drafting with a small model: all sessions in one batch, and ahead of verdicts.
 
 While a block is verified, blocks are drafted for its likely outcomes, ranked by the model's own probabilities
-(`cluster/drafting/lookahead.py`).
-
-Drafting with a draft head, between or instead of forwards, from the states that blocks were read with.
+(`cluster/drafting/lookahead.py`). A recurrent head (`HeadDrafting`) predicts further tokens between forwards, or
+instead of them, from the states with which blocks were read.
 """
 
 import time
@@ -282,7 +281,7 @@ class DraftModel:
             state=block.drafted[len(stem) - 1].state,
         )
 
-    # ------------------------------------------------------------ what the search ahead goes by
+    # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: AheadRequest) -> list[CachedDraft]:
         """Returns roots: the part of the main path whose candidates are unknown, and tokens beside it.

@@ -1,16 +1,13 @@
 """Forwards of a draft model: batches the pending tokens of several blocks, within budget and cache.
 
-Several tokens in one forward, predicted at mask tokens after the last known one (PARD).
+Two options of a checkpoint make them cheaper:
 
-PARD: An et al. 2025, arXiv 2504.18583. A mask token attends to the tokens before it and the masks between, not to the
-tokens that will replace the masks. So one forward predicts several tokens, the later ones somewhat worse than one
-forward each would. Keys and values of masks are discarded afterwards.
-
-Smaller LM head for a draft model, over its most frequent tokens only.
-
-For a small model, the LM head over a large vocabulary is most of the cost. The target still verifies over the full
-vocabulary, so this costs a little acceptance and no exactness (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The draft
-folder lists the tokens in `frequent_tokens.json`: token ids, most frequent first.
+* Mask tokens predict several tokens in one forward (PARD: An et al. 2025, arXiv 2504.18583). A mask attends to the
+  tokens before it and the masks between, not to the tokens that will replace the masks, so later tokens are predicted
+  somewhat worse than by one forward each. Keys and values of masks are discarded afterwards.
+* A smaller LM head covers only the tokens of `frequent_tokens.json` in the draft folder: token ids, most frequent
+  first (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). For a small model, the LM head over a large vocabulary is most of
+  the cost. The target still verifies over the full vocabulary, so this costs a little acceptance and no exactness.
 """
 
 import json

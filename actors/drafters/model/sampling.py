@@ -1,19 +1,16 @@
 """Turns a draft model's logits into draft tokens: the target's likeliest tokens, or draws for rejection sampling.
 
-Probability that each draft candidate is the target's token, fitted to what the target decided.
-
-Under Gumbel coupling the target's token wins by its log probability plus noise that the drafter knows too. The draft's
-log probabilities are only estimates, so with the noise at full weight the noisiest of many badly estimated tokens would
-win too often; the noise gets a smaller weight. That weight, and the confidence in the draft, come from a conditional
-logit (McFadden 1974) over the candidates plus one alternative for all other tokens:
+`Calibration` fits the probability that each candidate is the target's token to what the target decided. Under Gumbel
+coupling the target's token wins by its log probability plus noise that the drafter knows too. The draft's log
+probabilities are only estimates, so with the noise at full weight the noisiest of many badly estimated tokens would win
+too often; the noise gets a smaller weight. That weight, and the confidence in the draft, come from a conditional logit
+(McFadden 1974) over the candidates plus one alternative for all other tokens:
 
     weight of a candidate  ~  exp(surety x its log probability + noise_share x its noise)
     weight of the others   ~  exp(others + others_slope x log of their probability)
 
 Its four weights are learned online by AdaGrad (Duchi et al. 2011), for each kind of draft and of temperature. Greedy
 requests have no noise; for them the same fit calibrates the draft's own probabilities.
-
-Bounds and thresholds of drafting with a model.
 """
 
 import logging

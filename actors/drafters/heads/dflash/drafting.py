@@ -1,14 +1,11 @@
 """Drafting with a DFlash head: a whole block in one forward, given the target's states at all earlier positions.
 
-Context of a DFlash head for one session: the target's states received, and the keys and values made of them.
-
-Forward of a DFlash head: one block for each of several sessions, computed together.
-
 A block is the last decided token followed by masks, each at its own position. Its queries attend to keys and values of
 the context, which every layer computes from the same projected states of the target, and to those of the block itself.
 Place j of the block, counted from 1, predicts the token at that place.
 
-Loads a published DFlash head with its target, and creates the drafting method.
+`DFlashContext` holds a session's states, keys and values, `DFlashDecoder` is the forward over several sessions, and
+`DFlashPredictor` drafts with it. `create` and `load_dflash` load a published head with its target.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """EAGLE heads of all generations, in every layout in which they are published.
 
-`names.py` maps tensor names of all layouts to one set, `resolution.py` derives the `EagleConfig`
-(`config.py`, where to start) and refuses what does not fit, and `weights.py` places the tensors.
-`decoder.py` is the forward and `runner.py` runs it over a paged cache. `layer_ids.py` interprets
-which hidden states of the target a head reads. MTP modules are run by the same decoder.
+`config.py` renames a head's tensors to one set of names and resolves the `EagleConfig`, refusing heads that do not fit;
+start there. `weights.py` places the tensors, `loading.py` has the forward and its runner over a paged cache, and
+`method.py` creates the drafting method. `mtp.py` runs multi-token prediction modules with the same decoder.
 """

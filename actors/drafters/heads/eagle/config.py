@@ -2,22 +2,14 @@
 
 EAGLE: Li et al. 2024, arXiv 2401.15077; EAGLE-2: arXiv 2406.16858; EAGLE-3: Li et al. 2025, arXiv 2503.01840.
 
-Interpretation of the layer ids in an EAGLE-3 head's configuration: which of the target's hidden states it reads.
-
-State k is the input of the target's layer k, counted from 0 (`protos.messages`). Ids are published with two meanings.
-The reference implementation, vLLM and speculators number the states: id k is state k. SpecForge, SGLang and ModelOpt
-number the layers whose outputs are read, in a section `eagle_config`: id k is state k + 1. A wrong interpretation
-raises no error, but halves acceptance or worse.
-
-Canonical names of an EAGLE head's tensors, whatever layout it was published in.
-
-Known layouts: SafeAILab's (`midlayer.` for EAGLE-3, `layers.0.` before), SpecForge's, vLLM's, ModelOpt's, and the old
-and new ones of speculators.
-
-Resolves an EAGLE head's files and the target's shape into an `EagleConfig`; refuses what does not fit.
-
-The kind of a head follows from its tensors, and from its configuration where the tensors leave it open; never from its
-name.
+1. `canonical` maps the tensor names of all known layouts to one set: SafeAILab's (`midlayer.` for EAGLE-3, `layers.0.`
+   before), SpecForge's, vLLM's, ModelOpt's, and the old and new ones of speculators.
+2. `resolve` derives the `EagleConfig`. The kind of a head follows from its tensors, and from its configuration where
+   the tensors leave it open; never from its name.
+3. `states_read` interprets the layer ids of EAGLE-3. State k is the input of the target's layer k, counted from 0
+   (`protos.messages`). Published ids have two meanings. The reference implementation, vLLM and speculators number the
+   states: id k is state k. SpecForge, SGLang and ModelOpt number the layers whose outputs are read, in a section
+   `eagle_config`: id k is state k + 1. A wrong interpretation raises no error, but halves acceptance or worse.
 """
 
 from collections.abc import Mapping, Sequence

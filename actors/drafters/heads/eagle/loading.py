@@ -1,8 +1,4 @@
-"""Loads an EAGLE head: its files, the tensors borrowed from the target, and the resolved configuration.
-
-Runner of one EAGLE head with one cache: forwards over ragged rows that carry states with their tokens.
-
-Forward of an EAGLE head over a ragged batch: from tokens and preceding states to logits and states.
+"""Loads an EAGLE head, and runs it: the forward over a ragged batch, and a runner over a paged cache.
 
 Place i of a head's cache holds token i + 1 of the text and state i, at position i. So a step reads the state that the
 target, or the head itself, computed from all tokens up to i, and the token sampled after them. It predicts the token

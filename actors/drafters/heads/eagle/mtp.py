@@ -1,20 +1,11 @@
-"""Drafting with the multi-token prediction (MTP) module of the target's own checkpoint, run like an EAGLE head.
-
-Multi-token prediction (MTP) modules, which a target's own checkpoint contains.
-
-`names.py` finds a module in a checkpoint and maps its tensor names; `loading.py` then loads it as an EAGLE head
-(`actors/drafters/heads/eagle`), which it computes like. Start with `loading.py`.
-
-Loads a target's multi-token prediction module as an EAGLE head with two more norms, which it computes like.
+"""Drafting with the multi-token prediction (MTP) module of the target's own checkpoint, run as an EAGLE head.
 
 DeepSeek-V3: arXiv 2412.19437, section 2.2. The module is fed a token's embedding and the target's final state before
 it, each normed separately. One decoder layer, a norm and the target's LM head then predict the next token. For further
 tokens the module's own normed output takes the place of the target's state.
 
-Location and tensor names of a checkpoint's multi-token prediction module.
-
-Layouts differ in names, in the order in which embedding and state are concatenated, and in whether the embedding at
-position 0 is replaced by zeros, as in vLLM's deepseek_mtp.py and mimo_mtp.py.
+`MtpLayout` describes how checkpoints differ: in names, in the order in which embedding and state are concatenated, and
+in whether the embedding at position 0 is replaced by zeros, as in vLLM's deepseek_mtp.py and mimo_mtp.py.
 """
 
 import re
