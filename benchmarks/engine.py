@@ -1,4 +1,4 @@
-"""The engine against others and against itself: plain decoding, time to first token, and what a step costs.
+"""The engine against others and against itself: non-speculative decoding, time to first token, and what a step costs.
 
     python benchmarks/engine.py FOLDER [--draft FOLDER] [--dtype float32] [--threads 2] [--json FILE] [--plot FILE]
 

@@ -66,7 +66,7 @@ class Point:
 
     mode: Mode
     concurrency: int
-    block_len: int  # 0: plain decoding
+    block_len: int  # 0: non-speculative decoding
 
     @property
     def name(self) -> str:

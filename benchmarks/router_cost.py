@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What HTTP and the router cost.")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--drafted", type=int, help="most draft tokens of a block; 0: plain decoding")
+    parser.add_argument("--drafted", type=int, help="most draft tokens of a block; 0: non-speculative decoding")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, help="another checkout of this project, measured too")
     parser.add_argument("--json", type=Path, help="write everything here")

@@ -6,7 +6,7 @@
 Each checkout serves the demo pair with its own code, config and draft, from its own Ray cluster; target and drafter are
 pinned to one core each, as in `pipeline.py`. Both are asked the same prompts over HTTP, one right after the other, and
 who is first takes turns. An interval of the ratio that reaches 1 means that no difference was found. With `--plain`,
-the newer one is also asked for plain decoding.
+the newer one is also asked for non-speculative decoding.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def arms_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def speedups(arguments: argparse.Namespace, batches: Sequence[Batch]) -> list[Speedup]:
-    """Tokens a second after the change over before it, and over plain decoding, at every concurrency."""
+    """Tokens a second after the change over before it, and over non-speculative decoding, at every concurrency."""
     found = []
     for at_once in arguments.concurrency:
         of = {arm: [b for b in batches if (b.arm, b.concurrency) == (arm, at_once)] for arm in arms_of(arguments)}
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--plain", action="store_true", help="compare with plain decoding, too")
+    parser.add_argument("--plain", action="store_true", help="compare with non-speculative decoding, too")
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     parser.add_argument(
         "--json", type=Path, metavar="OUT", help="write all measurements here, after every part of a round"

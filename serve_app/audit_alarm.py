@@ -27,7 +27,7 @@ class AuditAlarm:
     def __call__(self, difference: Difference) -> None:
         margin = "an unknown margin" if difference.margin is None else f"a margin of {difference.margin:.4g}"
         log.error(
-            "an audit found another text than plain decoding's: session %s, token %d of the answer, %s; served by %s,"
+            "audit: text differs from non-speculative decoding: session %s, token %d of the answer, %s; served by %s,"
             " audited by %s",
             difference.session,
             difference.position,

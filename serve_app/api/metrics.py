@@ -8,7 +8,7 @@ Acceptance length (tokens committed per verified block, the target's own include
 
     1 + sum(rate(slipstream_accepted_tokens_total[5m])) / sum(rate(slipstream_blocks_total[5m]))
 
-Share of verifies that had a block to verify; the others were plain decoding:
+Share of verifies that had a block to verify; the others were non-speculative decoding:
 
     sum(rate(slipstream_blocks_total[5m])) / sum(rate(slipstream_verifies_total[5m]))
 

@@ -56,7 +56,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     draft_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Most draft tokens of a block; 0 is plain decoding.")
+        int | None, typer.Option(min=0, help="Most draft tokens of a block; 0 is non-speculative decoding.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed and questions give the same answers.")] = None,
     key: ApiKey = None,

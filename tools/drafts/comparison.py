@@ -154,4 +154,4 @@ def comparison_chart(compared: Compared) -> "Figure":
         name = f"{each.draft}, T {each.temperature:g}"
         lines[f"{name}, chain"] = [(float(most), value) for most, value in each.chains.items()]
         lines[f"{name}, tree"] = [(float(most), value) for most, value in each.trees.items()]
-    return line_chart(lines, {"plain decoding": 1.0}, "tokens of a block", "tokens a verify", (9.6, 4.8))
+    return line_chart(lines, {"non-speculative decoding": 1.0}, "tokens of a block", "tokens a verify", (9.6, 4.8))

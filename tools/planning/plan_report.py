@@ -156,7 +156,7 @@ def recommendation_text(inputs: PlanInput, recommendation: Recommendation) -> st
         rate = f"{arrivals.per_s:g} requests a second on each target, {arrivals.per_s * inputs.new_tokens:g} tokens/s"
         return f"No fleet keeps up with {rate}: latencies grow for as long as requests come. Ask less of a target."
     if best.block_len == 0:
-        return "Take plain decoding: no fleet with drafters does better under this load."
+        return "Take non-speculative decoding: no fleet with drafters does better under this load."
     per = f"{best.drafters} drafter{'s' * (best.drafters > 1)} for {best.targets} target{'s' * (best.targets > 1)}"
     return f"Take {per}, blocks of up to {best.block_len}, {best.name}: {_gain_text(inputs, recommendation)}."
 
@@ -165,10 +165,10 @@ def _gain_text(inputs: PlanInput, recommendation: Recommendation) -> str:
     """Phrases the gain of the best candidate."""
     gain = _gain(inputs, recommendation.best, recommendation.plain)
     if not isinstance(inputs.arrivals, Poisson):
-        return f"{gain} the throughput of plain decoding"
+        return f"{gain} the throughput of non-speculative decoding"
     if not recommendation.plain.keeps_up:
-        return "plain decoding does not keep up with this rate"
-    return f"{gain} the speed of an answer by plain decoding"
+        return "non-speculative decoding does not keep up with this rate"
+    return f"{gain} the speed of an answer by non-speculative decoding"
 
 
 def _gain(inputs: PlanInput, one: CandidateResult | InProcessResult, plain: CandidateResult) -> str:
@@ -303,7 +303,7 @@ def theory_tables(formula_checks: list[FormulaCheck]) -> Group:
         "Tokens that a verify commits: (1 - g^(K+1)) / (1 - g)", "acceptance g, K", "formula", "simulated", "differs"
     )
     gains = table(
-        "Gain over plain decoding in lock-step, and the drafting pass that eats it",
+        "Gain over non-speculative decoding in lock-step, and the drafting pass that eats it",
         "acceptance g, K",
         "formula",
         "simulated",

@@ -147,7 +147,7 @@ def check_texts(assignments: Sequence[SimulatedAssignment], reference_texts: Map
         committed = assignment.session.committed
         plain = reference_texts[name].plain
         expected = plain if assignment.error is None else plain[: len(committed)]
-        assert committed == expected, f"the text of {name} differs from plain decoding"
+        assert committed == expected, f"the text of {name} differs from non-speculative decoding"
 
 
 def check_specification(generation: Generation, reference_text: ReferenceText, draft: DraftQuality) -> None:
@@ -165,7 +165,7 @@ def check_specification(generation: Generation, reference_text: ReferenceText, d
     )
     committed = tuple([token for emit in rounds for token in emit.tokens])
     assert committed == reference_text.plain, (
-        f"lock step commits another text of {generation.session} than plain decoding"
+        f"lock step commits another text of {generation.session} than non-speculative decoding"
     )
 
 
