@@ -29,7 +29,7 @@ demo: setup
 
 # What needs neither Ray nor sockets is shared by two processes; each test of the rest has the machine for itself.
 test: models
-	$(BIN)/pytest tests/unit tests/lossless --numprocesses 2 --dist worksteal
+	$(BIN)/pytest tests/unit tests/scenarios tests/lossless --numprocesses 2 --dist worksteal
 	$(BIN)/pytest tests/integration
 
 # Equality at length with real models, and distributions over many texts; well over an hour on two cores.

@@ -1,0 +1,223 @@
+"""Runs transcripts of conversations with a drafter's scheduler.
+
+Each line is an event and, after `->`, what the scheduler answers; two or more answers follow on indented lines:
+
+    router#1: Open s 1,2 -> t1 <- Attach s 1,2
+    draft -> s 1,2 max_tokens=4
+    block s 1,2 :5,6 -> t1 <- Block s 1,2 :5,6
+    t1: Step s 1,2 +5,7
+
+`s` is a session and `1,2` its text, which messages carry as a length and a hash; `:5,6` are draft tokens and `+5,7`
+decided ones. `name=value` sets a field; other fields have the defaults of `an_open` and of the message. Events:
+
+* `peer: Message ...` delivers a message; a Step is a Verdict and the DraftRequest for the text after it;
+* `connected peer` and `gone peer` report the state of a stream, and `at 0.5` sets the time;
+* `draft [limit]`, `ahead [limit]` and `pass` start a pass; answers list sessions closed and blocks requested;
+* `block` hands in a drafted block; with `outcome=...`, one for a text that ends with the assumed tokens;
+* `show name ...` reads counters and properties of the scheduler.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from textwrap import dedent
+from typing import Any
+
+from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.scheduler import DraftScheduler
+from cluster.drafting.session_table import DrafterLimits
+from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
+from protos.messages import (
+    AssignmentToken,
+    Attach,
+    Block,
+    Close,
+    DraftAnswer,
+    DraftRequest,
+    Finish,
+    Hello,
+    LiveSession,
+    Message,
+    NoDraft,
+    Refusal,
+    Resync,
+    Shape,
+    Verdict,
+)
+from protos.prefix import Prefix
+from tests.unit.cluster.samples import KEY, an_open
+
+LIMITS = DrafterLimits(vocabulary=50, max_context=100, max_sessions=3)
+
+Tokens = tuple[int, ...]
+
+
+def read_tokens(text: str) -> Tokens:
+    return tuple(int(token) for token in text.split(",") if token)
+
+
+def written(tokens: Tokens) -> str:
+    return ",".join(map(str, tokens))
+
+
+FIELDS: dict[str, Callable[[str], Any]] = {
+    "answer": lambda word: DraftAnswer[word.upper()],
+    "assignment_token": lambda word: AssignmentToken(int(word), b"proof"),
+    "attempt": int,
+    "confidence": float,
+    "finish": lambda word: Finish[word.upper()],
+    "hold_step": lambda word: word == "yes",
+    "least_chance": float,
+    "max_len": int,
+    "max_tokens": int,
+    "outcome": read_tokens,
+    "shape": lambda word: Shape[word.upper()],
+    "target_address": str,
+}
+REQUEST_FIELDS = {"max_tokens", "hold_step", "least_chance", "shape"}
+
+
+class Drafter:
+    """A drafter's scheduler, and the texts that its drafting method knows."""
+
+    def __init__(self, draft_ahead: bool = False, **options: Any) -> None:
+        self.scheduler = DraftScheduler(LIMITS, draft_ahead, **options)
+        self.now = 0.0
+        self._texts: dict[str, Tokens] = {}
+        self._by_address: dict[tuple[int, int], Tokens] = {}  # texts that events mentioned, by length and hash
+
+    def run(self, transcript: str) -> None:
+        """Runs the events of a transcript and compares the answers."""
+        lines = [line.rstrip() for line in dedent(transcript).splitlines() if line.strip()]
+        expected = [line for line in lines if not line.startswith("# ")]
+        actual: list[str] = []
+        for line in expected:
+            if line.startswith(" "):
+                continue
+            event = line.split(" -> ")[0]
+            match self.do(event):
+                case [answer] if " -> " in line:
+                    actual.append(f"{event} -> {answer}")
+                case answers:
+                    actual += [event, *(f"    {answer}" for answer in answers)]
+        assert actual == expected
+
+    def do(self, event: str) -> list[str]:
+        """Runs one event; returns the answers."""
+        words = event.split()
+        fields = {name: FIELDS[name](text) for name, is_field, text in (w.partition("=") for w in words) if is_field}
+        match [word for word in words if "=" not in word]:
+            case ["at", now]:
+                self.now = float(now)
+                return []
+            case ["gone", peer]:
+                self.scheduler.gone(peer)
+                return []
+            case ["connected", peer]:
+                sends = self.scheduler.connected(peer)
+            case ["draft", *limit]:
+                return self._pass(int(limit[0]) if limit else 9, 0)
+            case ["ahead", *limit]:
+                return self._pass(0, int(limit[0]) if limit else 9)
+            case ["pass"]:
+                return self._pass(9, 9)
+            case ["block", session, text, *drafted]:
+                tree = DraftTree.chain(read_tokens("".join(drafted).lstrip(":")))
+                address = self.address(read_tokens(text))
+                sends = self.scheduler.proposed([Proposal(session, *address, tree, **fields)], self.now)
+            case ["show", *names]:
+                return [" ".join(f"{name}={self._shown(name)}" for name in names)]
+            case [peer, kind, *arguments]:
+                sends = [
+                    send
+                    for message in self._messages(kind, arguments, fields)
+                    for send in self.scheduler.receive(peer.removesuffix(":"), message, self.now)
+                ]
+        return [self._sent(*send) for send in sends]
+
+    def address(self, text: Tokens) -> tuple[int, int]:
+        """Returns the length and hash that messages address a text by."""
+        address = len(text), Prefix(KEY, text).hash
+        self._by_address[address] = text
+        return address
+
+    def _messages(self, kind: str, arguments: list[str], fields: dict[str, Any]) -> list[Message]:
+        if kind == "Hello":
+            return [Hello("router", "", "", tuple(LiveSession(session, 1) for session in arguments))]
+        session, *texts = arguments
+        text, new = [read_tokens(each.lstrip("+")) for each in (*texts, "", "")[:2]]
+        if kind == "Open":
+            self.address(text)
+            return [an_open(session, **{"tokens": text, "target_address": "t1"} | fields)]
+        if kind == "Step":
+            requested = {name: fields.pop(name) for name in REQUEST_FIELDS & fields.keys()}
+            verdict = Verdict(session, 1, *self.address(text), new, 0, 0)
+            request = DraftRequest(session, 1, *self.address(text + new), **requested)
+            return [replace(verdict, **fields), request]
+        plain: dict[str, Message] = {
+            "Close": Close(session, 1),
+            "DraftRequest": DraftRequest(session, 1, *self.address(text)),
+            "Resync": Resync(session, *self.address(text)),
+            "Verdict": Verdict(session, 1, *self.address(text), new, 0, 0),
+        }
+        return [replace(plain[kind], **fields)]
+
+    def _pass(self, limit: int, ahead_limit: int) -> list[str]:
+        drafting = self.scheduler.next_pass(limit, ahead_limit)
+        for session in drafting.news.closed:
+            self._texts.pop(session, None)
+        self._texts |= {request.session: request.tokens for request in drafting.news.opened}
+        for session, tokens in drafting.news.committed:
+            self._texts[session] += tokens
+        requests = drafting.requests or drafting.ahead
+        return [f"closed {session}" for session in drafting.news.closed] + [self._requested(each) for each in requests]
+
+    def _requested(self, request: DraftRequest | AheadRequest) -> str:
+        text = self._texts[request.session]
+        assert self.address(text) == (request.base_len, request.prefix_hash)
+        words = [request.session, written(text)]
+        if isinstance(request, DraftRequest) and request.attempt != 1:
+            words.append(f"attempt={request.attempt}")
+        if isinstance(request, AheadRequest):
+            words.append(f"unverified={written(request.unverified.tokens)}")
+        if request.max_tokens < MAX_BLOCK_TOKENS:
+            words.append(f"max_tokens={request.max_tokens}")
+        if request.least_chance:
+            words.append(f"least_chance={request.least_chance}")
+        if request.shape is Shape.TREE:
+            words.append("shape=tree")
+        if isinstance(request, AheadRequest) and request.until < float("inf"):
+            words.append(f"until={request.until:.3f}")
+        return " ".join(words)
+
+    def _sent(self, peer: str, message: Message) -> str:
+        words = [peer, "<-", type(message).__name__, getattr(message, "session", "")]
+        match message:
+            case Attach():
+                assert (message.states_from, message.states_by) == (None, None)
+                words.append(written(self._by_address[message.have_len, message.have_hash]))
+                if message.assignment_token is not None:
+                    assert message.assignment_token.proof == b"proof"
+                    words.append(f"assignment_token={message.assignment_token.assignment}")
+            case Resync():
+                words.append(written(self._by_address[message.have_len, message.have_hash]))
+            case Block() | NoDraft():
+                words.append(written(self._by_address[message.base_len, message.prefix_hash]))
+                if isinstance(message, Block):
+                    assert message.tree == DraftTree.chain(message.tree.tokens)
+                    words.append(f":{written(message.tree.tokens)}")
+            case Refusal():
+                words += [f"attempt={message.attempt}", message.reason.name.lower(), f'"{message.message}"']
+        return " ".join(words)
+
+    def _shown(self, name: str) -> str:
+        match name:
+            case "sessions":
+                return f"{self.scheduler.load()[name]:.0f}"
+            case "targets":
+                return ",".join(sorted(self.scheduler.targets))
+            case "has_requests" | "is_idle" | "is_ahead_vain":
+                return "yes" if getattr(self.scheduler, name) else "no"
+            case "checked" | "correct":
+                check = self.scheduler.load_check
+                return str(check.tokens if name == "checked" else check.accepted)
+        return str(self.scheduler.counts[name])

@@ -1,0 +1,122 @@
+"""How a drafter gives up sessions while its blocks come too late, and checks its drafts against verdicts."""
+
+import pytest
+
+from tests.scenarios.drafting import Drafter
+
+ENOUGH_ROUNDS = 80  # a session's text reaches its limit a little later
+
+
+def overtaken(drafter: Drafter, *sessions: str) -> list[str]:
+    """Lets verdicts overtake every requested block; returns the scheduler's first answers."""
+    texts = dict.fromkeys(sessions, "1,2")
+    for _ in range(ENOUGH_ROUNDS):
+        requested = [request.split()[:2] for request in drafter.do("draft")]
+        for session, _ in requested:
+            drafter.do(f"t1: Step {session} {texts[session]} +1")
+            texts[session] += ",1"
+        for session, text in requested:
+            if answers := drafter.do(f"block {session} {text} :5"):
+                return answers
+    return []
+
+
+def opened(*sessions: str) -> Drafter:
+    drafter = Drafter()
+    for session in sessions:
+        drafter.do(f"router#1: Open {session} 1,2 max_len=90")
+    return drafter
+
+
+def test_a_drafter_whose_blocks_are_all_overtaken_gives_up_a_session_and_accepts_none_instead():
+    drafter = opened("a", "b", "c")
+    refusal, detach = overtaken(drafter, "a", "b", "c")
+    session = refusal.split()[3]
+    why = '"blocks come too late for so many sessions"'
+    assert refusal == f"router#1 <- Refusal {session} attempt=1 overloaded {why}"
+    assert detach == f"t1 <- Detach {session}"
+    drafter.run(f"""
+        router#1: Open {session} 1,2
+            router#1 <- Refusal {session} attempt=1 overloaded "2 sessions are drafted for already"
+        show sessions -> sessions=2
+    """)
+
+
+def test_a_session_without_requested_drafts_is_not_given_up_for_others():
+    """It takes no drafting time."""
+    drafter = opened("resting", "b", "c")
+    for session, tokens in (("resting", 0), ("b", 4), ("c", 4)):
+        drafter.do(f"t1: DraftRequest {session} 1,2 max_tokens={tokens}")
+    refusal, _ = overtaken(drafter, "b", "c")
+    assert refusal.split()[2:4] in (["Refusal", "b"], ["Refusal", "c"])
+
+
+def test_a_session_served_by_a_block_ahead_is_not_the_longest_unserved():
+    drafter = Drafter(draft_ahead=True)
+    drafter.run("""
+        router#1: Open a 1,2 max_len=90 -> t1 <- Attach a 1,2
+        router#1: Open b 1,2 max_len=90 -> t1 <- Attach b 1,2
+        draft
+            a 1,2 max_tokens=4
+            b 1,2 max_tokens=4
+        block a 1,2 :3 -> t1 <- Block a 1,2 :3
+        block b 1,2 :3 -> t1 <- Block b 1,2 :3
+        ahead
+            a 1,2 unverified=3
+            b 1,2 unverified=3
+        block a 1,2,3,4 :5 outcome=3,4 -> t1 <- Block a 1,2,3,4 :5
+        t1: Step a 1,2 +3,4
+        # Both lack a block now.
+        t1: Step a 1,2,3,4 +7
+        t1: Step b 1,2 +7
+        draft
+            b 1,2,7 max_tokens=4
+            a 1,2,3,4,7 max_tokens=4
+    """)
+
+
+def test_a_drafter_that_made_no_blocks_for_long_gives_up_no_session():
+    """Only blocks that it made and that came too late count."""
+    drafter = opened("a", "b")
+    text = "1,2"
+    for _ in range(ENOUGH_ROUNDS):
+        for session in "ab":
+            assert drafter.do(f"t1: Step {session} {text} +1 answer=missed") == []
+        text += ",1"
+    assert drafter.do("show sessions") == ["sessions=2"]
+
+
+def test_blocks_that_were_sent_and_came_too_late_count_too():
+    drafter = opened("a", "b")
+    texts = dict.fromkeys("ab", "1,2")
+    answers: list[str] = []
+    for _ in range(ENOUGH_ROUNDS):
+        for session, text in [request.split()[:2] for request in drafter.do("draft")]:
+            drafter.do(f"block {session} {text} :5")
+            answers += drafter.do(f"t1: Step {session} {texts[session]} +1 answer=missed")
+            texts[session] += ",1"
+        if answers:
+            break
+    assert [answer.split()[2] for answer in answers] == ["Refusal", "Detach"]
+
+
+@pytest.mark.parametrize(
+    ("token", "confidence", "shown"),
+    [
+        (7, "confidence=0.8", "checked=3 correct=3"),
+        (8, "confidence=0.8", "checked=3 correct=0"),
+        (8, "", "checked=0 correct=0"),
+    ],
+    ids=["right", "wrong", "a method without confidence is not checked"],
+)
+def test_verdicts_check_the_first_tokens_of_blocks(token, confidence, shown):
+    drafter = Drafter()
+    drafter.do("router#1: Open s 1,2")
+    drafter.do("t1: DraftRequest s 1,2 max_tokens=2")
+    text = "1,2"
+    for _ in range(3):
+        drafter.do("draft")
+        drafter.do(f"block s {text} :{token},9 {confidence}")
+        drafter.do(f"t1: Step s {text} +7")
+        text += ",7"
+    assert drafter.do("show checked correct") == [shown]
