@@ -1,7 +1,9 @@
-"""A drafter: the drafting loop around the scheduler, a drafting method, and the streams to targets.
+"""A drafter: the drafting loop around the scheduler, a drafting method, and the streams to routers and targets.
 
-Reads top to bottom: sessions that request a block are drafted together, and their blocks go straight to the targets
-that verify them. This module knows nothing of Ray or of how a method drafts.
+`run` takes one pass after another from the scheduler: the sessions that request a block are drafted together on the
+drafting thread, and their blocks go straight to the targets that verify them. Without requests, it drafts ahead of
+verdicts. Routers open and close sessions over their own streams; the drafter dials the targets that these sessions
+name. The module is independent of Ray and of the drafting method.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 
 from actors.net.credentials import Credentials, NoCredentials
@@ -35,7 +38,29 @@ from protos.speculation_pb2_grpc import TargetServiceStub
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = DraftCost(forward=ForwardCost.linear(0.0))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingThread:
+    """The thread that drafts."""
+
+    prepare: Callable[[], None] | None = None  # called first on the thread
+    clock: Callable[[], float] | None = None  # for detecting a stuck pass; default: the drafter's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodFigures:
+    """Measured and published figures of the drafting method."""
+
+    cost: DraftCost = DraftCost(forward=ForwardCost.linear(0.0))
+    first_token_acceptance: float | None = None  # as published in the draft's folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetAccess:
+    """Targets that the drafter may dial, and the credentials it presents to them."""
+
+    credentials: Credentials = field(default_factory=NoCredentials)
+    known: Callable[[], frozenset[str]] | None = None  # allowed addresses; default: any
 
 
 class Drafter:
@@ -49,31 +74,31 @@ class Drafter:
         target_model: str,
         draft_ahead: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        prepare_thread: Callable[[], None] | None = None,  # called first on the drafting thread
-        profile: DraftCost = UNKNOWN,
-        published_acceptance: float | None = None,  # acceptance of first tokens as published in the draft's folder
-        credentials: Credentials | None = None,  # presented to targets
+        *,
+        thread: DraftingThread = DraftingThread(),
+        figures: MethodFigures = MethodFigures(),
+        access: TargetAccess = TargetAccess(),
         tracer: SessionTracer | None = None,
-        working_clock: Callable[[], float] | None = None,  # clock for detecting a stuck pass; default: `clock`
-        known_targets: Callable[[], frozenset[str]] | None = None,  # allowed target addresses; default: any
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
         self.target_model = target_model
-        self.scheduler = DraftScheduler(limits, draft_ahead, method.shapes, published_acceptance, known_targets)
+        self.scheduler = DraftScheduler(
+            limits, draft_ahead, method.shapes, figures.first_token_acceptance, access.known
+        )
         self.timeline = Timeline(clock)
-        self.timing = DraftTiming(profile)
-        self._reporter = DraftReporter(profile)
+        self.timing = DraftTiming(figures.cost)
+        self._reporter = DraftReporter(figures.cost)
         self._progress = Watchdog(TimeoutPolicy())
         self.refused: Counter[str] = Counter()  # malformed messages by kind
         self.pass_s: defaultdict[str, float] = defaultdict(float)  # time in passes, requested or ahead
-        self._credentials = credentials or NoCredentials()
+        self._credentials = access.credentials
         self._tracer = tracer or NoTracing()
         self._method = method
         self._limits = limits
         self._clock = clock
-        self._working_clock = working_clock or clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
+        self._working_clock = thread.clock or clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=thread.prepare)
         self._routers: dict[str, Outbox] = {}  # by stream
         self._targets: dict[str, Link] = {}  # by address
         self._feeds: dict[str, Link] = {}  # streams of hidden states by name, for methods that read them
@@ -99,9 +124,7 @@ class Drafter:
             self._offer(await self._make(drafting))
             if drafting.news.closed:
                 await self._drop_unused_targets()
-            await asyncio.sleep(
-                0
-            )  # blocks leave, and messages that arrived meanwhile are handled, before the next pass
+            await asyncio.sleep(0)  # sends the blocks and handles messages that arrived meanwhile
 
     async def _make(self, drafting: DraftingPass) -> list[Proposal]:
         """Makes one pass, on the drafting thread."""
@@ -134,14 +157,14 @@ class Drafter:
         return proposals
 
     async def leave(self, within_s: float) -> None:
-        """Accepts no more sessions, and drafts for those it has until routers have moved them or time is up."""
+        """Accepts no more sessions, and drafts for the present ones until routers have moved them or time is up."""
         self._send(self.scheduler.leave())
         self._changed.set()
         try:
             async with asyncio.timeout(within_s):
                 await self._left.wait()
         except TimeoutError:
-            return  # its sessions go on without speculation
+            return  # the remaining sessions continue without speculation
 
     def _expected_s(self, drafting: DraftingPass) -> float | None:
         """Estimates a pass's duration from measured costs, each prompt token as a row; None if unknown."""
@@ -157,12 +180,10 @@ class Drafter:
             await link.close()
         self._targets.clear()
         self._feeds.clear()
-        self._thread.shutdown(
-            wait=self.stuck_s is None
-        )  # the loop is cancelled without waiting for a pass that may never end
+        self._thread.shutdown(wait=self.stuck_s is None)  # a stuck pass may never end
 
     def _offer(self, proposals: list[Proposal]) -> None:
-        """Sends blocks, unless a verdict has overtaken them."""
+        """Sends blocks, except those that a verdict has overtaken."""
         sends = self.scheduler.proposed(proposals, self._clock())
         if sent := dict.fromkeys(message.session for _, message in sends if isinstance(message, Block)):
             self.timeline.record("sent", *sent)  # blocks drafted ahead leave before their pass ends

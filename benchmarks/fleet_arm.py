@@ -14,7 +14,7 @@ from typing import Any
 
 from arms import Prompts, Run, Setup
 
-from actors.drafter import Drafter
+from actors.drafter import Drafter, DraftingThread, MethodFigures
 from actors.drafters.pass_profile import profile_drafting
 from actors.drafters.registry import DraftSetup, create_method
 from actors.engine.executor import StepExecutor, ThreadEngine
@@ -166,8 +166,8 @@ async def _serve_drafts(config: SlipstreamConfig, pipe: Connection) -> None:
         limits,
         IDENTITY.vocabulary,
         IDENTITY.target_model,
-        prepare_thread=compute_in_background,
-        profile=profile,
+        thread=DraftingThread(prepare=compute_in_background),
+        figures=MethodFigures(cost=profile),
     )
     server = await serve_drafter(drafter, "127.0.0.1")
     pipe.send(server.address)

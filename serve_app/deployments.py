@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.drafter import Drafter
+from actors.drafter import Drafter, DraftingThread, MethodFigures, TargetAccess
 from actors.drafters.loading import published_acceptance
 from actors.engine.process import compute_in_background, use_cpu
 from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
@@ -254,14 +254,15 @@ class DraftDeployment:
             started.files.vocabulary_print,
             started.files.model_print,
             draft_ahead=not config.speculation.is_lock_step,
-            prepare_thread=compute_in_background if is_background else None,
-            profile=self._costs,
-            published_acceptance=published_acceptance(config.draft),
-            credentials=credentials_of(config.trust, PeerRole.DRAFTER),
-            tracer=self._tracing.sessions("draft"),
             # A background process may wait forever for a core and is healthy nonetheless.
-            working_clock=time.process_time if is_background else None,
-            known_targets=known_targets,
+            thread=(
+                DraftingThread(prepare=compute_in_background, clock=time.process_time)
+                if is_background
+                else DraftingThread()
+            ),
+            figures=MethodFigures(cost=self._costs, first_token_acceptance=published_acceptance(config.draft)),
+            access=TargetAccess(credentials=credentials_of(config.trust, PeerRole.DRAFTER), known=known_targets),
+            tracer=self._tracing.sessions("draft"),
         )
         self._ending.push_async_callback(self._drafter.close)
         self._method = config.draft.method

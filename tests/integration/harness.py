@@ -9,7 +9,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from actors.drafter import Drafter
+from actors.drafter import Drafter, TargetAccess
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import DraftingLimits
@@ -215,7 +215,7 @@ async def cluster(
             IDENTITY.vocabulary,
             IDENTITY.target_model,
             draft_ahead=not lock_step,
-            credentials=credentials_of(trust, PeerRole.DRAFTER),
+            access=TargetAccess(credentials=credentials_of(trust, PeerRole.DRAFTER)),
             tracer=tracer("drafter"),
         )
         server = await serve_drafter(drafter, "127.0.0.1", trust=trust)

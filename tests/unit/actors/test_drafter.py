@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.drafter import Drafter
+from actors.drafter import Drafter, MethodFigures, TargetAccess
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import DraftingLimits
@@ -94,7 +94,7 @@ async def test_sessions_that_change_while_pages_come_back_find_some():
 async def test_only_known_targets_are_dialled():
     dialled: list[str] = []
     known = {"t1"}
-    drafter = OfflineDrafter(InterruptedMethod(), LIMITS, "v", "m", known_targets=lambda: frozenset(known))
+    drafter = OfflineDrafter(InterruptedMethod(), LIMITS, "v", "m", access=TargetAccess(known=lambda: frozenset(known)))
     drafter._dial = dialled.append  # type: ignore[method-assign]
     stream, outbox = drafter.router_up(Hello("router", "v", "m"))
     drafter.receive(stream, Decoded((to_open("a"), replace(to_open("b"), target_address="t2"))))
@@ -177,7 +177,7 @@ class OneToken(Stateless):
 async def test_blocks_that_took_no_forward_say_nothing_of_what_drafting_costs(at_once):
     method = OneToken(at_once)
     profile = DraftCost(forward=ForwardCost.linear(0.01))
-    drafter = OfflineDrafter(method, LIMITS, "v", "m", draft_ahead=False, profile=profile)
+    drafter = OfflineDrafter(method, LIMITS, "v", "m", draft_ahead=False, figures=MethodFigures(cost=profile))
     stream, _ = drafter.router_up(Hello("router", "v", "m"))
     loop = asyncio.create_task(drafter.run())
     drafter.receive(stream, Decoded((to_open("a"),)))

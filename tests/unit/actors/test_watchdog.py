@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from actors.drafter import DraftingThread, MethodFigures
 from actors.target import TargetReplica
 from cluster.costs import DraftCost, ForwardCost
 from cluster.errors import EngineError
@@ -53,7 +54,16 @@ async def drafting(
 ) -> AsyncIterator[tuple[OfflineDrafter, str]]:
     """A drafter that has been told of a session, and its router's stream."""
     cost = DraftCost(forward=ForwardCost.linear(PASS_S / 4))
-    drafter = OfflineDrafter(method, LIMITS, "v", "m", False, clock=clock, profile=cost, working_clock=working_clock)
+    drafter = OfflineDrafter(
+        method,
+        LIMITS,
+        "v",
+        "m",
+        False,
+        clock,
+        thread=DraftingThread(clock=working_clock),
+        figures=MethodFigures(cost=cost),
+    )
     stream, _ = drafter.router_up(Hello("router", "v", "m"))
     loop = asyncio.create_task(drafter.run())
     drafter.receive(stream, Decoded((to_open("a"),)))
