@@ -85,7 +85,7 @@ def step_times(setup: Setup) -> list[dict[str, float]]:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    from actors.compute.kv_cache import FeedRow
+    from actors.compute.kv_cache import InputRow
 
     model = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=getattr(torch, setup.dtype)).eval()
     linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
@@ -97,8 +97,8 @@ def step_times(setup: Setup) -> list[dict[str, float]]:
             prompts = some_prompts(rows, context + tokens, 0)
             tables = [tuple(range(per_row * row, per_row * (row + 1))) for row in range(rows)]
             for prompt, pages in zip(prompts, tables, strict=True):
-                forward([FeedRow(prompt[:context], 0, 1, pages)])
-            ours = [FeedRow(p[context:], context, tokens, t) for p, t in zip(prompts, tables, strict=True)]
+                forward([InputRow(prompt[:context], 0, 1, pages)])
+            ours = [InputRow(p[context:], context, tokens, t) for p, t in zip(prompts, tables, strict=True)]
             cache = DynamicCache(config=model.config)
             model(torch.tensor([prompt[:context] for prompt in prompts]), past_key_values=cache)
             fed = torch.tensor([prompt[context:] for prompt in prompts])

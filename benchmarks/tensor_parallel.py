@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from actors.compute.collectives import Alone, Group, TorchGroup, join
-from actors.compute.kv_cache import FeedRow
+from actors.compute.collectives import Group, SingleRank, TorchGroup, join
+from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import LoadReport, load
 
@@ -71,7 +71,7 @@ class Side:
         self._setting = setting
         self._pages = tuple(range(-(-(setting.context + MOST_TOKENS) // PAGE_SIZE)))
         self._runner = ModelRunner(loaded.model, len(self._pages), PAGE_SIZE)
-        self._runner.forward([FeedRow((1,) * setting.context, 0, 1, self._pages)])
+        self._runner.forward([InputRow((1,) * setting.context, 0, 1, self._pages)])
 
     def measure(self, order: Order) -> float:
         """Median seconds."""
@@ -81,7 +81,7 @@ class Side:
         return statistics.median(seconds(lambda: work(order.tokens)) for _ in range(self._setting.repeats))
 
     def _forward(self, tokens: int) -> None:
-        self._runner.forward([FeedRow((1,) * tokens, self._setting.context, tokens, self._pages)])
+        self._runner.forward([InputRow((1,) * tokens, self._setting.context, tokens, self._pages)])
 
     def _all_reduces(self, tokens: int) -> None:
         tensor = torch.zeros(tokens, self._width, dtype=getattr(torch, self._setting.dtype))
@@ -98,7 +98,7 @@ def seconds(work: Callable[[], None]) -> float:
 @torch.inference_mode()
 def whole(setting: Setting, threads: int, pipe: Connection) -> None:
     """The process with the whole model."""
-    obey(pipe, {side: Side(setting, Alone(), count) for side, count in zip(WHOLE, (1, threads), strict=True)})
+    obey(pipe, {side: Side(setting, SingleRank(), count) for side, count in zip(WHOLE, (1, threads), strict=True)})
 
 
 @torch.inference_mode()

@@ -39,7 +39,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class SlotMove:
-    """Copy the single place `source` to the place `to`, in every layer; place n is in page n // page size."""
+    """Copy the slot `source` to the slot `to`, in every layer; slot n is in page n // page size."""
 
     source: int
     to: int

@@ -95,9 +95,9 @@ class DraftTree:
         if self.is_chain:
             return self.first(depth)
         kept = [node for node, at in enumerate(self.depths) if at < depth]
-        places = {-1: -1} | {node: place for place, node in enumerate(kept)}
+        new_index = {-1: -1} | {node: index for index, node in enumerate(kept)}
         tokens = tuple([self.tokens[node] for node in kept])
-        return DraftTree(tokens, tuple([places[self.parents[node]] for node in kept]))
+        return DraftTree(tokens, tuple([new_index[self.parents[node]] for node in kept]))
 
     @property
     def depth(self) -> int:
@@ -129,14 +129,14 @@ class DraftTree:
             return NO_TREE
         if not path:
             return self
-        places = {path[-1]: -1}  # new index of each node that stays
+        new_index = {path[-1]: -1}  # new index of each node that stays
         for node, parent in enumerate(self.parents):
-            if parent in places and node not in places:
-                places[node] = len(places) - 1
-        kept = [node for node, place in places.items() if place >= 0]
+            if parent in new_index and node not in new_index:
+                new_index[node] = len(new_index) - 1
+        kept = [node for node, index in new_index.items() if index >= 0]
         probs = _part(self.probs, slice(len(path), None))
         tokens_kept = tuple([self.tokens[node] for node in kept])
-        return DraftTree(tokens_kept, tuple([places[self.parents[node]] for node in kept]), probs)
+        return DraftTree(tokens_kept, tuple([new_index[self.parents[node]] for node in kept]), probs)
 
 
 def _part(probs: SparseProbs | None, part: slice) -> SparseProbs | None:

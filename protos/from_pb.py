@@ -145,7 +145,7 @@ def _scores_from_pb(m: pb.TokenScores) -> tuple[TokenScore, ...]:
     require(count > 0 and sizes[:2] == (4 * count, 4 * count), f"scores of {sizes} bytes, expected 4 a token")
     width = len(m.top_ids) // (4 * count)
     require(sizes[2:] == (4 * count * width, 4 * count * width), f"scores of {sizes} bytes, expected as many a token")
-    require(width <= MAX_TOP, f"scores name {width} tokens a place, expected at most {MAX_TOP}")
+    require(width <= MAX_TOP, f"scores name {width} tokens per position, expected at most {MAX_TOP}")
     ids = np.frombuffer(m.top_ids, dtype="<i4").reshape(count, width)
     require(width == 0 or int(ids.min()) >= 0, "scores name a negative token id")
     columns = (

@@ -17,12 +17,12 @@ from enum import IntEnum
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from protos.frozen import value
 
-MAX_TOP = 20  # most alternatives reported per place
+MAX_TOP = 20  # most alternatives reported per position
 
 
 @value
 class TokenScore:
-    """Score of one place: its token's log probability and rank, and the likeliest tokens there."""
+    """Score of one position: its token's log probability and rank, and the likeliest tokens there."""
 
     logprob: float
     rank: int  # 1: the likeliest token
@@ -32,7 +32,7 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Number of likeliest tokens to report per place; None: no scores for these places at all."""
+    """Number of likeliest tokens to report per position; None: no scores."""
 
     top: int | None = None  # for generated tokens
     prompt_top: int | None = None  # for prompt tokens

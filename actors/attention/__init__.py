@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 
 
 class AttentionPlan(Protocol):
@@ -33,7 +33,7 @@ class AttentionPlan(Protocol):
 
         Queries have shape (total, heads, head dim), the pool of a layer (positions, 2 x kv heads, head dim); the result
         is shaped as the queries. A query sees the keys up to its position, with a window only the last `window` of
-        them. The query of a tree node also sees the nodes on its path (`FeedRow`).
+        them. The query of a tree node also sees the nodes on its path (`InputRow`).
         """
         ...
 
@@ -49,7 +49,7 @@ class AttentionBackend(Protocol):
         """Whether rows may contain trees."""
         ...
 
-    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> AttentionPlan: ...
+    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> AttentionPlan: ...
 
 
 def pages_of(pool: Tensor, page_size: int) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""A step's rows as flat tensors on the device: tokens, positions, cache places and attention plan."""
+"""A step's rows as flat tensors on the device: tokens, positions, cache slots and attention plan."""
 
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from actors.attention import AttentionBackend
-from actors.compute.kv_cache import FeedRow, PagedCache, to_device
+from actors.compute.kv_cache import InputRow, PagedCache, to_device
 
 
 class Interrupted(Exception):
@@ -22,7 +22,7 @@ class RaggedBatch:
 
     def __init__(
         self,
-        rows: Sequence[FeedRow],
+        rows: Sequence[InputRow],
         cache: PagedCache,
         backend: AttentionBackend,
         interrupted: Callable[[], bool] = never,
@@ -32,10 +32,10 @@ class RaggedBatch:
         size = cache.page_size
         tokens = [token for row in rows for token in row.tokens]
         positions = [at for row in rows for at in row.positions]
-        written = [row.pages[at // size] * size + at % size for row in rows for at in row.places]
+        written = [row.pages[at // size] * size + at % size for row in rows for at in row.slots]
         self._plan = backend.plan(rows, cache)
-        parts = to_device([tokens, positions, written, _logit_places(rows), *self._plan.integers], cache.device)
-        # tokens and positions: (total,); written: (total,) places in the pool; logit_at: (wanted,) indices in the batch
+        parts = to_device([tokens, positions, written, _logit_indices(rows), *self._plan.integers], cache.device)
+        # tokens and positions: (total,); written: (total,) slots in the pool; logit_at: (wanted,) indices in the batch
         self.tokens, self.positions, self.written, self.logit_at = parts[:4]
         self._plan.place(parts[4:])
 
@@ -59,7 +59,7 @@ class RaggedBatch:
         return self._plan(query, pool, scaling, window).reshape(total, -1)
 
 
-def _logit_places(rows: Sequence[FeedRow]) -> list[int]:
+def _logit_indices(rows: Sequence[InputRow]) -> list[int]:
     """Returns the indices in the flat batch whose logits are wanted."""
     found: list[int] = []
     end = 0

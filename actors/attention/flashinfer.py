@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.attention import pages_of
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation
 
@@ -42,7 +42,7 @@ class FlashInfer:
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_Shape, Any] = {}
 
-    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "FlashInferPlan":
+    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "FlashInferPlan":
         return FlashInferPlan(rows, cache, self)
 
     def wrapper(self, shape: _Shape) -> Any:
@@ -63,7 +63,7 @@ class FlashInferPlan:
 
     integers: Sequence[Sequence[int]] = ()
 
-    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, backend: FlashInfer) -> None:
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, backend: FlashInfer) -> None:
         self._backend = backend
         self._page_size = cache.page_size
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
@@ -98,7 +98,7 @@ class FlashInferPlan:
 
     def _plan(self, shape: _Shape) -> Any:
         wrapper = self._backend.wrapper(shape)
-        if shape.masked:  # by position, which differs from the place for tree nodes
+        if shape.masked:  # by position, which differs from the slot for tree nodes
             masks = [visible_keys(row, shape.window).flatten() for row in self._rows]
             seen: dict[str, Any] = {"custom_mask": torch.cat(masks).to(self._device)}
         else:
@@ -117,11 +117,11 @@ class FlashInferPlan:
         return wrapper
 
 
-def visible_keys(row: FeedRow, window: int | None) -> Tensor:
-    """Returns which of a row's places each of its tokens sees, (tokens, places)."""
+def visible_keys(row: InputRow, window: int | None) -> Tensor:
+    """Returns which of a row's slots each of its tokens sees, (tokens, slots)."""
     positions = torch.tensor([*range(row.start), *row.positions])
-    places = torch.arange(row.end)
-    seen = places <= torch.tensor(row.seen).unsqueeze(1)
+    slots = torch.arange(row.end)
+    seen = slots <= torch.tensor(row.seen).unsqueeze(1)
     first = len(row.tokens) - len(row.parents)
     for node, path in enumerate(row.tree.paths):
         seen[first + node, [row.tree_start + passed for passed in path]] = True

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from actors.attention import pages_of
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 QUERY_BLOCK = 128  # queries that share a list of pages
@@ -32,14 +32,14 @@ class Flex:
     def __init__(self, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel
 
-    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "FlexPlan":
+    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "FlexPlan":
         return FlexPlan(rows, cache, self._kernel)
 
 
 class FlexPlan:
     """Treats the pool as one long sequence of keys; the block mask is made once per window."""
 
-    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, kernel: Callable[..., Tensor]) -> None:
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel
         self._page_size = cache.page_size
         self._pages = cache.nowhere // cache.page_size + 1  # pages of the pool
@@ -101,9 +101,9 @@ class FlexPlan:
         pages = self._pages
         page_size = self._page_size
 
-        def seen(batch: Tensor, head: Tensor, query: Tensor, place: Tensor) -> Tensor:
-            page = page_of_row[row_of[query] * pages + place // page_size]
-            behind = positions[query] - (page * page_size + place % page_size)
+        def seen(batch: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+            page = page_of_row[row_of[query] * pages + slot // page_size]
+            behind = positions[query] - (page * page_size + slot % page_size)
             visible = (page >= 0) & (behind >= 0)
             return visible if window is None else visible & (behind < window)
 
@@ -126,10 +126,10 @@ class FlexPlan:
         seen_to, paths, starts, begins, tree_starts = self._tree_parts
         last = len(positions) - 1
 
-        def seen(batch: Tensor, head: Tensor, query: Tensor, place: Tensor) -> Tensor:
+        def seen(batch: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
             row = row_of[query]
-            page = page_of_row[row * pages + place // page_size]
-            at = page * page_size + place % page_size
+            page = page_of_row[row * pages + slot // page_size]
+            at = page * page_size + slot % page_size
             node = at - tree_starts[row]
             word = paths[query * WORDS + (node // WORD).clamp(0, WORDS - 1)]
             on_path = (node >= 0) & (node < MAX_BLOCK_TOKENS) & ((word >> (node % WORD)) & 1 == 1)
@@ -148,10 +148,10 @@ def _laid_out(query: Tensor) -> Tensor:
     return query.flatten().view(query.shape)
 
 
-def _tree_integers(rows: Sequence[FeedRow]) -> list[list[int]]:
-    """Returns, per query, the last place up to which it sees everything, and WORDS bit sets of the nodes on its path.
+def _tree_integers(rows: Sequence[InputRow]) -> list[list[int]]:
+    """Returns, per query, the last slot up to which it sees everything, and WORDS bit sets of the nodes on its path.
 
-    Per row: its first place, the start of its tokens in the batch, and the place of its first node.
+    Per row: its first slot, the start of its tokens in the batch, and the slot of its first node.
     """
     paths: list[int] = []
     for row in rows:
@@ -168,7 +168,7 @@ def _tree_integers(rows: Sequence[FeedRow]) -> list[list[int]]:
     ]
 
 
-def _behind_the_ends(rows: Sequence[FeedRow], page_size: int) -> Iterator[tuple[int, int]]:
+def _behind_the_ends(rows: Sequence[InputRow], page_size: int) -> Iterator[tuple[int, int]]:
     """Returns page and offset of unwritten positions in rows' last pages.
 
     A page that is being written belongs to one row only.

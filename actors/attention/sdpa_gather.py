@@ -11,21 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 
 SHORT_ROW = 8  # rows of up to this many tokens (blocks, single tokens) are attended together
 SHORT_CONTEXT = 256  # contexts up to this length share a group; longer ones do within the same power of two
 CPU_POSITIONS = 2048  # keys gathered at once on a CPU, so that the copy is still cached when it is read
 
 
-class Gathered:
+class SdpaGather:
     """Gathers each group's keys and values, then attends."""
 
     name = "gathered"
     takes_trees = True
 
-    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "GatheredPlan":
-        return GatheredPlan(rows, cache)
+    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "SdpaGatherPlan":
+        return SdpaGatherPlan(rows, cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RowGroup:
     keys: int
     query_at: Tensor | None  # (count x queries,) indices in the flat batch; None: the whole batch, in order
     real: Tensor | None  # (real queries,) indices of the padded queries that are not padding; None: all
-    key_at: Tensor | slice  # (count x keys,) places in the pool
+    key_at: Tensor | slice  # (count x keys,) slots in the pool
     positions: Tensor  # (count, queries)
     seen: Tensor  # (count, queries) the last key up to which a query sees everything; beyond, it sees those on its path
     on_path: Tensor  # (node pairs,) indices in (count, queries, keys)
@@ -45,10 +45,10 @@ class RowGroup:
     all_visible: bool  # every query sees every key, except for a window
 
 
-class GatheredPlan:
+class SdpaGatherPlan:
     """The groups of a step."""
 
-    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache) -> None:
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
         self._cache = cache
         self._drafts = [_GroupDraft(members, len(rows), cache.page_size) for members in _groups(rows, cache.device)]
         self.integers = [part for draft in self._drafts for part in draft.integers]
@@ -128,7 +128,7 @@ class _GroupDraft:
     `integers` are query_at, real, positions, seen, on_path, behind, tables and ends.
     """
 
-    def __init__(self, members: list[tuple[int, FeedRow]], rows: int, page_size: int) -> None:
+    def __init__(self, members: list[tuple[int, InputRow]], rows: int, page_size: int) -> None:
         """`members`: rows and the start of their tokens in the flat batch; `rows`: number of rows in the batch."""
         self.count = len(members)
         self.queries = max(len(row.tokens) for _, row in members)
@@ -154,7 +154,7 @@ class _GroupDraft:
             [] if together else [row.end for _, row in members],
         ]
 
-    def _paths(self, rows: Sequence[FeedRow]) -> tuple[list[int], list[int]]:
+    def _paths(self, rows: Sequence[InputRow]) -> tuple[list[int], list[int]]:
         """Returns `on_path` and `behind` of all nodes."""
         on_path: list[int] = []
         behind: list[int] = []
@@ -176,7 +176,7 @@ class _GroupDraft:
             keys=self.keys,
             query_at=None if self.whole else query_at,
             real=None if self.even else real,
-            key_at=self.slice or _places(tables.view(self.count, -1), ends, self.keys, cache),
+            key_at=self.slice or _slots(tables.view(self.count, -1), ends, self.keys, cache),
             positions=positions.view(self.count, self.queries),
             seen=seen.view(self.count, self.queries),
             on_path=on_path,
@@ -196,9 +196,9 @@ def _octave(length: int, least: int) -> int:
     return (max(length, least) - 1).bit_length()
 
 
-def _alike(rows: Sequence[FeedRow]) -> list[list[tuple[int, FeedRow]]]:
+def _alike(rows: Sequence[InputRow]) -> list[list[tuple[int, InputRow]]]:
     """Groups rows of similar length, so that padding at most doubles them."""
-    groups: dict[tuple[int, int], list[tuple[int, FeedRow]]] = {}
+    groups: dict[tuple[int, int], list[tuple[int, InputRow]]] = {}
     begin = 0
     for row in rows:
         address = (_octave(len(row.tokens), SHORT_ROW), _octave(row.end, SHORT_CONTEXT))
@@ -207,7 +207,7 @@ def _alike(rows: Sequence[FeedRow]) -> list[list[tuple[int, FeedRow]]]:
     return list(groups.values())
 
 
-def _groups(rows: Sequence[FeedRow], device: torch.device) -> list[list[tuple[int, FeedRow]]]:
+def _groups(rows: Sequence[InputRow], device: torch.device) -> list[list[tuple[int, InputRow]]]:
     """Splits rows into groups that are worth attending together."""
     if device.type != "cpu":
         return _alike(rows)
@@ -222,12 +222,12 @@ def _padded(pages: tuple[int, ...], count: int) -> list[int]:
     return [*pages[:count], *[0] * (count - len(pages))]
 
 
-def _places(tables: Tensor, ends: Tensor, keys: int, cache: PagedCache) -> Tensor:
+def _slots(tables: Tensor, ends: Tensor, keys: int, cache: PagedCache) -> Tensor:
     """Returns where the first `keys` positions of each row lie in the pool, (rows x keys,).
 
     Positions beyond a row's end read the padding page: masks hide scores, but not NaN in another row's memory.
     """
     size = cache.page_size
-    places = tables.unsqueeze(2) * size + torch.arange(size, device=tables.device)
+    slots = tables.unsqueeze(2) * size + torch.arange(size, device=tables.device)
     beyond = torch.arange(keys, device=tables.device) >= ends.unsqueeze(1)
-    return places.view(len(tables), -1)[:, :keys].masked_fill(beyond, cache.nowhere).reshape(-1)
+    return slots.view(len(tables), -1)[:, :keys].masked_fill(beyond, cache.nowhere).reshape(-1)

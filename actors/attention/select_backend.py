@@ -20,9 +20,9 @@ from actors.attention import AttentionBackend
 from actors.attention.batch import RaggedBatch
 from actors.attention.flashinfer import flashinfer_for
 from actors.attention.flex import flex_for
-from actors.attention.sdpa_gather import Gathered
+from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.varlen import varlen_for
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 
 GATHERED = "colwise_gather_output"  # in transformers' tensor-parallel plans: ranks exchange their projections
 REPEATS_KEYS = frozenset({"jetmoe"})  # architectures that repeat keys for every query head before attention
@@ -114,7 +114,7 @@ MAY_FAIL = (
 )
 
 Make = Callable[[], AttentionBackend]
-FALLBACK = Gathered.name
+FALLBACK = SdpaGather.name
 log = logging.getLogger(__name__)
 
 
@@ -155,7 +155,9 @@ class Trial:
         pages = torch.randperm(2 * sum(per_row), generator=generator)
         tables = torch.split(pages[: sum(per_row)], per_row)
         self._cache = PagedCache(len(pages), shape.page_size, shape.dtype, device)
-        self._rows = [FeedRow((0,) * QUERIES, at, 0, tuple(t.tolist())) for at, t in zip(CONTEXTS, tables, strict=True)]
+        self._rows = [
+            InputRow((0,) * QUERIES, at, 0, tuple(t.tolist())) for at, t in zip(CONTEXTS, tables, strict=True)
+        ]
         self._trees = [replace(row, parents=PARENTS) for row in self._rows]
         total = QUERIES * len(CONTEXTS)
 
@@ -174,8 +176,8 @@ class Trial:
         size = self._shape.page_size
         for row, old in zip(self._rows, self._old, strict=True):
             pages = torch.tensor(row.pages, device=pool.device)
-            places = (pages.unsqueeze(1) * size + torch.arange(size, device=pool.device)).flatten()
-            pool[places[: len(old)]] = old
+            slots = (pages.unsqueeze(1) * size + torch.arange(size, device=pool.device)).flatten()
+            pool[slots[: len(old)]] = old
         batch = RaggedBatch(self._trees if trees else self._rows, self._cache, backend)
         return batch.attend(0, self._query, self._new, self._scaling, window)
 
@@ -188,10 +190,10 @@ class Trial:
                 query = self._query[:1].expand(total, -1, -1)
                 batch.attend(0, query, self._new[:1].expand(total, -1, -1), self._scaling, window)
 
-    def _kinds(self, trees: bool) -> list[list[FeedRow]]:
+    def _kinds(self, trees: bool) -> list[list[InputRow]]:
         """Yields single tokens, chains and trees, of one row and of several, also beside a long prompt chunk."""
         token = replace(self._rows[0], tokens=(0,))
-        long = FeedRow((0,) * LONG, 0, 0, self._rows[-1].pages)
+        long = InputRow((0,) * LONG, 0, 0, self._rows[-1].pages)
         chains = [[token], self._rows[:1], self._rows[:2], [long]]
         return [*chains, self._trees[:1], self._trees[:2], [long, *self._trees[:2]]] if trees else chains
 
@@ -208,7 +210,7 @@ def fastest(
     makes: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[AttentionBackend, AttentionReport]:
     """Returns the fastest correct backend; `gathered` is the reference and always among them."""
-    reference = Gathered()
+    reference = SdpaGather()
     best: AttentionBackend = reference
     best_ms = _step_ms(reference, trial, clock)
     chosen = Tried(reference.name, best_ms)
@@ -267,7 +269,7 @@ def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]
 def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
     """Measures backends on a GPU. On a CPU there is no choice, since no library reads pages there."""
     if device.type != "cuda":
-        return Gathered(), AttentionReport(Gathered.name)
+        return SdpaGather(), AttentionReport(SdpaGather.name)
     makes: dict[str, Make] = {
         "flashinfer": lambda: flashinfer_for(device),
         "flex": lambda: flex_for(shape.page_size),

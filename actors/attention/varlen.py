@@ -14,7 +14,7 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from actors.attention import pages_of
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 
 IMPLEMENTATION = {9: "FA3", 10: "FA4"}  # by major compute capability
 
@@ -28,14 +28,14 @@ class Varlen:
     def __init__(self, kernel: Callable[..., Any]) -> None:
         self._kernel = kernel
 
-    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> "VarlenPlan":
+    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "VarlenPlan":
         return VarlenPlan(rows, cache, self._kernel)
 
 
 class VarlenPlan:
     """One call per layer for all rows."""
 
-    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache, kernel: Callable[..., Any]) -> None:
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, kernel: Callable[..., Any]) -> None:
         self._kernel = kernel
         self._page_size = cache.page_size
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]

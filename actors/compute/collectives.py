@@ -15,7 +15,7 @@ from torch import Tensor
 THREAD_TIMEOUT_S = 30.0  # a rank that is a thread and does not answer has failed
 SHARED_MEMORY = Path("/dev/shm")
 CACHE_LINE = 64  # bytes; each counter has its own
-PLACE_BYTES = 1 << 20  # larger tensors are exchanged in pieces
+BUFFER_BYTES = 1 << 20  # larger tensors are exchanged in pieces
 SYS_FUTEX = 202  # x86-64 Linux
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
@@ -41,7 +41,7 @@ class Group(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """Group of a model that is not split."""
 
     rank = 0
@@ -112,15 +112,15 @@ class TorchGroup:
 
 def shared_bytes(ranks: int) -> int:
     """Returns the bytes of shared memory that `HostGroup` needs."""
-    return ranks * (CACHE_LINE + 2 * PLACE_BYTES)
+    return ranks * (CACHE_LINE + 2 * BUFFER_BYTES)
 
 
 class HostGroup:
     """CPU ranks of one host that exchange tensors through shared memory, far faster than gloo's sockets.
 
-    Every rank has two places to write in, and a counter of the exchanges it has entered. A rank enters an exchange only
-    after all ranks have entered the previous one, which implies that all have read the one before that. So two places
-    are enough, and counters never differ by more than one.
+    Every rank has two buffers and a counter of the exchanges it has entered. A rank enters an exchange only after all
+    ranks have entered the previous one, which implies that all have read the one before that. So two buffers are
+    enough, and counters never differ by more than one.
     """
 
     def __init__(self, rank: int, size: int, path: Path) -> None:
@@ -129,8 +129,8 @@ class HostGroup:
         self.size = size
         memory = torch.from_file(str(path), shared=True, size=shared_bytes(size), dtype=torch.uint8)
         counters = memory[: size * CACHE_LINE]
-        places = memory[size * CACHE_LINE :]
-        self._places = places.view(2, size, PLACE_BYTES)
+        buffers = memory[size * CACHE_LINE :]
+        self._buffers = buffers.view(2, size, BUFFER_BYTES)
         self._counters = counters.view(torch.int32).numpy()[:: CACHE_LINE // 4]
         self._addresses = [ctypes.c_void_p(counters.data_ptr() + rank * CACHE_LINE) for rank in range(size)]
         self._others = [other for other in range(size) if other != rank]
@@ -159,13 +159,13 @@ class HostGroup:
             piece.copy_(self._exchange(piece)[0])
 
     def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(tensor.view(-1), PLACE_BYTES // tensor.element_size())
+        return torch.split(tensor.view(-1), BUFFER_BYTES // tensor.element_size())
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
         """Shows `mine` to all ranks. Returns what each shows, by rank, valid until the next exchange."""
         before = self._entered
         self._entered = (self._entered + 1) % 4
-        shown = self._places[self._entered % 2, :, : mine.numel() * mine.element_size()].view(mine.dtype).unbind()
+        shown = self._buffers[self._entered % 2, :, : mine.numel() * mine.element_size()].view(mine.dtype).unbind()
         shown[self.rank].copy_(mine)
         self._counters[self.rank] = self._entered
         self._syscall(SYS_FUTEX, self._addresses[self.rank], FUTEX_WAKE, self.size, None, None, 0)
@@ -191,9 +191,9 @@ def _on_one_host() -> HostGroup | None:
     """Returns None unless every rank sees the file that rank 0 made, and `HostGroup` works there."""
     rank = dist.get_rank()
     size = dist.get_world_size()
-    told = [_shared_file(size) if rank == 0 else None]
-    dist.broadcast_object_list(told, src=0)
-    path = Path(str(told[0]))
+    paths = [_shared_file(size) if rank == 0 else None]
+    dist.broadcast_object_list(paths, src=0)
+    path = Path(str(paths[0]))
     can = torch.tensor(platform.machine() == "x86_64" and path.is_file())
     dist.all_reduce(can, dist.ReduceOp.MIN)
     group = HostGroup(rank, size, path) if can else None

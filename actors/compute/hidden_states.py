@@ -21,14 +21,14 @@ from protos.messages import SCALE_BYTES, StateDtype, StatesFormat
 
 
 class StateStore(Protocol):
-    """Encoded rows by place of the KV cache."""
+    """Encoded rows by slot of the KV cache."""
 
-    def write(self, places: Tensor, rows: Tensor) -> None:
-        """Writes all rows that one forward fed, (n, row bytes), to places, (n,)."""
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Writes all rows that one forward fed, (n, row bytes), to slots, (n,)."""
         ...
 
-    def read(self, places: Sequence[int]) -> bytes:
-        """Returns the rows of these places, concatenated."""
+    def read(self, slots: Sequence[int]) -> bytes:
+        """Returns the rows of these slots, concatenated."""
         ...
 
     def move(self, moves: Sequence[SlotMove]) -> None:
@@ -43,20 +43,20 @@ class LatestStates:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._places: Tensor = torch.empty(0, dtype=torch.long)
+        self._slots: Tensor = torch.empty(0, dtype=torch.long)
         self._rows = torch.empty((0, 0), dtype=torch.uint8)
-        self._index: dict[int, int] = {}  # row index by place; built on the first read
+        self._index: dict[int, int] = {}  # row index by slot; built on the first read
 
-    def write(self, places: Tensor, rows: Tensor) -> None:
-        self._places = places
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        self._slots = slots
         self._rows = rows
         self._index = {}
 
-    def read(self, places: Sequence[int]) -> bytes:
-        """Returns the rows of these places. Raises KeyError for a place that the latest forward did not write."""
+    def read(self, slots: Sequence[int]) -> bytes:
+        """Returns the rows of these slots. Raises KeyError for a slot that the latest forward did not write."""
         if not self._index:
-            self._index = {place: row for row, place in enumerate(self._places.tolist())}
-        (at,) = to_device([[self._index[place] for place in places]], self._device)
+            self._index = {slot: row for row, slot in enumerate(self._slots.tolist())}
+        (at,) = to_device([[self._index[slot] for slot in slots]], self._device)
         return self._rows.index_select(0, at).cpu().numpy().tobytes()
 
     def move(self, moves: Sequence[SlotMove]) -> None:
@@ -67,24 +67,24 @@ class LatestStates:
 
 
 class StateCache:
-    """One encoded row per place, in one tensor of shape (pages x page size, row bytes)."""
+    """One encoded row per slot, in one tensor of shape (pages x page size, row bytes)."""
 
     def __init__(self, pages: int, page_size: int, row_bytes: int, device: torch.device) -> None:
         self._page_size = page_size
         self._device = device
         self._rows = torch.empty((pages * page_size, row_bytes), dtype=torch.uint8, device=device)
 
-    def write(self, places: Tensor, rows: Tensor) -> None:
-        """Writes rows, (n, row bytes), to places, (n,)."""
-        self._rows.index_copy_(0, places, rows)
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Writes rows, (n, row bytes), to slots, (n,)."""
+        self._rows.index_copy_(0, slots, rows)
 
-    def read(self, places: Sequence[int]) -> bytes:
-        """Returns the rows of these places, concatenated."""
-        (at,) = to_device([places], self._device)
+    def read(self, slots: Sequence[int]) -> bytes:
+        """Returns the rows of these slots, concatenated."""
+        (at,) = to_device([slots], self._device)
         return self._rows.index_select(0, at).cpu().numpy().tobytes()
 
     def move(self, moves: Sequence[SlotMove]) -> None:
-        """Copies single places, all at once."""
+        """Copies single slots, all at once."""
         if not moves:
             return
         sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self._device)
@@ -162,8 +162,8 @@ class StateCapture:
         self._format = spec.format
         self._project = project
 
-    def keep(self, places: Tensor, streams: Tensor) -> None:
-        """Stores one forward's streams at the places its tokens were written to, (n,)."""
+    def keep(self, slots: Tensor, streams: Tensor) -> None:
+        """Stores one forward's streams at the slots its tokens were written to, (n,)."""
         rows = self._project(streams) if self._project is not None else streams
         assert rows.shape[1] == self._format.width, f"states are {rows.shape[1]} wide, not {self._format.width}"
-        self.cache.write(places, encode_rows(rows, self._format.dtype))
+        self.cache.write(slots, encode_rows(rows, self._format.dtype))

@@ -28,10 +28,10 @@ def to_device(
 
 
 @dataclass(frozen=True, slots=True)
-class FeedRow:
-    """Tokens to feed at places start, start + 1, ... of the pages; the last `logits` of them give logits.
+class InputRow:
+    """Tokens to feed at slots start, start + 1, ... of the pages; the last `logits` of them give logits.
 
-    A token's position is its place, and it attends to all before it and itself. With `parents`, the last tokens are the
+    A token's position is its slot, and it attends to all before it and itself. With `parents`, the last tokens are the
     nodes of a tree after the token before them: a node's position is its parent's plus one, and it attends to
     everything before the tree, the nodes on its path and itself.
     """
@@ -39,17 +39,17 @@ class FeedRow:
     tokens: tuple[int, ...]
     start: int
     logits: int
-    pages: tuple[int, ...]  # pages that hold places 0 to the row's end, in order
+    pages: tuple[int, ...]  # pages that hold slots 0 to the row's end, in order
     parents: tuple[int, ...] = ()  # as in `DraftTree`; empty for a chain
     states: Tensor | None = field(default=None, compare=False)  # (tokens, hidden), for draft heads
 
     @property
     def end(self) -> int:
-        """Number of filled places once the row is fed."""
+        """Number of filled slots once the row is fed."""
         return self.start + len(self.tokens)
 
     @property
-    def places(self) -> range:
+    def slots(self) -> range:
         """Places of the tokens."""
         return range(self.start, self.end)
 
@@ -61,7 +61,7 @@ class FeedRow:
 
     @property
     def seen(self) -> list[int]:
-        """The last place, for each token, up to which it attends to everything; a node also attends to its path."""
+        """The last slot, for each token, up to which it attends to everything; a node also attends to its path."""
         first = self.tree_start
         return [*range(self.start, first), *[first - 1] * len(self.parents)]
 
@@ -85,7 +85,7 @@ class PagedCache:
 
     def __init__(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
-        self.nowhere = pages * page_size  # first place of an extra page that is never written; padding reads it
+        self.nowhere = pages * page_size  # first slot of an extra page that is never written; padding reads it
         self._positions = (pages + 1) * page_size
         self.dtype = dtype
         self.device = device
@@ -103,7 +103,7 @@ class PagedCache:
         return self._layers[index]
 
     def move(self, moves: Sequence[SlotMove]) -> None:
-        """Copies single places, all at once, in all layers. Keys contain their positions, wherever they are stored."""
+        """Copies single slots, all at once, in all layers. Keys contain their positions, wherever they are stored."""
         if not moves:
             return
         sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self.device)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.runner import Runner
 from actors.grammars import GrammarCompiler
 from actors.sampling.processors import MAKERS, Maker, ProcessorChain, chain_of
@@ -27,7 +27,7 @@ from protos.messages import Open, TokenScore
 
 
 @dataclass(slots=True)
-class _FedSession:
+class _SessionState:
     open: Open
     tokens: list[int]  # committed tokens first, then everything that was fed and kept
     chain: ProcessorChain | None
@@ -60,7 +60,7 @@ class StepExecutor:
         self._makers = makers if grammars is None else (*makers, grammars.masking)  # factories of logits processors
         self._grammars = grammars
         self._vocabulary = vocabulary
-        self._sessions: dict[str, _FedSession] = {}
+        self._sessions: dict[str, _SessionState] = {}
 
     def answer(self, asked: StepPlan | StateRead) -> list[Outcome] | bytes:
         """Executes either kind of request."""
@@ -68,7 +68,7 @@ class StepExecutor:
 
     def read(self, asked: StateRead) -> bytes:
         """Returns hidden states from pages, without a forward."""
-        return self._runner.read_states(asked.places)
+        return self._runner.read_states(asked.slots)
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Forgets, adds, feeds and decides; returns one outcome per deciding row, in order."""
@@ -84,10 +84,10 @@ class StepExecutor:
         logits = output.logits[:, : self._vocabulary]
         return self._decide(plan, self._score_prompts(plan.rows, feeds, logits))
 
-    def _opened(self, request: Open) -> _FedSession:
+    def _opened(self, request: Open) -> _SessionState:
         is_begun = len(request.tokens) > request.prompt_len  # the prompt's scores were then sent with the first tokens
         scores: list[TokenScore] | None = None if request.scoring.prompt_top is None or is_begun else []
-        return _FedSession(request, list(request.tokens), chain_of(request, self._makers), scores)
+        return _SessionState(request, list(request.tokens), chain_of(request, self._makers), scores)
 
     def prepare(self, grammar: str) -> str | None:
         """Compiles a grammar for a future session and returns what is wrong with it. Safe to call during a step."""
@@ -97,16 +97,16 @@ class StepExecutor:
     def is_idle(self) -> bool:
         return not self._sessions
 
-    def _feed(self, row: Row) -> FeedRow:
+    def _feed(self, row: Row) -> InputRow:
         session = self._sessions[row.session]
         end = row.start + len(row.tokens)
         assert row.start <= len(session.tokens), "a row starts beyond what is cached"
         session.tokens[row.start : end] = row.tokens
         parents = () if row.draft.is_chain else row.draft.parents
         logits = len(row.tokens) if session.scored(row) else row.deciding
-        return FeedRow(row.tokens, row.start, logits, row.pages, parents)
+        return InputRow(row.tokens, row.start, logits, row.pages, parents)
 
-    def _score_prompts(self, rows: Sequence[Row], feeds: Sequence[FeedRow], logits: Tensor) -> Tensor:
+    def _score_prompts(self, rows: Sequence[Row], feeds: Sequence[InputRow], logits: Tensor) -> Tensor:
         """Records scores of prompt tokens; returns the logits that remain, which decide."""
         if all(feed.logits == row.deciding for row, feed in zip(rows, feeds, strict=True)):
             return logits
@@ -119,7 +119,7 @@ class StepExecutor:
                 top = session.open.scoring.prompt_top or 0
                 found = score(part[: len(tokens)], tokens, [top] * len(tokens))
                 assert session.prompt_scores is not None, "they are asked for"
-                session.prompt_scores[row.start :] = found  # fed again from there, after its cache place was lost
+                session.prompt_scores[row.start :] = found  # fed again from there, after its cache slot was lost
         return torch.cat(left)
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:

@@ -14,7 +14,7 @@ from actors.attention import AttentionBackend
 from actors.attention.batch import RaggedBatch, never
 from actors.attention.select_backend import attention_shape, choose_attention
 from actors.compute.hidden_states import StateCapture
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 from actors.models.decoder import Decoder, ForwardOutput, decoder_for
 from actors.models.reference_check import check_class
 from cluster.costs import ForwardCost
@@ -23,7 +23,7 @@ from cluster.page_allocator import PageCopy, SlotMove
 
 
 class Runner(Protocol):
-    """Moves places, copies pages and feeds rows; returns outputs at the wanted places.
+    """Moves slots, copies pages and feeds rows; returns outputs at the requested positions.
 
     Their number is the sum of the rows' `logits`.
     """
@@ -31,11 +31,11 @@ class Runner(Protocol):
     vocabulary: int
 
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
+        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
     ) -> ForwardOutput: ...
 
-    def read_states(self, places: Sequence[int]) -> bytes:
-        """Returns the encoded hidden states at places of the pages, if the runner captures them."""
+    def read_states(self, slots: Sequence[int]) -> bytes:
+        """Returns the encoded hidden states at slots of the pages, if the runner captures them."""
         ...
 
 
@@ -46,7 +46,7 @@ class InterruptibleRunner(Protocol):
 
     def forward(
         self,
-        rows: Sequence[FeedRow],
+        rows: Sequence[InputRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
     ) -> ForwardOutput: ...
@@ -94,7 +94,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(
         self,
-        rows: Sequence[FeedRow],
+        rows: Sequence[InputRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
@@ -112,9 +112,9 @@ class ModelRunner:
         return output
 
     @torch.inference_mode()
-    def read_states(self, places: Sequence[int]) -> bytes:
+    def read_states(self, slots: Sequence[int]) -> bytes:
         assert self._capture is not None, "no states are captured here"
-        return self._capture.cache.read(places)
+        return self._capture.cache.read(slots)
 
 
 SIZES = (1, 4, 6, 8, 12, 16, 32, 64)  # tokens of a step; some processors' products have steps in cost at some of these
@@ -135,8 +135,8 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
         start = min(CONTEXT, pages * page_size - size)
         # Rows may share pages here, since their content does not matter.
         needed = tuple(range(-(-(start + size) // page_size)))
-        one_row.append([FeedRow((0,) * size, start, size, needed)])
-        single_tokens.append([FeedRow((0,), start, 1, needed)] * size)
+        one_row.append([InputRow((0,) * size, start, size, needed)])
+        single_tokens.append([InputRow((0,), start, 1, needed)] * size)
     seconds = least_seconds([partial(_forward, runner, rows) for rows in (*one_row, *single_tokens)])
     whole = list(accumulate(seconds[: len(sizes)], max))
     apart = seconds[len(sizes) :]
@@ -148,7 +148,7 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
     return ForwardCost(by_tokens=by_tokens, per_row_s=per_row_s)
 
 
-def _forward(runner: Runner, rows: list[FeedRow]) -> None:
+def _forward(runner: Runner, rows: list[InputRow]) -> None:
     runner.forward(rows).logits.max(dim=-1).indices.tolist()  # fetch the result, as a verdict needs it
 
 

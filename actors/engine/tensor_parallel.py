@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 
 from actors.attention import AttentionBackend
 from actors.attention.select_backend import AttentionReport, attention_shape, choose_attention
-from actors.compute.collectives import Alone, Group, join
+from actors.compute.collectives import Group, SingleRank, join
 from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor, done_within
 from actors.engine.memory import page_count, state_bytes
 from actors.engine.process import device_of, use_cpu
@@ -138,7 +138,7 @@ PLAN_HEADER = 4  # length, rows, copies, moves
 ROW_FIELDS = 5  # tokens, start, logits, pages, parents
 
 
-def to_tensor(rows: Sequence[FeedRow], copies: Sequence[PageCopy], moves: Sequence[SlotMove] = ()) -> Tensor:
+def to_tensor(rows: Sequence[InputRow], copies: Sequence[PageCopy], moves: Sequence[SlotMove] = ()) -> Tensor:
     """Encodes rows, copies and moves; shape (length,), where the first number is the length itself."""
     numbers = [0, len(rows), len(copies), len(moves)]
     for row in rows:
@@ -155,12 +155,12 @@ def to_tensor(rows: Sequence[FeedRow], copies: Sequence[PageCopy], moves: Sequen
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def from_tensor(tensor: Tensor) -> tuple[list[FeedRow], list[PageCopy], list[SlotMove]]:
+def from_tensor(tensor: Tensor) -> tuple[list[InputRow], list[PageCopy], list[SlotMove]]:
     """Decodes the output of `to_tensor`; numbers beyond the length are ignored."""
     numbers = tensor.tolist()
     _, row_count, copy_count, move_count = numbers[:PLAN_HEADER]
     at = PLAN_HEADER + ROW_FIELDS * row_count
-    rows: list[FeedRow] = []
+    rows: list[InputRow] = []
     for index in range(row_count):
         first = PLAN_HEADER + ROW_FIELDS * index
         tokens, start, logits, pages, parents = numbers[first : first + ROW_FIELDS]
@@ -168,7 +168,7 @@ def from_tensor(tensor: Tensor) -> tuple[list[FeedRow], list[PageCopy], list[Slo
         parents_at = pages_at + pages
         end = parents_at + parents
         fed = tuple(numbers[at:pages_at])
-        rows.append(FeedRow(fed, start, logits, tuple(numbers[pages_at:parents_at]), tuple(numbers[parents_at:end])))
+        rows.append(InputRow(fed, start, logits, tuple(numbers[pages_at:parents_at]), tuple(numbers[parents_at:end])))
         at = end
     pairs = [numbers[first : first + 2] for first in range(at, at + 2 * (copy_count + move_count), 2)]
     copies = [PageCopy(*pair) for pair in pairs[:copy_count]]
@@ -215,13 +215,13 @@ class LeadingRunner:
         self.vocabulary = runner.vocabulary
 
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
+        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
     ) -> ForwardOutput:
         send_step(to_tensor(rows, copies, moves), self._group, self._device)
         return self._runner.forward(rows, copies, moves=moves)
 
-    def read_states(self, places: Sequence[int]) -> bytes:
-        return self._runner.read_states(places)
+    def read_states(self, slots: Sequence[int]) -> bytes:
+        return self._runner.read_states(slots)
 
 
 def send_step(step: Tensor, group: Group, device: torch.device) -> None:
@@ -255,7 +255,7 @@ class Rank:
         self._captured = spec.capture if index == 0 else None
         self._project: StateProjection | None = None
         self._device = device_of(spec.resources)
-        self._group: Group = Alone()
+        self._group: Group = SingleRank()
         self._model: PreTrainedModel | None = None
         self._attention: AttentionBackend | None = None
         self._executor: StepExecutor | None = None

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from actors.compute.collectives import Alone, Group
+from actors.compute.collectives import Group, SingleRank
 from actors.models.config_reader import (
     CONFIG,
     check_quantization,
@@ -231,7 +231,7 @@ def check_files(folder: Path, with_weights: bool) -> None:
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     """Loads a whole causal language model."""
-    return load(folder, dtype, device, Alone()).model
+    return load(folder, dtype, device, SingleRank()).model
 
 
 def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded:

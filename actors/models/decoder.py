@@ -22,7 +22,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from actors.attention.batch import RaggedBatch, never
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
 from cluster.errors import ModelError
@@ -30,10 +30,10 @@ from cluster.page_allocator import PageCopy, SlotMove
 
 
 class ForwardOutput(NamedTuple):
-    """Outputs at the wanted places, in order."""
+    """Outputs at the requested positions, in order."""
 
-    logits: Tensor  # (places, columns)
-    hidden: Tensor | None  # (places, hidden) input of the LM head; None if the model's code does not expose it
+    logits: Tensor  # (positions, columns)
+    hidden: Tensor | None  # (positions, hidden) input of the LM head; None if the model's code does not expose it
     streams: Tensor | None = None  # (tokens, layers x hidden) of everything fed, if layers were requested
 
 
@@ -97,7 +97,7 @@ class ToyRunner:
 
     def forward(
         self,
-        rows: Sequence[FeedRow],
+        rows: Sequence[InputRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
@@ -105,7 +105,7 @@ class ToyRunner:
         wanted = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
         return ForwardOutput(self._table[torch.tensor(wanted, dtype=torch.int64)], None)
 
-    def read_states(self, places: Sequence[int]) -> bytes:
+    def read_states(self, slots: Sequence[int]) -> bytes:
         raise NotImplementedError("a table has no hidden states")
 
 
@@ -116,7 +116,7 @@ LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausa
 
 
 class Decoder(Protocol):
-    """Computes logits of the batch's wanted places over the whole vocabulary.
+    """Computes logits of the batch's requested positions over the whole vocabulary.
 
     With ascending `layers`, also returns the residual streams of all tokens there, numbered as in
     `output_hidden_states`: the last one is after the final norm.
@@ -270,7 +270,7 @@ class LlamaDecoder:
         return F.embedding(tokens, self._embedding)
 
     def _hidden(self, batch: RaggedBatch, layers: tuple[int, ...], kept: list[Tensor]) -> Tensor:
-        """Returns what the head reads at the batch's wanted places, (places, hidden).
+        """Returns what the head reads at the batch's requested positions, (positions, hidden).
 
         Appends the streams at `layers` to `kept`, each (tokens, hidden).
         """

@@ -21,10 +21,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from actors.attention.batch import RaggedBatch
-from actors.attention.sdpa_gather import Gathered
+from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import attention_shape
-from actors.compute.collectives import Alone, Group, ThreadGroup
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.collectives import Group, SingleRank, ThreadGroup
+from actors.compute.kv_cache import InputRow, PagedCache
 from actors.models.config_reader import read_config
 from actors.models.decoder import check_positions, decoder_for
 from actors.models.sharding import shard
@@ -126,7 +126,7 @@ def _serve_small(case: _Case, seed: int) -> None:
     texts, model = _reference(case, seed)
     try:
         models: list[tuple[PreTrainedModel, Group]] = (
-            [(model, Alone())] if case.ranks == 1 else _shares(model, case.ranks)
+            [(model, SingleRank())] if case.ranks == 1 else _shares(model, case.ranks)
         )
     except ModelError as error:
         raise ModelError(f"{case.kind.__name__} cannot be split: {error}") from error
@@ -231,8 +231,8 @@ class _Attended:
 class _RecordedBatch(RaggedBatch):
     """Records the attention arguments of each layer."""
 
-    def __init__(self, rows: Sequence[FeedRow], cache: PagedCache) -> None:
-        super().__init__(rows, cache, Gathered())
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
+        super().__init__(rows, cache, SdpaGather())
         self.attended: list[_Attended] = []
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -245,7 +245,7 @@ class _RecordedBatch(RaggedBatch):
 class _Part:
     """A row of a step, and the texts whose logits it must give; for a tree, one per node."""
 
-    row: FeedRow
+    row: InputRow
     expected: Tensor
 
 
@@ -284,7 +284,7 @@ class _CheckedRank:
             chains = [self._chain(texts, *part) for part in parts]
             self._step(what, chains)
         tree = _Part(
-            FeedRow((a[BASE - 1], *texts.branch, *a[BASE : BASE + 2]), BASE - 1, 5, PAGES[0], TREE),
+            InputRow((a[BASE - 1], *texts.branch, *a[BASE : BASE + 2]), BASE - 1, 5, PAGES[0], TREE),
             torch.cat(
                 [
                     texts.expected(a[:BASE], 1),
@@ -294,13 +294,13 @@ class _CheckedRank:
             ),
         )
         self._step("a tree", [tree, self._chain(texts, 1, b[:91], 90, 1)])
-        places = [PAGES[0][at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(BASE, BASE + len(TREE))]
-        self._cache.move((SlotMove(places[2], places[0]), SlotMove(places[3], places[1])))
+        slots = [PAGES[0][at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(BASE, BASE + len(TREE))]
+        self._cache.move((SlotMove(slots[2], slots[0]), SlotMove(slots[3], slots[1])))
         after = [self._chain(texts, 0, a, BASE + 2, 3), self._chain(texts, 1, b, 91, 2)]
         self._step("tokens after a tree", after)
 
     def _chain(self, texts: _Texts, session: int, text: tuple[int, ...], start: int, count: int) -> _Part:
-        return _Part(FeedRow(text[start:], start, count, PAGES[session]), texts.expected(text, count))
+        return _Part(InputRow(text[start:], start, count, PAGES[session]), texts.expected(text, count))
 
     def _step(self, what: str, parts: Sequence[_Part]) -> None:
         batch = _RecordedBatch([part.row for part in parts], self._cache)

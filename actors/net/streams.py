@@ -121,21 +121,21 @@ class StatesOutbox(Outbox):
         return frame
 
 
-class UnfitFrame(ProtocolError):
+class InvalidFrame(ProtocolError):
     """A frame that no correct peer sends; it ends the stream."""
 
 
-def decode_greeted(frame: ProtoMessage) -> Decoded:
+def decode_after_greeting(frame: ProtoMessage) -> Decoded:
     """Decodes a frame after the greeting. Raises UnfitFrame for a second greeting or too many messages.
 
     A greeting is the first field of a frame, so checking the first message is enough.
     """
     repeated = [value for descriptor, value in frame.ListFields() if descriptor.is_repeated]
     if (count := sum(map(len, repeated))) > MOST_MESSAGES:
-        raise UnfitFrame(f"{count} messages in one frame")
+        raise InvalidFrame(f"{count} messages in one frame")
     found = decode(frame)
     if isinstance(next(iter(found.messages), None), Hello | Welcome):
-        raise UnfitFrame("greeted twice on one stream")
+        raise InvalidFrame("greeted twice on one stream")
     return found
 
 
@@ -197,10 +197,10 @@ async def converse(
         while (frame := await _read_frame(context)) is not grpc.aio.EOF:
             began = time.perf_counter()
             try:
-                decoded = decode_greeted(frame)
+                decoded = decode_after_greeting(frame)
                 if unasked := on_frame(decoded):
                     await asyncio.sleep(REST * (time.perf_counter() - began) * unasked / len(decoded.messages))
-            except UnfitFrame:
+            except InvalidFrame:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT)
 
     async def write() -> None:
@@ -308,7 +308,7 @@ class Link:
 
     async def _read(self, stream: Any) -> None:
         while (frame := await stream.read()) is not grpc.aio.EOF:
-            self._on_frame(decode_greeted(frame))
+            self._on_frame(decode_after_greeting(frame))
 
     async def _write(self, stream: Any) -> None:
         while True:

@@ -218,7 +218,7 @@ class BadWords:
         return tokens[max(0, len(tokens) - self._reach) :]
 
 
-class NoEarlyEnd:
+class MinimumLength:
     """Forbids stop ids until enough tokens are generated."""
 
     def __init__(self, stop_ids: Sequence[int], missing: int) -> None:
@@ -255,12 +255,12 @@ def make_bad_words(request: Open) -> BadWords | None:
     return BadWords(words) if words else None
 
 
-def make_no_early_end(request: Open) -> NoEarlyEnd | None:
+def make_minimum_length(request: Open) -> MinimumLength | None:
     missing = request.rules.min_len - request.prompt_len
-    return NoEarlyEnd(request.stop_ids, missing) if missing > 0 and request.stop_ids else None
+    return MinimumLength(request.stop_ids, missing) if missing > 0 and request.stop_ids else None
 
 
-MAKERS: tuple[Maker, ...] = (make_allowed, make_bad_words, make_no_early_end, make_bias, make_penalties)
+MAKERS: tuple[Maker, ...] = (make_allowed, make_bad_words, make_minimum_length, make_bias, make_penalties)
 
 
 def chain_of(request: Open, makers: tuple[Maker, ...] = MAKERS) -> ProcessorChain | None:

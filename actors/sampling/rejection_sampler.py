@@ -66,12 +66,12 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision
     masks produce -inf. The flag travels in place of the token, so it costs no further copy. The few blocks for which
     the likeliest candidates do not suffice are decided again thoroughly.
     """
-    places = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
+    row_ranges = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
     decisions: list[BlockDecision | None] = [None] * len(blocks)
     for thorough in (False, True):
         groups = _alike(blocks, [i for i, decision in enumerate(decisions) if decision is None], logits)
         answers = [
-            _decide_alike([blocks[i] for i in members], _rows(logits, [places[i] for i in members]), thorough)
+            _decide_alike([blocks[i] for i in members], _rows(logits, [row_ranges[i] for i in members]), thorough)
             for members in groups
         ]
         for members, found in zip(groups, _read(answers), strict=True):
@@ -107,11 +107,11 @@ def _read(answers: Sequence[_OnDevice]) -> list[list[BlockDecision | None]]:
     return [answer.read(list(islice(on_host, size))) for answer, size in zip(answers, sizes, strict=True)]
 
 
-def _rows(logits: Tensor, places: Sequence[range]) -> Tensor:
+def _rows(logits: Tensor, row_ranges: Sequence[range]) -> Tensor:
     """Returns the logits of some blocks; a view if they are adjacent."""
-    if all(before.stop == after.start for before, after in pairwise(places)):
-        return logits[places[0].start : places[-1].stop]
-    return logits.index_select(0, to_device([list(chain(*places))], logits.device)[0])
+    if all(before.stop == after.start for before, after in pairwise(row_ranges)):
+        return logits[row_ranges[0].start : row_ranges[-1].stop]
+    return logits.index_select(0, to_device([list(chain(*row_ranges))], logits.device)[0])
 
 
 def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool) -> _OnDevice:
@@ -176,7 +176,7 @@ class _Grid:
         self.drafts = max(len(block.draft) for block in blocks)
         begins = accumulate((block.positions for block in blocks), initial=0)
         # Beyond a block's end, its last position is repeated.
-        self.places = [
+        self.row_at = [
             begin + min(i, len(block.draft))
             for begin, block in zip(begins, blocks, strict=False)
             for i in range(self.drafts + 1)
@@ -190,14 +190,14 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
     device = target.logits.device
     grid = _Grid(blocks)
     told = _RatioInputs(blocks)
-    places, drafts, keys, ids = to_device([grid.places, grid.tokens, told.keys, told.ids], device)
+    row_at, drafts, keys, ids = to_device([grid.row_at, grid.tokens, told.keys, told.ids], device)
     bounds, probs = to_device([told.bounds, told.probs], device, torch.float64)
-    places = places.view(grid.rows, -1)
+    row_at = row_at.view(grid.rows, -1)
     row = torch.arange(grid.rows, device=device)
     target_probs = torch.softmax(target.logits.to(torch.float64), dim=-1)
-    stands = bounds.view(grid.rows, -1) < target_probs[places[:, :-1], drafts.view(grid.rows, -1)]
+    stands = bounds.view(grid.rows, -1) < target_probs[row_at[:, :-1], drafts.view(grid.rows, -1)]
     accepted = stands.cumprod(dim=1).sum(dim=1)
-    here = places[row, accepted]  # (rows,) positions: the first rejected draft token, or the one after the last
+    here = row_at[row, accepted]  # (rows,) positions: the first rejected draft token, or the one after the last
     target_rows = target_probs[here]  # (rows, vocabulary)
     draft_ids = ids.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
     draft_probs = probs.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
@@ -206,8 +206,8 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
     left = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target_rows)
     candidates = None if target.candidates is None else target.candidates[here]
     token = _draw(left.log(), keys.view(grid.rows, -1)[row, accepted], candidates)
-    token = torch.where(finite[places].all(dim=1), token, NOT_FINITE)
-    sure = target.sure[places].all(dim=1)
+    token = torch.where(finite[row_at].all(dim=1), token, NOT_FINITE)
+    sure = target.sure[row_at].all(dim=1)
 
     def decision(stood: int, token: int, sure: int) -> BlockDecision | None:
         if token == NOT_FINITE:
@@ -223,7 +223,7 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
 
 
 class _RatioInputs:
-    """Inputs of rejection sampling for every place of the grid.
+    """Inputs of rejection sampling for every cell of the grid.
 
     `bounds`, (blocks, drafts): a draft token is accepted if its target probability exceeds its bound. `keys`, (blocks,
     drafts + 1): key of the draw if all drafts before are accepted. `ids` and `probs`, (blocks, drafts + 1, width): the

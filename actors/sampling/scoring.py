@@ -42,7 +42,7 @@ def decided_scores(
 
     The blocks' logits are concatenated.
     """
-    places: list[int] = []
+    rows_at: list[int] = []
     tokens: list[int] = []
     widths: list[int] = []
     counts: list[int] = []
@@ -50,11 +50,11 @@ def decided_scores(
     for block, decision, top in zip(blocks, decisions, tops, strict=True):
         counts.append(0 if top is None else len(decision.path) + 1)
         if top is not None:
-            places += [at, *[at + 1 + node for node in decision.path]]
+            rows_at += [at, *[at + 1 + node for node in decision.path]]
             tokens += [*[block.draft.tokens[node] for node in decision.path], decision.next_token]
             widths += [top] * counts[-1]
         at += block.positions
-    found = iter(score(logits[to_device([places], logits.device)[0]], tokens, widths) if tokens else ())
+    found = iter(score(logits[to_device([rows_at], logits.device)[0]], tokens, widths) if tokens else ())
     return [tuple(islice(found, count)) for count in counts]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from actors.vllm_engine.coupled_sampler import fed_row, outcome_of
-from cluster.verification.step import Outcome, Row, places_of
+from cluster.verification.step import Outcome, Row, slots_of
 
 
 class BlockScheduler(Scheduler):  # type: ignore[misc]
@@ -36,10 +36,10 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
         """Number of tokens in each request's pages, by request."""
         return {name: int(request.num_computed_tokens) for name, request in self.requests.items()}
 
-    def places(self, name: str, positions: Sequence[int]) -> tuple[int, ...]:
+    def slots(self, name: str, positions: Sequence[int]) -> tuple[int, ...]:
         """Returns where a request's positions are in the cache of its first kind of layers (full attention)."""
         size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        return tuple(places_of(positions, self.kv_cache_manager.get_block_ids(name)[0], size))
+        return tuple(slots_of(positions, self.kv_cache_manager.get_block_ids(name)[0], size))
 
     @property
     def held_pages(self) -> int:
@@ -61,8 +61,8 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
             drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
             start = request.num_computed_tokens - scheduled
             row = fed_row(planned, request.all_token_ids, start, scheduled, drafted)
-            if row.state_places:
-                row = replace(row, state_places=self.places(name, row.state_places))
+            if row.state_slots:
+                row = replace(row, state_slots=self.slots(name, row.state_slots))
             self.fed[planned.session] = row
         return output
 

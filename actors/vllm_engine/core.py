@@ -132,7 +132,7 @@ class VllmCore:
 
     def read(self, asked: StateRead) -> bytes:
         """Returns hidden states of positions in the session's pages."""
-        return self._states_at(self._scheduler.places(self._names[asked.session], asked.places))
+        return self._states_at(self._scheduler.slots(self._names[asked.session], asked.slots))
 
     def begin_grammar(self, grammar: str) -> None:
         """Starts compiling a grammar in the workers, for a future session."""
@@ -151,8 +151,8 @@ class VllmCore:
         """Number of preemptions of current requests, each of which is recomputed from its beginning."""
         return sum(request.num_preemptions for request in self._scheduler.requests.values())
 
-    def _states_at(self, places: Sequence[int]) -> bytes:
-        states: bytes = self._core.collective_rpc("read_states", args=(places,))[0]
+    def _states_at(self, slots: Sequence[int]) -> bytes:
+        states: bytes = self._core.collective_rpc("read_states", args=(slots,))[0]
         return states
 
     def _computed(self) -> dict[str, int]:

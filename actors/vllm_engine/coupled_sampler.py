@@ -101,7 +101,7 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
     """Returns the fed part of a planned row: `scheduled` tokens from `start`, the last `drafted` of them drafts.
 
     `tokens` are all decided tokens of the session. vLLM chunks prompts itself and recomputes what preemption has lost.
-    Hidden states are requested at the places of the planned row, as far as it was fed.
+    Hidden states are requested at the slots of the planned row, as far as it was fed.
     """
     known = scheduled - drafted
     end = start + known
@@ -109,7 +109,7 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
     assert not drafted or end == len(tokens), f"{planned.session} was fed a draft in the middle of its text"
     draft = planned.draft.first(drafted) if drafted else NO_TREE
     decides = end == len(tokens)
-    wanted = planned.state_places[: len(planned.state_places) - planned.drafted + drafted] if decides else ()
+    wanted = planned.state_slots[: len(planned.state_slots) - planned.drafted + drafted] if decides else ()
     fed = (*tokens[start:end], *draft.tokens)
     return Row(planned.session, fed, start, decides, planned.pages, draft, wanted)
 

@@ -6,7 +6,7 @@ first (on CPUs without Triton) allows no logits processor with drafts, so its sa
 
 Hidden states in vLLM's leading worker: which layers the model reports, and what is kept of them beside the cache.
 
-vLLM's second model runner passes them, with the places of what it fed, to its drafting component after each step.
+vLLM's second model runner passes them, with the slots of what it fed, to its drafting component after each step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from cluster.errors import ModelError
 
 
 class WorkerStates:
-    """Hidden states of all that the model is fed, at the same places as in the cache."""
+    """Hidden states of all that the model is fed, at the same slots as in the cache."""
 
     def __init__(self, spec: CaptureSpec, runner: Any) -> None:
         """Must run before vLLM measures free memory, since the projection takes some, and before graph capture.
@@ -54,9 +54,9 @@ class WorkerStates:
         fed = batch.num_tokens  # the rest is padding
         self._capture.keep(slots[self._layer][:fed].long(), torch.cat([each[:fed] for each in streams], dim=-1))
 
-    def read(self, places: Sequence[int]) -> bytes:
+    def read(self, slots: Sequence[int]) -> bytes:
         assert self._capture is not None, "they are kept somewhere"
-        return self._capture.cache.read(places)
+        return self._capture.cache.read(slots)
 
 
 def _tell(runner: Any, layers: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ class NoSpeculator:
     def propose(
         self, input_batch: Any, metadata: Any, slots: Any, final: Any, inner: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Called after each step; `slots` are the cache places of the fed tokens, `final` and `inner` their states."""
+        """Called after each step; `slots` are the cache slots of the fed tokens, `final` and `inner` their states."""
         if self._states is not None:
             self._states.captured(input_batch, slots, final, inner)
         drafts: torch.Tensor = self._req_states.draft_tokens[input_batch.idx_mapping]
@@ -128,8 +128,8 @@ class DrawingWorker:
         if self._slipstream_states is not None:
             self._slipstream_states.keep(layer, pages, page_size)
 
-    def read_states(self, places: Sequence[int]) -> bytes:
-        return self._slipstream_states.read(places) if self._slipstream_states is not None else b""
+    def read_states(self, slots: Sequence[int]) -> bytes:
+        return self._slipstream_states.read(slots) if self._slipstream_states is not None else b""
 
     def draw_as_slipstream(self, vocabulary: int, folder: str) -> str:
         """Installs our sampling and returns which runner was found.

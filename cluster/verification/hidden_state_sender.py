@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cluster.envelope import Send, peer_of, states_stream
 from cluster.verification.admission import Admission
 from cluster.verification.sequence import StateFeed, TargetSequence
-from cluster.verification.step import Outcome, Row, StateRead, places_of
+from cluster.verification.step import Outcome, Row, StateRead, slots_of
 from protos.messages import Attach, DraftRequest, States, StatesAck, StatesFormat, Verdict
 
 MOST_TRIES = 2
@@ -41,8 +41,8 @@ class StateRecompute:
             path = decided[row.session].path if row.decide else ()
             positions = [*range(row.start, row.base_len), *[row.base_len + node for node in path]]
             stand = positions[: session.cached_len - row.start]
-            places = places_of(stand, row.pages, self._page_size)
-            self._reads[row.session] = StateRead(row.session, row.start, tuple(places))
+            slots = slots_of(stand, row.pages, self._page_size)
+            self._reads[row.session] = StateRead(row.session, row.start, tuple(slots))
             feed = session.live_feed
             if feed is not None and self.end(row.session, feed.sent) > feed.sent:
                 feed.tries += 1
@@ -52,9 +52,9 @@ class StateRecompute:
         read = self._reads.get(session)
         return max(first, read.end) if read is not None and read.first <= first else first
 
-    def places(self, session: str, first: int, end: int) -> tuple[int, ...]:
+    def slots(self, session: str, first: int, end: int) -> tuple[int, ...]:
         read = self._reads[session]
-        return read.places[first - read.first : end - read.first]
+        return read.slots[first - read.first : end - read.first]
 
     def begin(self, session: TargetSequence, feed: StateFeed) -> None:
         """Moves the beginning of a feed to the first readable state, or as late as its drafter accepts.
@@ -171,7 +171,7 @@ class HiddenStateSender:
     # ------------------------------------------------------------ with verdicts
 
     def to_ride(self, session: TargetSequence, row: Row) -> tuple[int, ...]:
-        """Returns the places of the states that are to come back with the row's outcome, if they are few enough."""
+        """Returns the slots of the states that are to come back with the row's outcome, if they are few enough."""
         feed = session.live_feed
         if self._layout is None or feed is None or session.paused or not row.decide:
             return ()
@@ -224,7 +224,7 @@ class HiddenStateSender:
         end = min(lack.end, first + layout.rows_in_message)
         name = lack.session.open.session
         if self.fresh is not None:
-            return StateRead(name, first, self.fresh.places(name, first, end))
+            return StateRead(name, first, self.fresh.slots(name, first, end))
         return StateRead(name, first, self._places(lack.session, first, end))
 
     def sent(self, asked: StateRead, rows: bytes) -> list[Send]:
@@ -234,7 +234,7 @@ class HiddenStateSender:
         if session is None or feed is None or feed.sent != asked.first or asked.end > session.cached_len:
             return []
         feed.went_out(asked.end)
-        self.rows["apart"] += len(asked.places)
+        self.rows["apart"] += len(asked.slots)
         return [(states_stream(feed.drafter), states) for states in self._messages(session, asked.first, rows)]
 
     # ------------------------------------------------------------ helpers
@@ -265,7 +265,7 @@ class HiddenStateSender:
         return found
 
     def _places(self, session: TargetSequence, first: int, end: int) -> tuple[int, ...]:
-        return tuple(places_of(range(first, end), self._pages.table(session.open.session), self._pages.page_size))
+        return tuple(slots_of(range(first, end), self._pages.table(session.open.session), self._pages.page_size))
 
     def _messages(self, session: TargetSequence, first: int, rows: bytes) -> Iterator[States]:
         layout = self._layout

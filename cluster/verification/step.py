@@ -21,8 +21,8 @@ class StepEngine(Protocol):
         ...
 
 
-def places_of(positions: Iterable[int], pages: Sequence[int], page_size: int) -> list[int]:
-    """Returns the cache places of a session's positions; `pages` is its page table."""
+def slots_of(positions: Iterable[int], pages: Sequence[int], page_size: int) -> list[int]:
+    """Returns the cache slots of a session's positions; `pages` is its page table."""
     return [pages[at // page_size] * page_size + at % page_size for at in positions]
 
 
@@ -41,11 +41,11 @@ class Row:
     decide: bool
     pages: tuple[int, ...]
     draft: DraftTree = NO_TREE
-    state_places: tuple[int, ...] = ()  # places of the last positions, whose hidden states are requested
+    state_slots: tuple[int, ...] = ()  # slots of the last positions, whose hidden states are requested
 
-    def in_pages(self, pages: tuple[int, ...], state_places: tuple[int, ...] = ()) -> "Row":
+    def in_pages(self, pages: tuple[int, ...], state_slots: tuple[int, ...] = ()) -> "Row":
         """Returns the row with these pages."""
-        return Row(self.session, self.tokens, self.start, self.decide, pages, self.draft, state_places)
+        return Row(self.session, self.tokens, self.start, self.decide, pages, self.draft, state_slots)
 
     @property
     def drafted(self) -> int:
@@ -75,20 +75,20 @@ class Row:
     @property
     def states_from(self) -> int:
         """First position whose hidden states the outcome should contain."""
-        return self.start + len(self.tokens) - len(self.state_places)
+        return self.start + len(self.tokens) - len(self.state_slots)
 
     def states_along(self, path: Sequence[int]) -> list[int]:
-        """Returns the places whose states the outcome contains once the nodes on `path` are accepted, in the path's
+        """Returns the slots whose states the outcome contains once the nodes on `path` are accepted, in the path's
         order."""
-        known = len(self.state_places) - self.drafted
-        return [*self.state_places[:known], *[self.state_places[known + node] for node in path]]
+        known = len(self.state_slots) - self.drafted
+        return [*self.state_slots[:known], *[self.state_slots[known + node] for node in path]]
 
     def kept(self, path: Sequence[int], page_size: int) -> list[SlotMove]:
         """Returns the moves that place the nodes on a path one after the other, behind the tokens decided before."""
         if not path or path[-1] == len(path) - 1:
             return []  # the first nodes are there already
-        places = places_of(range(self.base_len, self.base_len + path[-1] + 1), self.pages, page_size)
-        return [SlotMove(places[node], places[step]) for step, node in enumerate(path) if node != step]
+        slots = slots_of(range(self.base_len, self.base_len + path[-1] + 1), self.pages, page_size)
+        return [SlotMove(slots[node], slots[step]) for step, node in enumerate(path) if node != step]
 
 
 @value
@@ -109,11 +109,11 @@ class StateRead:
 
     session: str
     first: int
-    places: tuple[int, ...]
+    slots: tuple[int, ...]
 
     @property
     def end(self) -> int:
-        return self.first + len(self.places)
+        return self.first + len(self.slots)
 
 
 @value
@@ -127,7 +127,7 @@ class Outcome:
     path: tuple[int, ...]
     next_token: int
     margin: float | None = None  # lead in logits over the rival that the session's Open names
-    states: bytes = b""  # states of the row's `state_places`, without nodes off the path
+    states: bytes = b""  # states of the row's `state_slots`, without nodes off the path
     scores: tuple[TokenScore, ...] = ()  # of the decided tokens, if the session's Open asks for them
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens from the second on, with the first decision
     is_finite: bool = True
@@ -149,20 +149,20 @@ class Outcome:
 
 
 def riding(rows: Sequence[Row], outcomes: Sequence[Outcome], read: Callable[[list[int]], bytes]) -> list[Outcome]:
-    """Returns the outcomes with the hidden states to send with the verdicts, all read at once by their places.
+    """Returns the outcomes with the hidden states to send with the verdicts, all read at once by their slots.
 
     There is one outcome for each row, in their order.
     """
-    if not any(row.state_places for row in rows):
+    if not any(row.state_slots for row in rows):
         return list(outcomes)
-    places = [
-        row.states_along(outcome.path) if row.state_places else [] for row, outcome in zip(rows, outcomes, strict=True)
+    slots = [
+        row.states_along(outcome.path) if row.state_slots else [] for row, outcome in zip(rows, outcomes, strict=True)
     ]
-    states = read([place for each in places for place in each])
-    row_bytes = len(states) // max(1, sum(map(len, places)))
+    states = read([slot for each in slots for slot in each])
+    row_bytes = len(states) // max(1, sum(map(len, slots)))
     found = []
     at = 0
-    for outcome, each in zip(outcomes, places, strict=True):
+    for outcome, each in zip(outcomes, slots, strict=True):
         end = at + row_bytes * len(each)
         found.append(replace(outcome, states=states[at:end]))
         at = end

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import load_model
 from cluster.errors import ModelError
@@ -183,7 +183,7 @@ class Session:
     text: tuple[int, ...]
     pages: tuple[int, ...]
     cached: int = 0  # tokens, all of them of the text
-    rows: list[FeedRow] = field(default_factory=list)
+    rows: list[InputRow] = field(default_factory=list)
 
     def place(self, at: int) -> int:
         return self.pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
@@ -279,13 +279,13 @@ def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
             expected.append(wanted)
             moves += kept
         found = runner.forward(rows).logits[:, :VOCABULARY]
-        runner.forward([FeedRow((FIRST_TOKEN,), 0, 1, (sessions[0].pages[-1],))], moves=moves)  # a third session
+        runner.forward([InputRow((FIRST_TOKEN,), 0, 1, (sessions[0].pages[-1],))], moves=moves)  # a third session
         right = torch.cat(expected)
         worst = max(worst, float((found - right).abs().max() / right.abs().max()))
     return worst
 
 
-def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[FeedRow, Tensor, list[SlotMove]]:
+def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[InputRow, Tensor, list[SlotMove]]:
     """Draws a prompt chunk, a token, a partly accepted block or a tree.
 
     Also returns the expected logits and the cache moves after acceptance.
@@ -299,7 +299,7 @@ def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[FeedRo
     if kind == "tree":
         tree = grown(rng, 6, VOCABULARY)
         tree_at = start + 1
-        row = FeedRow((text[start], *tree.tokens), start, 1 + len(tree), session.pages, tree.parents)
+        row = InputRow((text[start], *tree.tokens), start, 1 + len(tree), session.pages, tree.parents)
         paths = [tuple(tree.tokens[node] for node in path) for path in tree.paths]
         wanted = torch.cat([logits_of(plain, text[:tree_at] + path)[-1:] for path in ((), *paths)])
         chosen = rng.choice(tree.paths)
@@ -313,7 +313,7 @@ def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[FeedRo
     fed = text[start : start + right] + wrong
     session.cached = start + right
     logits = length if kind == "block" else 1
-    return FeedRow(fed, start, logits, session.pages), logits_of(plain, text[:start] + fed)[-logits:], []
+    return InputRow(fed, start, logits, session.pages), logits_of(plain, text[:start] + fed)[-logits:], []
 
 
 def table(rows: Mapping[str, str]) -> str:

@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from actors.attention import AttentionBackend
 from actors.attention.flashinfer import flashinfer_for
 from actors.attention.flex import flex_for
-from actors.attention.sdpa_gather import Gathered
+from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import MAY_FAIL, TOLERANCE, AttentionShape, Trial, choose_attention
 from actors.attention.varlen import varlen_for
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
 from actors.sampling.processors import chain_of
@@ -45,7 +45,7 @@ def test_each_library_that_is_there_attends_as_gathering_does(name, device):
     trial = Trial(SHAPE, device)
     tolerance = TOLERANCE[SHAPE.dtype]
     for window in trial.windows:
-        expected = trial.attend(Gathered(), window)
+        expected = trial.attend(SdpaGather(), window)
         torch.testing.assert_close(trial.attend(backend, window), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -64,12 +64,12 @@ def test_logits_of_mixed_rows_are_those_of_a_cpu(name, device):
     model = jittered(MODELS[name]())
     twin = MODELS[name]()
     twin.load_state_dict(model.state_dict())
-    runners = [ModelRunner(model, 32, PAGE_SIZE), ModelRunner(twin.to(device).eval(), 32, PAGE_SIZE, Gathered())]
+    runners = [ModelRunner(model, 32, PAGE_SIZE), ModelRunner(twin.to(device).eval(), 32, PAGE_SIZE, SdpaGather())]
     a = tokens_of(1, 60)
     b = tokens_of(2, 33)
     steps = [
-        [FeedRow(a[:50], 0, 1, (7, 2, 9, 4)), FeedRow(b[:32], 0, 0, (1, 30))],
-        [FeedRow(a[50:], 50, 10, (7, 2, 9, 4)), FeedRow(b[32:], 32, 1, (1, 30, 3))],
+        [InputRow(a[:50], 0, 1, (7, 2, 9, 4)), InputRow(b[:32], 0, 0, (1, 30))],
+        [InputRow(a[50:], 50, 10, (7, 2, 9, 4)), InputRow(b[32:], 32, 1, (1, 30, 3))],
     ]
     for rows in steps:
         expected, found = (runner.forward(rows).logits.cpu() for runner in runners)

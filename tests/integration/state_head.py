@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.attention.batch import never
 from actors.compute.hidden_states import decode_rows
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.models.decoder import ForwardOutput
 from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.method import Early, dismiss
@@ -60,13 +60,13 @@ class StateTarget(RememberingRunner):
 
     def forward(
         self,
-        rows: Sequence[FeedRow],
+        rows: Sequence[InputRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
     ) -> ForwardOutput:
         super().forward(rows, copies, interrupted, moves)
-        wanted = [(row, place) for row in rows for place in row.places[len(row.tokens) - row.logits :]]
+        wanted = [(row, place) for row in rows for place in row.slots[len(row.tokens) - row.logits :]]
         totals = [int(self._state(row, place)[TOTAL]) for row, place in wanted]
         return ForwardOutput(LOGITS[torch.tensor(totals, dtype=torch.int64)], None)
 

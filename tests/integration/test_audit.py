@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.models.decoder import ForwardOutput
 from cluster.config import AuditConfig
@@ -30,7 +30,7 @@ class DamagedRunner:
 
     @torch.inference_mode()
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
+        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
     ) -> ForwardOutput:
         for layer in self._runner._cache._layers.values():
             for row in rows:
@@ -38,8 +38,8 @@ class DamagedRunner:
                     layer[row.pages[0] * PAGE_SIZE :][:PAGE_SIZE] = 0
         return self._runner.forward(rows, copies, moves=moves)
 
-    def read_states(self, places: Sequence[int]) -> bytes:
-        return self._runner.read_states(places)
+    def read_states(self, slots: Sequence[int]) -> bytes:
+        return self._runner.read_states(slots)
 
 
 def a_runner() -> ModelRunner:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actors.attention.batch import Interrupted, never
 from actors.compute.hidden_states import decode_rows
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.heads.head_drafter import HeadDrafter
 from actors.drafters.heads.last_state import LastRows, LastStatePredictor
 from actors.drafters.model.draft_cache import DraftCache, FedStates
@@ -82,7 +82,7 @@ class BesideToken(ToyRunner):
 
     def forward(
         self,
-        rows: Sequence[FeedRow],
+        rows: Sequence[InputRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[Any] = (),
@@ -93,7 +93,7 @@ class BesideToken(ToyRunner):
         wanted = [states[len(states) - row.logits :] for row, states in zip(rows, made, strict=True)]
         return super().forward(rows, copies)._replace(hidden=torch.cat(wanted))
 
-    def _states_after(self, row: FeedRow) -> Tensor:
+    def _states_after(self, row: InputRow) -> Tensor:
         """The target's own states, (tokens, width), each of which is made of the one before."""
         assert row.states is not None, "a token comes with the state before it"
         fed = row.states.tolist()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from actors.attention.batch import Interrupted, never
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.models.decoder import ForwardOutput
 from cluster.page_allocator import PageCopy, SlotMove
 from tests.lossless.parts import EOS, PAGE_SIZE
@@ -47,7 +47,7 @@ class HistoryRunner:
 
     def forward(
         self,
-        rows: Sequence[FeedRow],
+        rows: Sequence[InputRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
@@ -62,10 +62,10 @@ class HistoryRunner:
         wanted = [seen for row in rows for seen in self._seen(row)]
         return ForwardOutput(torch.stack(wanted) if wanted else torch.empty(0, self.vocabulary), None)
 
-    def read_states(self, places: Sequence[int]) -> bytes:
+    def read_states(self, slots: Sequence[int]) -> bytes:
         raise AssertionError("a history has no hidden states, and nobody reads any")
 
-    def _seen(self, row: FeedRow) -> list[Tensor]:
+    def _seen(self, row: InputRow) -> list[Tensor]:
         """Logits at the last places of the row; a node of a tree sees its own path alone."""
         whole = self._memory.read(row.end, row.pages)
         texts = [whole[: place + 1] for place in range(row.start, row.tree_start)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from actors.attention.batch import Interrupted, never
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import MaskTokens
@@ -78,7 +78,7 @@ class ToyDraft(ToyRunner):
     """Can be interrupted."""
 
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
     ) -> ForwardOutput:
         if interrupted():
             raise Interrupted

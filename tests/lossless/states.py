@@ -6,7 +6,7 @@ import torch
 
 from actors.attention.batch import never
 from actors.compute.hidden_states import LatestStates, StateCache, decode_rows, encode_rows
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_model import DraftModel
 from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.drafting.method import Early, dismiss
@@ -50,7 +50,7 @@ class RememberingRunner(ToyRunner):
 
     def forward(
         self,
-        rows: Sequence[FeedRow],
+        rows: Sequence[InputRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
@@ -63,10 +63,10 @@ class RememberingRunner(ToyRunner):
             self._latest.write(torch.tensor(written), encoded.view(-1, LAYOUT.row_bytes))
         return super().forward(rows)
 
-    def read_states(self, places: Sequence[int]) -> bytes:
-        return self._cache.read(places) if self._latest is None else self._latest.read(places)
+    def read_states(self, slots: Sequence[int]) -> bytes:
+        return self._cache.read(slots) if self._latest is None else self._latest.read(slots)
 
-    def _feed(self, row: FeedRow) -> list[int]:
+    def _feed(self, row: InputRow) -> list[int]:
         """The places that it is written to."""
         for index, token in enumerate(row.tokens):
             node = index - (len(row.tokens) - len(row.parents))
@@ -76,15 +76,15 @@ class RememberingRunner(ToyRunner):
             self._cache.write(at, encode_rows(torch.tensor([state]), LAYOUT.dtype))
         return [self._place(row, row.start + index) for index in range(len(row.tokens))]
 
-    def _state(self, row: FeedRow, position: int) -> list[float]:
-        """Returns what is stored at a position's place."""
+    def _state(self, row: InputRow, position: int) -> list[float]:
+        """Returns what is stored at a position's slot."""
         found: list[float] = decode_rows(self._cache.read([self._place(row, position)]), LAYOUT)[0].tolist()
         return found
 
-    def _place_before(self, row: FeedRow, node: int) -> int:
+    def _place_before(self, row: InputRow, node: int) -> int:
         return row.tree_start + row.parents[node]  # -1: the token before the tree
 
-    def _place(self, row: FeedRow, position: int) -> int:
+    def _place(self, row: InputRow, position: int) -> int:
         return row.pages[position // self._page_size] * self._page_size + position % self._page_size
 
 

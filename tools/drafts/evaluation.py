@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from actors.compute.hidden_states import StateCapture
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.registry import DraftSetup, capture_spec, states_format
 from actors.engine.executor import StepExecutor
@@ -164,7 +164,7 @@ class MeasuredTarget:
         pages = tuple(range(self._pages))
         for start in range(0, len(tokens), STEP_TOKENS):
             part = tokens[start : start + STEP_TOKENS]
-            runner.forward([FeedRow(part, start, 1, pages[: -(-(start + len(part)) // PAGE_SIZE)])])
+            runner.forward([InputRow(part, start, 1, pages[: -(-(start + len(part)) // PAGE_SIZE)])])
         return runner.read_states(range(len(tokens)))
 
 

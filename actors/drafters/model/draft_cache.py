@@ -20,7 +20,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from cluster.drafting.draft_state import BlockDraft
 from cluster.page_allocator import PageAllocator, PageCopy
 from protos.messages import StatesNeeded
@@ -100,7 +100,7 @@ class DraftCache:
 
     def feed(
         self, branch: CacheBranch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = (), logits: int = 1
-    ) -> tuple[FeedRow, list[PageCopy]] | None:
+    ) -> tuple[InputRow, list[PageCopy]] | None:
         """Appends tokens and returns the row to feed, with pages to copy first; None when the pool is full.
 
         The last `logits` tokens give logits, and so does each of `masks`. Masks are fed after the tokens and are not
@@ -115,7 +115,7 @@ class DraftCache:
             self.close(idle)
         branch.tokens += tokens
         fed = tokens[len(tokens) - (end - start) :]
-        return FeedRow((*fed, *masks), start, logits + len(masks), self._allocator.table(branch.name)), copies
+        return InputRow((*fed, *masks), start, logits + len(masks), self._allocator.table(branch.name)), copies
 
     def drop_masks(self, branch: CacheBranch) -> None:
         """Frees the cache entries of mask tokens."""

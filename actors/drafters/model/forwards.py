@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.batch import Interrupted
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_cache import CachedDraft, DraftCache, FedStates
 from actors.engine.runner import InterruptibleRunner
 from cluster.errors import ModelError
@@ -108,7 +108,7 @@ class ReadDraft(NamedTuple):
 
 class _Fed(NamedTuple):
     draft: CachedDraft
-    row: FeedRow
+    row: InputRow
     cached: int  # branch length before this forward
     rest: list[int]  # pending tokens that were not fed
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from actors.attention import AttentionBackend
 from actors.attention.batch import RaggedBatch, never
 from actors.attention.select_backend import AttentionShape, choose_attention
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 from actors.compute.linear import Product, projection
 from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, EagleOverrides, OutputNorm, canonical, resolve
 from actors.drafters.heads.eagle.weights import EagleReader, EagleWeights
@@ -189,7 +189,7 @@ class EagleRunner:
 
     @torch.inference_mode()
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
     ) -> ForwardOutput:
         self._cache.copy(copies)
         states = torch.cat([row.states for row in rows if row.states is not None])

@@ -16,9 +16,9 @@ from actors.attention import AttentionBackend, pages_of
 from actors.attention.batch import RaggedBatch
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import QUERY_BLOCK, Flex
-from actors.attention.sdpa_gather import SHORT_CONTEXT, Gathered, GatheredPlan
+from actors.attention.sdpa_gather import SHORT_CONTEXT, SdpaGather, SdpaGatherPlan
 from actors.attention.varlen import Varlen
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
 from tests.unit.trees import grown
@@ -29,7 +29,7 @@ KV_HEADS = 2
 HEAD_DIM = 8
 CPU = torch.device("cpu")
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "gathered": Gathered,
+    "gathered": SdpaGather,
     "flashinfer": lambda: FlashInfer(FLASHINFER, CPU),
     "varlen": lambda: Varlen(varlen),
     "flex": lambda: Flex(flex_attention),
@@ -54,13 +54,13 @@ def a_cache(pages: int = 12) -> PagedCache:
     return cache
 
 
-def a_row(pages: tuple[int, ...], start: int, count: int) -> FeedRow:
-    return FeedRow((1,) * count, start, 1, pages)
+def a_row(pages: tuple[int, ...], start: int, count: int) -> InputRow:
+    return InputRow((1,) * count, start, 1, pages)
 
 
-def a_plan(rows: list[FeedRow], cache: PagedCache) -> GatheredPlan:
+def a_plan(rows: list[InputRow], cache: PagedCache) -> SdpaGatherPlan:
     """Of `gathered`, on the device."""
-    plan = GatheredPlan(rows, cache)
+    plan = SdpaGatherPlan(rows, cache)
     plan.place([torch.tensor(part, dtype=torch.int64) for part in plan.integers])
     return plan
 
@@ -99,13 +99,13 @@ def test_rows_of_unequal_lengths_attend_each_to_its_own(backend, window):
     torch.testing.assert_close(found, torch.cat(expected))
 
 
-def a_tree_row(pages: tuple[int, ...], start: int, known: int, tree: DraftTree) -> FeedRow:
+def a_tree_row(pages: tuple[int, ...], start: int, known: int, tree: DraftTree) -> InputRow:
     """Decided tokens, then a tree."""
-    return FeedRow((1,) * known + tree.tokens, start, 1, pages, tree.parents)
+    return InputRow((1,) * known + tree.tokens, start, 1, pages, tree.parents)
 
 
 def plain_tree_attention(
-    row: FeedRow, query: Tensor, old: Tensor, new: Tensor, window: int | None = None
+    row: InputRow, query: Tensor, old: Tensor, new: Tensor, window: int | None = None
 ) -> list[Tensor]:
     """Of each token of the row over what is before it alone: one after another, then each node after its own path."""
     known = len(row.tokens) - len(row.parents)
@@ -162,9 +162,9 @@ def test_nothing_of_another_sessions_memory_reaches_a_row_not_even_nan():
     cache = a_cache(pages=6)
     query, new = random_input(3, 24)
     poison = torch.full_like(new, torch.nan)
-    RaggedBatch([a_row((0, 1, 2, 3, 4, 5), 0, 24)], cache, Gathered()).attend(0, query, poison, 0.3, None)
+    RaggedBatch([a_row((0, 1, 2, 3, 4, 5), 0, 24)], cache, SdpaGather()).attend(0, query, poison, 0.3, None)
     rows = [a_row((3, 1), 0, 7), a_row((4,), 0, 2), a_row((5,), 0, 4)]
-    found = RaggedBatch(rows, cache, Gathered()).attend(0, query[:13], new[:13], 0.3, None)
+    found = RaggedBatch(rows, cache, SdpaGather()).attend(0, query[:13], new[:13], 0.3, None)
     parts = (slice(0, 7), slice(7, 9), slice(9, 13))
     torch.testing.assert_close(found, torch.cat([plain_attention(query[part], new[part]) for part in parts]))
 
@@ -212,7 +212,7 @@ def test_every_backend_gives_what_gathering_gives(backend, window):
         batch.attend(0, query, new, 0.2, None if window else 3)  # layers may differ in their windows
         return batch.attend(0, query, new, 0.3, window)
 
-    torch.testing.assert_close(attended(backend), attended(Gathered()), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(attended(backend), attended(SdpaGather()), atol=1e-4, rtol=1e-4)
 
 
 def test_what_flex_reads_behind_a_rows_end_is_nought_and_nothing_else_is_touched():

@@ -14,7 +14,7 @@ from actors.attention import AttentionBackend
 from actors.attention.batch import RaggedBatch
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import COMPILED, Flex, compiled
-from actors.attention.sdpa_gather import Gathered, GatheredPlan
+from actors.attention.sdpa_gather import SdpaGather, SdpaGatherPlan
 from actors.attention.select_backend import (
     REPEATS,
     AttentionReport,
@@ -26,7 +26,7 @@ from actors.attention.select_backend import (
     fastest,
 )
 from actors.attention.varlen import Varlen
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache
 from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
 
 CPU = torch.device("cpu")
@@ -62,10 +62,10 @@ class Paced:
         self._seconds = seconds
         self._change = change
 
-    def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> GatheredPlan:
+    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> SdpaGatherPlan:
         paced = self
 
-        class Plan(GatheredPlan):
+        class Plan(SdpaGatherPlan):
             def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
                 paced._clock.now += paced._seconds
                 return paced._change(super().__call__(query, pool, scaling, window))
@@ -105,7 +105,7 @@ def test_the_fastest_right_backend_is_taken_and_the_others_say_why_not(monkeypat
 def test_the_reference_stays_where_nothing_is_faster():
     clock = Clock()
     backend, report = fastest({"absent": failing}, Trial(SHAPE, CPU), 1e-4, clock)
-    assert type(backend) is Gathered
+    assert type(backend) is SdpaGather
     assert report.chosen == "gathered"
 
 
@@ -130,8 +130,8 @@ def test_a_backend_that_is_wrong_about_trees_serves_without_them():
     class Blind(Flex):
         name = "blind"
 
-        def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> GatheredPlan:
-            return GatheredPlan([replace(row, parents=()) for row in rows], cache)
+        def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> SdpaGatherPlan:
+            return SdpaGatherPlan([replace(row, parents=()) for row in rows], cache)
 
     _, report = fastest({"blind": lambda: Blind(flex_attention)}, Trial(SHAPE, CPU), 1e-4, getting_faster())
     assert (report.chosen, report.takes_trees) == ("blind", False)
@@ -168,10 +168,10 @@ def test_a_model_without_windows_is_tried_without_them():
 
 @pytest.mark.parametrize("trees", [True, False])
 def test_kernels_for_trees_are_built_only_for_who_takes_them(trees):
-    planned: list[FeedRow] = []
+    planned: list[InputRow] = []
 
-    class Noting(Gathered):
-        def plan(self, rows: Sequence[FeedRow], cache: PagedCache) -> GatheredPlan:
+    class Noting(SdpaGather):
+        def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> SdpaGatherPlan:
             planned.extend(rows)
             return super().plan(rows, cache)
 
@@ -181,7 +181,7 @@ def test_kernels_for_trees_are_built_only_for_who_takes_them(trees):
 
 def test_on_a_cpu_there_is_nothing_to_choose():
     backend, report = choose_attention(SHAPE, CPU)
-    assert type(backend) is Gathered
+    assert type(backend) is SdpaGather
     assert report == AttentionReport("gathered")
 
 
@@ -191,13 +191,13 @@ def test_flex_on_a_cpu_is_refused_for_it_reads_the_whole_pool():
     assert "off by nan" in report.tried[1].refused
 
 
-def steps_of_a_server() -> list[list[FeedRow]]:
+def steps_of_a_server() -> list[list[InputRow]]:
     """Of prompts and blocks as they come, in no order that a trial knows."""
     pages = tuple(range(40))
     tree = (-1, 0, 0, 1, 1, 3)
-    told = [FeedRow((1,) * (1 + at % 4), 13 * at + 2, 0, pages) for at in range(12)]
-    trees = [FeedRow((1,) * (1 + at % 6), 7 * at + 3, 0, pages, tree[: at % 6]) for at in range(1, 9)]
-    prompts = [FeedRow((1,) * length, 0, 0, pages) for length in (1, 2, 17, 129, 400)]
+    told = [InputRow((1,) * (1 + at % 4), 13 * at + 2, 0, pages) for at in range(12)]
+    trees = [InputRow((1,) * (1 + at % 6), 7 * at + 3, 0, pages, tree[: at % 6]) for at in range(1, 9)]
+    prompts = [InputRow((1,) * length, 0, 0, pages) for length in (1, 2, 17, 129, 400)]
     alone = [[row] for row in (*prompts, *told[:4], *trees)]
     return [*alone, told, trees, told + trees, [*told, prompts[3]], [*trees, prompts[4]], [*prompts, *told]]
 
@@ -240,7 +240,7 @@ def test_where_there_was_no_choice_or_a_better_one_nothing_is_a_fallback():
 
 def test_a_fallback_is_an_error_in_the_log(monkeypatch, caplog):
     report = AttentionReport("gathered", (Tried("gathered", 3.0), Tried("flex", None, "RuntimeError: no compiler")))
-    monkeypatch.setattr("actors.attention.select_backend.fastest", lambda *_: (Gathered(), report))
+    monkeypatch.setattr("actors.attention.select_backend.fastest", lambda *_: (SdpaGather(), report))
     monkeypatch.setattr("actors.attention.select_backend.Trial", lambda *_: Mock())
     choose_attention(SHAPE, torch.device("cuda"))
     assert [(record.levelname, "RuntimeError: no compiler" in record.message) for record in caplog.records] == [

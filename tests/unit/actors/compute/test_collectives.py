@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from actors.compute import collectives
-from actors.compute.collectives import Alone, Group, HostGroup
+from actors.compute.collectives import Group, HostGroup, SingleRank
 from tests.unit.actors.groups import at_once
 
 pytestmark = pytest.mark.timeout(60)  # ranks that misunderstand each other wait for ever
-LARGE = collectives.PLACE_BYTES // 4 + 3  # in float32 more than one piece
+LARGE = collectives.BUFFER_BYTES // 4 + 3  # in float32 more than one piece
 
 
 def host_groups(folder: Path, size: int) -> list[HostGroup]:
@@ -79,7 +79,7 @@ def test_the_leader_tells_the_others(tmp_path):
 
 def test_alone_there_is_nobody_to_speak_to():
     tensor = torch.tensor([1.0, 2.0])
-    Alone().all_reduce(tensor)
-    Alone().broadcast(tensor)
+    SingleRank().all_reduce(tensor)
+    SingleRank().broadcast(tensor)
     assert tensor.tolist() == [1.0, 2.0]
-    assert Alone().all_gather(tensor).tolist() == [[1.0, 2.0]]
+    assert SingleRank().all_gather(tensor).tolist() == [[1.0, 2.0]]

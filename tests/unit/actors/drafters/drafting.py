@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from actors.attention.batch import never
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import DraftingLimits
@@ -31,13 +31,13 @@ class SpyRunner(ToyRunner):
 
     def __init__(self, logits: Tensor = LOGITS) -> None:
         super().__init__(logits)
-        self.fed: list[list[FeedRow]] = []
+        self.fed: list[list[InputRow]] = []
         self.read: list[tuple[int, ...]] = []  # all tokens up to the end of every row fed
         self.interrupted: Callable[[], bool] = never  # as the latest forward was told
         self._memory = TokenMemory(PAGE_SIZE)
 
     def forward(
-        self, rows: Sequence[FeedRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
     ) -> ForwardOutput:
         self.interrupted = interrupted
         self.fed.append(list(rows))
@@ -48,11 +48,11 @@ class SpyRunner(ToyRunner):
         self.read += whole
         return ForwardOutput(self.logits(rows, whole), self.hidden(rows))
 
-    def logits(self, rows: Sequence[FeedRow], whole: list[tuple[int, ...]]) -> Tensor:
+    def logits(self, rows: Sequence[InputRow], whole: list[tuple[int, ...]]) -> Tensor:
         """Of the last token alone; `whole` are all tokens of each row."""
         return super().forward(rows).logits
 
-    def hidden(self, rows: Sequence[FeedRow]) -> Tensor:
+    def hidden(self, rows: Sequence[InputRow]) -> Tensor:
         """The token itself, at each wanted place."""
         return torch.tensor([[token] for row in rows for token in row.tokens[-row.logits :]])
 
@@ -64,7 +64,7 @@ class PrefixRunner(SpyRunner):
         super().__init__()
         self._scale = scale
 
-    def logits(self, rows: Sequence[FeedRow], whole: list[tuple[int, ...]]) -> Tensor:
+    def logits(self, rows: Sequence[InputRow], whole: list[tuple[int, ...]]) -> Tensor:
         wanted = [(tokens, end) for row, tokens in zip(rows, whole, strict=True) for end in range(1 - row.logits, 1)]
         return torch.stack([self._after(tokens[: len(tokens) + end]) for tokens, end in wanted])
 

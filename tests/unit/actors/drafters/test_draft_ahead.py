@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.attention.batch import Interrupted
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_model import DraftModel
 from cluster.drafting.lookahead import AHEAD_ROWS, OUTCOMES, ROWS_EACH
 from cluster.drafting.requests import Proposal
@@ -388,7 +388,7 @@ def test_blocks_that_are_wanted_for_sure_are_never_interrupted():
 class GivingUp(PrefixRunner):
     """Gives forwards up when it has copied and written, as a model does that is interrupted at a later layer."""
 
-    def logits(self, rows: Sequence[FeedRow], whole: list[tuple[int, ...]]) -> Tensor:
+    def logits(self, rows: Sequence[InputRow], whole: list[tuple[int, ...]]) -> Tensor:
         if self.interrupted():
             raise Interrupted
         return super().logits(rows, whole)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens, read_mask_tokens
@@ -41,7 +41,7 @@ class MaskRunner(SpyRunner):
         super().__init__()
         self.masks_read = 0  # that a row found cached before its own tokens
 
-    def logits(self, rows: Sequence[FeedRow], whole: list[tuple[int, ...]]) -> Tensor:
+    def logits(self, rows: Sequence[InputRow], whole: list[tuple[int, ...]]) -> Tensor:
         found = []
         for row, tokens in zip(rows, whole, strict=True):
             self.masks_read += tokens[: row.start].count(MASK)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.model import sampling
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import GUESS_TOKENS, GUESSED, DraftModel
@@ -68,7 +68,7 @@ def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tm
     head = head_in(tmp_path, a_model())
     assert head is not None
     runner = ModelRunner(a_model(), 8, 4)
-    rows = [FeedRow((1, 2, 3), 0, 1, (0,)), FeedRow((4, 5), 0, 1, (1,)), FeedRow((6,), 0, 1, (2,))]
+    rows = [InputRow((1, 2, 3), 0, 1, (0,)), InputRow((4, 5), 0, 1, (1,)), InputRow((6,), 0, 1, (2,))]
     states = torch.cat([model.model(torch.tensor([row.tokens])).last_hidden_state[0, -1:] for row in rows])
     logits, found, _ = runner.forward(rows)
     torch.testing.assert_close(logits, model.lm_head(states), atol=1e-5, rtol=1e-5)

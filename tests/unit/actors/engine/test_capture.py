@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.compute.hidden_states import CaptureSpec, StateCapture, decode_rows
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor
 from actors.engine.memory import state_bytes
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import load
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, SlotMove
-from cluster.verification.step import Row, StateRead, StepPlan, places_of
+from cluster.verification.step import Row, StateRead, StepPlan, slots_of
 from protos.draft_tree import DraftTree
 from protos.messages import StateDtype, StatesFormat
 from tests.unit.actors.groups import at_once, threads
@@ -57,7 +57,7 @@ class Captured:
         return torch.cat([found.hidden_states[layer][0] for layer in self.layers], dim=-1)
 
     def read(self, positions: Sequence[int], pages: Sequence[int]) -> Tensor:
-        return decode_rows(self.runner.read_states(places_of(positions, pages, PAGE_SIZE)), self.layout)
+        return decode_rows(self.runner.read_states(slots_of(positions, pages, PAGE_SIZE)), self.layout)
 
     def check(self, tokens: tuple[int, ...], pages: Sequence[int], first: int = 0) -> None:
         found = self.read(range(first, len(tokens)), pages)
@@ -75,8 +75,8 @@ def captured(request: pytest.FixtureRequest) -> Captured:
     return Captured(request.param)
 
 
-def row(pages: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int, **more: Any) -> FeedRow:
-    return FeedRow(tokens, start, logits, pages[: -(-(start + len(tokens)) // PAGE_SIZE)], **more)
+def row(pages: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int, **more: Any) -> InputRow:
+    return InputRow(tokens, start, logits, pages[: -(-(start + len(tokens)) // PAGE_SIZE)], **more)
 
 
 def test_a_prompt_in_chunks_beside_another_session(captured):
@@ -106,8 +106,8 @@ def test_nodes_of_a_tree_each_have_the_states_of_their_own_path_also_once_moved(
     text = decided + tuple(tree.tokens[node] for node in path)
     at = [*range(6), *[6 + node for node in path]]
     close_to(captured.read(at, A), captured.expected(text))
-    places = places_of(range(6, 11), A, PAGE_SIZE)
-    moves = [SlotMove(places[node], places[step]) for step, node in enumerate(path)]
+    slots = slots_of(range(6, 11), A, PAGE_SIZE)
+    moves = [SlotMove(slots[node], slots[step]) for step, node in enumerate(path)]
     further = tokens_of(6, 2)
     captured.runner.forward([row(A, further, 9, 1)], moves=moves)
     captured.check(text + further, A)
@@ -183,8 +183,8 @@ def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_
     executor = StepExecutor(found.runner, VOCABULARY)
     prompt = tokens_of(11, 6)
     opens = (an_open("a", tokens=prompt), an_open("b", tokens=prompt))
-    whole = tuple(places_of(range(6), A, PAGE_SIZE))
-    rows = (Row("a", prompt, 0, True, A[:2], state_places=whole), Row("b", prompt, 0, True, B[:2]))
+    whole = tuple(slots_of(range(6), A, PAGE_SIZE))
+    rows = (Row("a", prompt, 0, True, A[:2], state_slots=whole), Row("b", prompt, 0, True, B[:2]))
     first, other = executor.step(StepPlan((), opens, rows))
     close_to(decode_rows(first.states, found.layout), found.expected(prompt))
     assert other.states == b""
@@ -192,12 +192,12 @@ def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_
     (plain,) = executor.step(StepPlan((), (), (Row("b", (decided,), 6, True, B[:2]),)))
     tree = DraftTree(((plain.next_token + 1) % VOCABULARY, plain.next_token), (-1, -1))
     fed = (decided, *tree.tokens)
-    at = tuple(places_of(range(4, 9), A, PAGE_SIZE))  # from two positions before, which are cached, to the tree's end
+    at = tuple(slots_of(range(4, 9), A, PAGE_SIZE))  # from two positions before, which are cached, to the tree's end
     (outcome,) = executor.step(StepPlan((), (), (Row("a", fed, 6, True, A[:3], tree, at),)))
     assert outcome.path == (1,)
     text = (*prompt, decided, plain.next_token)
     close_to(decode_rows(outcome.states, found.layout), found.expected(text)[4:])
-    read = executor.answer(StateRead("a", 2, tuple(places_of(range(2, 6), A, PAGE_SIZE))))
+    read = executor.answer(StateRead("a", 2, tuple(slots_of(range(2, 6), A, PAGE_SIZE))))
     assert isinstance(read, bytes)
     close_to(decode_rows(read, found.layout), found.expected(prompt)[2:])
 
@@ -215,7 +215,7 @@ def test_the_leading_rank_of_several_captures_whole_streams_and_the_others_none(
         capture = StateCapture(spec, PAGES, PAGE_SIZE, CPU) if rank == 0 else None
         runner = ModelRunner(share, PAGES, PAGE_SIZE, capture=capture)
         runner.forward([row(A, tokens, 0, 1)])
-        return runner.read_states(places_of(range(9), A, PAGE_SIZE)) if capture is not None else None
+        return runner.read_states(slots_of(range(9), A, PAGE_SIZE)) if capture is not None else None
 
     shares = [load(tmp_path, "float32", CPU, group).model for group in threads(3)]
     leading, *others = at_once([partial(forward, rank, share) for rank, share in enumerate(shares)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.attention.batch import never
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor
 from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.page_allocator import PageCopy, SlotMove
@@ -29,13 +29,13 @@ class SpyRunner(ToyRunner):
         for token, following in NEXT.items():
             table[token, following] = 1.0
         super().__init__(table)
-        self.fed: list[list[FeedRow]] = []
+        self.fed: list[list[InputRow]] = []
         self.copied: list[tuple[PageCopy, ...]] = []
         self.moved: list[tuple[SlotMove, ...]] = []
 
     def forward(
         self,
-        rows: Sequence[FeedRow],
+        rows: Sequence[InputRow],
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
@@ -85,7 +85,7 @@ def test_a_tree_is_fed_with_its_parents_and_decided_along_the_path_that_the_targ
     (outcome,) = executor.step(StepPlan((), (an_open("s", tokens=(1, 2, 4)),), (row,)))
     assert outcome == Outcome("s", (2, 3), NEXT[NEXT[right]])
     assert outcome.tokens_of(row) == (right, NEXT[right], NEXT[NEXT[right]])
-    assert runner.fed[-1] == [FeedRow((4, *tree.tokens), 2, 6, (0,), parents=tree.parents)]
+    assert runner.fed[-1] == [InputRow((4, *tree.tokens), 2, 6, (0,), parents=tree.parents)]
 
 
 def test_penalties_go_by_the_path_that_stood_and_not_by_what_lay_beside_it():
@@ -110,7 +110,7 @@ def test_pages_copies_and_moves_reach_the_runner_as_they_were_planned():
     copies = (PageCopy(1, 0), PageCopy(2, 7))
     moves = (SlotMove(9, 8),)
     executor.step(StepPlan((), opens, rows, copies, moves))
-    assert runner.fed == [[FeedRow((2, 3), 1, 1, (4, 0)), FeedRow((1,), 0, 0, (7,))]]
+    assert runner.fed == [[InputRow((2, 3), 1, 1, (4, 0)), InputRow((1,), 0, 0, (7,))]]
     assert runner.copied == [copies]
     assert runner.moved == [moves]
 

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.tensor_parallel import STEP_NUMBERS, from_tensor, receive_step, send_step, to_tensor
 from cluster.page_allocator import PageCopy, SlotMove
 
 ids = st.integers(0, 2**31 - 1)
 tuples = st.lists(ids, max_size=6).map(tuple)
 rows = st.builds(
-    FeedRow,
+    InputRow,
     tokens=tuples,
     start=ids,
     logits=ids,
@@ -54,7 +54,7 @@ class Wire:
 def test_a_step_of_any_length_is_sent_whole_and_short_ones_in_one_message(tokens):
     """Shorter than a message, just one, one number more, and much longer."""
     wire = Wire()
-    step = [FeedRow(tuple(range(tokens)), 5, 1, (9,))]  # 10 numbers beside the tokens
+    step = [InputRow(tuple(range(tokens)), 5, 1, (9,))]  # 10 numbers beside the tokens
     numbers = to_tensor(step, [])
     assert len(numbers) == tokens + 10
     send_step(numbers, wire, CPU)

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from actors.attention.batch import Interrupted
-from actors.attention.sdpa_gather import SHORT_CONTEXT, SHORT_ROW, GatheredPlan
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.attention.sdpa_gather import SHORT_CONTEXT, SHORT_ROW, SdpaGatherPlan
+from actors.compute.kv_cache import InputRow, PagedCache
 from actors.engine.runner import ModelRunner
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, SlotMove
@@ -41,9 +41,9 @@ def scattered() -> list[tuple[int, ...]]:
 TABLES = scattered()
 
 
-def row(table: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int) -> FeedRow:
+def row(table: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int) -> InputRow:
     """With no more pages than it takes: what a row reads beyond them is none of its own."""
-    return FeedRow(tokens, start, logits, table[: -(-(start + len(tokens)) // PAGE_SIZE)])
+    return InputRow(tokens, start, logits, table[: -(-(start + len(tokens)) // PAGE_SIZE)])
 
 
 class Plain:
@@ -70,7 +70,7 @@ def plain(request: pytest.FixtureRequest) -> Plain:
 
 def check(
     plain: Plain,
-    rows: list[FeedRow],
+    rows: list[InputRow],
     whole: list[tuple[int, ...]],
     copies: Sequence[PageCopy] = (),
     moves: Sequence[SlotMove] = (),
@@ -113,7 +113,7 @@ def test_rows_and_contexts_of_all_sizes_in_one_forward_give_plain_logits(plain):
     parts = list(zip(TABLES, whole, begins, strict=True))
     plain.runner.forward([row(table, tokens[:begin], 0, 0) for table, tokens, begin in parts if begin])
     rows = [row(table, tokens[begin:], begin, min(3, len(tokens) - begin)) for table, tokens, begin in parts]
-    plan = GatheredPlan(rows, PagedCache(PAGES, PAGE_SIZE, torch.float32, torch.device("cpu")))
+    plan = SdpaGatherPlan(rows, PagedCache(PAGES, PAGE_SIZE, torch.float32, torch.device("cpu")))
     plan.place([torch.tensor(part, dtype=torch.int64) for part in plan.integers])
     assert len(plan.groups) == 4
     check(plain, rows, whole)
@@ -161,8 +161,8 @@ def test_a_tree_gives_what_each_of_its_paths_would_give_and_the_path_that_is_kep
         alone = [plain.logits(decided + path, 1) for path in ((), *paths)]
         torch.testing.assert_close(found, torch.cat([*alone, plain.logits(other, 2)]), atol=1e-4, rtol=1e-4)
         kept = max(tree.paths, key=lambda path: (len(path), path))
-        places = [at[(base + step) // PAGE_SIZE] * PAGE_SIZE + (base + step) % PAGE_SIZE for step in range(len(tree))]
-        moves = [SlotMove(places[node], places[step]) for step, node in enumerate(kept) if node != step]
+        slots = [at[(base + step) // PAGE_SIZE] * PAGE_SIZE + (base + step) % PAGE_SIZE for step in range(len(tree))]
+        moves = [SlotMove(slots[node], slots[step]) for step, node in enumerate(kept) if node != step]
         assert moves, "the path lay where it belongs: this showed nothing"
         text = decided + tuple(tree.tokens[node] for node in kept)
         further = tokens_of(80 + seed, 3)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from actors.attention.batch import RaggedBatch
-from actors.attention.sdpa_gather import Gathered
-from actors.compute.kv_cache import FeedRow, PagedCache
+from actors.attention.sdpa_gather import SdpaGather
+from actors.compute.kv_cache import InputRow, PagedCache
 from actors.compute.linear import EightBitProjection
 from actors.models.decoder import (
     Decoder,
@@ -72,10 +72,10 @@ def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
     at_a = (3, 9, 1, 12)
     at_b = (0, 14, 2)
     at_c = (5, 4, 8)
-    prompts = [FeedRow(a[:9], 0, 0, at_a), FeedRow(b[:8], 0, 0, at_b), FeedRow(c[:4], 0, 1, at_c)]
-    further = [FeedRow(a[9:], 9, 5, at_a), FeedRow(b[8:], 8, 1, at_b), FeedRow(c[4:], 4, 7, at_c)]
+    prompts = [InputRow(a[:9], 0, 0, at_a), InputRow(b[:8], 0, 0, at_b), InputRow(c[:4], 0, 1, at_c)]
+    further = [InputRow(a[9:], 9, 5, at_a), InputRow(b[8:], 8, 1, at_b), InputRow(c[4:], 4, 7, at_c)]
     with torch.inference_mode():
-        return torch.cat([decoder(RaggedBatch(rows, cache, Gathered())).logits for rows in (prompts, further)])
+        return torch.cat([decoder(RaggedBatch(rows, cache, SdpaGather())).logits for rows in (prompts, further)])
 
 
 def twins(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:

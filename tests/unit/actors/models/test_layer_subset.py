@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, PreTrainedModel
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.models.layer_subset import check_layers, load_layers
 from cluster.errors import ModelError
@@ -26,7 +26,7 @@ NEAR = {"rtol": 0.0, "atol": 1e-4}
 
 def logits(model: PreTrainedModel, tokens: tuple[int, ...] = PROMPT) -> Tensor:
     """Of every place, through the pages of a runner."""
-    row = FeedRow(tokens, 0, len(tokens), tuple(range(8)))
+    row = InputRow(tokens, 0, len(tokens), tuple(range(8)))
     return ModelRunner(model, pages=8, page_size=4).forward([row]).logits
 
 

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from actors.attention.select_backend import attention_shape
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.models.reference_check import check_class, check_model
 from actors.models.small_config import small_config
@@ -184,9 +184,9 @@ def a_model(rope: dict[str, Any], positions: int) -> PreTrainedModel:
     return jittered(LlamaForCausalLM(LlamaConfig(**sizes)))
 
 
-def row(tokens: tuple[int, ...], start: int, page: int) -> FeedRow:
+def row(tokens: tuple[int, ...], start: int, page: int) -> InputRow:
     count = -(-(start + len(tokens)) // 4)
-    return FeedRow(tokens, start, len(tokens), tuple(range(page, page + count)))
+    return InputRow(tokens, start, len(tokens), tuple(range(page, page + count)))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from actors.compute.collectives import Alone, Group
+from actors.compute.collectives import Group, SingleRank
 from actors.models.checkpoint import check_files, check_tensor_parallel, load, load_model
 from cluster.errors import ModelError
 from tests.unit.actors.groups import Planned
@@ -75,7 +75,7 @@ def sharded(folder: Path, shards: Mapping[str, Tensors], files: Mapping[str, str
 def refusals(folder: Path, group: Group | None = None, *, at_files: bool = True) -> str:
     """Loads, and checks the files alone; both must refuse in one line."""
     with pytest.raises(ModelError) as loading:
-        load(folder, "float32", CPU, group or Alone())
+        load(folder, "float32", CPU, group or SingleRank())
     if at_files:
         with pytest.raises(ModelError):
             check_files(folder, with_weights=True)
@@ -187,7 +187,7 @@ def test_the_index_decides_which_file_holds_a_tensor(tmp_path):
     files = dict.fromkeys(tensors, "z.safetensors") | {UP: "a.safetensors"}
     sharded(tmp_path, {"a.safetensors": {UP: tensors[UP]}, "z.safetensors": stale}, files)
     check_files(tmp_path, with_weights=True)
-    for group in (Alone(), Planned(0, 2)):
+    for group in (SingleRank(), Planned(0, 2)):
         found = load(tmp_path, "float32", CPU, group).model.get_parameter(UP)
         assert torch.equal(found, tensors[UP][: len(found)])
 

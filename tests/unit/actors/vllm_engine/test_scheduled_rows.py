@@ -38,19 +38,19 @@ def test_a_draft_is_fed_at_the_end_of_the_text_or_not_at_all() -> None:
         fed_row(PLANNED, DECIDED, start=4, scheduled=2, drafted=0)
 
 
-STATEFUL = Row("a", (5, 8, 9), 4, decide=True, pages=(0, 1), draft=DRAFT, state_places=(2, 3, 4, 5, 6))
+STATEFUL = Row("a", (5, 8, 9), 4, decide=True, pages=(0, 1), draft=DRAFT, state_slots=(2, 3, 4, 5, 6))
 
 
 def test_states_are_wanted_of_what_was_fed() -> None:
     assert fed_row(STATEFUL, DECIDED, start=4, scheduled=3, drafted=2) == STATEFUL
     cut = fed_row(STATEFUL, DECIDED, start=3, scheduled=3, drafted=1)
-    assert (cut.state_places, cut.states_from, cut.states_along((0,))) == ((2, 3, 4, 5), 2, [2, 3, 4, 5])
+    assert (cut.state_slots, cut.states_from, cut.states_along((0,))) == ((2, 3, 4, 5), 2, [2, 3, 4, 5])
     plain = fed_row(STATEFUL, DECIDED, start=4, scheduled=1, drafted=0)
-    assert (plain.state_places, plain.states_from) == ((2, 3, 4), 2)
+    assert (plain.state_slots, plain.states_from) == ((2, 3, 4), 2)
 
 
 def test_a_piece_of_a_prompt_has_no_verdict_for_states_to_ride_with() -> None:
-    assert fed_row(STATEFUL, DECIDED, start=0, scheduled=3, drafted=0).state_places == ()
+    assert fed_row(STATEFUL, DECIDED, start=0, scheduled=3, drafted=0).state_slots == ()
 
 
 @pytest.mark.parametrize(("sampled", "path"), [([8, 9, 7], (0, 1)), ([8, 7], (0,)), ([7], ())])

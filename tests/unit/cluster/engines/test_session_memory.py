@@ -153,7 +153,7 @@ def test_states_are_wanted_by_position_and_read_as_far_as_the_engine_holds_the_t
     scene = Scene(StatesFormat(2, StateDtype.BFLOAT16))
     scene.scheduler.receive("router#1", asked(), 0.0)
     scene.scheduler.receive("drafter#1", Attach("a", len(PROMPT), scene.prefix.hash, states_from=0), 0.0)
-    assert scene.planned()["a"].state_places == (0, 1, 2, 3, 4)
+    assert scene.planned()["a"].state_slots == (0, 1, 2, 3, 4)
     scene.step({"a": Row("a", PROMPT[:3], 0, decide=False, pages=())}, computed={"a": 3})
     feeds = scene.scheduler.feeds
     assert feeds.next_read() == StateRead("a", 0, (0, 1, 2))

@@ -61,7 +61,7 @@ class FeedDesk(Desk):
 
     def compute(self, plan: StepPlan) -> list[Outcome]:
         outcomes = super().compute(plan)
-        rows = {row.session: row for row in plan.rows if row.state_places}
+        rows = {row.session: row for row in plan.rows if row.state_slots}
         return [self._with_states(outcome, rows[outcome.session]) if outcome.session in rows else outcome
                 for outcome in outcomes]  # fmt: skip
 
@@ -70,7 +70,7 @@ class FeedDesk(Desk):
         asked = self.feeds.next_read()
         if asked is None:
             return []
-        return self.feeds.sent(asked, self._rows_at(asked.places))
+        return self.feeds.sent(asked, self._rows_at(asked.slots))
 
     def reads(self) -> Iterator[States]:
         """Reads until there is no capacity or nothing is left."""
@@ -84,9 +84,9 @@ class FeedDesk(Desk):
         states = self._rows_at(row.states_along(outcome.path))
         return Outcome(outcome.session, outcome.path, outcome.next_token, outcome.margin, states)
 
-    def _rows_at(self, places: Sequence[int]) -> bytes:
+    def _rows_at(self, slots: Sequence[int]) -> bytes:
         memory: TokenMemory = self._memory
-        return b"".join(bytes([memory._held[place]]) * self.layout.row_bytes for place in places)
+        return b"".join(bytes([memory._held[place]]) * self.layout.row_bytes for place in slots)
 
 
 def tokens_in(states: States) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ def test_a_drafter_that_reads_no_states_gets_none():
     desk.open(tokens=(1, 2, 3))
     desk.attach_from((1, 2, 3), None)
     assert [type(message) for message in to_drafter(desk.step())] == [Verdict, DraftRequest]
-    assert not any(row.state_places for row in desk.rows[0])
+    assert not any(row.state_slots for row in desk.rows[0])
     assert desk.feeds.next_read() is None
 
 
@@ -185,7 +185,7 @@ def test_a_drafter_that_nothing_is_asked_of_is_sent_no_states():
     for _ in range(3):
         assert to_drafter(desk.step()) == []
         assert desk.feeds.next_read() is None
-    assert not any(row.state_places for rows in desk.rows for row in rows)
+    assert not any(row.state_slots for rows in desk.rows for row in rows)
 
 
 def test_at_the_end_of_a_session_nothing_rides():
@@ -400,7 +400,7 @@ def test_what_was_read_for_a_session_that_is_gone_by_then_goes_nowhere():
     asked = desk.feeds.next_read()
     assert asked is not None
     desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
-    assert desk.feeds.sent(asked, bytes(SMALL.row_bytes * len(asked.places))) == []
+    assert desk.feeds.sent(asked, bytes(SMALL.row_bytes * len(asked.slots))) == []
 
 
 def test_a_drafter_that_attaches_during_a_step_is_fed_from_where_it_says():

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.verification import hidden_state_sender
 from cluster.verification.hidden_state_sender import MOST_TRIES
-from cluster.verification.step import Outcome, StepPlan, places_of
+from cluster.verification.step import Outcome, StepPlan, slots_of
 from protos.draft_tree import DraftTree
 from protos.messages import States, StatesFormat, Verdict
 from tests.unit.cluster.verification.test_hidden_state_sender import (
@@ -36,13 +36,13 @@ class FreshDesk(FeedDesk):
             self._written = {
                 place
                 for row in plan.rows
-                for place in places_of(range(row.start, row.start + len(row.tokens)), row.pages, self._page_size)
+                for place in slots_of(range(row.start, row.start + len(row.tokens)), row.pages, self._page_size)
             }
         return super().compute(plan)
 
-    def _rows_at(self, places: Sequence[int]) -> bytes:
-        assert self._written.issuperset(places), "these states are gone"
-        return super()._rows_at(places)
+    def _rows_at(self, slots: Sequence[int]) -> bytes:
+        assert self._written.issuperset(slots), "these states are gone"
+        return super()._rows_at(slots)
 
     @property
     def _page_size(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from actors.compute.hidden_states import CaptureSpec, StateCapture, decode_rows
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.heads.dflash.drafting import DFlashContext, load_dflash
 from actors.drafters.heads.eagle.loading import EagleRunner, load_eagle
 from actors.drafters.heads.medusa import load_medusa
@@ -100,7 +100,7 @@ def test_an_eagle_head_drafts_as_it_was_trained(tmp_path, shards, draft_vocabula
     runner = EagleRunner(head, len(PAGES), PAGE_SIZE)
     states = runner.project(batch.states[0, :-1])
     for last in (0, OPENING, len(fed) - UNROLL):
-        row = FeedRow(tuple(fed[: last + 1]), 0, last + 1, PAGES, states=states[: last + 1])
+        row = InputRow(tuple(fed[: last + 1]), 0, last + 1, PAGES, states=states[: last + 1])
         output = runner.forward([row])
         torch.testing.assert_close(
             output.logits, trained_logits(training, batch, 0)[: last + 1], atol=TOLERANCE, rtol=0
@@ -108,7 +108,7 @@ def test_an_eagle_head_drafts_as_it_was_trained(tmp_path, shards, draft_vocabula
         for step in range(1, UNROLL):
             assert output.hidden is not None
             place = last + step
-            row = FeedRow((fed[place],), place, 1, PAGES, states=output.hidden[-1:])
+            row = InputRow((fed[place],), place, 1, PAGES, states=output.hidden[-1:])
             output = runner.forward([row])
             expected = trained_logits(training, batch, step)[last]
             torch.testing.assert_close(output.logits[-1], expected, atol=TOLERANCE, rtol=0)
@@ -126,7 +126,7 @@ def test_heads_of_other_architectures_draft_as_they_were_trained(tmp_path, name)
     batch = one_text(shards)
     fed = tuple(batch.tokens[0, 1:].tolist())
     runner = EagleRunner(head, len(PAGES), PAGE_SIZE)
-    row = FeedRow(fed, 0, len(fed), PAGES, states=runner.project(batch.states[0, :-1]))
+    row = InputRow(fed, 0, len(fed), PAGES, states=runner.project(batch.states[0, :-1]))
     expected = trained_logits(training, batch, 0)[:-1]
     torch.testing.assert_close(runner.forward([row]).logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -146,7 +146,7 @@ def test_states_are_stored_at_the_positions_that_the_target_serves_them_for(shar
     capture = StateCapture(CaptureSpec(LAYERS, layout), len(PAGES), PAGE_SIZE, CPU)
     runner = ModelRunner(load_model(TARGET, "float32", CPU), len(PAGES), PAGE_SIZE, capture=capture)
     tokens = tuple(batch.tokens[0].tolist())
-    output = runner.forward([FeedRow(tokens, 0, len(tokens), PAGES)])
+    output = runner.forward([InputRow(tokens, 0, len(tokens), PAGES)])
     served = decode_rows(runner.read_states(range(len(tokens))), layout)
     largest = float(batch.states.abs().max())
     torch.testing.assert_close(served, batch.states[0], atol=BFLOAT16 * largest, rtol=0)

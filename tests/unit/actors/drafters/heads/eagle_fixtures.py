@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.heads.eagle.config import EagleOverrides
 from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleHead, EagleRunner, load_eagle
 from actors.drafters.heads.files import read_head
@@ -70,7 +70,7 @@ class Drive:
     ) -> ForwardOutput:
         """At places from `start`; `states` are projected ones."""
         wanted = len(tokens) if logits is None else logits
-        row = FeedRow(tuple(tokens.tolist()), start, wanted, PAGES, parents, states)
+        row = InputRow(tuple(tokens.tolist()), start, wanted, PAGES, parents, states)
         return self.runner.forward([row])
 
     def prefill(self, known: Case) -> ForwardOutput:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.heads.eagle.config import EagleOverrides
 from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleRunner
 from actors.drafters.heads.eagle.method import eagle_draft_model
@@ -43,7 +43,7 @@ class Fed:
         self._forward: Callable[..., ForwardOutput] = EagleRunner.forward
         spy = self
 
-        def forward(runner: EagleRunner, rows: Sequence[FeedRow], *others: Any, **named: Any) -> ForwardOutput:
+        def forward(runner: EagleRunner, rows: Sequence[InputRow], *others: Any, **named: Any) -> ForwardOutput:
             spy.forwards.append([(row.start, row.tokens) for row in rows])
             return spy._forward(runner, rows, *others, **named)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.heads.eagle.config import EagleOverrides, LayerIdMeaning, OutputNorm
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import (
@@ -138,8 +138,8 @@ def test_rows_of_several_sequences_do_not_see_each_other(name):
     alone = drive.prefill(known)
     tokens = torch.cat([known["input_ids"][1:], known["next_token"].reshape(1)])
     states = drive.runner.project(known["features"])
-    long = FeedRow(tuple(tokens.tolist()), 0, 12, (9, 3, 7), states=states)
-    short = FeedRow(tuple(tokens[:5].tolist()), 0, 5, (4, 11), states=states[:5])
+    long = InputRow(tuple(tokens.tolist()), 0, 12, (9, 3, 7), states=states)
+    short = InputRow(tuple(tokens[:5].tolist()), 0, 5, (4, 11), states=states[:5])
     both = drive.runner.forward([long, short])
     assert off_by(both.logits[:12], alone.logits) < TOLERANCE
     assert off_by(both.logits[12:], alone.logits[:5]) < TOLERANCE

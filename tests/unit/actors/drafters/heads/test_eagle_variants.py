@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.compute.kv_cache import FeedRow
+from actors.compute.kv_cache import InputRow
 from actors.drafters.heads.eagle.config import EagleConfig, FeatureNorm, OutputNorm, WeightSource
 from actors.drafters.heads.eagle.loading import EagleRunner
 from actors.drafters.heads.eagle.method import eagle_draft_model
@@ -105,7 +105,7 @@ def test_a_head_that_predicts_several_tokens_in_one_forward(
     fed: list[list[tuple[int, ...]]] = []  # by forward and row
     forward = EagleRunner.forward
 
-    def counted(runner: EagleRunner, rows: Sequence[FeedRow], *others: Any) -> ForwardOutput:
+    def counted(runner: EagleRunner, rows: Sequence[InputRow], *others: Any) -> ForwardOutput:
         fed.append([row.tokens for row in rows])
         return forward(runner, rows, *others)
 
