@@ -454,7 +454,7 @@ BAD_VERDICTS = {
     "half a likeliest token": (with_scores(top_ids=bytes(6)), "as many a token"),
     "too few numbers of likeliest tokens": (with_scores(top_logprobs=bytes(4)), "as many a token"),
     "negative likeliest token": (with_scores(top_ids=ids(1, -2)), "negative token id"),
-    "wide scores": (with_scores(top_ids=bytes(168), top_logprobs=bytes(168)), "21 tokens a place"),
+    "wide scores": (with_scores(top_ids=bytes(168), top_logprobs=bytes(168)), "21 tokens per position"),
     "empty session": (with_fields(session=""), "session is empty"),
     "no tokens": (with_fields(tokens=b""), "decides no token"),
     "no tokens at the end": (with_fields(tokens=b"", accepted=0, drafted=0, finish=1), "decides no token"),

@@ -85,7 +85,7 @@ def failing() -> AttentionBackend:
 
 def test_the_fastest_right_backend_is_taken_and_the_others_say_why_not(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("actors.attention.select_backend.Gathered", lambda: Paced("gathered", clock, 3.0))
+    monkeypatch.setattr("actors.attention.select_backend.SdpaGather", lambda: Paced("gathered", clock, 3.0))
     makes = {
         "slow": lambda: Paced("slow", clock, 2.0),
         "wrong": lambda: Paced("wrong", clock, 0.5, lambda found: found * 1.01),
