@@ -126,7 +126,7 @@ class InvalidFrame(ProtocolError):
 
 
 def decode_after_greeting(frame: ProtoMessage) -> Decoded:
-    """Decodes a frame after the greeting. Raises UnfitFrame for a second greeting or too many messages.
+    """Decodes a frame after the greeting. Raises InvalidFrame for a second greeting or too many messages.
 
     A greeting is the first field of a frame, so checking the first message is enough.
     """
