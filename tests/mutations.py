@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from actors.drafter import Drafter
 from actors.drafters.lookup.ngram import NgramDraft
-from actors.net.streams import InvalidFrame, decode_greeted
+from actors.net.streams import InvalidFrame, decode_after_greeting
 from actors.target import TargetReplica
 from cluster.audit import Audits
 from cluster.config import AuditConfig
@@ -99,7 +99,7 @@ class Sent:
     def decoded(self) -> Decoded | None:
         """Returns the decoded message, or None if it ends the stream."""
         try:
-            return decode_greeted(self.frame.FromString(self.data))
+            return decode_after_greeting(self.frame.FromString(self.data))
         except (DecodeError, InvalidFrame):
             return None
 
