@@ -116,7 +116,7 @@ def _both(salt: str, asked: str) -> str:
 
 PATHS = frozenset({"/", "/metrics"})
 FOLDER = "/page/"
-OPERATORS = "slipstream.admin"  # ASGI scope key: the request came to the admin port
+ADMIN_PORT = "slipstream.admin"  # ASGI scope key: the request came to the admin port
 BACKLOG = 128
 LAST_ANSWERS_S = 5
 
@@ -128,7 +128,7 @@ class AdminPort:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and OPERATORS not in scope and _is_theirs(scope["path"]):
+        if scope["type"] == "http" and ADMIN_PORT not in scope and _is_theirs(scope["path"]):
             await _elsewhere(scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -153,7 +153,7 @@ class AdminAddress:
         self._work = asyncio.create_task(self._server.serve([listening]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({**scope, OPERATORS: True}, receive, send)
+        await self._app({**scope, ADMIN_PORT: True}, receive, send)
 
     async def close(self) -> None:
         """Stops listening and waits briefly for running requests."""
@@ -257,15 +257,15 @@ def _refusal(scope: Scope) -> Response:
 REQUEST_ID = "X-Request-Id"
 
 
-def asked_name(request: Request) -> str | None:
+def request_id_of(request: Request) -> str | None:
     """Returns the request id of the header. Behind Serve it is always present, and may not be the client's."""
     name = request.headers.get(REQUEST_ID, "")
     return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
 
 
-def check_name(request: Request) -> None:
+def check_request_id(request: Request) -> None:
     """Raises RequestError if the header is not a valid request id."""
-    if REQUEST_ID in request.headers and asked_name(request) is None:
+    if REQUEST_ID in request.headers and request_id_of(request) is None:
         raise RequestError(f"{REQUEST_ID} is not a plain name of 1 to 128 characters", REQUEST_ID)
 
 
@@ -281,4 +281,4 @@ class NamedByServe:
                 del MutableHeaders(scope=message)[REQUEST_ID]
             await send(message)
 
-        await self._app(scope, receive, send if OPERATORS in scope else send_unnamed)
+        await self._app(scope, receive, send if ADMIN_PORT in scope else send_unnamed)

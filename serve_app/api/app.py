@@ -1,18 +1,18 @@
-"""The HTTP endpoints as one ASGI application.
+"""The HTTP API as one ASGI application.
 
-A request's body is read and parsed, its prompts are tokenised, each choice becomes a session, the sessions' committed
-tokens become text, and the text is sent whole or as server-sent events. A client that disconnects cancels its sessions.
-This module knows nothing of drafters, targets or Ray.
+`ApiEndpoint` serves the generating endpoints: it parses the body, checks the request, tokenises its prompts, starts one
+session per choice, and sends the answer whole or as server-sent events. A client that disconnects cancels its sessions.
+`ComputedEndpoint` serves /tokenize and /detokenize. This module knows nothing of drafters, targets or Ray.
 """
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 from fastapi import FastAPI
@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -36,30 +36,50 @@ from serve_app.api.access import (
     Callers,
     CrossOrigin,
     Exchange,
-    asked_name,
-    check_name,
+    check_request_id,
+    request_id_of,
 )
-from serve_app.api.choice_stream import ChoiceStream
+from serve_app.api.choices import Choice, ChoiceStream, ChoiceText, Delta, TextOptions
 from serve_app.api.endpoints import (
+    AnswerWriter,
     ApiFormat,
     ChatFormat,
     CompletionFormat,
-    EventWriter,
     Head,
     ResponsesFormat,
     Tokenizing,
-    ToldChoice,
 )
 from serve_app.api.failures import failure_of
 from serve_app.api.fields import RequestBounds, RequestPart, parse
-from serve_app.api.generation import AnswerForm, Choice, ChoiceText, Delta, Generator, follow, metrics_of, usage_of
-from serve_app.api.grammars import GrammarCheck
+from serve_app.api.generation import Generator, follow, metrics_of, usage_of
+from serve_app.api.grammars import GrammarCheck, RequestedGrammar
 from serve_app.api.limits import Bodies, Deadline
 from serve_app.api.metrics import Metrics
 from serve_app.api.observability import NoRequestSpans, RequestRecord, RequestSpans, logged
-from serve_app.api.openapi import HEADERS, description, docs_page
-from serve_app.api.replies import HealthReport, ModelCard, ModelList, ProbeReport, Usage, VersionReport
-from serve_app.api.schemas import DetokenizeRequest, GenerationRequest, TokenizeRequest
+from serve_app.api.openapi import HEADERS, KEY, BodyRoute, docs_page, errors, openapi_document
+from serve_app.api.replies import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    HealthReport,
+    ModelCard,
+    ModelList,
+    ProbeReport,
+    ScoredChatCompletion,
+    Usage,
+    VersionReport,
+)
+from serve_app.api.responses_schemas import ResponseReply, ResponsesRequest, ResponseStreamEvent
+from serve_app.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeReply,
+    TokenizeRequest,
+)
 from serve_app.api.served_model import find_card, fingerprint, model_list, version
 from serve_app.api.streaming import EventStream, as_json, first_of, while_connected
 from serve_app.api.text import StopMatcher, TextCodec
@@ -67,41 +87,11 @@ from serve_app.api.validation import (
     NO_DEFAULTS,
     Draw,
     GenerationDefaults,
-    ValidatedRequest,
-    agree,
     bad_words_of,
+    check_request,
     resolve,
     truncated,
 )
-
-
-def add_plain_routes(api: FastAPI, config: SlipstreamConfig) -> None:
-    """Adds routes with fixed answers: model names, version, API description."""
-    models = model_list(config)
-    described = description(version(), with_keys=bool(config.server.keys))
-    document = json.dumps(described)
-    page = docs_page(described)
-
-    @api.get("/v1/models")
-    async def list_models() -> ModelList:
-        return models
-
-    @api.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> ModelCard:
-        return find_card(models, name)
-
-    @api.get("/version")
-    async def report_version() -> VersionReport:
-        return VersionReport(version=version())
-
-    @api.get("/openapi.json")
-    async def describe() -> Response:
-        return Response(document, media_type="application/json")
-
-    @api.get("/docs")
-    async def show_docs() -> Response:
-        return HTMLResponse(page, headers=HEADERS)
-
 
 WORKERS = 2  # threads that parse and tokenise; more threads would contend with the event loop for the GIL
 HELD_BODIES = 64  # bodies of the largest size whose bytes may be held together
@@ -110,6 +100,8 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 PartT = TypeVar("PartT", bound=RequestPart)
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
+Health = Callable[[], Awaitable[HealthReport]]
+Exposition = Callable[[], Awaitable[bytes]]
 
 
 def create_api(
@@ -117,19 +109,19 @@ def create_api(
     text: TextCodec,
     config: SlipstreamConfig,
     metrics: Metrics,
-    health: Callable[[], Awaitable[HealthReport]],
+    health: Health,
     defaults: GenerationDefaults = NO_DEFAULTS,
     checkpoint: str = "",
     further: Sequence[Route] = (),
     spans: RequestSpans | None = None,
-    exposition: Callable[[], Awaitable[bytes]] | None = None,
+    exposition: Exposition | None = None,
 ) -> FastAPI:
     """Builds the application from the model's codec (`text`), its `checkpoint` fingerprint and a `generator` of tokens.
 
     `health` reports the generator's state, `defaults` fill in parameters that requests leave out, `further` routes are
     served beside the API, and `exposition` replaces `metrics` as the source of Prometheus' page.
     """
-    api = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, openapi_url=None)
+    api = FastAPI(title="Slipstream", version=version(), docs_url=None, redoc_url=None)
     server = config.server
     bodies = Bodies(
         max_bytes=server.max_body_bytes,
@@ -148,40 +140,12 @@ def create_api(
         defaults,
         spans or NoRequestSpans(),
     )
-    for endpoint in (
-        ApiEndpoint(CompletionFormat(), service),
-        ApiEndpoint(ChatFormat(), service),
-        ApiEndpoint(ResponsesFormat(), service),
-    ):
-        api.router.routes.append(Route(endpoint.path, endpoint, methods=["POST"]))
-    tokenizing = Tokenizing(text.tokenizer, text.template, config, text.max_token_chars, text.vocabulary)
-    for plain in (
-        PlainEndpoint("/tokenize", TokenizeRequest, tokenizing.tokenize, service),
-        PlainEndpoint("/detokenize", DetokenizeRequest, tokenizing.detokenize, service),
-    ):
-        api.router.routes.append(Route(plain.path, plain, methods=["POST"]))
-    add_plain_routes(api, config)
+    api.router.routes.extend(_body_routes(service, needs_key=bool(server.keys)))
+    _add_model_routes(api, config)
+    _add_health_routes(api, health)
+    _add_metrics_route(api, metrics, exposition)
+    _add_docs(api, needs_key=bool(server.keys))
     api.router.routes.extend(further)
-
-    @api.get("/health")
-    async def report_health() -> Response:
-        report = await health()
-        return as_json(report, 200 if report.status == "ok" else 503)
-
-    @api.get("/health/live")
-    async def report_liveness() -> ProbeReport:
-        return ProbeReport(status="ok")
-
-    @api.get("/health/ready")
-    async def report_readiness() -> Response:
-        status = (await health()).status
-        return as_json(ProbeReport(status=status), 200 if status == "ok" else 503)
-
-    @api.get("/metrics")
-    async def expose_metrics() -> Response:
-        told = metrics.exposition() if exposition is None else await exposition()
-        return Response(told, media_type=CONTENT_TYPE_LATEST)
-
     for route in api.routes:
         if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
             route.methods.add("HEAD")  # the server then sends no body; Starlette does this only for its own routes
@@ -200,6 +164,120 @@ def create_api(
         return failure_of(error).response
 
     return api
+
+
+def _body_routes(service: "Service", *, needs_key: bool) -> list[BodyRoute]:
+    """Returns the endpoints that parse their own bodies."""
+    route = partial(BodyRoute, needs_key=needs_key)
+    tokenizing = Tokenizing(service.text, service.config)
+    return [
+        route(
+            ChatFormat.path,
+            ApiEndpoint(ChatFormat(), service),
+            summary="Create a chat completion",
+            body=ChatRequest,
+            reply=ChatCompletion | ScoredChatCompletion,
+            event=ChatChunk,
+        ),
+        route(
+            CompletionFormat.path,
+            ApiEndpoint(CompletionFormat(), service),
+            summary="Create a completion",
+            body=CompletionRequest,
+            reply=Completion,
+            event=CompletionChunk,
+        ),
+        route(
+            ResponsesFormat.path,
+            ApiEndpoint(ResponsesFormat(), service),
+            summary="Create a response",
+            body=ResponsesRequest,
+            reply=ResponseReply,
+            event=ResponseStreamEvent,
+            ends_with_done=False,
+        ),
+        route(
+            "/tokenize",
+            ComputedEndpoint(TokenizeRequest, tokenizing.tokenize, service),
+            summary="Tokenize a text or a conversation",
+            body=TokenizeRequest,
+            reply=TokenizeReply,
+        ),
+        route(
+            "/detokenize",
+            ComputedEndpoint(DetokenizeRequest, tokenizing.detokenize, service),
+            summary="Detokenize a list of tokens",
+            body=DetokenizeRequest,
+            reply=DetokenizeReply,
+        ),
+    ]
+
+
+def _add_model_routes(api: FastAPI, config: SlipstreamConfig) -> None:
+    models = model_list(config)
+    needs_key = bool(config.server.keys)
+    dependencies = [KEY] if needs_key else []
+    key_errors = (401,) if needs_key else ()
+
+    @api.get("/v1/models", dependencies=dependencies, responses=errors(*key_errors), summary="List the model's names")
+    async def list_models() -> ModelList:
+        return models
+
+    @api.get(
+        "/v1/models/{name:path}",
+        dependencies=dependencies,
+        responses=errors(404, *key_errors),
+        summary="Look up one of the model's names",
+    )
+    async def show_model(name: str) -> ModelCard:
+        return find_card(models, name)
+
+    @api.get("/version", summary="Report the server's version")
+    async def report_version() -> VersionReport:
+        return VersionReport(version=version())
+
+
+def _add_health_routes(api: FastAPI, health: Health) -> None:
+    @api.get(
+        "/health",
+        responses={503: {"model": HealthReport, "description": "Requests cannot be served"}},
+        summary="Report whether requests can be served, and the audit's state",
+    )
+    async def report_health(response: Response) -> HealthReport:
+        report = await health()
+        response.status_code = 200 if report.status == "ok" else 503
+        return report
+
+    @api.get("/health/live", summary="Report whether the process responds")
+    async def report_liveness() -> ProbeReport:
+        return ProbeReport(status="ok")
+
+    @api.get(
+        "/health/ready",
+        responses={503: {"model": ProbeReport, "description": "Requests cannot be served"}},
+        summary="Report whether requests can be served",
+    )
+    async def report_readiness(response: Response) -> ProbeReport:
+        status = (await health()).status
+        response.status_code = 200 if status == "ok" else 503
+        return ProbeReport(status=status)
+
+
+def _add_metrics_route(api: FastAPI, metrics: Metrics, exposition: Exposition | None) -> None:
+    @api.get("/metrics", response_class=PlainTextResponse, summary="Export all processes' metrics for Prometheus")
+    async def expose_metrics() -> Response:
+        page = metrics.exposition() if exposition is None else await exposition()
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_docs(api: FastAPI, *, needs_key: bool) -> None:
+    document = openapi_document(api, needs_key=needs_key)
+    api.openapi = lambda: document  # type: ignore[method-assign]  # FastAPI serves it at /openapi.json
+    page = docs_page(document)
+
+    @api.get("/docs", include_in_schema=False)
+    async def show_docs() -> Response:
+        return HTMLResponse(page, headers=HEADERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,38 +304,38 @@ class Service:
         prompts = min(server.max_request_sessions, server.max_requests)
         return RequestBounds(prompts=prompts, prompt_tokens=self.config.model.max_context - 1)
 
-    def new_name(self) -> str:
-        """Returns an id for a request that came without one."""
+    def new_request_id(self) -> str:
+        """Returns an id for a request that has none."""
         return f"{self.draw():016x}"
 
-    async def aside(self, work: Callable[[Unpack[ArgsT]], ResultT], *args: *ArgsT) -> ResultT:
-        """Runs work on one of a few threads, off the event loop."""
+    async def in_thread(self, work: Callable[[Unpack[ArgsT]], ResultT], *args: *ArgsT) -> ResultT:
+        """Runs work in one of a few threads, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *args)
 
 
 class ApiEndpoint(Generic[RequestT]):
     """One generating endpoint as an ASGI application; one call handles the whole exchange."""
 
-    def __init__(self, dialect: ApiFormat[RequestT], service: Service) -> None:
-        self.path = dialect.path
-        self._dialect = dialect
+    def __init__(self, api_format: ApiFormat[RequestT], service: Service) -> None:
+        self._format = api_format
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
+        endpoint = self._format.endpoint
         caller: Caller = scope[CALLER]
         request = Request(scope, receive)
         with (
-            service.metrics.request(self._dialect.endpoint) as record,
-            service.spans.request(self._dialect.endpoint, self.path, request.headers, record),
-            logged(self._dialect.endpoint, record, service.clock),
+            service.metrics.request(endpoint) as record,
+            service.spans.request(endpoint, self._format.path, request.headers, record),
+            logged(endpoint, record, service.clock),
             caller.exchange() as exchange,
         ):
-            record.name = asked_name(request) or service.new_name()
+            record.name = request_id_of(request) or service.new_request_id()
             deadline = Deadline.within(service.config.server.request_timeout_s)
             response = await self._respond(request, record, exchange, deadline)
             response.headers[REQUEST_ID] = record.name
-            with suppress(ClientDisconnect):  # the record says how far the answer got
+            with suppress(ClientDisconnect):  # the record holds how far the answer got
                 await response(scope, receive, send)
 
     async def _respond(
@@ -265,10 +343,10 @@ class ApiEndpoint(Generic[RequestT]):
     ) -> Response:
         try:
             self._service.generator.check_room(1)
-            check_name(request)
-            async with deadline.kept():
+            check_request_id(request)
+            async with deadline.enforced():
                 return await self._answer(request, record, exchange, deadline)
-        except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
+        except Exception as error:  # noqa: BLE001  # every failure becomes an error response
             failure = failure_of(error)
             record.status = failure.status
             return failure.response
@@ -276,98 +354,102 @@ class ApiEndpoint(Generic[RequestT]):
     async def _answer(
         self, request: Request, record: RequestRecord, exchange: Exchange, deadline: Deadline
     ) -> Response:
-        async with self._service.bodies.read(request) as body:
-            answer = await self._prepare(body, exchange, asked_name(request), record)
-        self._service.metrics.prompt(answer.prompt_tokens)
+        service = self._service
+        async with service.bodies.read(request) as body:
+            answer = await self._prepare(body, exchange, request_id_of(request), record)
+        service.metrics.prompt(answer.prompt_tokens)
         if not answer.stream:
             whole = await while_connected(request.receive, answer.whole())
             record.status = 200
             return as_json(whole)
         events = answer.events()
-        keep_alive_s = self._service.config.server.stream_keep_alive_s
+        keep_alive_s = service.config.server.stream_keep_alive_s
         first = await first_of(events, request.receive, keep_alive_s)  # a failure up to here has its own status
         return EventStream(first, events, record, keep_alive_s, deadline, answer.writer.failed)
 
     async def _prepare(self, body: bytes, exchange: Exchange, header: str | None, record: RequestRecord) -> "ApiAnswer":
-        """Checks what it can before tokenising. Both run off the event loop."""
-        request, terms = await self._service.aside(self._agree, body)
+        """Parses and checks the request, then tokenises its prompts; both off the event loop."""
+        service = self._service
+        request, grammar = await service.in_thread(self._parse, body)
         exchange.caller.check(request)
-        self._service.generator.check_room(terms.sessions)
-        if terms.grammar is not None:
-            await self._service.grammars.check(terms.grammar)
-        exchange.take(terms.sessions)
+        sessions = request.prompt_count * request.n
+        service.generator.check_room(sessions)
+        if grammar is not None:
+            await service.grammars.check(grammar)
+        exchange.take(sessions)
         record.request = request
         record.name = header or request.request_id or record.name
-        return await self._service.aside(self._resolve, request, terms, exchange.caller, record)
+        return await service.in_thread(self._start, request, grammar, exchange.caller, record)
 
-    def _agree(self, body: bytes) -> tuple[RequestT, ValidatedRequest]:
+    def _parse(self, body: bytes) -> tuple[RequestT, RequestedGrammar | None]:
+        """Returns a checked request and the grammar of its answer."""
         service = self._service
-        request = service.defaults.applied(self._dialect.parse(body, service.bounds))
-        terms = agree(request, config=service.config, max_token_chars=service.text.max_token_chars)
-        self._dialect.check(request, service.text)
-        return request, replace(terms, grammar=self._dialect.held(request, service.text, terms.grammar))
+        request = service.defaults.applied(self._format.parse(body, service.bounds))
+        check_request(request, config=service.config, max_token_chars=service.text.max_token_chars)
+        self._format.check(request, service.text)
+        return request, self._format.grammar(request, service.text)
 
-    def _resolve(
-        self, request: RequestT, terms: ValidatedRequest, caller: Caller, record: RequestRecord
+    def _start(
+        self, request: RequestT, grammar: RequestedGrammar | None, caller: Caller, record: RequestRecord
     ) -> "ApiAnswer":
+        """Tokenises the prompts and returns the answer, whose sessions start when it is read."""
         service = self._service
-        dialect = self._dialect
         context = service.config.model.max_context
-        prompts = [truncated(request, prompt, context) for prompt in dialect.prompts(request, service.text)]
-        resolved = resolve(
+        prompts = [truncated(request, prompt, context) for prompt in self._format.prompts(request, service.text)]
+        generations = resolve(
             request,
-            terms,
             prompts,
-            context=context,
+            config=service.config,
             eos_ids=service.text.eos_ids,
             vocabulary=service.text.vocabulary,
             draw=service.draw,
+            grammar="" if grammar is None else grammar.text,
             bad_words=bad_words_of(request, service.text),
             traceparent=record.traceparent,
         )
-        generations = caller.bounded(resolved)
         head = Head(
-            id=f"{dialect.id_prefix}{request.request_id or record.name}",
+            id=f"{self._format.id_prefix}{request.request_id or record.name}",
             created=int(time.time()),
             model=request.model,
             system_fingerprint=service.fingerprint,
         )
-        told = [self._choice(request, index, generation) for index, generation in enumerate(generations)]
+        bounded = enumerate(caller.bounded(generations))
+        choices = [self._choice(request, index, generation) for index, generation in bounded]
         record.response_id = head["id"]
         record.sessions = [generation.session for generation in generations]
         record.prompt_tokens = sum(map(len, prompts))
-        record.choices = [choice.transcript for choice, _ in told]
-        writer = dialect.writer(request, head, service.text)
-        return ApiAnswer(writer, service, request.stream, told, record.prompt_tokens)
+        record.choices = [choice.text for choice in choices]
+        writer = self._format.writer(request, head, service.text)
+        return ApiAnswer(writer, service, request.stream, choices, record.prompt_tokens)
 
-    def _choice(self, request: RequestT, index: int, generation: Generation) -> ToldChoice:
-        text = self._service.text
-        dialect = self._dialect
-        skips = request.skip_special_tokens and not dialect.reads_parts(text)
+    def _choice(self, request: RequestT, index: int, generation: Generation) -> Choice:
+        codec = self._service.text
+        skips = request.skip_special_tokens and not self._format.needs_special_tokens(codec)
         echoed = generation.prompt if request.is_echoed else ()
-        form = AnswerForm(
+        options = TextOptions(
             stop_ids=frozenset(generation.stop_ids),
             keeps_stop=request.include_stop_str_in_output,
-            named_stop_ids=frozenset(request.stop_token_ids) - (set() if request.ignore_eos else set(text.eos_ids)),
+            named_stop_ids=frozenset(request.stop_token_ids) - (set() if request.ignore_eos else set(codec.eos_ids)),
             min_tokens=request.min_tokens,
             echoed=echoed,
-            echoed_text=text.decode(echoed, skips) if echoed else "",
+            echoed_text=codec.decode(echoed, skips) if echoed else "",
         )
-        stops = StopMatcher(request.stop, request.include_stop_str_in_output)
-        interval = self._service.config.server.stream_interval
-        transcript = ChoiceText(
-            index, text.detokenizer(skips, request.spaces_between_special_tokens), stops, interval, form
+        text = ChoiceText(
+            index,
+            codec.detokenizer(skips, request.spaces_between_special_tokens),
+            StopMatcher(request.stop, request.include_stop_str_in_output),
+            self._service.config.server.stream_interval,
+            options,
         )
-        reader = dialect.reader(request, text, generation.prompt)
-        telling = ChoiceStream(index, reader, dialect.telling(request), self._service.draw)
-        return ToldChoice(Choice(generation, transcript), telling)
+        reader = self._format.reader(request, codec, generation.prompt)
+        stream = ChoiceStream(index, reader, self._format.stream_options(request), self._service.draw)
+        return Choice(generation, text, stream)
 
 
 @dataclass(frozen=True, slots=True)
-class PlainEndpoint(Generic[PartT]):
+class ComputedEndpoint(Generic[PartT]):
     """An endpoint that computes its answer from the body alone; `work` runs off the event loop."""
 
-    path: str
     schema: type[PartT]
     work: Callable[[PartT], BaseModel]
     service: Service
@@ -376,17 +458,17 @@ class PlainEndpoint(Generic[PartT]):
         request = Request(scope, receive)
         with suppress(ClientDisconnect):
             response = await self._respond(request, scope[CALLER])
-            response.headers[REQUEST_ID] = asked_name(request) or self.service.new_name()
+            response.headers[REQUEST_ID] = request_id_of(request) or self.service.new_request_id()
             await response(scope, receive, send)
 
     async def _respond(self, request: Request, caller: Caller) -> Response:
         try:
-            check_name(request)
+            check_request_id(request)
             with caller.exchange() as exchange:
                 exchange.take(1)  # this work counts against the key's limit too
                 async with self.service.bodies.read(request) as body:
-                    return as_json(await self.service.aside(self._answer, body))
-        except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
+                    return as_json(await self.service.in_thread(self._answer, body))
+        except Exception as error:  # noqa: BLE001  # every failure becomes an error response
             return failure_of(error).response
 
     def _answer(self, body: bytes) -> BaseModel:
@@ -397,34 +479,31 @@ class PlainEndpoint(Generic[PartT]):
 class ApiAnswer:
     """The answer to one request, available once, whole or as events."""
 
-    writer: EventWriter
+    writer: AnswerWriter
     service: Service
     stream: bool
-    told: list[ToldChoice]
+    choices: list[Choice]
     prompt_tokens: int
 
     async def whole(self) -> BaseModel:
         """Returns the answer after all choices have ended."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                self.told[delta.index].telling.parts(delta)
-        return self.writer.whole(self.told, self._usage())
+                self.choices[delta.index].stream.events(delta)
+        return self.writer.whole(self.choices, self._usage())
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yields the answer as server-sent events; the first carries the first text."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                for part in self.told[delta.index].telling.parts(delta):
-                    for event in self.writer.part(part, self._usage):
-                        yield event
-        metrics = metrics_of([choice for choice, _ in self.told])
-        for event in self.writer.closing(self._usage(), metrics):
-            yield event
+                for event in self.choices[delta.index].stream.events(delta):
+                    for sent in self.writer.event(event, self._usage):
+                        yield sent
+        for sent in self.writer.closing(self._usage(), metrics_of(self.choices)):
+            yield sent
 
     def _deltas(self) -> AsyncGenerator[Delta, None]:
-        choices = [choice for choice, _ in self.told]
-        return follow(self.service.generator, choices, self.service.metrics, self.service.clock)
+        return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
 
     def _usage(self) -> Usage:
-        reasoning_tokens = sum(telling.reasoning_tokens for _, telling in self.told)
-        return usage_of([choice for choice, _ in self.told], self.prompt_tokens, reasoning_tokens)
+        return usage_of(self.choices, self.prompt_tokens)

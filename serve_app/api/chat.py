@@ -10,7 +10,7 @@ from serve_app.api.schemas import ChatMessage, ChatRequest, NamedTool, ToolCall
 from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, ResponseReaders
 
 
-def check_talk(request: ChatRequest, template: ChatTemplate, *, reads_answers: bool) -> None:
+def check_features(request: ChatRequest, template: ChatTemplate, *, reads_answers: bool) -> None:
     """Raises RequestError for features the model lacks. `reads_answers`: whether its answers are split into parts."""
     _check_choice(request)
     if request.offered and not template.takes("tools", with_tools=True):
@@ -23,7 +23,7 @@ def check_talk(request: ChatRequest, template: ChatTemplate, *, reads_answers: b
         raise RequestError("reasoning_effort: this model's chat template takes none", "reasoning_effort")
 
 
-def check_calls(request: ChatRequest, form: CallForm | None) -> None:
+def check_call_form(request: ChatRequest, form: CallForm | None) -> None:
     """Raises RequestError if calls are to be constrained and the model's call format (`form`) is unknown."""
     if form is not None:
         return
@@ -47,13 +47,13 @@ def _check_choice(request: ChatRequest) -> None:
         raise RequestError(message, "tool_choice")
 
 
-def messages_for(request: ChatRequest, template: ChatTemplate) -> list[Message]:
+def messages_of(request: ChatRequest, template: ChatTemplate) -> list[Message]:
     """Returns the conversation in the template's form."""
     developer = "developer" if template.takes("developer") else "system"
     return [_message(message, developer) for message in request.messages]
 
 
-def options_for(request: ChatRequest) -> TemplateOptions:
+def options_of(request: ChatRequest) -> TemplateOptions:
     """Returns the template options of a request."""
     begins = request.add_generation_prompt
     return TemplateOptions(
@@ -68,7 +68,7 @@ def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: Resp
     """Returns the reasoning that the request's prompt will already contain; all prompts with these options have the
     same.
     """
-    options = options_for(request)
+    options = options_of(request)
     if options.continues_last:
         return "over"
     put = TemplateOptions(variables=options.variables, begins_answer=options.begins_answer)

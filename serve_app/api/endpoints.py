@@ -1,35 +1,27 @@
-"""Wire formats of requests and answers: completions, chat completions, responses, tokenize.
+"""Wire formats of the generating endpoints, and the work of /tokenize and /detokenize.
 
-A format knows its request's schema and how deltas and finished choices look on the wire, but not how they are
-generated. It is pure and also runs on a thread beside the event loop.
+An `ApiFormat` parses one endpoint's requests, tokenises their prompts, and creates the `AnswerWriter` of each answer. A
+writer serializes the answer, whole or event by event. Formats know nothing of how tokens are generated; they are pure
+and also run on a thread beside the event loop.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
-from serve_app.api.chat import check_calls, check_talk, messages_for, options_for, reasoning_before
-from serve_app.api.chat_template import ChatTemplate
-from serve_app.api.choice_stream import (
-    ChoiceStream,
-    ChoiceStreamOptions,
-    Part,
-    ScoredToken,
-    TokenText,
-    chat_logprobs,
-    completion_logprobs,
-    prompt_logprobs,
-)
+from serve_app.api.chat import check_call_form, check_features, messages_of, options_of, reasoning_before
+from serve_app.api.choices import Choice, ChoiceEvent, ChoiceStreamOptions
 from serve_app.api.failures import Failure
 from serve_app.api.fields import RequestBounds, parse
-from serve_app.api.generation import Choice, metrics_of
-from serve_app.api.grammars import RequestedGrammar, held_calls
+from serve_app.api.generation import metrics_of
+from serve_app.api.grammars import RequestedGrammar, call_grammar, check_end, content_grammar
+from serve_app.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from serve_app.api.replies import (
     AnswerMessage,
     ChatChoice,
@@ -37,19 +29,20 @@ from serve_app.api.replies import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
-    ChatLogprobs,
     Completion,
     CompletionChoice,
     CompletionChunk,
-    CompletionLogprobs,
+    FunctionReply,
     PromptLogprobs,
     RequestMetrics,
     ScoredChatCompletion,
     ScoredCompletionChoice,
     ToolCallDelta,
+    ToolCallReply,
+    Trace,
     Usage,
 )
-from serve_app.api.responses import ResponsesChat, ResponseWriter, as_chat, begun
+from serve_app.api.responses import ResponsesChat, ResponseWriter, as_chat, initial_response
 from serve_app.api.responses_schemas import ResponsesRequest
 from serve_app.api.schemas import (
     ChatRequest,
@@ -64,9 +57,10 @@ from serve_app.api.schemas import (
 from serve_app.api.served_model import check_model
 from serve_app.api.streaming import as_event
 from serve_app.api.text import TextCodec
-from serve_app.api.tool_calls import PlainReader, Reader
+from serve_app.api.tool_calls import Call, PlainReader, Reader, Reasoning
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+NO_TRACE = Trace()
 
 
 class Head(TypedDict):
@@ -78,39 +72,23 @@ class Head(TypedDict):
     system_fingerprint: str
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreForm:
-    """Which token scores are sent, and under which names."""
+class AnswerWriter(Protocol):
+    """Serializes one answer."""
 
-    top: int | None  # alternatives per generated token; None: no scores
-    prompt_top: int | None  # the same for prompt tokens
-    text_of: TokenText
-
-
-class ToldChoice(NamedTuple):
-    """A choice and its stream of parts."""
-
-    choice: Choice
-    telling: ChoiceStream
-
-
-class EventWriter(Protocol):
-    """Writes one answer."""
-
-    def whole(self, told: Sequence[ToldChoice], usage: Usage) -> BaseModel:
-        """Returns the answer in one piece."""
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> BaseModel:
+        """Returns the answer in one piece, after all choices have ended."""
         ...
 
-    def part(self, part: Part, usage: Callable[[], Usage]) -> Iterable[str]:
-        """Returns events for one choice's opening, text, call or end; `usage` is the usage so far."""
+    def event(self, event: ChoiceEvent, usage: Callable[[], Usage]) -> Iterable[str]:
+        """Returns the server-sent events for one event of a choice; `usage` returns the usage so far."""
         ...
 
     def closing(self, usage: Usage, metrics: RequestMetrics | None) -> Iterable[str]:
-        """Returns the last events."""
+        """Returns the last server-sent events."""
         ...
 
     def failed(self, failure: Failure) -> str:
-        """Returns the events that end a stream that fails."""
+        """Returns the server-sent events that end a failed stream."""
         ...
 
 
@@ -120,86 +98,89 @@ class ApiFormat(ABC, Generic[RequestT]):
     endpoint: ClassVar[str]
     path: ClassVar[str]
     id_prefix: ClassVar[str]
-    schema: type[RequestT]
+
+    @abstractmethod
+    def parse(self, body: bytes, bounds: RequestBounds) -> RequestT:
+        """Parses a body."""
 
     def check(self, request: RequestT, codec: TextCodec) -> None:
         """Raises RequestError for features the model lacks, before tokenising."""
         del request, codec
 
-    def held(self, request: RequestT, codec: TextCodec, asked: RequestedGrammar | None) -> RequestedGrammar | None:
-        """Returns the grammar of the whole answer; `asked` is that of its content."""
-        del request, codec
-        return asked
-
-    def reads_parts(self, codec: TextCodec) -> bool:
-        """Returns whether answers are split into parts, which needs the special tokens that mark them."""
+    def grammar(self, request: RequestT, codec: TextCodec) -> RequestedGrammar | None:
+        """Returns the grammar of the whole answer, if any."""
         del codec
-        return False
-
-    def reader(self, request: RequestT, codec: TextCodec, prompt: Sequence[int]) -> Reader:
-        """Returns the reader that splits an answer into parts."""
-        del request, codec, prompt
-        return PlainReader()
-
-    def telling(self, request: RequestT) -> ChoiceStreamOptions:
-        """Returns which parts of an answer are sent."""
-        del request
-        return ChoiceStreamOptions()
-
-    def parse(self, body: bytes, bounds: RequestBounds) -> RequestT:
-        """Parses a body."""
-        return parse(self.schema, body, bounds)
-
-    def writer(self, request: RequestT, head: Head, codec: TextCodec) -> EventWriter:
-        """Returns the writer of the answer."""
-        return ChunkWriter(self, request, head, codec.token_text)
+        grammar = content_grammar(request.answer_format, request.structured_outputs)
+        check_end(grammar, ignore_eos=request.ignore_eos)
+        return grammar
 
     @abstractmethod
     def prompts(self, request: RequestT, codec: TextCodec) -> list[tuple[int, ...]]:
         """Tokenises the request's prompts."""
 
+    def needs_special_tokens(self, codec: TextCodec) -> bool:
+        """Returns whether the reader needs the text of special tokens, which mark an answer's parts."""
+        del codec
+        return False
+
+    def reader(self, request: RequestT, codec: TextCodec, prompt: Sequence[int]) -> Reader:
+        """Returns the reader that splits an answer into segments."""
+        del request, codec, prompt
+        return PlainReader()
+
+    def stream_options(self, request: RequestT) -> ChoiceStreamOptions:
+        """Returns which events of an answer are sent."""
+        return ChoiceStreamOptions(trace=_has_trace(request))
+
     @abstractmethod
-    def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> BaseModel:
+    def writer(self, request: RequestT, head: Head, codec: TextCodec) -> AnswerWriter:
+        """Returns the writer of the answer."""
+
+
+def _has_trace(request: GenerationRequest) -> bool:
+    return request.speculation.trace or request.speculation.rejected
+
+
+class ChunkWriter(ABC):
+    """Writes an answer in chunks, one server-sent event each."""
+
+    def __init__(self, request: GenerationRequest, head: Head, codec: TextCodec) -> None:
+        self._head = head
+        self._text_of = codec.token_text
+        self._top = request.top_of_tokens
+        self._prompt_top = request.prompt_logprobs
+        self._includes_usage = request.stream_options.include_usage
+        self._continuous_usage = request.stream_options.continuous_usage_stats
+        self._left_out = _left_out_of(request)
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> BaseModel:
         """Returns the answer in one piece."""
 
     @abstractmethod
-    def chunk(self, head: Head, part: Part, usage: Usage | None, scores: ScoreForm) -> BaseModel:
-        """Returns the chunk for a choice's opening, text or end, with usage so far if requested."""
+    def _chunk(self, event: ChoiceEvent, usage: Usage | None) -> BaseModel:
+        """Returns the chunk for one event, with the usage so far if requested."""
 
     @abstractmethod
-    def closing(self, head: Head, usage: Usage, metrics: RequestMetrics | None) -> BaseModel:
+    def _usage_chunk(self, usage: Usage, metrics: RequestMetrics | None) -> BaseModel:
         """Returns the chunk that reports usage."""
 
-
-class ChunkWriter(Generic[RequestT]):
-    """Writes an answer in chunks, one event each."""
-
-    def __init__(self, dialect: ApiFormat[RequestT], request: RequestT, head: Head, text_of: TokenText) -> None:
-        self._dialect = dialect
-        self._scores = ScoreForm(request.top_of_tokens, request.prompt_logprobs, text_of)
-        self._head = head
-        self._options = request.stream_options
-        self._left_out = _left_out_of(request)
-
-    def whole(self, told: Sequence[ToldChoice], usage: Usage) -> BaseModel:
-        return self._dialect.whole(self._head, told, usage, self._scores)
-
-    def part(self, part: Part, usage: Callable[[], Usage]) -> Iterable[str]:
-        so_far = usage() if self._options.continuous_usage_stats else None
-        return (self._event(self._dialect.chunk(self._head, part, so_far, self._scores)),)
+    def event(self, event: ChoiceEvent, usage: Callable[[], Usage]) -> Iterable[str]:
+        chunk = self._chunk(event, usage() if self._continuous_usage else None)
+        return (as_event(chunk.model_dump_json(exclude=self._left_out)),)
 
     def closing(self, usage: Usage, metrics: RequestMetrics | None) -> Iterable[str]:
-        if not self._options.include_usage:
+        if not self._includes_usage:
             return (as_event("[DONE]"),)
-        chunk = self._dialect.closing(self._head, usage, metrics)
-        told = chunk.model_dump_json(exclude={name: what for name, what in self._left_out.items() if name != "metrics"})
-        return (as_event(told), as_event("[DONE]"))
+        chunk = self._usage_chunk(usage, metrics)
+        left_out = {name: fields for name, fields in self._left_out.items() if name != "metrics"}
+        return (as_event(chunk.model_dump_json(exclude=left_out)), as_event("[DONE]"))
 
     def failed(self, failure: Failure) -> str:
         return as_event(failure.body) + as_event("[DONE]")
 
-    def _event(self, chunk: BaseModel) -> str:
-        return as_event(chunk.model_dump_json(exclude=self._left_out))
+    def _prompt_logprobs(self, choice: Choice, top: int) -> PromptLogprobs:
+        return prompt_logprobs(choice.generation.prompt, choice.text.prompt_scores, top, self._text_of)
 
 
 def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
@@ -218,27 +199,56 @@ class CompletionFormat(ApiFormat[CompletionRequest]):
     endpoint = "completions"
     path = "/v1/completions"
     id_prefix = "cmpl-"
-    schema = CompletionRequest
+
+    def parse(self, body: bytes, bounds: RequestBounds) -> CompletionRequest:
+        return parse(CompletionRequest, body, bounds)
 
     def prompts(self, request: CompletionRequest, codec: TextCodec) -> list[tuple[int, ...]]:
         return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
 
-    def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> Completion:
-        made = tuple([_whole_completion(one, scores) for one in told])
-        return Completion(**head, choices=made, usage=usage, metrics=metrics_of([one.choice for one in told]))
+    def writer(self, request: CompletionRequest, head: Head, codec: TextCodec) -> AnswerWriter:
+        return CompletionWriter(request, head, codec)
 
-    def chunk(self, head: Head, part: Part, usage: Usage | None, scores: ScoreForm) -> CompletionChunk:
-        choice = CompletionChoice(
-            index=part.index,
-            text=part.text,
-            logprobs=_of_completion(part.scored, scores, part.offset),
-            finish_reason=part.finish,
-            stop_reason=part.stop_reason,
+
+class CompletionWriter(ChunkWriter):
+    """Writes answers of /v1/completions."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Completion:
+        written = tuple([self._choice(choice) for choice in choices])
+        return Completion(**self._head, choices=written, usage=usage, metrics=metrics_of(choices))
+
+    def _choice(self, choice: Choice) -> CompletionChoice:
+        text = choice.text
+        logprobs = None
+        if self._top is not None and text.scored:
+            logprobs = completion_logprobs(text.scored, self._top, self._text_of)
+        written = CompletionChoice(
+            index=text.index,
+            text=text.text,
+            logprobs=logprobs,
+            finish_reason=text.finish,
+            stop_reason=text.stop_reason,
         )
-        return CompletionChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
+        if self._prompt_top is None:
+            return written
+        of_prompt = self._prompt_logprobs(choice, self._prompt_top)
+        return ScoredCompletionChoice(**dict(written), prompt_logprobs=of_prompt)
 
-    def closing(self, head: Head, usage: Usage, metrics: RequestMetrics | None) -> CompletionChunk:
-        return CompletionChunk(**head, choices=(), usage=usage, metrics=metrics)
+    def _chunk(self, event: ChoiceEvent, usage: Usage | None) -> CompletionChunk:
+        logprobs = None
+        if self._top is not None and event.scored:
+            logprobs = completion_logprobs(event.scored, self._top, self._text_of, event.offset)
+        choice = CompletionChoice(
+            index=event.index,
+            text=event.text,
+            logprobs=logprobs,
+            finish_reason=event.finish,
+            stop_reason=event.stop_reason,
+        )
+        return CompletionChunk(**self._head, choices=(choice,), usage=usage, slipstream=event.trace or NO_TRACE)
+
+    def _usage_chunk(self, usage: Usage, metrics: RequestMetrics | None) -> CompletionChunk:
+        return CompletionChunk(**self._head, choices=(), usage=usage, metrics=metrics)
 
 
 class ChatFormat(ApiFormat[ChatRequest]):
@@ -247,53 +257,105 @@ class ChatFormat(ApiFormat[ChatRequest]):
     endpoint = "chat"
     path = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
-    schema = ChatRequest
+
+    def parse(self, body: bytes, bounds: RequestBounds) -> ChatRequest:
+        return parse(ChatRequest, body, bounds)
 
     def check(self, request: ChatRequest, codec: TextCodec) -> None:
-        check_talk(request, codec.template, reads_answers=codec.readers.tells_parts)
-        check_calls(request, codec.call_form)
+        check_features(request, codec.template, reads_answers=codec.readers.have_template)
+        check_call_form(request, codec.call_form)
 
-    def held(self, request: ChatRequest, codec: TextCodec, asked: RequestedGrammar | None) -> RequestedGrammar | None:
+    def grammar(self, request: ChatRequest, codec: TextCodec) -> RequestedGrammar | None:
+        content = super().grammar(request, codec)
         reasoning = partial(reasoning_before, request, codec.template, codec.readers)
-        return held_calls(request, codec.call_form, asked, reasoning)
+        return call_grammar(request, codec.call_form, content, reasoning)
 
     def prompts(self, request: ChatRequest, codec: TextCodec) -> list[tuple[int, ...]]:
-        return [codec.encode_chat(messages_for(request, codec.template), options_for(request))]
+        return [codec.encode_chat(messages_of(request, codec.template), options_of(request))]
 
-    def reads_parts(self, codec: TextCodec) -> bool:
-        return codec.readers.tells_parts
+    def needs_special_tokens(self, codec: TextCodec) -> bool:
+        return codec.readers.have_template
 
     def reader(self, request: ChatRequest, codec: TextCodec, prompt: Sequence[int]) -> Reader:
         return codec.readers.reader(prompt, [tool.model_dump() for tool in request.offered])
 
-    def telling(self, request: ChatRequest) -> ChoiceStreamOptions:
+    def stream_options(self, request: ChatRequest) -> ChoiceStreamOptions:
         return ChoiceStreamOptions(
             reasoning=request.include_reasoning,
-            most_calls=None if request.parallel_tool_calls else 1,
+            max_calls=None if request.parallel_tool_calls else 1,
             opening=True,
-            end_of_calls="stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls",  # OpenAI's name
+            call_finish="stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls",  # as OpenAI does
+            trace=_has_trace(request),
         )
 
-    def whole(self, head: Head, told: Sequence[ToldChoice], usage: Usage, scores: ScoreForm) -> ChatCompletion:
-        made = tuple([_whole_chat(one, scores) for one in told])
-        metrics = metrics_of([one.choice for one in told])
-        if scores.prompt_top is None:
-            return ChatCompletion(**head, choices=made, usage=usage, metrics=metrics)
-        of_prompt = _of_prompt(told[0].choice, scores.prompt_top, scores)
-        return ScoredChatCompletion(**head, choices=made, usage=usage, metrics=metrics, prompt_logprobs=of_prompt)
+    def writer(self, request: ChatRequest, head: Head, codec: TextCodec) -> AnswerWriter:
+        return ChatWriter(request, head, codec)
 
-    def chunk(self, head: Head, part: Part, usage: Usage | None, scores: ScoreForm) -> ChatChunk:
+
+class ChatWriter(ChunkWriter):
+    """Writes answers of /v1/chat/completions."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> ChatCompletion:
+        written = tuple([self._choice(choice) for choice in choices])
+        metrics = metrics_of(choices)
+        if self._prompt_top is None:
+            return ChatCompletion(**self._head, choices=written, usage=usage, metrics=metrics)
+        of_prompt = self._prompt_logprobs(choices[0], self._prompt_top)
+        return ScoredChatCompletion(
+            **self._head, choices=written, usage=usage, metrics=metrics, prompt_logprobs=of_prompt
+        )
+
+    def _choice(self, choice: Choice) -> ChatChoice:
+        text, stream = choice.text, choice.stream
+        assert stream.finish is not None, "an answer is whole when all its choices have ended"
+        reasoning = stream.reasoning or None
+        message = AnswerMessage(
+            content=stream.content or (None if stream.calls else ""),
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=tuple([ToolCallReply(**_call_fields(call)) for call in stream.calls]) or None,
+        )
+        logprobs = None
+        if self._top is not None and text.scored:
+            logprobs = chat_logprobs(text.scored, self._top, self._text_of)
+        return ChatChoice(
+            index=text.index,
+            message=message,
+            logprobs=logprobs,
+            finish_reason=stream.finish,
+            stop_reason=text.stop_reason,
+        )
+
+    def _chunk(self, event: ChoiceEvent, usage: Usage | None) -> ChatChunk:
+        logprobs = None
+        if self._top is not None and event.scored:
+            logprobs = chat_logprobs(event.scored, self._top, self._text_of)
         choice = ChatChunkChoice(
-            index=part.index,
-            delta=_chat_delta(part),
-            logprobs=_of_chat(part.scored, scores),
-            finish_reason=part.finish,
-            stop_reason=part.stop_reason,
+            index=event.index,
+            delta=_chat_delta(event),
+            logprobs=logprobs,
+            finish_reason=event.finish,
+            stop_reason=event.stop_reason,
         )
-        return ChatChunk(**head, choices=(choice,), usage=usage, slipstream=part.trace)
+        return ChatChunk(**self._head, choices=(choice,), usage=usage, slipstream=event.trace or NO_TRACE)
 
-    def closing(self, head: Head, usage: Usage, metrics: RequestMetrics | None) -> ChatChunk:
-        return ChatChunk(**head, choices=(), usage=usage, metrics=metrics)
+    def _usage_chunk(self, usage: Usage, metrics: RequestMetrics | None) -> ChatChunk:
+        return ChatChunk(**self._head, choices=(), usage=usage, metrics=metrics)
+
+
+def _chat_delta(event: ChoiceEvent) -> ChatDelta:
+    segment = event.segment
+    if event.is_opening:
+        return ChatDelta(role="assistant", content="")
+    if isinstance(segment, Call):
+        return ChatDelta(tool_calls=(ToolCallDelta(index=segment.index, **_call_fields(segment)),))
+    if isinstance(segment, Reasoning):
+        return ChatDelta(reasoning=segment.text, reasoning_content=segment.text)
+    return ChatDelta(content=event.text) if event.finish is None else ChatDelta()
+
+
+def _call_fields(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "function": FunctionReply(name=call.name, arguments=call.arguments)}
 
 
 class ResponsesFormat(ChatFormat):
@@ -306,129 +368,50 @@ class ResponsesFormat(ChatFormat):
     def parse(self, body: bytes, bounds: RequestBounds) -> ResponsesChat:
         return as_chat(parse(ResponsesRequest, body, bounds), bounds)
 
-    def writer(self, request: ChatRequest, head: Head, codec: TextCodec) -> EventWriter:
+    def writer(self, request: ChatRequest, head: Head, codec: TextCodec) -> AnswerWriter:
         del codec
-        assert isinstance(request, ResponsesChat), "it was parsed here"
-        return _ResponseEvents(ResponseWriter(begun(request, head["id"], head["created"])))
-
-
-class _ResponseEvents:
-    """Adapts the writer of responses to `EventWriter`."""
-
-    def __init__(self, writer: ResponseWriter) -> None:
-        self._writer = writer
-
-    def whole(self, told: Sequence[ToldChoice], usage: Usage) -> BaseModel:
-        ((_, telling),) = told
-        assert telling.finish is not None, "an answer is whole when its choice has ended"
-        return self._writer.whole(telling.told, telling.finish, usage)
-
-    def part(self, part: Part, usage: Callable[[], Usage]) -> Iterable[str]:
-        del usage
-        return self._writer.part(part)
-
-    def closing(self, usage: Usage, metrics: RequestMetrics | None) -> Iterable[str]:
-        del metrics
-        return self._writer.closing(usage)
-
-    def failed(self, failure: Failure) -> str:
-        return self._writer.failed(failure.detail)
-
-
-def _chat_delta(part: Part) -> ChatDelta:
-    if part.opening:
-        return ChatDelta(role="assistant", content="")
-    if part.call is not None:
-        return ChatDelta(tool_calls=(ToolCallDelta(index=part.call_index, **part.call.model_dump()),))
-    if part.reasoning:
-        return ChatDelta(reasoning=part.reasoning, reasoning_content=part.reasoning)
-    return ChatDelta(content=part.text) if part.finish is None else ChatDelta()
-
-
-def _whole_completion(told: ToldChoice, scores: ScoreForm) -> CompletionChoice:
-    transcript = told.choice.transcript
-    choice = CompletionChoice(
-        index=transcript.index,
-        text=transcript.text,
-        logprobs=_of_completion(transcript.scored, scores),
-        finish_reason=transcript.finish,
-        stop_reason=transcript.stop_reason,
-    )
-    if scores.prompt_top is None:
-        return choice
-    of_prompt = _of_prompt(told.choice, scores.prompt_top, scores)
-    return ScoredCompletionChoice(**dict(choice), prompt_logprobs=of_prompt)
-
-
-def _whole_chat(told: ToldChoice, scores: ScoreForm) -> ChatChoice:
-    telling = told.telling
-    assert telling.finish is not None, "an answer is whole when all its choices have ended"
-    message = AnswerMessage(
-        content=telling.content or (None if telling.calls else ""),
-        reasoning=telling.reasoning or None,
-        reasoning_content=telling.reasoning or None,
-        tool_calls=telling.calls or None,
-    )
-    transcript = told.choice.transcript
-    return ChatChoice(
-        index=telling.index,
-        message=message,
-        logprobs=_of_chat(transcript.scored, scores),
-        finish_reason=telling.finish,
-        stop_reason=transcript.stop_reason,
-    )
-
-
-def _of_completion(scored: Sequence[ScoredToken], scores: ScoreForm, offset: int = 0) -> CompletionLogprobs | None:
-    if scores.top is None or not scored:
-        return None
-    return completion_logprobs(scored, scores.top, scores.text_of, offset)
-
-
-def _of_chat(scored: Sequence[ScoredToken], scores: ScoreForm) -> ChatLogprobs | None:
-    return chat_logprobs(scored, scores.top, scores.text_of) if scores.top is not None and scored else None
-
-
-def _of_prompt(choice: Choice, top: int, scores: ScoreForm) -> PromptLogprobs:
-    return prompt_logprobs(choice.generation.prompt, choice.transcript.prompt_scores, top, scores.text_of)
+        assert isinstance(request, ResponsesChat), "`parse` returned it"
+        return ResponseWriter(initial_response(request, head["id"], head["created"]))
 
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """The served tokenizer, as /tokenize and /detokenize use it."""
+    """The work of /tokenize and /detokenize."""
 
-    tokenizer: Any
-    template: ChatTemplate
+    codec: TextCodec
     config: SlipstreamConfig
-    max_token_chars: int
-    vocabulary: int  # upper bound of token ids
 
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
         """Tokenises a text. Raises RequestError first if it cannot fit the context."""
         self._check_model(request.model)
         context = self.config.model.max_context
-        if request.chars > context * self.max_token_chars:
+        max_chars = context * self.codec.max_token_chars
+        if request.chars > max_chars:
             field = "prompt" if request.prompt is not None else "messages"
-            message = f"{field} has {request.chars} characters, expected at most {context * self.max_token_chars}: "
+            message = f"{field} has {request.chars} characters, expected at most {max_chars}: "
             raise RequestError(f"{message}the context holds {context} tokens", field)
         tokens = self._tokens(request)
-        strings = tuple(self.tokenizer.convert_ids_to_tokens(list(tokens))) if request.return_token_strs else None
+        strings = None
+        if request.return_token_strs:
+            strings = tuple(self.codec.tokenizer.convert_ids_to_tokens(list(tokens)))
         return TokenizeReply(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=strings)
 
     def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
-        """Spells all tokens, special ones too."""
+        """Returns the text of all tokens, special ones too."""
         self._check_model(request.model)
-        if (highest := max(request.tokens)) >= self.vocabulary:
-            raise RequestError(f"tokens: {highest} is outside the vocabulary of {self.vocabulary} tokens", "tokens")
-        return DetokenizeReply(prompt=self.tokenizer.decode(list(request.tokens)))
+        if (highest := max(request.tokens)) >= self.codec.vocabulary:
+            raise RequestError(
+                f"tokens: {highest} is outside the vocabulary of {self.codec.vocabulary} tokens", "tokens"
+            )
+        return DetokenizeReply(prompt=self.codec.tokenizer.decode(list(request.tokens)))
 
     def _tokens(self, request: TokenizeRequest) -> tuple[int, ...]:
         if request.prompt is not None:
             special = request.add_special_tokens is not False
-            return tuple(self.tokenizer(request.prompt, add_special_tokens=special).input_ids)
+            return tuple(self.codec.tokenizer(request.prompt, add_special_tokens=special).input_ids)
         if request.add_special_tokens:
             raise RequestError(
-                "add_special_tokens: a chat template writes its own, expected false", "add_special_tokens"
+                "add_special_tokens is true, expected false: chat templates add their own", "add_special_tokens"
             )
         chat = ChatRequest(
             model=self.config.model.name,
@@ -438,7 +421,7 @@ class Tokenizing:
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
         )
-        return self.template.encode(messages_for(chat, self.template), options_for(chat))
+        return self.codec.encode_chat(messages_of(chat, self.codec.template), options_of(chat))
 
     def _check_model(self, name: str | None) -> None:
         if name is not None:

@@ -335,7 +335,7 @@ class AnswerFormat(RequestPart):
     type: Literal["text", "json_object", "json_schema"]
 
     @property
-    def asked_schema(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> dict[str, Any] | None:
         """Returns the schema of type json_schema."""
         raise NotImplementedError
 
@@ -349,7 +349,7 @@ class ResponseFormat(AnswerFormat):
     json_schema: JsonSchemaFormat | None = None
 
     @property
-    def asked_schema(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> dict[str, Any] | None:
         return None if self.json_schema is None else self.json_schema.schema_
 
     @model_validator(mode="after")
@@ -377,7 +377,7 @@ class TextFormat(AnswerFormat):
         return self
 
     @property
-    def asked_schema(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> dict[str, Any] | None:
         return self.schema_
 
 

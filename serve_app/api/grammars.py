@@ -32,7 +32,7 @@ class RequestedGrammar:
     field: str
 
 
-def asked_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
+def content_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
     """Returns the grammar of the content, or None. Raises RequestError if it is invalid or too large."""
     by_form = None if form is None else _by_form(form)
     by_outputs = None if outputs is None else _by_outputs(outputs)
@@ -67,9 +67,9 @@ def _by_form(form: AnswerFormat) -> RequestedGrammar | None:
     if form.type == "text":
         return None
     spacing = {"whitespace_pattern": WHITESPACE}
-    if form.asked_schema is None:
+    if form.answer_schema is None:
         return _json({"type": "object"}, spacing, form.field)
-    return _json(form.asked_schema, spacing, form.schema_field)
+    return _json(form.answer_schema, spacing, form.schema_field)
 
 
 def _by_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
@@ -381,7 +381,7 @@ def _of_object(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def held_calls(
+def call_grammar(
     request: ChatRequest,
     form: CallForm | None,
     asked: RequestedGrammar | None,

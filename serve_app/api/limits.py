@@ -130,7 +130,7 @@ class Deadline:
         return cls(limit_s, None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
 
     @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    async def enforced(self) -> AsyncIterator[None]:
         """Cancels the block at the deadline and raises RequestTimeoutError."""
         bound = asyncio.timeout_at(self.at)
         try:

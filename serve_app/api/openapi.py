@@ -1,165 +1,126 @@
-"""OpenAPI description of the server, built from the schemas of requests and answers, and an HTML page of it."""
+"""The OpenAPI document, which FastAPI builds from the routes, and an HTML page of it.
+
+`BodyRoute` lets FastAPI document the endpoints that parse bodies themselves. The page at /docs lists every request
+field and loads nothing from other hosts. FastAPI's own page would load Swagger UI from a CDN, and no dependency ships
+its files.
+"""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import Any
 
+from fastapi import FastAPI, Security
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.types import ASGIApp
 
-from serve_app.api.replies import (
-    ChatChunk,
-    ChatCompletion,
-    Completion,
-    CompletionChunk,
-    ErrorBody,
-    HealthReport,
-    ModelCard,
-    ModelList,
-    ProbeReport,
-    ScoredChatCompletion,
-    VersionReport,
-)
-from serve_app.api.responses_schemas import ResponseReply, ResponsesRequest, ResponseStreamEvent
-from serve_app.api.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeReply,
-    DetokenizeRequest,
-    TokenizeReply,
-    TokenizeRequest,
-)
+from serve_app.api.replies import ErrorBody
 
 Json = dict[str, Any]
 
-OPENAPI = "3.1.0"  # understood by most tools; for streams, the schema is that of each event
 REFERENCE = "#/components/schemas/{model}"
-KEY = "api_key"
 DONE = "[DONE]"  # data of a stream's last event
-UNREADY = frozenset({"/health", "/health/ready"})  # these answer 503 in their own format
-REFUSALS = {  # errors of every endpoint that reads a body
-    "400": "something is wrong in the request; `param` names it",
-    "404": "the model is not served here",
-    "408": "the body did not come in time",
-    "413": "the body is too large",
-    "429": "there is no room now; `Retry-After` says when to try again",
-    "500": "the server failed",
-    "503": "the server is stopping, or no target can be reached",
+ERRORS = {
+    400: "Invalid request; `param` names the field",
+    401: "Missing or unknown API key",
+    404: "Unknown model",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    429: "No capacity; retry after `Retry-After` seconds",
+    500: "Internal error",
+    503: "The server is stopping, or no target is available",
 }
+BODY_ERRORS = (400, 404, 408, 413, 429, 500, 503)
+KEY = Security(HTTPBearer(scheme_name="api_key", auto_error=False))  # documents what `AuthMiddleware` checks
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One endpoint."""
-
-    method: Literal["get", "post"]
-    path: str
-    summary: str
-    asked: type[BaseModel] | None = None
-    answers: tuple[type[BaseModel], ...] = ()  # one of these; none: plain text
-    chunk: type[BaseModel] | None = None  # data of each event of a stream
-    is_done_said: bool = True  # whether streams end with DONE, even after an error
-    needs_key: bool = True
+def errors(*statuses: int) -> dict[int | str, Json]:
+    """Documents error responses."""
+    return {status: {"model": ErrorBody, "description": ERRORS[status]} for status in statuses}
 
 
-OPERATIONS = (
-    Operation(
-        "post",
-        "/v1/chat/completions",
-        "An answer in a conversation",
-        ChatRequest,
-        (ChatCompletion, ScoredChatCompletion),
-        ChatChunk,
-    ),
-    Operation("post", "/v1/completions", "How a text goes on", CompletionRequest, (Completion,), CompletionChunk),
-    Operation(
-        "post",
-        "/v1/responses",
-        "An answer, told in items",
-        ResponsesRequest,
-        (ResponseReply,),
-        ResponseStreamEvent,
-        is_done_said=False,
-    ),
-    Operation("post", "/tokenize", "The tokens of a text or a conversation", TokenizeRequest, (TokenizeReply,)),
-    Operation("post", "/detokenize", "The text of tokens", DetokenizeRequest, (DetokenizeReply,)),
-    Operation("get", "/v1/models", "The names of the model that is served", answers=(ModelList,)),
-    Operation("get", "/v1/models/{name}", "One of them", answers=(ModelCard,)),
-    Operation("get", "/version", "The version of this server", answers=(VersionReport,), needs_key=False),
-    Operation("get", "/health", "Whether requests can be served", answers=(HealthReport,), needs_key=False),
-    Operation("get", "/health/live", "Whether the process that answers works", answers=(ProbeReport,), needs_key=False),
-    Operation("get", "/health/ready", "Whether requests can be served", answers=(ProbeReport,), needs_key=False),
-    Operation("get", "/metrics", "What all processes have measured, for Prometheus", needs_key=False),
-)
+class BodyRoute(APIRoute):
+    """A POST route documented by FastAPI and served by an ASGI application.
+
+    The application parses the body itself, to limit its size and to report precise errors.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        app: ASGIApp,
+        *,
+        summary: str,
+        body: type[BaseModel],
+        reply: Any,
+        event: type[BaseModel] | None = None,
+        ends_with_done: bool = True,
+        needs_key: bool,
+    ) -> None:
+        """`event` is the data of each event of a stream, which ends with `DONE`, even after an error, or without."""
+
+        def described(request: Any) -> None:
+            """Declares the type of the body."""
+
+        described.__annotations__["request"] = body
+        responses = errors(*BODY_ERRORS, *((401,) if needs_key else ()))
+        if event is not None:
+            responses[200] = {"content": {"text/event-stream": {"schema": _event_schema(event, ends_with_done)}}}
+        super().__init__(
+            path,
+            described,
+            methods=["POST"],
+            summary=summary,
+            description="",
+            operation_id=f"post{path}",
+            response_model=reply,
+            responses=responses,
+            dependencies=[KEY] if needs_key else [],
+        )
+        self.app = app
+        self.event = event
 
 
-def description(version: str, *, with_keys: bool) -> Json:
-    """Returns the OpenAPI document."""
-    paths: dict[str, Json] = {}
-    for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, with_keys)
-    components: Json = {"schemas": _schemas()}
-    if with_keys:
-        components["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
-    about = {"title": "Slipstream", "version": version}
-    return {"openapi": OPENAPI, "info": about, "paths": paths, "components": components}
-
-
-def _schemas() -> Json:
-    asked = [(one.asked, "validation") for one in OPERATIONS if one.asked is not None]
-    told = [model for one in OPERATIONS for model in (*one.answers, one.chunk) if model is not None]
-    answers = [(model, "serialization") for model in told]
-    models: Any = [*asked, *answers, (ErrorBody, "serialization")]
-    _, found = models_json_schema(models, ref_template=REFERENCE)
-    schemas: Json = found["$defs"]
-    return schemas
-
-
-def _operation(operation: Operation, with_keys: bool) -> Json:
-    refusals: Json = dict(REFUSALS) if operation.asked is not None else {}
-    if "{name}" in operation.path:
-        refusals["404"] = REFUSALS["404"]
-    made: Json = {"summary": operation.summary, "operationId": f"{operation.method}{operation.path}"}
-    if operation.asked is not None:
-        made["requestBody"] = {"required": True, "content": _as_json(operation.asked)}
-    if "{name}" in operation.path:
-        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if operation.needs_key and with_keys:
-        made["security"] = [{KEY: []}]
-        refusals["401"] = "no key, or one that is not known"
-    made["responses"] = {"200": {"description": "the answer", "content": dict(_answers(operation))}}
-    for status, why in sorted(refusals.items()):
-        made["responses"][status] = {"description": why, "content": _as_json(ErrorBody)}
-    if operation.path in UNREADY:
-        made["responses"]["503"] = {"description": "they cannot", "content": _as_json(*operation.answers)}
-    return made
-
-
-def _answers(operation: Operation) -> Iterable[tuple[str, Json]]:
-    if not operation.answers:
-        yield "text/plain", {"schema": {"type": "string"}}
+def _event_schema(event: type[BaseModel], ends_with_done: bool) -> Json:
+    """Returns the schema of a stream's events."""
+    reference = {"$ref": REFERENCE.format(model=event.__name__)}
+    if not ends_with_done:
+        data: Json = {"contentMediaType": "application/json", "contentSchema": reference}
     else:
-        yield from _as_json(*operation.answers).items()
-    if operation.chunk is not None:
-        yield "text/event-stream", {"schema": _event(operation.chunk, operation.is_done_said)}
-
-
-def _event(chunk: type[BaseModel], is_done_said: bool) -> Json:
-    """Describes the events of a stream."""
-    told = {"anyOf": [_reference(chunk), _reference(ErrorBody)]} if is_done_said else _reference(chunk)
-    data: Json = {"contentMediaType": "application/json", "contentSchema": told}
-    data = {"anyOf": [{"const": DONE}, data]} if is_done_said else data
+        error = {"$ref": REFERENCE.format(model=ErrorBody.__name__)}
+        content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [reference, error]}}
+        data = {"anyOf": [{"const": DONE}, content]}
     return {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"} | data}}
 
 
-def _as_json(*models: type[BaseModel]) -> Json:
-    references = [_reference(model) for model in models]
-    return {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}
+def openapi_document(api: FastAPI, *, needs_key: bool) -> Json:
+    """Returns FastAPI's document, with the schemas of events and without the 422 responses, which are never sent.
+
+    Built once per process, since all applications have the same documented routes.
+    """
+    if needs_key not in _documents:
+        _documents[needs_key] = _build_document(api)
+    return _documents[needs_key]
 
 
-def _reference(model: type[BaseModel]) -> Json:
-    return {"$ref": REFERENCE.format(model=model.__name__)}
+_documents: dict[bool, Json] = {}  # by whether keys are needed
+
+
+def _build_document(api: FastAPI) -> Json:
+    document = get_openapi(title=api.title, version=api.version, routes=api.routes)
+    schemas = document["components"]["schemas"]
+    events = [route.event for route in api.routes if isinstance(route, BodyRoute) and route.event is not None]
+    _, found = models_json_schema([(event, "serialization") for event in events], ref_template=REFERENCE)
+    schemas.update(found["$defs"])
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    return document
 
 
 HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}

@@ -114,6 +114,8 @@ class Reasoning:
 class Call:
     name: str
     arguments: str  # JSON
+    id: str = ""  # set when the call is sent
+    index: int = 0  # among the answer's calls
 
 
 Segment = Content | Reasoning | Call
@@ -260,7 +262,7 @@ class ResponseReaders:
         self._tokenizer = tokenizer
 
     @property
-    def tells_parts(self) -> bool:
+    def have_template(self) -> bool:
         """Returns whether answers have parts beside content."""
         return self.template is not None
 

@@ -1,11 +1,11 @@
-"""Resolves a request into the sessions to run, with every parameter set.
+"""Checks a request against the model and the server's limits, and resolves it into sessions.
 
-Pure: randomness is passed in as a function. Every refusal is a RequestError that names the field. Parameters that a
-request leaves out come from the checkpoint's `generation_config.json`.
+`check_request` needs no tokens, so most refusals cost no tokenising. `resolve` returns the sessions with every
+parameter set. Both are pure: randomness is passed in as a function. Every refusal is a RequestError that names the
+field. Parameters that a request leaves out come from the checkpoint's `generation_config.json`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,7 +16,6 @@ from cluster.errors import ConfigError, RequestError
 from cluster.routing.ledger import Generation
 from protos.from_pb import REPETITION_PENALTIES
 from protos.messages import Acceptance, Sampling, Scoring, TokenRules
-from serve_app.api.grammars import RequestedGrammar, asked_grammar, check_end
 from serve_app.api.schemas import GenerationRequest
 from serve_app.api.served_model import check_model
 from serve_app.api.text import TextCodec
@@ -38,7 +37,7 @@ def rules_of(
 ) -> TokenRules:
     """Returns the token rules for a prompt of this many tokens."""
     words = max(map(max, bad_words), default=0)
-    for field, token in (*_named(request), ("bad_words", words)):
+    for field, token in (*_highest_ids(request), ("bad_words", words)):
         if token >= vocabulary:
             raise RequestError(f"{field}: token id {token} is outside the vocabulary of {vocabulary} tokens", field)
     return TokenRules(
@@ -55,33 +54,33 @@ def scoring_of(request: GenerationRequest, prompt_len: int) -> Scoring:
     numbers = prompt_len * (scoring.prompt_top + 1) if scoring.prompt_top is not None else 0
     if numbers > MAX_PROMPT_NUMBERS:
         field = "prompt_logprobs" if request.prompt_logprobs is not None else "echo"
-        message = f"{field}: {numbers} log probabilities of a prompt of {prompt_len} tokens are asked for, expected at"
+        message = f"{field}: {numbers} log probabilities of a prompt of {prompt_len} tokens are requested, expected at"
         raise RequestError(f"{message} most {MAX_PROMPT_NUMBERS}", field)
     return scoring
 
 
 def bad_words_of(request: GenerationRequest, text: TextCodec) -> tuple[tuple[int, ...], ...]:
     """Tokenises each word both at the start of text and after a space."""
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in request.bad_words:
         forms = [tokens for form in (word, f" {word.lstrip()}") if (tokens := text.encode_plain(form))]
         if not forms:
             raise RequestError(f"bad_words: {word!r} has no tokens", "bad_words")
-        found |= dict.fromkeys(forms)
-    return tuple(found)
+        sequences |= dict.fromkeys(forms)
+    return tuple(sequences)
 
 
 def truncated(request: GenerationRequest, prompt: tuple[int, ...], context: int) -> tuple[int, ...]:
     """Truncates a prompt; keeps its end by default."""
-    kept = request.truncate_prompt_tokens
-    if kept is None:
+    length = request.truncate_prompt_tokens
+    if length is None:
         return prompt
-    if kept < 0:
-        kept = max(1, context - min(request.token_limits.values(), default=1))
-    return prompt[:kept] if request.truncation_side == "right" else prompt[-kept:]
+    if length < 0:
+        length = max(1, context - min(request.token_limits.values(), default=1))
+    return prompt[:length] if request.truncation_side == "right" else prompt[-length:]
 
 
-def _named(request: GenerationRequest) -> Iterator[tuple[str, int]]:
+def _highest_ids(request: GenerationRequest) -> Iterator[tuple[str, int]]:
     """Returns the highest token id of each field that names token ids."""
     fields: dict[str, Sequence[int]] = {
         "logit_bias": list(request.logit_bias),
@@ -118,38 +117,27 @@ NO_DEFAULTS = GenerationDefaults()
 def load_defaults(model: str) -> GenerationDefaults:
     """Reads a model's defaults; empty if its checkpoint has no such file."""
     try:
-        known = GenerationConfig.from_pretrained(model).to_diff_dict()
+        config = GenerationConfig.from_pretrained(model).to_diff_dict()
     except OSError:
         return NO_DEFAULTS
     try:
-        return GenerationDefaults.model_validate({name: known.get(name) for name in GenerationDefaults.model_fields})
+        return GenerationDefaults.model_validate({name: config.get(name) for name in GenerationDefaults.model_fields})
     except ValidationError as error:
         raise ConfigError(
-            f"the generation_config.json of {model} has parameters that no request may have: {error}; correct it, or"
-            " set server.generation_defaults to none"
+            f"generation_config.json of {model} has invalid parameters: {error}; correct it, or set"
+            " server.generation_defaults to none"
         ) from error
 
 
 Draw = Callable[[], int]
-"""Gives 64 random bits."""
+"""Returns 64 random bits."""
 
 TOO_LONG = "context_length_exceeded"
 _SEED_MASK = (1 << 64) - 1  # a negative seed equals the unsigned one with the same bits
 
 
-@dataclass(frozen=True, slots=True)
-class ValidatedRequest:
-    """What is known of a request before its prompts are tokenised."""
-
-    sessions: int
-    acceptance: Acceptance
-    draft_tokens: int
-    sampling: Sampling
-    grammar: RequestedGrammar | None
-
-
-def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> ValidatedRequest:
-    """Validates everything that needs no tokens. Raises RequestError.
+def check_request(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> None:
+    """Raises RequestError for everything that can be refused before tokenising.
 
     `max_token_chars` is the length of the vocabulary's longest token.
     """
@@ -158,33 +146,27 @@ def agree(request: GenerationRequest, *, config: SlipstreamConfig, max_token_cha
     _check_limits(request, config.model.max_context)
     _check_text(request, config.model.max_context, max_token_chars)
     check_rules(request)
-    return ValidatedRequest(
-        sessions=request.prompt_count * request.n,
-        acceptance=_acceptance(request, config),
-        draft_tokens=_max_draft_tokens(request, config),
-        sampling=_sampling(request),
-        grammar=_grammar(request),
-    )
+    _check_speculation(request, config.speculation.draft_tokens)
 
 
 def resolve(
     request: GenerationRequest,
-    terms: ValidatedRequest,
     prompts: Sequence[tuple[int, ...]],
     *,
-    context: int,
+    config: SlipstreamConfig,
     eos_ids: tuple[int, ...],
     vocabulary: int,
     draw: Draw,
+    grammar: str = "",
     bad_words: tuple[tuple[int, ...], ...] = (),
     traceparent: str = "",
 ) -> list[Generation]:
-    """Returns the sessions to run: `n` for each prompt, in the order of the answer's choices."""
+    """Returns the sessions of a checked request: `n` for each prompt, in the order of the answer's choices."""
     generations = []
     for prompt in prompts:
         _check_prompt(request, prompt, vocabulary)
         prompt_len = len(prompt)
-        max_len = _max_len(request, prompt_len, context)
+        max_len = _max_len(request, prompt_len, config.model.max_context)
         rules = rules_of(request, prompt_len, bad_words, vocabulary)
         scoring = scoring_of(request, prompt_len)
         seed = draw() if request.seed is None else request.seed & _SEED_MASK
@@ -194,14 +176,14 @@ def resolve(
                 prompt=prompt,
                 max_len=max_len,
                 stop_ids=_stop_ids(request, eos_ids),
-                sampling=terms.sampling,
+                sampling=_sampling(request),
                 seed=seed,
                 draft_seed=draw(),
                 choice=choice,
                 hash_key=draw(),
-                acceptance=terms.acceptance,
-                draft_tokens=terms.draft_tokens,
-                grammar=terms.grammar.text if terms.grammar is not None else "",
+                acceptance=_acceptance(request, config.speculation.acceptance),
+                draft_tokens=_draft_tokens(request, config.speculation.draft_tokens),
+                grammar=grammar,
                 rules=rules,
                 scoring=scoring,
                 priority=request.priority,
@@ -218,8 +200,8 @@ def _check_count(request: GenerationRequest, most: int) -> None:
     count = request.prompt_count
     if count * request.n > most:
         field = request.prompt_field if count > most else "n"
-        asked = f"{field}: {count} prompts with n = {request.n}"
-        raise RequestError(f"{asked} are more than the {most} sessions that one request may have", field)
+        message = f"{field}: {count} prompts with n = {request.n} are more than the {most} sessions that one request"
+        raise RequestError(f"{message} may have", field)
 
 
 def _check_limits(request: GenerationRequest, context: int) -> None:
@@ -249,23 +231,17 @@ def _check_prompt(request: GenerationRequest, prompt: tuple[int, ...], vocabular
 
 
 def _max_len(request: GenerationRequest, prompt_len: int, context: int) -> int:
-    room = context - prompt_len
-    if room < 1:
+    available = context - prompt_len
+    if available < 1:
         message = f"{request.prompt_field} has {prompt_len} tokens, expected at most {context - 1}: "
         message += f"the context of {context} must hold the answer too"
         raise RequestError(message, request.prompt_field, TOO_LONG)
     for field, limit in request.token_limits.items():
-        if limit > room:
-            message = f"{field} is {limit}, expected at most {room}: the context holds {context} tokens"
+        if limit > available:
+            message = f"{field} is {limit}, expected at most {available}: the context holds {context} tokens"
             raise RequestError(f"{message} and the prompt has {prompt_len}", field, TOO_LONG)
-    default = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+    default = available if request.default_max_tokens is None else min(available, request.default_max_tokens)
     return prompt_len + min(request.token_limits.values(), default=default)
-
-
-def _grammar(request: GenerationRequest) -> RequestedGrammar | None:
-    asked = asked_grammar(request.answer_format, request.structured_outputs)
-    check_end(asked, ignore_eos=request.ignore_eos)
-    return asked
 
 
 def _stop_ids(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -273,27 +249,27 @@ def _stop_ids(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[int
     return tuple(dict.fromkeys((*(() if request.ignore_eos else eos_ids), *request.stop_token_ids)))
 
 
-def _acceptance(request: GenerationRequest, config: SlipstreamConfig) -> Acceptance:
-    asked = request.speculation.acceptance
-    if request.seed is not None and asked == "rejection":
-        message = (
-            "speculation.acceptance is rejection, but a seed requires coupled: the answer must not depend on the draft"
-        )
-        raise RequestError(message, "speculation.acceptance")
+def _check_speculation(request: GenerationRequest, limit: int) -> None:
+    options = request.speculation
+    if request.seed is not None and options.acceptance == "rejection":
+        field = "speculation.acceptance"
+        message = f"{field} is rejection, but a seed requires coupled: the answer must not depend on the draft"
+        raise RequestError(message, field)
+    if options.draft_tokens is not None and options.draft_tokens > limit:
+        field = "speculation.draft_tokens"
+        message = f"{field} is {options.draft_tokens}, expected at most {limit}, this server's limit"
+        raise RequestError(message, field)
+
+
+def _acceptance(request: GenerationRequest, default: str) -> Acceptance:
     if request.seed is not None:
         return Acceptance.COUPLED
-    return Acceptance[(asked or config.speculation.acceptance).upper()]
+    return Acceptance[(request.speculation.acceptance or default).upper()]
 
 
-def _max_draft_tokens(request: GenerationRequest, config: SlipstreamConfig) -> int:
-    asked = request.speculation.draft_tokens
-    most = config.speculation.draft_tokens
-    if asked is None:
-        return most
-    if asked > most:
-        field = "speculation.draft_tokens"
-        raise RequestError(f"{field} is {asked}, expected at most {most}, which this server is configured for", field)
-    return asked
+def _draft_tokens(request: GenerationRequest, default: int) -> int:
+    requested = request.speculation.draft_tokens
+    return default if requested is None else requested
 
 
 def _sampling(request: GenerationRequest) -> Sampling:

@@ -22,7 +22,7 @@ from protos.messages import Open
 from serve_app.api.fields import RequestBounds, check
 from serve_app.api.schemas import CompletionRequest
 from serve_app.api.text import TextCodec
-from serve_app.api.validation import agree, bad_words_of, load_defaults, resolve, truncated
+from serve_app.api.validation import bad_words_of, check_request, load_defaults, resolve, truncated
 
 
 class PlainModel:
@@ -59,11 +59,11 @@ class PlainModel:
         codec = self.codec
         context = self._config.model.max_context
         prompts = [prompt if isinstance(prompt, tuple) else codec.encode(prompt) for prompt in request.prompt]
+        check_request(request, config=self._config, max_token_chars=codec.max_token_chars)
         return resolve(
             request,
-            agree(request, config=self._config, max_token_chars=codec.max_token_chars),
             [truncated(request, prompt, context) for prompt in prompts],
-            context=context,
+            config=self._config,
             eos_ids=codec.eos_ids,
             vocabulary=codec.vocabulary,
             draw=lambda: 0,

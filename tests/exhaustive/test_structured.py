@@ -27,7 +27,7 @@ from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import Acceptance, Sampling
 from serve_app.api.fields import ResponseFormat
-from serve_app.api.grammars import asked_grammar
+from serve_app.api.grammars import content_grammar
 from serve_app.api.text import TextCodec
 from serve_app.cli.demo import demo_config
 from tests.exhaustive.schemas import ASKED, Asked
@@ -59,7 +59,7 @@ class Pair:
         chat = [{"role": "user", "content": f"{asked.prompt} Answer in JSON."}]
         prompt = self.codec.encode_chat(chat)
         body = {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked.schema, "strict": True}}
-        grammar = asked_grammar(ResponseFormat.model_validate(body), None)
+        grammar = content_grammar(ResponseFormat.model_validate(body), None)
         assert grammar is not None
         return Generation(
             session=f"s{index}",

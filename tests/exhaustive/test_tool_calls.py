@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
 
 from serve_app.api.chat_template import TemplateOptions
-from serve_app.api.grammars import held_calls
+from serve_app.api.grammars import call_grammar
 from serve_app.api.schemas import ChatRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import Call, find_template, read_whole
@@ -56,7 +56,7 @@ def test_every_call_is_of_a_tool_by_its_schema(capsys) -> None:
     for index in range(ANSWERS):
         messages = [{"role": "user", "content": ASKED[index % len(ASKED)].prompt}]
         body = {"model": "m", "messages": messages, "tools": TOOLS, "tool_choice": choice(index)}
-        grammar = held_calls(ChatRequest.model_validate(body), codec.call_form, None, lambda: "over")
+        grammar = call_grammar(ChatRequest.model_validate(body), codec.call_form, None, lambda: "over")
         assert grammar is not None
         prompt = codec.encode_chat(messages, TemplateOptions(tools=TOOLS))
         plain = pair.generation(index, Asked("", {"type": "object"}), DRAFTED)

@@ -11,32 +11,38 @@ import pytest
 from cluster.errors import TargetLostError
 from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from protos.messages import Acceptance, Finish, Sampling, TokenScore
-from serve_app.api.generation import AnswerForm, Choice, ChoiceText, Delta, follow, metrics_of
+from serve_app.api.choices import Choice, ChoiceStream, ChoiceStreamOptions, ChoiceText, Delta, TextOptions
+from serve_app.api.generation import follow, metrics_of
 from serve_app.api.metrics import Metrics
 from serve_app.api.text import StopMatcher, TextCodec
+from serve_app.api.tool_calls import PlainReader
 
 
-def transcript(codec: TextCodec, *stops: str, index: int = 0) -> ChoiceText:
+def choice_text(codec: TextCodec, *stops: str, index: int = 0) -> ChoiceText:
     return ChoiceText(index, codec.detokenizer(), StopMatcher(stops))
 
 
+def rejected(delta: Delta) -> list[str]:
+    return [piece.rejected for piece in delta.pieces]
+
+
 def test_drafted_text_is_told_from_the_targets_own(codec: TextCodec) -> None:
-    choice = transcript(codec)
+    choice = choice_text(codec)
     delta = choice.extend(CommittedTokens(codec.encode("abc"), accepted=2, drafted=4))
     assert delta is not None
-    assert delta.pieces == (("a", True), ("b", True), ("c", False))
+    assert delta.pieces == (("a", True, ""), ("b", True, ""), ("c", False, ""))
     assert (delta.text, delta.tokens, delta.accepted, delta.is_first) == ("abc", 3, 2, True)
     assert (choice.tokens, choice.accepted, choice.rejected) == (3, 2, 2)
 
 
 def test_what_became_of_drafts_adds_up_over_all_choices(codec: TextCodec) -> None:
-    first = Choice(generation(0), transcript(codec))
-    other = Choice(generation(1), transcript(codec, "c"))
+    first = choice_of(choice_text(codec))
+    other = choice_of(choice_text(codec, "c", index=1))
     assert metrics_of([first, other]) is None
-    first.transcript.extend(CommittedTokens(codec.encode("abc"), accepted=2, drafted=4))
-    first.transcript.extend(CommittedTokens(codec.encode("d"), accepted=0, drafted=0))
-    other.transcript.extend(CommittedTokens(codec.encode("abcd"), accepted=3, drafted=3))
-    other.transcript.extend(CommittedTokens(codec.encode("e"), accepted=0, drafted=1))
+    first.text.extend(CommittedTokens(codec.encode("abc"), accepted=2, drafted=4))
+    first.text.extend(CommittedTokens(codec.encode("d"), accepted=0, drafted=0))
+    other.text.extend(CommittedTokens(codec.encode("abcd"), accepted=3, drafted=3))
+    other.text.extend(CommittedTokens(codec.encode("e"), accepted=0, drafted=1))
     metrics = metrics_of([first, other])
     assert metrics is not None
     told = metrics.speculative_decoding
@@ -48,7 +54,7 @@ def test_what_became_of_drafts_adds_up_over_all_choices(codec: TextCodec) -> Non
 
 
 def test_what_ended_an_answer_is_told_if_the_request_named_it(codec: TextCodec) -> None:
-    by_string = transcript(codec, "END", "ND")
+    by_string = choice_text(codec, "END", "ND")
     delta = by_string.extend(CommittedTokens(codec.encode("aENDb"), 0, 0))
     assert delta is not None
     assert (delta.finish, delta.stop_reason) == ("stop", "END")
@@ -63,52 +69,52 @@ def test_what_ended_an_answer_is_told_if_the_request_named_it(codec: TextCodec) 
 
 
 def test_what_was_rejected_stands_where_the_targets_own_took_its_place(codec: TextCodec) -> None:
-    delta = transcript(codec).extend(CommittedTokens(codec.encode("abc"), 2, 4, rejected=codec.encode("XY")))
+    delta = choice_text(codec).extend(CommittedTokens(codec.encode("abc"), 2, 4, rejected=codec.encode("XY")))
     assert delta is not None
-    assert delta.rejected == ("", "", "XY")
+    assert rejected(delta) == ["", "", "XY"]
 
 
 def test_what_was_rejected_waits_for_the_text_of_its_place(codec: TextCodec) -> None:
     """The target's own token is half a character, and the draft had another half."""
-    choice = transcript(codec)
+    choice = choice_text(codec)
     first, second = codec.encode("é")
     assert choice.extend(CommittedTokens((first,), 0, 1, rejected=codec.encode("z"))) is None
     delta = choice.extend(CommittedTokens((second,), 0, 0))
     assert delta is not None
-    assert (delta.text, delta.rejected) == ("é", ("z",))
+    assert (delta.text, rejected(delta)) == ("é", ["z"])
 
 
 def test_what_was_rejected_is_told_once_though_its_text_is_cut_by_a_stop_string(codec: TextCodec) -> None:
-    choice = transcript(codec, "END")
+    choice = choice_text(codec, "END")
     held = choice.extend(CommittedTokens(codec.encode("E"), 0, 1, rejected=codec.encode("x")))
     assert held is None
-    told = choice.extend(CommittedTokens(codec.encode("a"), 0, 0))
-    assert told is not None
-    assert (told.pieces, told.rejected) == ((("E", False), ("a", False)), ("x", ""))
+    delta = choice.extend(CommittedTokens(codec.encode("a"), 0, 0))
+    assert delta is not None
+    assert delta.pieces == (("E", False, "x"), ("a", False, ""))
 
 
 def test_a_token_that_has_a_name_is_shown_by_it(codec: TextCodec) -> None:
-    delta = transcript(codec).extend(CommittedTokens(codec.encode("a"), 0, 1, rejected=codec.eos_ids))
+    delta = choice_text(codec).extend(CommittedTokens(codec.encode("a"), 0, 1, rejected=codec.eos_ids))
     assert delta is not None
-    assert delta.rejected == ("<eos>",)
+    assert rejected(delta) == ["<eos>"]
 
 
 def test_what_was_rejected_is_told_where_no_stop_string_is_looked_for_yet(codec: TextCodec) -> None:
     choice = formed(codec, "b", min_tokens=2)
     delta = choice.extend(CommittedTokens(codec.encode("ab"), 1, 2, rejected=codec.encode("X")))
     assert delta is not None
-    assert (delta.text, delta.rejected) == ("ab", ("", "X"))
+    assert (delta.text, rejected(delta)) == ("ab", ["", "X"])
 
 
 def test_an_echoed_prompt_has_its_place_among_what_was_rejected(codec: TextCodec) -> None:
     choice = formed(codec, echoed=codec.encode("hi"), echoed_text="hi")
     delta = choice.extend(CommittedTokens(codec.encode("a"), 0, 1, rejected=codec.encode("X")))
     assert delta is not None
-    assert (delta.pieces, delta.rejected) == ((("hi", False), ("a", False)), ("", "X"))
+    assert delta.pieces == (("hi", False, ""), ("a", False, "X"))
 
 
 def test_tokens_without_text_are_told_with_the_next_delta(codec: TextCodec) -> None:
-    choice = transcript(codec)
+    choice = choice_text(codec)
     first, second = codec.encode("é")
     assert choice.extend(CommittedTokens((first,), accepted=0, drafted=1)) is None
     delta = choice.extend(CommittedTokens((second,), accepted=1, drafted=1))
@@ -117,13 +123,13 @@ def test_tokens_without_text_are_told_with_the_next_delta(codec: TextCodec) -> N
 
 
 def test_text_that_was_held_for_a_stop_string_keeps_its_origin(codec: TextCodec) -> None:
-    choice = transcript(codec, "END")
+    choice = choice_text(codec, "END")
     held = choice.extend(CommittedTokens(codec.encode("xEN"), accepted=2, drafted=2))
     assert held is not None
-    assert held.pieces == (("x", True),)
+    assert held.pieces == (("x", True, ""),)
     delta = choice.extend(CommittedTokens(codec.encode("!"), accepted=0, drafted=0))
     assert delta is not None
-    assert delta.pieces == (("E", True), ("N", False), ("!", False))
+    assert delta.pieces == (("E", True, ""), ("N", False, ""), ("!", False, ""))
 
 
 def test_at_an_interval_several_tokens_share_a_delta(codec: TextCodec) -> None:
@@ -148,7 +154,7 @@ def test_a_stop_string_does_not_wait_for_the_interval(codec: TextCodec) -> None:
 
 
 def test_a_stop_string_ends_the_choice_inside_a_block(codec: TextCodec) -> None:
-    choice = transcript(codec, "\n")
+    choice = choice_text(codec, "\n")
     delta = choice.extend(CommittedTokens(codec.encode("a\nbc"), accepted=3, drafted=3))
     assert delta is not None
     assert (delta.text, delta.finish) == ("a", "stop")
@@ -157,7 +163,7 @@ def test_a_stop_string_ends_the_choice_inside_a_block(codec: TextCodec) -> None:
 
 @pytest.mark.parametrize(("finish", "reason"), [(Finish.STOP, "stop"), (Finish.LENGTH, "length")])
 def test_the_end_gives_out_what_was_held(codec: TextCodec, finish: Finish, reason: str) -> None:
-    choice = transcript(codec, "END")
+    choice = choice_text(codec, "END")
     choice.extend(CommittedTokens((*codec.encode("xEN"), *codec.eos_ids), accepted=0, drafted=0))
     delta = choice.end(finish)
     assert (delta.text, delta.finish, choice.text, choice.tokens) == ("EN", reason, "xEN", 4)
@@ -187,8 +193,13 @@ def generation(choice: int) -> Generation:
     return Generation(f"s{choice}", (1,), 32, (), Sampling(), 0, 0, choice, 0, Acceptance.COUPLED, 4)
 
 
+def choice_of(text: ChoiceText) -> Choice:
+    stream = ChoiceStream(text.index, PlainReader(), ChoiceStreamOptions(), lambda: 0)
+    return Choice(generation(text.index), text, stream)
+
+
 def choices(codec: TextCodec, number: int, *stops: str) -> list[Choice]:
-    return [Choice(generation(index), transcript(codec, *stops, index=index)) for index in range(number)]
+    return [choice_of(choice_text(codec, *stops, index=index)) for index in range(number)]
 
 
 async def test_choices_run_at_once(codec: TextCodec) -> None:
@@ -213,7 +224,7 @@ async def test_one_failure_ends_all_and_is_raised_as_it_is(codec: TextCodec) -> 
 async def test_what_waits_for_the_interval_is_given_out_before_a_failure(codec: TextCodec) -> None:
     emits = [CommittedTokens(codec.encode(text), 0, 0) for text in ("a", "b")]
     generator = Scripted([*emits, TargetLostError("gone")])
-    choice = Choice(generation(0), ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=100))
+    choice = choice_of(ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=100))
     deltas = follow(generator, [choice], Metrics(), count().__next__)
     assert [(await anext(deltas)).text, (await anext(deltas)).text] == ["a", "b"]
     with pytest.raises(TargetLostError, match="gone"):
@@ -257,8 +268,8 @@ def scores_of(tokens: Sequence[int]) -> tuple[TokenScore, ...]:
 
 
 def formed(codec: TextCodec, *stops: str, **form: Any) -> ChoiceText:
-    answer_form = AnswerForm(**form)
-    return ChoiceText(0, codec.detokenizer(), StopMatcher(stops, answer_form.keeps_stop), form=answer_form)
+    options = TextOptions(**form)
+    return ChoiceText(0, codec.detokenizer(), StopMatcher(stops, options.keeps_stop), options=options)
 
 
 @pytest.mark.parametrize("cut", range(1, 6))

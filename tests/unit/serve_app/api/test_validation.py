@@ -13,7 +13,7 @@ from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Sampling
 from serve_app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from serve_app.api.served_model import UnknownModelError
-from serve_app.api.validation import agree, resolve, rules_of
+from serve_app.api.validation import check_request, resolve, rules_of
 
 CONTEXT = 32
 VOCABULARY = 100
@@ -47,11 +47,11 @@ def resolved(
     draw: Callable[[], int] | None = None,
 ) -> list[Generation]:
     setting = setting or config()
+    check_request(request, config=setting, max_token_chars=MAX_TOKEN_CHARS)
     return resolve(
         request,
-        agree(request, config=setting, max_token_chars=MAX_TOKEN_CHARS),
         prompts or ((1, 2, 3),),
-        context=setting.model.max_context,
+        config=setting,
         eos_ids=EOS_IDS,
         vocabulary=VOCABULARY,
         draw=draw or count(1000).__next__,
@@ -201,21 +201,21 @@ def test_what_does_not_fit_is_refused(request_: GenerationRequest, prompt: tuple
 )
 def test_what_needs_no_tokens_to_be_refused_is_refused_before(request_: GenerationRequest, field: str) -> None:
     with pytest.raises(RequestError) as caught:
-        agree(request_, config=config(), max_token_chars=MAX_TOKEN_CHARS)
+        check_request(request_, config=config(), max_token_chars=MAX_TOKEN_CHARS)
     assert caught.value.field == field
     assert field in str(caught.value)
 
 
 def test_the_longest_text_that_may_fit_is_taken() -> None:
     text = "x" * CONTEXT * MAX_TOKEN_CHARS
-    assert agree(completion(prompt=[text, text]), config=config(), max_token_chars=MAX_TOKEN_CHARS).sessions == 2
+    check_request(completion(prompt=[text, text]), config=config(), max_token_chars=MAX_TOKEN_CHARS)
 
 
 def test_one_request_may_have_fewer_sessions_than_the_router() -> None:
     few = config().model_copy(update={"server": ServerConfig(max_request_sessions=3)})
-    assert agree(completion(n=3), config=few, max_token_chars=MAX_TOKEN_CHARS).sessions == 3
+    check_request(completion(n=3), config=few, max_token_chars=MAX_TOKEN_CHARS)
     with pytest.raises(RequestError, match="n: 1 prompts with n = 4 are more than the 3"):
-        agree(completion(n=4), config=few, max_token_chars=MAX_TOKEN_CHARS)
+        check_request(completion(n=4), config=few, max_token_chars=MAX_TOKEN_CHARS)
 
 
 def test_ignoring_eos_leaves_no_stop_ids() -> None:

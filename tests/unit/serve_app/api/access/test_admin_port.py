@@ -6,7 +6,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api.access import OPERATORS
+from serve_app.api.access import ADMIN_PORT
 from serve_app.api.text import TextCodec
 from serve_app.page.routes import PageWatch, Sample, page_routes
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
@@ -25,7 +25,7 @@ def at_theirs(front: AsgiFront) -> httpx.AsyncClient:
     """A client of the operators' address."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await front.app({**scope, OPERATORS: True}, receive, send)
+        await front.app({**scope, ADMIN_PORT: True}, receive, send)
 
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://operators")
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.api.access import OPERATORS, REQUEST_ID, NamedByServe
+from serve_app.api.access import ADMIN_PORT, REQUEST_ID, NamedByServe
 from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 
@@ -37,7 +37,7 @@ async def behind_serve(front: AsgiFront) -> AsyncIterator[httpx.AsyncClient]:
 @pytest_asyncio.fixture
 async def before_no_proxy(front: AsgiFront) -> AsyncIterator[httpx.AsyncClient]:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await front.app({**scope, OPERATORS: True}, receive, send)
+        await front.app({**scope, ADMIN_PORT: True}, receive, send)
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://operators") as http:
         yield http

@@ -1,14 +1,11 @@
-"""What a choice tells of the tokens behind text that its reader held back."""
+"""The trace of tokens whose text a reader held back."""
 
-from collections.abc import Sequence
-
-from serve_app.api.choice_stream import ChoiceStream, ChoiceStreamOptions
-from serve_app.api.generation import Delta
+from serve_app.api.choices import ChoiceStream, ChoiceStreamOptions, Delta, Piece
 from serve_app.api.tool_calls import Content, Segment
 
 
 class HoldingReader:
-    """Gives out nothing before a full stop."""
+    """Releases nothing before a full stop."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -23,16 +20,16 @@ class HoldingReader:
         return [Content(held)] if held else []
 
 
-def delta(pieces: Sequence[tuple[str, bool]], rejected: Sequence[str]) -> Delta:
-    text = "".join([piece for piece, _ in pieces])
-    accepted = sum([drafted for _, drafted in pieces])
-    return Delta(0, text, len(pieces), accepted, tuple(pieces), False, None, rejected=tuple(rejected))
+def delta(*pieces: Piece) -> Delta:
+    text = "".join([piece.text for piece in pieces])
+    return Delta(0, text, len(pieces), sum(piece.drafted for piece in pieces), pieces, False, None)
 
 
-def test_what_was_rejected_waits_with_its_pieces() -> None:
-    telling = ChoiceStream(0, HoldingReader(), ChoiceStreamOptions(), lambda: 1)
-    assert telling.parts(delta([("a", True), ("b", False)], ("", "XY"))) == []
-    (part,) = telling.parts(delta([(".", False)], ("Z",)))
-    assert part.text == "ab."
-    assert part.trace.pieces == (("a", True), ("b", False), (".", False))
-    assert part.trace.rejected == ("", "XY", "Z")
+def test_rejected_text_waits_with_its_pieces() -> None:
+    stream = ChoiceStream(0, HoldingReader(), ChoiceStreamOptions(trace=True), lambda: 1)
+    assert stream.events(delta(Piece("a", True), Piece("b", False, "XY"))) == []
+    (event,) = stream.events(delta(Piece(".", False, "Z")))
+    assert event.text == "ab."
+    assert event.trace is not None
+    assert event.trace.pieces == (("a", True), ("b", False), (".", False))
+    assert event.trace.rejected == ("", "XY", "Z")

@@ -1,9 +1,9 @@
-"""Log probabilities as answers have them."""
+"""Formats of log probabilities."""
 
 import math
 
 from protos.messages import TokenScore
-from serve_app.api.choice_stream import LEAST, ScoredToken, chat_logprobs, completion_logprobs, prompt_logprobs
+from serve_app.api.logprobs import MIN_LOGPROB, ScoredToken, chat_logprobs, completion_logprobs, prompt_logprobs
 
 TEXTS = {1: "a", 2: "bc", 3: "\N{SNOWMAN}", 4: "a"}
 SCORED = [
@@ -69,4 +69,4 @@ def test_a_prompts_first_token_has_none_and_the_others_have_ranks() -> None:
 def test_numbers_that_json_has_not_are_very_unlikely_ones() -> None:
     for value in (-math.inf, math.nan):
         (found,) = completion_logprobs([ScoredToken(1, TokenScore(value, 1))], 0, text_of).token_logprobs
-        assert found == LEAST
+        assert found == MIN_LOGPROB

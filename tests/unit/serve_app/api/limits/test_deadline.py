@@ -41,7 +41,7 @@ async def test_without_a_bound_nothing_is_too_late() -> None:
     deadline = Deadline.within(None)
     assert deadline.at is None
     is_over = False
-    async with deadline.kept():
+    async with deadline.enforced():
         await asyncio.sleep(0)
         is_over = True
     assert is_over
@@ -49,11 +49,11 @@ async def test_without_a_bound_nothing_is_too_late() -> None:
 
 async def test_what_another_bound_cancels_is_not_the_requests_fault() -> None:
     with pytest.raises(TimeoutError):
-        async with Deadline.within(1e6).kept(), asyncio.timeout(0):
+        async with Deadline.within(1e6).enforced(), asyncio.timeout(0):
             await asyncio.Event().wait()
 
 
 async def test_what_is_not_over_in_time_is_cancelled() -> None:
     with pytest.raises(RequestTimeoutError):
-        async with Deadline.within(0).kept():
+        async with Deadline.within(0).enforced():
             await asyncio.Event().wait()

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from cluster.errors import RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
 from serve_app.api.fields import RequestBounds, parse
-from serve_app.api.grammars import GrammarCheck, RequestedGrammar, asked_grammar, held_calls
+from serve_app.api.grammars import GrammarCheck, RequestedGrammar, call_grammar, content_grammar
 from serve_app.api.schemas import ChatRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import Call, Content, Reasoning, ReasoningInPrompt, read_whole
@@ -46,8 +46,8 @@ def named(name: str) -> dict[str, Any]:
 def held(codec: TextCodec, reasoning: ReasoningInPrompt = "over", **fields: Any) -> RequestedGrammar | None:
     body = {"model": "toy", "messages": [{"role": "user", "content": "x"}], **fields}
     request = parse(ChatRequest, json.dumps(body).encode(), RequestBounds())
-    asked = asked_grammar(request.response_format, request.structured_outputs)
-    return held_calls(request, codec.call_form, asked, lambda: reasoning)
+    asked = content_grammar(request.response_format, request.structured_outputs)
+    return call_grammar(request, codec.call_form, asked, lambda: reasoning)
 
 
 def called(codec: TextCodec, text: str, tools: list[Any], prompt: str = "") -> list[Any]:

@@ -9,7 +9,7 @@ from actors.grammars import GrammarCompiler, grammar_vocabulary
 from cluster.errors import RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
 from serve_app.api.fields import RequestBounds, parse
-from serve_app.api.grammars import GrammarCheck, RequestedGrammar, asked_grammar
+from serve_app.api.grammars import GrammarCheck, RequestedGrammar, content_grammar
 from serve_app.api.schemas import ChatRequest, CompletionRequest
 from tests.byte_tokenizer import byte_tokenizer
 
@@ -27,7 +27,7 @@ COMPILER = GrammarCompiler(grammar_vocabulary(TOKENIZER, [TOKENIZER.eos_token_id
 def asked(**fields: Any) -> RequestedGrammar | None:
     body = json.dumps({"model": "toy", "prompt": "x", **fields}).encode()
     request = parse(CompletionRequest, body, RequestBounds())
-    return asked_grammar(request.response_format, request.structured_outputs)
+    return content_grammar(request.response_format, request.structured_outputs)
 
 
 def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
@@ -166,4 +166,4 @@ async def test_what_can_be_kept_to_passes_and_a_model_without_grammars_refuses_a
 def test_a_chat_takes_the_same_fields():
     body = {"model": "toy", "messages": [{"role": "user", "content": "x"}], **by_schema(POINT)}
     request = parse(ChatRequest, json.dumps(body).encode(), RequestBounds())
-    assert takes(asked_grammar(request.response_format, request.structured_outputs), '{"x":1,"y":2}')
+    assert takes(content_grammar(request.response_format, request.structured_outputs), '{"x":1,"y":2}')

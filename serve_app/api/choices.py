@@ -1,0 +1,334 @@
+"""One choice of an answer, from committed tokens to the events its client receives.
+
+`ChoiceText` detokenizes committed tokens and cuts the text at stop strings. Each `Delta` holds the text that became
+final. `ChoiceStream` splits deltas into content, reasoning and tool calls, and returns one `ChoiceEvent` for each. An
+endpoint's writer serializes the events, or the segments that the stream has collected.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
+
+from cluster.routing.ledger import CommittedTokens, Generation
+from protos.messages import Finish, TokenScore
+from serve_app.api.logprobs import ScoredToken
+from serve_app.api.replies import FinishReason, StopReason, Trace
+from serve_app.api.text import Detokenizer, StopMatcher
+from serve_app.api.tool_calls import Call, Content, Reader, Reasoning, Segment
+
+
+class Piece(NamedTuple):
+    """Text of one token, with the rejected draft text that it replaced, if requested."""
+
+    text: str
+    drafted: bool
+    rejected: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Text and tokens of one choice since its previous delta."""
+
+    index: int
+    text: str
+    tokens: int
+    accepted: int
+    pieces: tuple[Piece, ...]
+    is_first: bool
+    finish: FinishReason | None  # set in the last delta
+    offset: int = 0  # characters before the text
+    scored: tuple[ScoredToken, ...] = ()  # tokens of the text, if scores were requested
+    stop_reason: StopReason = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """Selects the tokens of a session whose text the answer contains, besides stop strings."""
+
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the session; the last one's text is left out
+    keeps_stop: bool = False  # keep the text of a stop string or token
+    named_stop_ids: frozenset[int] = frozenset()  # stop ids from the request, in addition to the model's
+    min_tokens: int = 0  # tokens whose text is not searched for stop strings
+    echoed: tuple[int, ...] = ()  # tokens of the prompt, if the answer begins with it
+    echoed_text: str = ""
+
+
+class ChoiceText:
+    """Text of one choice up to a stop string, with its token counts.
+
+    Releases the first text at once, and later text after at least `interval` tokens.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
+        interval: int = 1,
+        options: TextOptions = TextOptions(),
+    ) -> None:
+        self.index = index
+        self.tokens = 0
+        self.accepted = 0
+        self.rejected = 0
+        self.drafted = 0
+        self.accepted_by_step: Counter[int] = Counter()  # verify steps with a draft, by accepted tokens
+        self.cached = 0  # prompt tokens found in the prefix cache
+        self.scored: list[ScoredToken] = []  # if scores were requested
+        self.prompt_scores: tuple[TokenScore, ...] = ()
+        self.finish: FinishReason | None = None
+        self.stop_reason: StopReason = None
+        self.first_token_s: float | None = None  # seconds after the session's start
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._interval = interval
+        self._options = options
+        self._last_token = -1
+        self._rejected_text = ""  # rejected draft text to attach to the next piece
+        self._unmatched: deque[Piece] = deque()  # detokenized text that may begin a stop string
+        # Pieces for the next delta, and the counts at the previous one.
+        self._pieces: list[Piece] = [Piece(options.echoed_text, False)] if options.echoed_text else []
+        self._has_sent = False
+        self._texts: list[str] = []  # text of earlier deltas
+        self._chars = 0
+        self._sent_tokens = 0
+        self._sent_accepted = 0
+        self._sent_scores = 0
+
+    @property
+    def text(self) -> str:
+        """Returns the text released so far."""
+        return "".join(self._texts)
+
+    def extend(self, committed: CommittedTokens) -> Delta | None:
+        """Adds committed tokens. Returns None while there is no text to release."""
+        self.rejected += committed.drafted - committed.accepted
+        if committed.drafted:
+            self.drafted += committed.drafted
+            self.accepted_by_step[committed.accepted] += 1
+        self.cached += committed.cached
+        if committed.prompt_scores:
+            self._add_prompt_scores(committed.prompt_scores)
+        for position, token in enumerate(committed.tokens):
+            self._last_token = token
+            drafted = position < committed.accepted
+            if committed.rejected and not drafted:
+                self._rejected_text = self._detokenizer.preview(committed.rejected)
+            self.tokens += 1
+            self.accepted += drafted
+            if committed.scores:
+                self.scored.append(ScoredToken(token, committed.scores[position]))
+            if token in self._options.stop_ids and not self._options.keeps_stop:
+                continue  # no text follows
+            self._add_text(self._detokenizer.push(token), drafted)
+            if self._stops.matched:
+                self.finish = "stop"
+                self.stop_reason = self._stops.match
+                break
+        is_due = not self._has_sent or self.tokens - self._sent_tokens >= self._interval
+        return self._delta() if self.finish or (self._pieces and is_due) else None
+
+    def flush(self) -> Delta | None:
+        """Releases text that waits for the interval; returns None if there is none."""
+        return self._delta() if self._pieces else None
+
+    def end(self, finish: Finish) -> Delta:
+        """Ends the choice and releases all remaining text."""
+        self._add_text(self._detokenizer.finish(), drafted=False)
+        self._release(len(self._stops.finish()))
+        self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
+        if finish is Finish.STOP and self._last_token in self._options.named_stop_ids:
+            self.stop_reason = self._last_token
+        return self._delta()
+
+    def _add_text(self, text: str, drafted: bool) -> None:
+        if not text:
+            return
+        piece = Piece(text, drafted, self._rejected_text)
+        self._rejected_text = ""
+        if self.tokens <= self._options.min_tokens:
+            self._pieces.append(piece)
+        else:
+            self._unmatched.append(piece)
+            self._release(len(self._stops.push(text)))
+
+    def _add_prompt_scores(self, scores: tuple[TokenScore, ...]) -> None:
+        self.prompt_scores = scores
+        if self._options.echoed:
+            first, *others = self._options.echoed
+            self.scored.append(ScoredToken(first, None))
+            self.scored += [ScoredToken(token, score) for token, score in zip(others, scores, strict=True)]
+
+    def _release(self, count: int) -> None:
+        """Releases the first `count` characters of the text that may begin a stop string."""
+        while count > 0:
+            piece = self._unmatched.popleft()
+            text = piece.text
+            if len(text) > count:
+                self._unmatched.appendleft(Piece(text[count:], piece.drafted))
+                piece = piece._replace(text=text[:count])
+            self._pieces.append(piece)
+            count -= len(text)
+
+    def _delta(self) -> Delta:
+        text = "".join([piece.text for piece in self._pieces])
+        delta = Delta(
+            self.index,
+            text,
+            self.tokens - self._sent_tokens,
+            self.accepted - self._sent_accepted,
+            tuple(self._pieces),
+            not self._has_sent,
+            self.finish,
+            self._chars,
+            tuple(self.scored[self._sent_scores :]),
+            self.stop_reason,
+        )
+        self._texts.append(text)
+        self._chars += len(text)
+        self._pieces = []
+        self._has_sent = True
+        self._sent_tokens = self.tokens
+        self._sent_accepted = self.accepted
+        self._sent_scores = len(self.scored)
+        return delta
+
+
+@dataclass(slots=True)
+class ChoiceEvent:
+    """One event of a choice's stream: its opening, a segment, or its end."""
+
+    index: int
+    segment: Segment | None = None
+    is_opening: bool = False
+    finish: FinishReason | None = None
+    stop_reason: StopReason = None
+    # Of a delta's first event:
+    offset: int = 0  # characters of the answer before the segment
+    scored: tuple[ScoredToken, ...] = ()
+    trace: Trace | None = None  # if requested
+
+    @property
+    def text(self) -> str:
+        """Returns the content of this event."""
+        return self.segment.text if isinstance(self.segment, Content) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceStreamOptions:
+    """Selects the events of a choice."""
+
+    reasoning: bool = True
+    max_calls: int | None = None
+    opening: bool = False  # whether an opening precedes the first segment
+    call_finish: FinishReason = "tool_calls"  # finish reason of an answer that calls tools and ends by itself
+    trace: bool = False
+
+
+class ChoiceStream:
+    """Splits the text of one choice into segments."""
+
+    def __init__(self, index: int, reader: Reader, options: ChoiceStreamOptions, draw: Callable[[], int]) -> None:
+        """`draw` returns 64 random bits, for the ids of calls."""
+        self.index = index
+        self.calls: list[Call] = []
+        self.reasoning_tokens = 0  # tokens whose text was read as reasoning
+        self.finish: FinishReason | None = None
+        self._segments: list[Segment] = []
+        self._reader = reader
+        self._options = options
+        self._draw = draw
+        self._trace = Trace()  # traces of text that the reader holds back
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Returns the segments in the order in which the model produced them."""
+        return _joined(self._segments)
+
+    @property
+    def content(self) -> str:
+        return "".join([segment.text for segment in self._segments if isinstance(segment, Content)])
+
+    @property
+    def reasoning(self) -> str:
+        return "".join([segment.text for segment in self._segments if isinstance(segment, Reasoning)])
+
+    def events(self, delta: Delta) -> list[ChoiceEvent]:
+        """Returns the events that a delta completes."""
+        segments = self._admitted(self._read(delta))
+        self._segments += segments
+        events = [ChoiceEvent(self.index, segment) for segment in segments]
+        if delta.scored and not events:
+            events = [ChoiceEvent(self.index)]
+        if delta.finish is not None:
+            self.finish = self._options.call_finish if self.calls and delta.finish == "stop" else delta.finish
+            events.append(ChoiceEvent(self.index, finish=self.finish, stop_reason=delta.stop_reason))
+        if events:
+            events[0].offset = delta.offset
+            events[0].scored = delta.scored
+        if self._options.trace:
+            self._add_trace(delta, events)
+        if delta.is_first and self._options.opening:
+            events.insert(0, ChoiceEvent(self.index, is_opening=True))
+        return events
+
+    def _read(self, delta: Delta) -> list[Segment]:
+        segments: list[Segment] = []
+        for piece in delta.pieces:
+            read = self._reader.push(piece.text)
+            self.reasoning_tokens += any(isinstance(segment, Reasoning) for segment in read)
+            segments += read
+        if delta.finish is not None:
+            segments += self._reader.finish()
+        return _joined(segments) if len(segments) > 1 else segments
+
+    def _admitted(self, segments: list[Segment]) -> list[Segment]:
+        """Drops segments that the options exclude, and numbers calls."""
+        admitted: list[Segment] = []
+        for segment in segments:
+            if isinstance(segment, Call):
+                if self._options.max_calls is not None and len(self.calls) >= self._options.max_calls:
+                    continue
+                segment = replace(segment, id=f"call_{self._draw():016x}", index=len(self.calls))
+                self.calls.append(segment)
+            elif isinstance(segment, Reasoning) and not self._options.reasoning:
+                continue
+            admitted.append(segment)
+        return admitted
+
+    def _add_trace(self, delta: Delta, events: list[ChoiceEvent]) -> None:
+        """Attaches the delta's trace to its first event; without an event, the next delta carries it."""
+        before = self._trace
+        trace = Trace(
+            tokens=before.tokens + delta.tokens,
+            accepted=before.accepted + delta.accepted,
+            pieces=before.pieces + tuple([(piece.text, piece.drafted) for piece in delta.pieces]),
+            rejected=before.rejected + tuple([piece.rejected for piece in delta.pieces]),
+        )
+        if events:
+            events[0].trace = trace
+            trace = Trace()
+        self._trace = trace
+
+
+def _joined(segments: list[Segment]) -> list[Segment]:
+    """Joins neighbors of the same kind; calls stay apart."""
+    joined: list[Segment] = []
+    for kind, run in groupby(segments, type):
+        if kind is Call:
+            joined += run
+        else:
+            text = "".join([segment.text for segment in run if not isinstance(segment, Call)])
+            joined.append(Content(text) if kind is Content else Reasoning(text))
+    return joined
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A session, the text of its tokens, and the events of its text."""
+
+    generation: Generation
+    text: ChoiceText
+    stream: ChoiceStream
