@@ -1,4 +1,4 @@
-"""Converts protobuf messages to domain messages, with one function per kind that raises ValueError for bad input.
+"""Converts protobuf messages to domain messages; raises ValueError for bad input.
 
 Everything that can be checked without knowing the session is checked here: consistent sizes, values in range.
 """
@@ -7,6 +7,8 @@ import math
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,12 @@ def require(condition: bool, why: str) -> None:
         raise ValueError(why)
 
 
+def _same_fields(kind: type[Message]) -> Callable[[Any], Message]:
+    """Returns a converter for a message of two or more fields that are the same in both forms."""
+    values = attrgetter(*[field.name for field in fields(kind)])
+    return lambda m: kind(*values(m))
+
+
 def _int32_tuple(data: bytes, name: str) -> tuple[int, ...]:
     count, rest = divmod(len(data), 4)
     if rest:
@@ -98,10 +106,6 @@ def _hello_from_pb(m: pb.Hello) -> Hello:
     require(bool(m.peer_id), "peer_id is empty")
     live = tuple(LiveSession(s.session, s.attempt) for s in m.live)
     return Hello(m.peer_id, m.vocabulary, m.target_model, live, m.protocol_version)
-
-
-def _welcome_from_pb(m: pb.Welcome) -> Welcome:
-    return Welcome(m.peer_id, m.protocol_version)
 
 
 def _sampling_from_pb(m: pb.Sampling) -> Sampling:
@@ -219,10 +223,6 @@ def _grammar_from(grammar: str) -> str:
     return grammar
 
 
-def _close_from_pb(m: pb.Close) -> Close:
-    return Close(m.session, m.attempt)
-
-
 def _tree_from(tokens: tuple[int, ...], parents: bytes) -> DraftTree:
     require(len(parents) == len(tokens), f"{len(parents)} parents of {len(tokens)} tokens")
     require(all(parent <= node for node, parent in enumerate(parents)), "a token comes before its parent")
@@ -248,14 +248,6 @@ def _attach_from_pb(m: pb.Attach) -> Attach:
     require(is_after, f"states_by is {states_by}, expected states_from, which is {states_from}, to {m.have_len}")
     assignment_token = _assignment_token_from_pb(m.assignment_token) if m.HasField("assignment_token") else None
     return Attach(m.session, m.have_len, m.have_hash, states_from, assignment_token, states_by)
-
-
-def _detach_from_pb(m: pb.Detach) -> Detach:
-    return Detach(m.session)
-
-
-def _no_draft_from_pb(m: pb.NoDraft) -> NoDraft:
-    return NoDraft(m.session, m.base_len, m.prefix_hash)
 
 
 def _collapse_from_pb(m: pb.Collapse) -> Collapse:
@@ -323,36 +315,24 @@ def _states_from_pb(m: pb.States) -> States:
     return States(m.session, m.first, m.prefix_hash, layout.dtype, m.width, m.rows)
 
 
-def _states_ack_from_pb(m: pb.StatesAck) -> StatesAck:
-    return StatesAck(m.session, m.have_len)
-
-
-def _resync_from_pb(m: pb.Resync) -> Resync:
-    return Resync(m.session, m.have_len, m.have_hash)
-
-
 def _refusal_from_pb(m: pb.Refusal) -> Refusal:
     return Refusal(m.session, m.attempt, RefusalReason(m.reason), m.message)
 
 
-def _leaving_from_pb(m: pb.Leaving) -> Leaving:
-    return Leaving()
-
-
 FROM_PB: dict[type, Callable[[Any], Message]] = {
     pb.Hello: _hello_from_pb,
-    pb.Welcome: _welcome_from_pb,
+    pb.Welcome: _same_fields(Welcome),
     pb.Open: _open_from_pb,
-    pb.Close: _close_from_pb,
+    pb.Close: _same_fields(Close),
     pb.Attach: _attach_from_pb,
     pb.Block: _block_from_pb,
-    pb.NoDraft: _no_draft_from_pb,
-    pb.Detach: _detach_from_pb,
+    pb.NoDraft: _same_fields(NoDraft),
+    pb.Detach: lambda m: Detach(m.session),
     pb.Verdict: _verdict_from_pb,
     pb.States: _states_from_pb,
-    pb.StatesAck: _states_ack_from_pb,
+    pb.StatesAck: _same_fields(StatesAck),
     pb.DraftRequest: _draft_request_from_pb,
-    pb.Resync: _resync_from_pb,
+    pb.Resync: _same_fields(Resync),
     pb.Refusal: _refusal_from_pb,
-    pb.Leaving: _leaving_from_pb,
+    pb.Leaving: lambda m: Leaving(),
 }

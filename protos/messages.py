@@ -1,13 +1,8 @@
 """Domain messages: what peers send to each other, as frozen values.
 
-`speculation.proto` documents every field. `to_pb` and `from_pb` translate to and from protobuf, of which this module
-knows nothing.
-
-Log probabilities that a target reports: those of its tokens, and of the likeliest alternatives.
-
-Hidden states of the target on the wire: what a drafting method needs, and the layout of a row.
-
-A row holds the states after one token, at that token's position.
+`speculation.proto` documents every field. `to_pb` and `from_pb` translate to and from protobuf; this module does not
+depend on it. `TokenScore` and `Scoring` describe reported log probabilities. `StatesNeeded` and `StatesFormat` describe
+hidden states: a row holds the states after one token, at that token's position.
 """
 
 from collections.abc import Sequence
