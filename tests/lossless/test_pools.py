@@ -56,8 +56,15 @@ def plainly(generation: Generation, target: NextLogits = TARGET) -> tuple[int, .
     return tuple(tokens[len(generation.prompt) :])
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [
+        pytest.param(case, schedule, id=f"{case}, {schedule.__name__}")
+        for case in CASES
+        for schedule in (calm, stormy, near_patience)
+        if case == "all of it" or schedule is stormy  # one fault at a time meets the hardest schedule
+    ],
+)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7)], ids=["greedy", "coupled"])
 def test_no_loss_and_no_drafter_changes_a_token(sampling, case, schedule):
     setting = Setting(UNUSED, UNUSED, Acceptance.COUPLED, schedule, 4, NEW_TOKENS, sampling, ahead=4, interruption=0.1)

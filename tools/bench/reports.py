@@ -1,6 +1,6 @@
-"""Entry points of `slipstream bench`: concurrent batches, or requests at given rates, printed and written to files.
+"""Entry points of `slipstream bench`: runs a closed-loop or open-loop benchmark, prints it, and writes JSON and HTML.
 
-Report of a benchmark as one self-contained HTML file with tables and curves.
+The HTML report is one self-contained file with tables and charts.
 """
 
 import asyncio

@@ -1,7 +1,11 @@
-"""`slipstream plan`: finds the fleet that serves a load best.
+"""Implements `slipstream plan`: finds the fleet that serves a load best under given costs.
 
-`command.py` and `plan_request.py` turn options into a `PlanInput` (`inputs.py`). `plan.py` simulates candidate
-fleets through `trial.py` and compares them; `break_even.py` finds where the gain ends. `expectation.py` and
-`formulas.py` are the closed forms, `theory.py` checks them against the simulator, and `plan_report.py` shows the
-result. Start with `plan.py`.
+- `command.py` turns the command's options into a `PlanInput`.
+- `plan.py` runs the search. Short simulations select promising fleets, full ones decide. Start here.
+- `trial.py` simulates one candidate fleet, ranks the results, and finds the limits of a fleet's gain.
+- `estimates.py` holds the input types and the closed formulas, which also give the in-process alternative.
+- `plan_report.py` prints tables, JSON and a chart, and compares formulas with simulations (`--theory`).
+
+Every candidate, non-speculative decoding included, runs through the simulator with the real schedulers: targets that
+share a drafter wait for it in ways that no simple formula gives.
 """

@@ -1,12 +1,9 @@
-"""Formulas for a load: steady states, and drafting inside the target's own process without overhead.
+"""Inputs of the planner, and closed formulas for the gain of speculation.
 
-Mean gain of speculation in closed form.
-
-Every draft token is accepted with the same probability, independent of what came before (Leviathan et al. 2023, arXiv
-2211.17192; Chen et al. 2023, arXiv 2302.01318). Pure arithmetic without queues, loads or the simulator, which applies
-where these formulas end.
-
-Questions to the planner, and the candidate fleets. Data only.
+The formulas assume that every draft token is accepted with the same probability, independent of those before it
+(Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). They know no queues. Drafting inside the
+target's process, which Slipstream does not do, is estimated by them without overhead: the strongest form of that
+alternative.
 """
 
 import math

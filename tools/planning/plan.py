@@ -1,10 +1,6 @@
-"""Search for the fleet that serves a load best: simulates candidates under given costs and compares them.
+"""Searches for the fleet that serves a load best, by simulating candidates in parallel.
 
-Every candidate, non-speculative decoding included, runs through the simulator with the real schedulers and pacing.
-Drafting inside the target's own process is not part of Slipstream; a formula without overhead gives the strongest form
-of that alternative.
-
-Executors for simulated runs, which are pure and independent, so that processes can share them.
+Simulated runs are pure and independent, so processes can share them.
 """
 
 import multiprocessing

@@ -1,9 +1,7 @@
-"""Output of a plan as terminal tables, as data and as a picture, with a progress bar while it is computed.
+"""Reports a plan as tables, JSON and a chart, and compares the formulas with the simulator.
 
-Mean gain of speculation: formula versus simulation.
-
-The simulation keeps the formula's assumptions: one session at a time, a step that costs the same for one token and for
-a block, and a target that waits for every block.
+The comparison keeps the formulas' assumptions: one session at a time, equal step costs with and without a block, and a
+target that waits for every block.
 """
 
 import json

@@ -1,8 +1,6 @@
-"""Simulation of one candidate fleet under the given load, and selection of the best candidate.
+"""Simulates candidate fleets, ranks them, and finds the limits of a fleet's gain.
 
-Limits of a fleet's gain, found by simulation: the least acceptance and the longest drafting pass that pay off.
-
-Targets that share a drafter drift out of step, and no simple formula gives how they wait for it.
+The limits are the least acceptance and the longest drafting pass that still pay off.
 """
 
 import math

@@ -1,14 +1,7 @@
-"""Simulated drafter: the real scheduler and search ahead, with a drafting method that uses the oracle and costs time.
+"""Simulated router, drafter and target: real schedulers around an oracle that costs virtual time.
 
-The counterpart of `actors/drafter.py`.
-
-Simulated target replica: the real scheduler, with an engine that uses the oracle and costs time.
-
-The counterpart of `actors/target.py`. The engine checks its inputs as a real cache would require.
-
-Simulated router: the real ledgers and the real choice of replicas.
-
-The counterpart of `serve_app/router.py`.
+Each is the counterpart of a real process (`serve_app/router.py`, `actors/drafter.py`, `actors/target.py`). The target's
+engine also checks its inputs as a real KV cache would require.
 """
 
 from collections import Counter

@@ -1,11 +1,8 @@
-"""Parameters of one simulated run: fleet, speculation, workload, costs and faults, as data.
+"""Parameters of a simulated run, and random draws of them.
 
-Small random systems under random faults; the same seed gives the same run.
-
-Sizes, costs, load, speculation and faults are all drawn, so that thousands of runs reach unforeseen states: full
-queues, caches that are too small, drafters faster than the network.
-
-Faults of a simulated run with their times: data, drawn from a seed or written down.
+A run is described by data alone: fleet, costs, load, speculation and faults. `random_scenario` draws all of them from a
+seed, so that thousands of runs reach unforeseen states: full queues, caches that are too small, drafters that are
+faster than the network.
 """
 
 import random

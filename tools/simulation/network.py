@@ -1,12 +1,10 @@
-"""Simulated processes and the streams between them, with the guarantees of gRPC and no others.
+"""Virtual time, and processes connected by streams with the guarantees of gRPC.
 
-A process may die, or hang and receive afterwards what arrived meanwhile. A stream delivers frames in order until it
+A process may die, or hang and handle afterwards what arrived meanwhile. A stream delivers frames in order until it
 breaks; a frame is everything sent to one peer at one instant. Frames in flight are then lost, and each end notices the
-break after its own delay. The weather is worse than gRPC allows, because the schedulers promise to tolerate it: between
-drafters and targets frames may be lost, duplicated and reordered. Those of a router may be duplicated, and what a peer
-sent on a stream that broke may still reach the router.
-
-Virtual time: a queue of events in order.
+break after its own delay. `NetworkFaults` goes beyond gRPC, because the schedulers promise to tolerate it: frames
+between drafters and targets may be lost, duplicated and reordered, those of a router may be duplicated, and frames
+from a broken stream may still reach the router.
 """
 
 import heapq

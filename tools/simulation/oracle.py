@@ -1,9 +1,6 @@
-"""Oracle that replaces both models: what the target would decide, and where the draft would agree.
+"""Workload of a simulation, and the oracle that replaces both models.
 
-The target's text is a pseudo-random function of (seed, session, position), and so is whether the draft agrees there.
-That makes "the output equals the non-speculative one" a comparison of integers, whatever the schedule was.
-
-Load of the simulated system: number of sessions, their lengths, and their arrival times.
+The target's text is a pseudo-random function of seed, session and position, and so is whether the draft agrees there.
 """
 
 import random

@@ -1,13 +1,8 @@
-"""One simulated run: builds the system, runs the workload with its faults, and checks the final state.
+"""Runs one simulation: builds the system, runs the workload with its faults, checks the final state, reports speeds.
 
-Ledgers, schedulers, pacing and routing are the real ones; the other modules of this package replace the rest.
-
-Invariants that must hold when a simulated run is over, whatever went wrong in it.
-
-Every session ended with the text of non-speculative decoding, no process holds anything, and the outcome of each draft
-token is counted. A violation raises AssertionError: it is a bug in the schedulers or in the simulation.
-
-Results of a simulated run: speed, waiting times, and counters by cause.
+When a run is over, every session must have ended with the text of non-speculative decoding, no process may hold
+anything, and each draft token must be accounted for. A violation raises AssertionError: it is a bug in the schedulers
+or in the simulator.
 """
 
 import gc
