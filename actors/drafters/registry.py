@@ -78,8 +78,8 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
     """Returns which hidden states of the target in folder `target` the method reads; None for most methods."""
     if draft.model_method not in STATE_READERS:
         return None
-    found: StatesNeeded = _module(draft).states_needed(draft, target)
-    return found
+    needed: StatesNeeded = _module(draft).states_needed(draft, target)
+    return needed
 
 
 def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:

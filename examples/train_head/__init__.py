@@ -1,1 +1,3 @@
-"""A draft head for your own target: the target writes data, its states are stored, a head learns to draft from them."""
+"""Trains a draft head for your own target: `answers` lets the target write data, `states` stores its states, and
+`train` trains a head on them. `evaluate` measures the result.
+"""

@@ -1,11 +1,10 @@
-"""Lets the target write the data that its head learns from: answers to prompts, or whole dialogues of its own.
+"""Lets the target write training data for its head: answers to prompts, or whole dialogues of its own.
 
     python -m examples.train_head.answers TARGET TOKENS.npz --prompts PROMPTS.jsonl [--tokens 256]
     python -m examples.train_head.answers TARGET TOKENS.npz --dialogues 1000
 
 A line of PROMPTS is {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}. Without prompts the target
-is given its chat template up to the user's first word, and goes on from there. A run that was interrupted goes on where
-it stopped.
+continues its chat template from the user's first word. An interrupted run continues where it stopped.
 """
 
 import json
@@ -24,24 +23,24 @@ from actors.models.tokenizer_reader import end_ids
 from cluster.errors import ModelError
 from examples.train_head.token_files import read_tokens, write_tokens
 
-USER_TEXT = "\x00the user's words\x00"  # marks their place in what the template makes
+USER_TEXT = "\x00the user's words\x00"  # marks the user's text in the rendered template
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """A prompt up to the answer's first token."""
+    """Returns the ids of a prompt, up to the answer's first token."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def opening_ids(tokenizer: Any) -> list[int]:
-    """What the chat template puts before the user's first word."""
+    """Returns the ids that the chat template puts before the user's first word."""
     messages = [{"role": "user", "content": USER_TEXT}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text.partition(USER_TEXT)[0], add_special_tokens=False))
 
 
 def prompt_ids(tokenizer: Any, path: Path) -> list[list[int]]:
-    """Of the lines of a file. Raises ModelError for a line that is neither a prompt nor messages."""
+    """Reads the prompts of a file. Raises ModelError for a line that is neither a prompt nor messages."""
     found = []
     for number, line in enumerate(filter(None, path.read_text(encoding="utf-8").splitlines()), start=1):
         said = json.loads(line)
@@ -52,12 +51,12 @@ def prompt_ids(tokenizer: Any, path: Path) -> list[list[int]]:
 
 
 def temperatures(count: int, low: float, high: float) -> list[float]:
-    """One a row, evenly from the lowest to the highest."""
+    """Returns one temperature per row, evenly spaced."""
     return [low + (high - low) * row / max(1, count - 1) for row in range(count)]
 
 
 def draw(logits: Tensor, temperature: Tensor, top_k: int, generator: torch.Generator) -> Tensor:
-    """Tokens, (rows,), at temperatures, (rows,), among the likeliest of logits, (rows, vocabulary); at 0 the first."""
+    """Draws tokens, (rows,), from the top k of logits, (rows, vocabulary), at temperatures, (rows,)."""
     values, ids = logits.float().topk(min(top_k, logits.shape[-1]), dim=-1)
     chances = torch.softmax(values / temperature.clamp(min=1e-6)[:, None], dim=-1)
     chances[temperature == 0] = torch.nn.functional.one_hot(torch.tensor(0), chances.shape[-1]).to(chances)
@@ -75,7 +74,7 @@ def written(
     top_k: int,
     generator: torch.Generator,
 ) -> list[list[int]]:
-    """Prompts and what the target writes after them, up to so many tokens or the first stop, which is kept."""
+    """Returns prompts with the target's answers, up to the token limit or the first stop token, which is kept."""
     longest = max(map(len, prompts))
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=model.device)
     rows = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
@@ -103,7 +102,7 @@ def _to_stop(row: list[int], start: int, stops: Sequence[int]) -> list[int]:
 
 
 def batches(prompts: Sequence[list[int]], size: int) -> Iterator[list[list[int]]]:
-    """Prompts of like length together, so that little is padded."""
+    """Groups prompts of similar length, to limit padding."""
     ordered = sorted(prompts, key=len)
     yield from (ordered[first : first + size] for first in range(0, len(ordered), size))
 
@@ -112,18 +111,18 @@ def main(
     target: Annotated[str, typer.Argument(help="Folder or Hugging Face id.")],
     out: Annotated[Path, typer.Argument(help="File of token ids, .npz.")],
     prompts: Annotated[Path | None, typer.Option(help="JSON lines.")] = None,
-    dialogues: Annotated[int, typer.Option(help="Without prompts: how many the target writes from its template.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Of an answer, or of a dialogue, at most.")] = 256,
+    dialogues: Annotated[int, typer.Option(help="Dialogues to write from the template, without prompts.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Maximum tokens per answer or dialogue.")] = 256,
     low: Annotated[float, typer.Option(help="Lowest temperature of a batch's rows.")] = 0.0,
-    high: Annotated[float, typer.Option(help="Highest one.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Likeliest tokens that are drawn from.")] = 64,
-    batch: Annotated[int, typer.Option(help="Rows at once.")] = 32,
-    dtype: Annotated[str, typer.Option(help="Of the target.")] = "bfloat16",
+    high: Annotated[float, typer.Option(help="Highest temperature.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Likeliest tokens to draw from.")] = 64,
+    batch: Annotated[int, typer.Option(help="Rows per batch.")] = 32,
+    dtype: Annotated[str, typer.Option(help="Dtype of the target.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Of the CPU.")] = 1,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Lets the target write data."""
+    """Lets the target write training data."""
     torch.set_num_threads(threads)
     folder = local_folder(target)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -131,7 +130,7 @@ def main(
     asked = prompt_ids(tokenizer, prompts) if prompts else [opening_ids(tokenizer)] * dialogues
     if not asked:
         raise typer.BadParameter("expected --prompts with a line or more, or --dialogues with a number")
-    stops = end_ids(folder) if prompts else ()  # a dialogue goes on after the user's turn
+    stops = end_ids(folder) if prompts else ()  # a dialogue continues after the user's message
     found = [list(map(int, sequence)) for sequence in read_tokens(out)] if out.is_file() else []
     with Progress() as progress:
         task = progress.add_task("sequences", total=len(asked), completed=len(found))

@@ -1,4 +1,4 @@
-"""What a training leaves on disk: the head as it is published, and all that is needed to go on."""
+"""Files of a training: the head in its published layout, and the state needed to continue."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ STATE = "training.pt"
 
 
 def write_head(folder: Path, head: PublishedHead, dtype: torch.dtype) -> None:
-    """The weights are replaced at once, so a reader never sees half of them."""
+    """Writes a head; its weights are replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()).contiguous()
@@ -27,14 +27,14 @@ def write_head(folder: Path, head: PublishedHead, dtype: torch.dtype) -> None:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Replaces what is there at once."""
+    """Replaces the stored state atomically."""
     unfinished = folder / f"{STATE}.unfinished"
     torch.save(state, unfinished)
     unfinished.replace(folder / STATE)
 
 
 def read_state(folder: Path, made_by: dict[str, Any]) -> dict[str, Any] | None:
-    """None where there is none. Raises ModelError where it was made with other options than these."""
+    """Reads the stored state; None if there is none. Raises ModelError if it was made with other options."""
     path = folder / STATE
     if not path.is_file():
         return None

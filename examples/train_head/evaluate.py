@@ -1,8 +1,8 @@
-"""Measures how a head drafts: tokens a verify by the length of blocks, greedy, and the time of a block of one token.
+"""Measures how a head drafts: tokens per verification by block length, greedy, and the time of a block of one token.
 
     python -m examples.train_head.evaluate TARGET HEAD PROMPTS.jsonl [--method eagle] [--compare CONFIG.yaml]
 
-Sessions run one at a time in lock step over the real schedulers, engine and drafting method, without a network.
+Sessions run one at a time in the reference loop, over the real schedulers, engine and method, without a network.
 """
 
 import time
@@ -45,7 +45,7 @@ MAX_BLOCK = 16
 
 
 class TimedMethod:
-    """A drafting method, and how long its blocks took, in seconds."""
+    """Wraps a drafting method and records how many seconds its blocks took."""
 
     def __init__(self, method: DraftingMethod) -> None:
         self.seconds: list[float] = []
@@ -64,17 +64,17 @@ class TimedMethod:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What blocks of one length brought."""
+    """Results with blocks of one length."""
 
     block_len: int
     tokens_a_verify: float
     first_right: float  # share of blocks whose first token was accepted
     block_ms: float  # median time of a block
-    answers: list[list[int]]  # token ids, by prompt: the target's own, whatever was drafted
+    answers: list[list[int]]  # token ids by prompt; independent of the drafts
 
 
 class Pair:
-    """A target and what drafts for it."""
+    """A target and a method that drafts for it."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, draft: DraftPool, dtype: str) -> None:
         self._draft = draft
@@ -87,7 +87,7 @@ class Pair:
 
     @torch.inference_mode()
     def run(self, prompts: Sequence[Sequence[int]], block_len: int, tokens: int) -> Drafted:
-        """All prompts, one after the other."""
+        """Answers all prompts, one after the other."""
         method = TimedMethod(create_method(self._draft, self._setup))
         rounds = [self._rounds(method, index, prompt, block_len, tokens) for index, prompt in enumerate(prompts)]
         emits = [emit for answer in rounds for emit in answer]
@@ -126,14 +126,14 @@ class Pair:
 def main(
     target: Annotated[str, typer.Argument(help="Folder or Hugging Face id.")],
     head: Annotated[str, typer.Argument(help="Folder of the head.")],
-    prompts: Annotated[Path, typer.Argument(help="JSON lines, as examples.train_head.answers reads them.")],
+    prompts: Annotated[Path, typer.Argument(help="JSON lines, in the format of examples.train_head.answers.")],
     method: Annotated[str, typer.Option(help="Drafting method of the head.")] = "eagle",
-    compare: Annotated[Path | None, typer.Option(help="Config of a deployment, whose draft is measured too.")] = None,
-    first: Annotated[int | None, typer.Option(help="Of the prompts; by default all.")] = None,
-    block_len: Annotated[list[int] | None, typer.Option(help="Of blocks; by default 1 to 5.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of an answer, at most.")] = 64,
-    dtype: Annotated[str, typer.Option(help="Of both models.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(help="Of the CPU.")] = 1,
+    compare: Annotated[Path | None, typer.Option(help="Configuration of another draft to measure too.")] = None,
+    first: Annotated[int | None, typer.Option(help="Number of prompts; by default all.")] = None,
+    block_len: Annotated[list[int] | None, typer.Option(help="Block lengths; by default 1 to 5.")] = None,
+    tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 64,
+    dtype: Annotated[str, typer.Option(help="Dtype of both models.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
     """Measures how a head drafts."""
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""What a head learns: the target's own distribution, by each step of the unroll; and how often it agrees."""
+"""Training loss: cross-entropy with the target's distribution at each step of the unroll, and top-1 agreement."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 from examples.train_head.heads.draft_module import DraftModule
 from examples.train_head.shards import StatesBatch
 
-DECAY = 0.8  # of the weight of a step, from one to the next (EAGLE-3)
+DECAY = 0.8  # of a step's weight relative to the step before (EAGLE-3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Learned:
-    """Of one batch."""
+    """Result of one batch."""
 
     loss: Tensor  # the steps' cross-entropies, weighted
     agreement: Tensor  # (steps,): share of places at which the likeliest token is the target's choice
@@ -29,19 +29,19 @@ class Teacher:
     opening: int  # tokens that all sequences begin with: predicting them teaches nothing
 
     def scored(self, batch: StatesBatch, step: int) -> Tensor:
-        """Places p where step k's prediction counts, (rows, longest): of token p + 2 + k, after p + 1 + k."""
+        """Returns a mask, (rows, longest), of places p whose step k is scored: it predicts token p + 2 + k."""
         last_read = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) + step + 1
         return (last_read < batch.lengths[:, None]) & (last_read >= self.opening - 1)
 
     def log_chances(self, final: Tensor) -> Tensor:
-        """(n, columns), of final states, (n, hidden)."""
+        """Returns log probabilities, (n, columns), for final states, (n, hidden)."""
         return torch.log_softmax(F.linear(final.to(self.lm_head.dtype), self.lm_head).float(), dim=-1)
 
 
 def steps_learned(
     module: DraftModule, batch: StatesBatch, teacher: Teacher, steps: int, share: float = 1.0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cross-entropy and agreement of each step of the unroll, over this share of the places, drawn at random."""
+    """Yields each step's cross-entropy and agreement, over a random share of the places."""
     for step, outputs in enumerate(module.steps(batch, steps)):
         scored = teacher.scored(batch, step)
         if share < 1:
@@ -56,7 +56,7 @@ def steps_learned(
 
 
 def learned(module: DraftModule, batch: StatesBatch, teacher: Teacher, steps: int, share: float = 1.0) -> Learned:
-    """Of a batch that has a scored place for every step."""
+    """Computes loss and agreement of a batch, which must have a scored place for every step."""
     found = list(steps_learned(module, batch, teacher, steps, share))
     weights = [DECAY**step for step in range(steps)]
     loss = torch.stack([weight * loss for weight, (loss, _) in zip(weights, found, strict=True)]).sum() / sum(weights)

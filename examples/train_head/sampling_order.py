@@ -1,4 +1,4 @@
-"""Which sequences are in which step: a function of the seed and the step, so training can go on where it stopped."""
+"""Order of training sequences: a function of the seed and the step, so that an interrupted training can continue."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,17 +6,17 @@ import numpy as np
 
 from examples.train_head.shards import StoredSequence
 
-HELD_OUT_EVERY = 32  # sequences of which one is never trained on
-POOL = 8  # batches whose sequences are sorted by length, so that little is padded
+HELD_OUT_EVERY = 32  # one sequence in this many is never trained on
+POOL = 8  # batches whose sequences are sorted by length, to limit padding
 
 
 def held_out(sequences: Sequence[StoredSequence]) -> list[StoredSequence]:
-    """The same ones however many shards there are by now; shards hold shuffled sequences."""
+    """Returns the held-out sequences, independent of how many shards follow; shards hold shuffled sequences."""
     return list(sequences[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
 
 
 def batches(sequences: Sequence[StoredSequence], size: int, seed: int, step: int) -> Iterator[list[StoredSequence]]:
-    """From a step on, without end: all that are not held out, in another order in every epoch."""
+    """Yields batches from `step` on, without end, in a new order in every epoch."""
     trained = [one for index, one in enumerate(sequences) if (index + 1) % HELD_OUT_EVERY]
     size = min(size, len(trained))
     per_epoch = len(trained) // size

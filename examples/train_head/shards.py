@@ -20,30 +20,30 @@ SHARDS = "shard-*.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StatesDescription:
-    """What is in a folder of shards. Layers are numbered as `protos.messages` numbers them."""
+    """Contents of a folder of shards. Layers are numbered as in `protos.messages`."""
 
     target: str  # its folder's name, or its Hugging Face id
-    layers: tuple[int, ...]  # that a head may read; the final state is stored after them
+    layers: tuple[int, ...]  # states that a head may read; the final state is stored after them
     hidden: int
     dtype: str
     opening: int  # tokens that all sequences begin with
     sequences: int
     positions: int
-    token_counts: tuple[int, ...]  # by token, (vocabulary,), of all shards: it is known before they are written
+    token_counts: tuple[int, ...]  # by token, (vocabulary,), over all shards, known before they are written
     per_shard: int  # sequences
 
     def write(self, folder: Path) -> None:
-        """Raises ModelError where the folder holds shards of something else."""
+        """Writes the description. Raises ModelError if the folder holds shards of other data."""
         path = folder / DESCRIPTION
         text = json.dumps(asdict(self))
         if path.is_file() and path.read_text() != text:
-            raise ModelError(f"{path} says that its shards are of other data or layers; use another folder")
+            raise ModelError(f"{path} describes shards of other data or layers; use another folder")
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
     @classmethod
     def read(cls, folder: Path) -> "StatesDescription":
-        """Raises ModelError where there is none."""
+        """Reads the description. Raises ModelError if there is none."""
         path = folder / DESCRIPTION
         if not path.is_file():
             raise ModelError(f"there is no {path}; examples.train_head.states writes one")
@@ -53,7 +53,7 @@ class StatesDescription:
 
 @dataclass(frozen=True, slots=True)
 class StoredSequence:
-    """Where a sequence is."""
+    """Location of a sequence."""
 
     path: Path
     start: int
@@ -75,7 +75,7 @@ class StatesBatch:
 
 
 def write_shard(path: Path, rows: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Of sequences, each its tokens and choices, (n,), and states, (n, layers x hidden + hidden); at once."""
+    """Writes sequences atomically: tokens and choices, (n,), and states, (n, layers x hidden + hidden)."""
     lengths = torch.tensor([0, *(len(tokens) for tokens, _, _ in rows)])
     unfinished = path.with_suffix(".unfinished")
     tensors = {
@@ -89,7 +89,7 @@ def write_shard(path: Path, rows: Sequence[tuple[Tensor, Tensor, Tensor]]) -> No
 
 
 class Shards:
-    """All that a folder holds so far."""
+    """The sequences in a folder so far."""
 
     def __init__(self, folder: Path) -> None:
         self.description = StatesDescription.read(folder)
@@ -98,7 +98,7 @@ class Shards:
             raise ModelError(f"{folder} holds no {SHARDS} yet; examples.train_head.states writes them")
 
     def batch(self, sequences: Sequence[StoredSequence], device: torch.device) -> StatesBatch:
-        """Reads these sequences and nothing else."""
+        """Reads only these sequences."""
         parts = [_read(sequence) for sequence in sequences]
         tokens, choices, states = (
             torch.nn.utils.rnn.pad_sequence([part[index] for part in parts], batch_first=True).to(device)

@@ -1,9 +1,9 @@
-"""Stores the target's states over token files: those that a head reads, and the final one that it learns from.
+"""Stores the target's states over token files: those that a head reads, and the final one for its loss.
 
     python -m examples.train_head.states TARGET STATES TOKENS.npz... [--layer 2 --layer 15 --layer 27]
 
-Sequences are shuffled before they are cut into shards, so that some of the shards are a sample of all. A run that was
-interrupted goes on where it stopped.
+Sequences are shuffled before they are cut into shards, so each shard is a sample of the whole. An interrupted run
+continues where it stopped.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ Rows = list[tuple[Tensor, Tensor, Tensor]]
 
 @torch.inference_mode()
 def states_of(model: PreTrainedModel, sequences: Sequence[TokenIds], layers: Sequence[int]) -> Rows:
-    """Tokens and choices, (n,), and states, (n, (layers + 1) x hidden), of each of these sequences."""
+    """Returns tokens and choices, (n,), and states, (n, (layers + 1) x hidden), of each sequence."""
     lengths = [len(sequence) for sequence in sequences]
     padded = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
     for row, sequence in enumerate(sequences):
@@ -49,7 +49,7 @@ def states_of(model: PreTrainedModel, sequences: Sequence[TokenIds], layers: Seq
 def store_states(
     model: PreTrainedModel, sequences: Sequence[TokenIds], layers: Sequence[int], out: Path, per_shard: int, batch: int
 ) -> None:
-    """Writes the shards that are not there yet; memory for one of them is needed."""
+    """Writes the missing shards, holding one in memory at a time."""
     shuffled = np.random.default_rng(SHUFFLE_SEED).permutation(len(sequences))
     for start in track(range(0, len(shuffled), per_shard), description="shards of states"):
         path = out / f"shard-{start // per_shard:05d}.safetensors"
@@ -65,14 +65,14 @@ def store_states(
 def main(
     target: Annotated[str, typer.Argument(help="Folder or Hugging Face id.")],
     out: Annotated[Path, typer.Argument(help="Folder for the shards.")],
-    token_files: Annotated[list[Path], typer.Argument(help="As examples.train_head.answers writes them.")],
+    token_files: Annotated[list[Path], typer.Argument(help="Files written by examples.train_head.answers.")],
     layer: Annotated[list[int] | None, typer.Option(help="A state that heads may read; by default EAGLE-3's.")] = None,
-    final_only: Annotated[bool, typer.Option(help="The final state alone, for Medusa and MLPSpeculator.")] = False,
-    per_shard: Annotated[int, typer.Option(help="Sequences of a shard.")] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences of a forward.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Of the forward and of what is stored.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Of the forward.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Of the CPU.")] = 1,
+    final_only: Annotated[bool, typer.Option(help="Store only the final state, for Medusa and MLPSpeculator.")] = False,
+    per_shard: Annotated[int, typer.Option(help="Sequences per shard.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences per forward.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Dtype of the forward and of the stored states.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Device of the forward.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
     """Stores a target's states over token files."""
     torch.set_num_threads(threads)

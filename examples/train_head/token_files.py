@@ -14,7 +14,7 @@ TokenIds = NDArray[np.int64]
 
 
 def read_tokens(path: Path) -> list[TokenIds]:
-    """The sequences of a file, each (length,). Raises ModelError where it has no such array."""
+    """Reads a file's sequences, each (length,). Raises ModelError if it has no such array."""
     with np.load(path) as stored:
         if KEY not in stored.files or stored[KEY].ndim != 2:
             raise ModelError(f"{path} holds {stored.files}, expected an array {KEY} of shape (sequences, longest)")
@@ -22,14 +22,14 @@ def read_tokens(path: Path) -> list[TokenIds]:
 
 
 def without_padding(row: TokenIds) -> TokenIds:
-    """A row whose end is one token over and over is padded with it: the first of them ends a turn, and stays."""
+    """Removes a repeated last token, which is padding; its first occurrence ends a message and stays."""
     others = np.flatnonzero(row != row[-1])
     end = int(others[-1]) + 2 if len(others) else 1
     return row[:end]
 
 
 def write_tokens(path: Path, sequences: Sequence[Sequence[int]]) -> None:
-    """Replaces the file at once; rows are padded with their own last token."""
+    """Replaces the file atomically; rows are padded with their last token."""
     longest = max(map(len, sequences))
     rows = [[*sequence, *[sequence[-1]] * (longest - len(sequence))] for sequence in sequences]
     unfinished = path.with_suffix(".unfinished.npz")
@@ -38,7 +38,7 @@ def write_tokens(path: Path, sequences: Sequence[Sequence[int]]) -> None:
 
 
 def common_opening(sequences: Sequence[TokenIds]) -> int:
-    """How many tokens all sequences begin with, such as a system prompt: they teach nothing."""
+    """Counts the tokens that all sequences begin with, such as a system prompt: they teach nothing."""
     shortest = min(map(len, sequences))
     rows = np.stack([sequence[:shortest] for sequence in sequences])
     differs = (rows != rows[0]).any(axis=0)

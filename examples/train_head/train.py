@@ -3,7 +3,7 @@
     python -m examples.train_head.train TARGET STATES OUT [--draft-vocabulary 8192] [--steps 2000] [--minutes 30]
 
 OUT/best is the head with the highest held-out agreement, OUT/latest the newest one, OUT/curve.jsonl the learning curve.
-The same command goes on where an earlier run stopped.
+The same command continues where an earlier run stopped.
 """
 
 from pathlib import Path
@@ -21,24 +21,24 @@ from examples.train_head.trainer import Training
 
 def main(
     target: Annotated[str, typer.Argument(help="Folder or Hugging Face id.")],
-    states: Annotated[Path, typer.Argument(help="Folder that examples.train_head.states has written.")],
-    out: Annotated[Path, typer.Argument(help="Folder for the head and all that is needed to go on.")],
-    kind: Annotated[HeadKind, typer.Option(help="Which head.")] = HeadKind.EAGLE,
+    states: Annotated[Path, typer.Argument(help="Folder written by examples.train_head.states.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the head and the state needed to continue.")],
+    kind: Annotated[HeadKind, typer.Option(help="Kind of head.")] = HeadKind.EAGLE,
     unroll: Annotated[int, typer.Option(help="Tokens drafted in training; a DFlash block, heads of Medusa.")] = 3,
-    layers: Annotated[int, typer.Option(help="Of an EAGLE or DFlash head.")] = 1,
-    draft_vocabulary: Annotated[int | None, typer.Option(help="Most frequent tokens that are proposed.")] = None,
-    steps: Annotated[int, typer.Option(help="Of the whole training, by which the learning rate falls.")] = 2000,
-    batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 1e-3,
-    lm_head_rate: Annotated[float, typer.Option(help="Share of it for embeddings and LM heads.")] = 0.2,
-    scored_share: Annotated[float, typer.Option(help="Of the places that a step learns from.")] = 1.0,
-    minutes: Annotated[float, typer.Option(help="Of this run; the next one goes on.")] = float("inf"),
-    save_every: Annotated[int, typer.Option(help="Steps, after which held-out agreement is measured too.")] = 100,
-    held_out: Annotated[int, typer.Option(help="Sequences that it is measured on.")] = 32,
-    dtype: Annotated[str, typer.Option(help="Of products in training, and of the head.")] = "bfloat16",
+    layers: Annotated[int, typer.Option(help="Layers of an EAGLE or DFlash head.")] = 1,
+    draft_vocabulary: Annotated[int | None, typer.Option(help="Number of most frequent tokens to propose.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of the whole training, over which the learning rate falls.")] = 2000,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    lm_head_rate: Annotated[float, typer.Option(help="Share of the learning rate for embeddings and LM heads.")] = 0.2,
+    scored_share: Annotated[float, typer.Option(help="Random share of the places that a step learns from.")] = 1.0,
+    minutes: Annotated[float, typer.Option(help="Time limit of this run; the next run continues.")] = float("inf"),
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints and held-out measurements.")] = 100,
+    held_out: Annotated[int, typer.Option(help="Held-out sequences, at most.")] = 32,
+    dtype: Annotated[str, typer.Option(help="Dtype of products in training and of the written head.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Of the CPU.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the start and of the order of sequences.")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of initial weights and of the order of sequences.")] = 0,
 ) -> None:
     """Trains a draft head."""
     torch.set_num_threads(threads)

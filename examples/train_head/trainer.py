@@ -1,4 +1,4 @@
-"""Trains a head on stored states: steps, held-out agreement, checkpoints. It goes on where an earlier run stopped."""
+"""Trains a head on stored states: steps, held-out agreement, checkpoints. An interrupted run can continue."""
 
 import json
 import time
@@ -29,18 +29,18 @@ CURVE = "curve.jsonl"
 LATEST = "latest"
 BEST = "best"
 BIG = ("lm_head", "lm_heads", "emb", "head")  # parameters with a row for each token
-SMOOTHING = 0.05  # of what the curve says of training
+SMOOTHING = 0.05  # of the learning curve's training figures
 
 
 def head_to_train(options: HeadOptions, target: TargetParts, shards: Shards) -> DraftModule:
-    """The head as it starts. Raises ModelError where the states do not fit the kind."""
+    """Creates the untrained head. Raises ModelError if the states do not fit the kind."""
     vocabulary = target.sizes.vocabulary
     ids = frequent_tokens(shards.description.token_counts, options.draft_vocabulary)
     if options.kind is HeadKind.MEDUSA:
         return MedusaModule(target, ids, options.unroll)
     if options.kind is HeadKind.MLP_SPECULATOR:
         if len(ids) < vocabulary:
-            raise ModelError("an MLPSpeculator has no draft vocabulary in its published layout; leave the option out")
+            raise ModelError("an MLPSpeculator has no draft vocabulary in its published layout; remove the option")
         return MlpSpeculatorModule(target, options.unroll, options.seed)
     reads = shards.description.layers
     if not reads:
@@ -49,27 +49,27 @@ def head_to_train(options: HeadOptions, target: TargetParts, shards: Shards) -> 
         )
     if options.kind is HeadKind.DFLASH:
         counts = shards.description.token_counts
-        mask_token = counts.index(min(counts))  # a token that texts hardly have
+        mask_token = counts.index(min(counts))  # the rarest token
         return DFlashModule(target, reads, ids, options.layers, options.unroll, mask_token, options.seed)
     return EagleModule(target, reads, ids, options.layers, options.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Of the learning curve."""
+    """A point of the learning curve."""
 
     step: int
-    positions: int  # that were trained on
+    positions: int  # trained on so far
     seconds: float  # of all runs
     loss: float
     agreement: list[float]  # in training, by step of the unroll
     held_out: list[float]
-    held_out_sequences: int  # more of them while shards are still being written
+    held_out_sequences: int  # grows while shards are still being written
     held_out_loss: float
 
 
 class Training:
-    """One head, its optimizer, and the folder that it is saved in."""
+    """Trains one head and saves it in a folder."""
 
     def __init__(
         self, out: Path, target: TargetParts, shards: Shards, head: HeadOptions, schedule: Schedule, running: Running
@@ -97,7 +97,7 @@ class Training:
         self._resume()
 
     def run(self) -> None:
-        """Until all steps are done or the time is over; saves then, and every so many steps."""
+        """Trains until all steps are done or time is up; saves at the end and every `save_every` steps."""
         started = time.monotonic()
         before = self._seconds
         order = batches(self._shards.sequences, self._schedule.batch, self._head.seed, self.step)
@@ -115,7 +115,7 @@ class Training:
 
     @torch.no_grad()
     def held_out(self) -> Learned:
-        """Over sequences that are never trained on, one at a time."""
+        """Measures agreement on held-out sequences, one at a time."""
         found = [self._forward([sequence]) for sequence in self._held_out]
         agreement = torch.stack([one.agreement for one in found]).mean(dim=0)
         return Learned(torch.stack([one.loss for one in found]).mean(), agreement)
@@ -188,7 +188,7 @@ class Training:
         self.step = state["step"]
         self._positions = state["positions"]
         self._seconds = state["seconds"]
-        if state.get("held_out_sequences") == len(self._held_out):  # else figures do not compare
+        if state.get("held_out_sequences") == len(self._held_out):  # otherwise the figures are not comparable
             self._best = state["best"]
         self._loss = state["loss"]
         self._agreement = state["agreement"]

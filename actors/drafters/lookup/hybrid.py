@@ -20,7 +20,7 @@ from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
 
-SURE = 0.5  # share of the requested tokens that a lookup must expect to be accepted, to skip the model
+SURE = 0.5  # share of the requested tokens that an n-gram draft must expect to be accepted, to skip the model
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "HybridDraft":
@@ -102,12 +102,14 @@ class HybridDraft:
         self, requests: Sequence[DraftRequest | AheadRequest], found: Iterable[Proposal], drafted: Iterable[Proposal]
     ) -> list[Proposal]:
         """Returns all proposals, likeliest outcomes first. Two blocks after the same tokens are merged."""
-        asked = {request.session: request for request in requests}
+        by_session = {request.session: request for request in requests}
         together: dict[tuple[str, int, int], Proposal] = {}
         for proposal in (*found, *drafted):
             address = (proposal.session, proposal.base_len, proposal.prefix_hash)
             known = together.get(address)
-            together[address] = proposal if known is None else self._merged(known, proposal, asked[proposal.session])
+            together[address] = (
+                proposal if known is None else self._merged(known, proposal, by_session[proposal.session])
+            )
         return sorted(together.values(), key=lambda proposal: -proposal.chance)
 
     def _merged(self, one: Proposal, other: Proposal, request: DraftRequest | AheadRequest) -> Proposal:

@@ -286,8 +286,8 @@ class DraftModel:
     def roots(self, request: AheadRequest) -> list[CachedDraft]:
         """Returns roots: the part of the main path whose candidates are unknown, and tokens beside it.
 
-        If a head or a lookup drafted part of the block, the model reads it first. The same applies if the text before
-        is fed again with true states, because these change the candidates.
+        If a head or another method drafted part of the block, the model reads it first. The same applies if the text
+        before is fed again with true states, because these change the candidates.
         """
         block = request.unverified.main_path
         considered = self._considered.get(request.session, {}).get(request.prefix_hash, [])

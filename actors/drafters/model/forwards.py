@@ -159,7 +159,7 @@ class DraftForwards:
         logits = torch.split(output.logits, sizes)
         hidden = [None] * len(fed) if output.hidden is None else torch.split(output.hidden, sizes)
         zipped = zip(fed, logits, hidden, strict=True)
-        read = [ReadDraft(each.draft, said, made_of) for each, said, made_of in zipped if not each.rest]
+        read = [ReadDraft(each.draft, rows, states) for each, rows, states in zipped if not each.rest]
         if self._states is not None:
             for draft, _, predicted in read:
                 assert predicted is not None, "a head that is fed states predicts some"

@@ -246,7 +246,7 @@ class DraftSampler:
     def _offer(self, places: Sequence[_Place]) -> None:
         """Adds the tokens likeliest to be the target's, using the noise of the target's own draw."""
         finite, log_probs, ids, noise = self._considered(places)
-        for place, is_finite, *said in zip(places, finite, log_probs, ids, noise, strict=True):
+        for place, is_finite, *scores in zip(places, finite, log_probs, ids, noise, strict=True):
             draft = place.draft
             if draft.is_complete:
                 continue
@@ -254,7 +254,7 @@ class DraftSampler:
                 self._end(draft)
                 continue
             sampling = draft.text.open.sampling
-            candidates = _candidates(sampling, *said)
+            candidates = _candidates(sampling, *scores)
             kind = DraftKind.of(sampling, place.is_further)
             self._calibration.note(draft.request.session, draft.place, kind, candidates)
             choices = _likeliest(candidates, self._calibration.chances(kind, candidates))
@@ -355,7 +355,7 @@ class SessionProcessors:
         self._all: dict[str, tuple[SessionText, ProcessorChain | None]] = {}
 
     def of(self, text: SessionText) -> ProcessorChain | None:
-        """Returns the session's processors, advanced over its decided text; None for a plain request."""
+        """Returns the session's processors, advanced over its decided text; None if the request needs none."""
         name = text.open.session
         known, chain = self._all.get(name, (None, None))
         if known is not text:  # new or reopened

@@ -1,1 +1,1 @@
-"""The heads in training, by kind, and what they borrow of the target."""
+"""Trainable heads by kind, and the tensors they take from the target."""

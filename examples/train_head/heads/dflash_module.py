@@ -1,6 +1,6 @@
-"""A DFlash head in training: the whole block at once, from the states before it and one mask for each token of it.
+"""Trainable DFlash head: predicts a whole block at once, from the states before it and a mask for each token.
 
-(DFlash: z-lab/dflash, arXiv 2602.06036.) The layout of what it writes is z-lab's.
+(DFlash: z-lab/dflash, arXiv 2602.06036.) Checkpoints have z-lab's layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,14 @@ class DFlashLayer(EagleLayer):
         self._sizes = sizes
 
     def add_head_norms(self) -> None:
-        """Of queries and keys, which the layout always has and the target's layer may not have."""
+        """Adds norms of queries and keys, which the layout requires and the target's layer may lack."""
         for name in HEAD_NORMS:
             if not hasattr(self.self_attn, name.split(".")[1]):
                 norm = RootMeanSquare(torch.ones(self._sizes.head_dim), self._sizes.eps)
                 self.self_attn.add_module(name.split(".")[1], norm)
 
     def attend_blocks(self, blocks: Tensor, context: Tensor, of_blocks: Rotation, of_context: Rotation) -> Tensor:
-        """(rows, places, size, hidden), of blocks in that shape and of the context's rows, (rows, places, hidden)."""
+        """Returns the output for blocks, (rows, places, size, hidden), given context rows, (rows, places, hidden)."""
         rows, places, size, _ = blocks.shape
         inputs = self.input_layernorm(blocks).flatten(1, 2)
         attention = self.self_attn
@@ -111,7 +111,7 @@ class DFlashModule(DraftModule):
         return F.linear(outputs, self.lm_head)
 
     def _embedded(self, anchors: Tensor) -> Tensor:
-        """A block for each place, (rows, longest, size, hidden): its first token is decided, the others are masks."""
+        """Returns a block for each place, (rows, longest, size, hidden): a decided token, then masks."""
         masks = torch.full_like(anchors, self._mask_token).unsqueeze(-1).expand(-1, -1, self._tokens)
         return F.embedding(torch.cat([anchors.unsqueeze(-1), masks], dim=-1), self.get_buffer("embedding"))
 
@@ -133,6 +133,6 @@ class DFlashModule(DraftModule):
             "block_size": self._tokens + 1,
             "dflash_config": {
                 "mask_token_id": self._mask_token,
-                OUTPUTS_KEY: [state - 1 for state in self._reads],  # layers, of which the outputs are read
+                OUTPUTS_KEY: [state - 1 for state in self._reads],  # layers whose outputs are read
             },
         }

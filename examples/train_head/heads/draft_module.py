@@ -1,4 +1,4 @@
-"""What training asks of a kind of head: outputs for each place and step, and a checkpoint in a published layout."""
+"""Interface of trainable heads: outputs for each place and step, and a checkpoint in a published layout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,34 +11,34 @@ from examples.train_head.shards import StatesBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishedHead:
-    """A checkpoint."""
+    """A checkpoint in a published layout."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 class DraftModule(nn.Module):
-    """A head that is trained.
+    """A trainable head.
 
-    At place p, step k predicts token p + 2 + k from the target's states up to p and the tokens up to p + 1 + k: what
-    the head has to do when it drafts its token k after the token p + 1 was decided.
+    At place p, step k predicts token p + 2 + k from the target's states up to p and the tokens up to p + 1 + k, as
+    it does when it drafts token k after token p + 1 was decided.
     """
 
     token_ids: Tensor  # (columns,) of the target, by column of the logits
 
     def steps(self, batch: StatesBatch, count: int) -> Iterator[Tensor]:
-        """What each of the first `count` steps gives to `logits`, (rows, longest, size)."""
+        """Yields each step's input of `logits`, (rows, longest, size), for the first `count` steps."""
         raise NotImplementedError
 
     def logits(self, outputs: Tensor, step: int) -> Tensor:
-        """(n, columns), of (n, size)."""
+        """Returns logits, (n, columns), of outputs, (n, size)."""
         raise NotImplementedError
 
     def published(self) -> PublishedHead:
-        """As our loader and others read it."""
+        """Returns the checkpoint, which this project's loader and others read."""
         raise NotImplementedError
 
 
 def tokens_after(tokens: Tensor, places: int) -> Tensor:
-    """The token so many places later, (rows, longest); zeros after the last."""
+    """Returns the token `places` later at each place, (rows, longest); zeros after the last."""
     return nn.functional.pad(tokens[:, places:], (0, places))

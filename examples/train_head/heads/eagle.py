@@ -1,7 +1,7 @@
-"""An EAGLE-3 head in training: it goes on from its own outputs, as when it drafts.
+"""Trainable EAGLE-3 head: it continues from its own outputs, as it does when drafting.
 
-(EAGLE-3: Li et al. 2025, arXiv 2503.01840; training-time test is in its section 3.2.) The layout of what it writes is
-SafeAILab's.
+(EAGLE-3: Li et al. 2025, arXiv 2503.01840; training-time test is in its section 3.2.) Checkpoints have SafeAILab's
+layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class EagleModule(DraftModule):
         return F.linear(outputs, self.lm_head)
 
     def _forward(self, tokens: Tensor, state: Tensor, step: int, seen: list[SeenSteps]) -> Tensor:
-        """What the layers make of a token and the state before it, at positions `step` later than the places."""
+        """Runs the layers over a token and the state before it, at positions `step` later than the places."""
         first = self._stack[0]
         embedded = F.embedding(tokens, self.get_buffer("embedding")).to(state.dtype)
         positions = torch.arange(tokens.shape[1], device=tokens.device) + step

@@ -1,4 +1,4 @@
-"""A decoder layer whose attention is trained as it drafts: over true states first, then over its own outputs."""
+"""Trainable decoder layer that attends as it does when drafting: to true states first, then to its own outputs."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 class RootMeanSquare(nn.Module):
-    """In float32 inside."""
+    """RMS norm, computed in float32."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class RootMeanSquare(nn.Module):
 
 
 class Attention(nn.Module):
-    """With the weights of a layer's `self_attn`; q_norm and k_norm where they are there."""
+    """Attention with the weights of a layer's `self_attn`, and its q_norm and k_norm if present."""
 
     def __init__(self, sizes: HeadSizes, inputs: int) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ class Attention(nn.Module):
         return torch.as_tensor(self.o_proj(attended.transpose(1, 2).flatten(2)))
 
     def queries(self, inputs: Tensor, rotation: Rotation) -> Tensor:
-        """(rows, heads, longest, head dim), of (rows, longest, size)."""
+        """Splits (rows, longest, size) into (rows, heads, longest, head dim)."""
         return rotated(self._heads(self.q_proj(inputs), self._sizes.heads, "q_norm"), rotation)
 
     def keys_and_values(self, inputs: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """One of each for every query's head, in the same shape."""
+        """Repeats key-value heads to one for every query head."""
         sizes = self._sizes
         key = rotated(self._heads(self.k_proj(inputs), sizes.kv_heads, "k_norm"), rotation)
         value = self._heads(self.v_proj(inputs), sizes.kv_heads)
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
     def _heads(self, x: Tensor, count: int, norm: str = "") -> Tensor:
-        """(rows, heads, longest, head dim)."""
+        """Returns the attention output, (rows, heads, longest, head dim)."""
         split = x.view(*x.shape[:-1], count, self._sizes.head_dim)
         if norm and hasattr(self, norm):
             split = self.get_submodule(norm)(split)
@@ -74,12 +74,12 @@ class SeenSteps:
         self._values: list[Tensor] = []
 
     def add(self, key: Tensor, value: Tensor) -> None:
-        """Of the next step, (rows, heads, longest, head dim)."""
+        """Adds the next step's keys and values, (rows, heads, longest, head dim)."""
         self._keys.append(key)
         self._values.append(value)
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """Of the step that was added last, over it and those before, (rows, heads, longest, head dim)."""
+        """Returns attention of the latest step to all steps so far, (rows, heads, longest, head dim)."""
         if len(self._keys) == 1:
             return F.scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True, scale=scaling)
         longest = query.shape[2]
@@ -94,14 +94,14 @@ class SeenSteps:
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """By cosines and sines, (longest, head dim)."""
+    """Rotates by cosines and sines, (longest, head dim)."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer with the names of its checkpoint; the first one of a head attends over embedding and state."""
+    """A decoder layer with its checkpoint's names; the first of a head reads embedding and state."""
 
     def __init__(self, sizes: HeadSizes, is_first: bool) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class EagleLayer(nn.Module):
             self.hidden_norm = RootMeanSquare(ones, sizes.eps)  # of the state beside the embedding
 
     def start_from(self, layer: LayerTensors, sizes: HeadSizes, generator: torch.Generator) -> None:
-        """With the weights of the target's; the first layer's state takes the place of its input.
+        """Copies the target's weights; in the first layer, those of its input serve the state.
 
         What a target's layer has besides, biases and norms of queries and keys, the head has then too.
         """
@@ -139,11 +139,11 @@ class EagleLayer(nn.Module):
             self.hidden_norm.weight = nn.Parameter(layer["input_layernorm.weight"].clone())
 
     def attend(self, inputs: Tensor, residual: Tensor, rotation: Rotation, seen: SeenSteps) -> Tensor:
-        """The layer's output; `inputs` are normed."""
+        """Returns the layer's output; `inputs` are normed."""
         return self.with_mlp(residual + self.self_attn(inputs, rotation, seen))
 
     def with_mlp(self, hidden: Tensor) -> Tensor:
-        """The layer's second half."""
+        """Applies the layer's MLP."""
         normed = self.post_attention_layernorm(hidden)
         return torch.as_tensor(
             hidden + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed))

@@ -1,4 +1,4 @@
-"""What heads of decoder layers over the target's states have in common: what they start from, and its configuration."""
+"""Initial weights and configuration of heads made of decoder layers over the target's states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +11,16 @@ from examples.train_head.heads.target_parts import HeadSizes, TargetParts, norma
 
 
 def states_projection(sizes: HeadSizes, states: int, generator: torch.Generator) -> nn.Linear:
-    """Of so many of the target's states side by side to one."""
+    """Creates the projection of `states` concatenated states of the target to one."""
     projection = nn.Linear(states * sizes.hidden, sizes.hidden, bias=False)
-    # The last of the states is nearest to what the last layers expect of their residual stream.
+    # The last of the states is nearest to the residual stream that the last layers expect.
     earlier = 0.1 * normal(generator, sizes.hidden, (states - 1) * sizes.hidden)
     projection.weight = nn.Parameter(torch.cat([earlier, torch.eye(sizes.hidden)], dim=-1))
     return projection
 
 
 def start_from_last(layers: Sequence[EagleLayer], target: TargetParts, generator: torch.Generator) -> None:
-    """With the weights of the target's last layers, if it is of the Llama kind."""
+    """Copies the weights of the target's last layers, if it is of the Llama kind."""
     for index, layer in enumerate(layers):
         start = target.layer(target.layers - len(layers) + index)
         if start is not None:
@@ -28,13 +28,13 @@ def start_from_last(layers: Sequence[EagleLayer], target: TargetParts, generator
 
 
 def last_norm(target: TargetParts) -> RootMeanSquare:
-    """With the weight of the target's own, if it is of the Llama kind."""
+    """Creates a norm with the target's weight, if it is of the Llama kind."""
     weight = target.final_norm()
     return RootMeanSquare(torch.ones(target.sizes.hidden) if weight is None else weight, target.sizes.eps)
 
 
 def layers_config(sizes: HeadSizes, layers: Sequence[EagleLayer], columns: int) -> dict[str, Any]:
-    """The keys of a published configuration that say what the layers are."""
+    """Returns the keys of a published configuration that describe the layers."""
     return {
         "hidden_act": "silu",
         "hidden_size": sizes.hidden,

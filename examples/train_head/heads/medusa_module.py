@@ -1,7 +1,7 @@
-"""Medusa-1 heads in training: each predicts one of the next tokens from the final state.
+"""Trainable Medusa-1 heads: each predicts one of the next tokens from the final state.
 
-(Medusa: Cai et al. 2024, arXiv 2401.10774.) With the whole vocabulary they are written in FasterDecoding's layout, with
-a part of it in vLLM's.
+(Medusa: Cai et al. 2024, arXiv 2401.10774.) Checkpoints have FasterDecoding's layout with the whole vocabulary, and
+vLLM's with a part of it.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""An MLPSpeculator in training: a small recurrent network over the final state and the tokens taken after it.
+"""Trainable MLPSpeculator: a small recurrent network over the final state and the tokens taken after it.
 
 (Wertheimer et al. 2024, arXiv 2404.19124.) The layout is that of foundation-model-stack/fms-extras, each step with
 weights of its own.
@@ -18,7 +18,7 @@ from examples.train_head.shards import StatesBatch
 
 
 class MlpSpeculatorModule(DraftModule):
-    """As wide as the target, whose embedding and LM head all steps start from."""
+    """Every step is as wide as the target and starts with its embedding and LM head."""
 
     def __init__(self, target: TargetParts, steps: int, seed: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a head borrows of the target or starts from: sizes, embedding, LM head, layers. Only these tensors are read."""
+"""Reads the parts of a target that a head borrows or starts from: sizes, embedding, LM head, layers, nothing else."""
 
 import math
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from cluster.errors import ModelError
 CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")  # keys of configurations
 
 LayerTensors = dict[str, Tensor]
-"""Of a decoder layer, by their names in it."""
+"""Tensors of a decoder layer by their names within it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """Of a decoder layer that is like the target's."""
+    """Sizes of a decoder layer like the target's."""
 
     hidden: int
     intermediate: int
@@ -33,7 +33,7 @@ class HeadSizes:
     eps: float
     vocabulary: int
     max_positions: int
-    rope: dict[str, Any]  # as `rope_parameters` has it
+    rope: dict[str, Any]  # in the format of `rope_parameters`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,24 +43,24 @@ class TargetParts:
     folder: Path
     sizes: HeadSizes
     layers: int
-    is_llama_kind: bool  # then its layers can be started from
+    is_llama_kind: bool  # a head can start from its layers
 
     def embedding(self) -> Tensor:
-        """(vocabulary, hidden), in float32."""
+        """Reads the embedding, (vocabulary, hidden), in float32."""
         found: Tensor = target_tensor(self.folder, EMBEDDING)
         return found.float()
 
     def lm_head(self) -> Tensor:
-        """(vocabulary, hidden), in float32."""
+        """Reads the LM head, (vocabulary, hidden), in float32."""
         found: Tensor = target_tensor(self.folder, HEAD)
         return found.float()
 
     def final_norm(self) -> Tensor | None:
-        """(hidden,), if the target is of the Llama kind."""
+        """Reads the final norm's weight, (hidden,); None unless the target is of the Llama kind."""
         return self._tensors("model.norm.").get("weight") if self.is_llama_kind else None
 
     def layer(self, index: int) -> LayerTensors | None:
-        """In float32, if the target is of the Llama kind."""
+        """Reads a layer in float32; None unless the target is of the Llama kind."""
         return self._tensors(f"model.layers.{index}.") if self.is_llama_kind else None
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class TargetParts:
 
 
 def target_parts(target: str) -> TargetParts:
-    """Of a folder or a Hugging Face id. Raises ModelError where logits are more than a product with the LM head."""
+    """Reads a folder or a Hugging Face id. Raises ModelError if logits are more than a product with the LM head."""
     folder = local_folder(target)
     config = read_config(folder)
     text = config.get_text_config()
@@ -96,10 +96,10 @@ def target_parts(target: str) -> TargetParts:
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Where kinds of layers have their own, those of full attention, which a head has."""
+    """Returns the parameters of full attention, which a head uses, if kinds of layers differ."""
     return dict(parameters.get("full_attention", parameters))
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    """Weights to start from where there are none of the target's: (outputs, inputs), of variance 1 / inputs."""
+    """Draws initial weights, (outputs, inputs), of variance 1 / inputs, where the target has none to start from."""
     return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])

@@ -159,11 +159,11 @@ class _Resolution:
 
     def _layer(self, is_sliding: bool) -> DFlashLayerKind:
         """Resolves causality: `is_causal` first, then dflash_config's `causal`; else only sliding layers are causal."""
-        said = self._files.config.get("is_causal")
-        said = self._nested.get("causal") if said is None else said
+        is_causal = self._files.config.get("is_causal")
+        is_causal = self._nested.get("causal") if is_causal is None else is_causal
         usual = is_sliding and not self._options.get("sliding_window_non_causal")
         window = self._size("sliding_window", self._options.get("swa_window_size")) if is_sliding else None
-        return DFlashLayerKind(usual if said is None else bool(said), window)
+        return DFlashLayerKind(usual if is_causal is None else bool(is_causal), window)
 
     def _mask_token(self, vocabulary: int) -> int:
         name = next((name for name in MASK_KEYS if self._options.get(name) is not None), MASK_KEYS[0])

@@ -85,7 +85,7 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[int, ...], LayerIdMeaning] 
         return _ids(config[KEY]), LayerIdMeaning.STATE
     if section.get(KEY):
         ids = _ids(section[KEY])
-        # Some writers of this section number the states nevertheless: the first default id tells (SGLang PR 25454).
+        # Some writers of this section number the states nevertheless: the first default id shows it (SGLang PR 25454).
         return ids, LayerIdMeaning.STATE if min(ids) == FIRST_OF_STATES else LayerIdMeaning.OUTPUT
     if config.get(OUTPUTS_KEY):
         return _ids(config[OUTPUTS_KEY]), LayerIdMeaning.OUTPUT
@@ -236,7 +236,7 @@ class EagleConfig:
             f"norm after the last layer: {self.output_norm.value}",
         ]
         if self.kind is EagleKind.EAGLE3:
-            residual = "normed" if self.norm_before_residual else "as they come"
+            residual = "normed" if self.norm_before_residual else "unchanged"
             lines.append(f"norm before fc: {self.feature_norm.value}; states enter the residual {residual}")
         if self.mask_token is not None:
             lines.append(f"predicts several tokens in one forward, by mask token {self.mask_token}")
@@ -249,7 +249,7 @@ MAX_POSITIONS = 2048  # default if the configuration does not state it
 
 
 def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) -> EagleConfig:
-    """Resolves a head with tensors in the names of `names`.
+    """Resolves a head with canonical tensor names.
 
     Raises ModelError if it cannot draft for this target.
     """
@@ -319,16 +319,16 @@ def _check_target(files: HeadFiles, body: Mapping[str, Any], target: TargetShape
         raise ModelError(
             f"{files.folder} was made for a vocabulary of {vocabulary}, but the target has {target.vocabulary}"
         )
-    said = body.get("target_hidden_size")
-    if said is not None and said != target.hidden:
-        raise ModelError(f"{files.folder} was made for a hidden size of {said}, but the target has {target.hidden}")
+    stated = body.get("target_hidden_size")
+    if stated is not None and stated != target.hidden:
+        raise ModelError(f"{files.folder} was made for a hidden size of {stated}, but the target has {target.hidden}")
 
 
 def _check_layers(files: HeadFiles, body: Mapping[str, Any]) -> None:
-    found = layer_count(files)
-    said = body.get("num_hidden_layers", found)
-    if said != found:
-        raise ModelError(f"{files.folder} has {said} decoder layers by its config.json, but tensors of {found}")
+    stored = layer_count(files)
+    stated = body.get("num_hidden_layers", stored)
+    if stated != stored:
+        raise ModelError(f"{files.folder} has {stated} decoder layers by its config.json, but tensors of {stored}")
     sliding = set(body.get("layer_types") or ()) - {"full_attention"}
     if sliding:
         raise ModelError(f"{files.folder} has layers of {', '.join(sorted(sliding))}, expected full_attention alone")
@@ -365,27 +365,27 @@ def _needs(
 
 def _columns(files: HeadFiles, vocabulary: int) -> int:
     """Returns the size of the draft vocabulary."""
-    said = files.config.get("draft_vocab_size") or vocabulary
-    if not isinstance(said, int) or not 0 < said <= vocabulary:
-        raise ModelError(f"draft_vocab_size of {files.folder} is {said!r}, expected 1 to {vocabulary}")
-    if said < vocabulary and "d2t" not in files.tensors:
+    columns = files.config.get("draft_vocab_size") or vocabulary
+    if not isinstance(columns, int) or not 0 < columns <= vocabulary:
+        raise ModelError(f"draft_vocab_size of {files.folder} is {columns!r}, expected 1 to {vocabulary}")
+    if columns < vocabulary and "d2t" not in files.tensors:
         raise ModelError(
-            f"{files.folder} proposes {said} of {vocabulary} tokens, but holds no tensor d2t that says which"
+            f"{files.folder} proposes {columns} of {vocabulary} tokens, but holds no tensor d2t that lists them"
         )
-    return said
+    return columns
 
 
 def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
     """Determines the norm from the tensors. Raises ModelError if the configuration states otherwise."""
-    told = {
+    evidence = {
         FeatureNorm.ALL: ("input_norm.weight", body.get("norm_before_fc")),
         FeatureNorm.EACH: ("fc_norm.0.weight", body.get("fc_norm", body.get("use_aux_norm"))),
     }
-    found = [norm for norm, (name, _) in told.items() if name in files.tensors]
-    for norm, (name, said) in told.items():
-        if said is not None and bool(said) != (norm in found):
+    found = [norm for norm, (name, _) in evidence.items() if name in files.tensors]
+    for norm, (name, stated) in evidence.items():
+        if stated is not None and bool(stated) != (norm in found):
             raise ModelError(
-                f"{files.folder} has {'a' if norm in found else 'no'} tensor {name}, but its config.json says otherwise"
+                f"{files.folder} has {'a' if norm in found else 'no'} tensor {name}, which its config.json denies"
             )
     if len(found) > 1:
         raise ModelError(f"{files.folder} holds both input_norm and fc_norm, expected one of them")
@@ -394,8 +394,8 @@ def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
 
 def _norm_before_residual(config: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
     """Returns the configured value; the default is True for speculators' kind eagle3, else False."""
-    said = body.get("norm_before_residual")
-    return config.get("speculators_model_type") == "eagle3" if said is None else bool(said)
+    stated = body.get("norm_before_residual")
+    return config.get("speculators_model_type") == "eagle3" if stated is None else bool(stated)
 
 
 def _output_norm(files: HeadFiles, body: Mapping[str, Any], kind: EagleKind) -> OutputNorm:

@@ -153,7 +153,7 @@ def head_of(
     proposable: Collection[int] | None,
     product: Product,
 ) -> EagleHead:
-    """Builds a head from tensors in the names of `names`."""
+    """Builds a head from tensors in canonical names."""
     reader = EagleReader(files, target_folder, config, dtype, device, product)
     weights = reader.weights(proposable)
     rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)
@@ -194,7 +194,7 @@ class EagleRunner:
         self._cache.copy(copies)
         states = torch.cat([row.states for row in rows if row.states is not None])
         batch = RaggedBatch(rows, self._cache, self._attention, interrupted)
-        assert len(states) == len(batch.tokens), "a token is fed to a head with the state before it"
+        assert len(states) == len(batch.tokens), "each token is fed with the state before it"
         return self._head.decoder(batch, states)
 
 

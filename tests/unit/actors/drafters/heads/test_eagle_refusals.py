@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norm before fc that is not said": (
         "eagle3_speculators",
         {"change": added("input_norm.weight", 96)},
-        "a tensor input_norm.weight, but its config.json says otherwise",
+        "a tensor input_norm.weight, which its config.json denies",
     ),
     "both norms": (
         "eagle3",

@@ -1,4 +1,4 @@
-"""Prompt lookup: the continuation of the latest earlier occurrence of the longest suffix."""
+"""N-gram drafts: the continuation of the latest earlier occurrence of the longest suffix."""
 
 from dataclasses import replace
 from itertools import pairwise
