@@ -385,7 +385,7 @@ def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
     for norm, (name, stated) in evidence.items():
         if stated is not None and bool(stated) != (norm in found):
             raise ModelError(
-                f"{files.folder} has {'a' if norm in found else 'no'} tensor {name}, which its config.json denies"
+                f"{files.folder} has {'a' if norm in found else 'no'} tensor {name}, but its config.json disagrees"
             )
     if len(found) > 1:
         raise ModelError(f"{files.folder} holds both input_norm and fc_norm, expected one of them")

@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norm before fc that is not said": (
         "eagle3_speculators",
         {"change": added("input_norm.weight", 96)},
-        "a tensor input_norm.weight, which its config.json denies",
+        "a tensor input_norm.weight, but its config.json disagrees",
     ),
     "both norms": (
         "eagle3",
