@@ -120,9 +120,9 @@ class Drafter:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            self.timing = self.timing.without(drafting.news.closed)
+            self.timing = self.timing.without(drafting.updates.closed)
             self._offer(await self._make(drafting))
-            if drafting.news.closed:
+            if drafting.updates.closed:
                 await self._drop_unused_targets()
             await asyncio.sleep(0)  # sends the blocks and handles messages that arrived meanwhile
 

@@ -6,7 +6,7 @@ tests and the simulator compare their committed tokens with this.
 
 from collections.abc import Iterable, Iterator
 
-from cluster.drafting.method import DraftingMethod, make_pass, tell
+from cluster.drafting.method import DraftingMethod, apply_updates, make_pass
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.envelope import Scheduler, Send
 from cluster.routing.ledger import Command, CommittedTokens, Phase, Session, ToDrafter, ToTarget
@@ -49,4 +49,4 @@ def lock_step(
         assert plan is not None, "every block is there that a step may wait for"
         now += STEP_S
         yield from deliver(TARGET, target.apply(engine.step(plan), STEP_S, now))
-    tell(method, drafter.next_pass(limit=0, ahead_limit=0).news)
+    apply_updates(method, drafter.next_pass(limit=0, ahead_limit=0).updates)

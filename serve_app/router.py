@@ -173,11 +173,11 @@ class Router:
         while True:
             members = await self._membership.current()
             self._present = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
-            await self._follow(members.targets, self._targets, self._dial_target, lambda one: one.target)
+            await self._follow(members.targets, self._targets, self._dial_target, lambda one: one.session.target)
             await self._follow(
-                members.drafters, self._drafters, self._dial_drafter, lambda assignment: assignment.drafter
+                members.drafters, self._drafters, self._dial_drafter, lambda assignment: assignment.session.drafter
             )
-            self._assignments.nearness.follow(members.targets, members.drafters)
+            self._assignments.locality.follow(members.targets, members.drafters)
             self._place_sessions()
             self._send(self.audits.tick(self._assignments.targets, self._clock()))
             await asyncio.sleep(MEMBERSHIP_PERIOD_S)

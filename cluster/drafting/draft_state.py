@@ -33,7 +33,7 @@ class BlockDraft:
     """A block while it is being drafted.
 
     A *root* is a block under verification that is read token by token to predict its outcomes. A block may have
-    *limbs*, branches that go on from tokens beside its own; each is drafted like a block of its own.
+    *branches* that continue from tokens beside its own; each is drafted like a separate block.
     """
 
     request: DraftRequest | AheadRequest
@@ -46,9 +46,9 @@ class BlockDraft:
     unverified: tuple[int, ...] | None = None  # tokens of a root
     tells_all: bool = False  # of a root: alternatives to its tokens are unknown until it is read
     main: "BlockDraft | None" = None  # of a root that reads a token beside the main path: the root of the main path
-    stem: tuple[int, ...] = ()  # of a limb: the tokens before it, the last of them beside the main path
+    stem: tuple[int, ...] = ()  # of a branch: the tokens before it; the last is off the main path
     branches: list["BlockDraft"] = field(default_factory=list)
-    grown: list[Branch] = field(default_factory=list)  # limbs that are finished
+    grown: list[Branch] = field(default_factory=list)  # finished branches
     min_confidence: float = 0.0  # cumulative probability below which the block ends
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # number of leading final tokens; a draft head's predictions after them may change
@@ -121,7 +121,7 @@ class BlockDraft:
 
     @property
     def least_chance(self) -> float:
-        """Cumulative probability that a token needs to be worth sending; relative to its stem in a limb."""
+        """Cumulative probability that a token needs to be worth sending; relative to its stem in a branch."""
         if self.sends_probs or self.is_root:
             return 0.0
         return self.request.least_chance / self.chance if self.stem else self.request.least_chance

@@ -36,7 +36,7 @@ class HiddenStateReceiver:
         layout: StatesFormat | None,
         bounds: StateBounds,
         sessions: Mapping[str, DraftSequence],
-        news: UpdateCollector,
+        updates: UpdateCollector,
         counts: Counter[str],
         attach: Callable[[DraftSequence], Send],
         give_up: Callable[[DraftSequence, str], list[Send]],
@@ -44,7 +44,7 @@ class HiddenStateReceiver:
         self._layout = layout
         self._bounds = bounds
         self._sessions = sessions
-        self._news = news
+        self._updates = updates
         self._counts = counts
         self._attach = attach
         self._give_up = give_up
@@ -153,7 +153,7 @@ class HiddenStateReceiver:
         if first != session.states_len:
             session.states_first = first
         rows = states.rows[(first - states.first) * states.format.row_bytes :]
-        self._news.states(session.open.session, first, rows)
+        self._updates.states(session.open.session, first, rows)
         session.states_len = states.end
         session.states_by = states.end
         self._counts["states"] += states.end - first

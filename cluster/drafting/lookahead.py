@@ -1,9 +1,11 @@
-"""Drafting ahead: a block for each likely outcome of the verification under way, until its verdict is due.
+"""Drafting ahead: one block for each likely outcome of the verification under way, until its verdict is due.
 
-The likeliest outcomes come first (a speculation cache: Kumar et al. 2026, arXiv 2603.03251). The search is pure: a
-method extends branches, and the caller passes the time in, so drafters of any method and the simulator run the same
-search. Pass times are a line over the rows fed: the shape from a startup profile, taken while no target verifies, and
-the scale from live passes, which a target on the same machine slows down.
+The likeliest outcomes come first (a speculation cache: Kumar et al. 2026, arXiv 2603.03251). A method extends branches
+and the caller passes the time in, so drafters of any method and the simulator run the same search.
+
+`PendingPositions` keeps predictions for positions that the target has not decided yet, to calibrate them later.
+`ForwardTime` fits the duration of forward passes to the rows they feed. `DraftTiming` scales a startup profile of whole
+passes by measured passes, because other work on the machine slows drafting down. Pure arithmetic.
 """
 
 from collections import defaultdict

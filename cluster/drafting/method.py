@@ -83,13 +83,13 @@ class ReadsStates(Protocol):
 class DraftingPass:
     """Changes for a method to apply, then its work: blocks that are wanted now, or else blocks ahead of verdicts."""
 
-    news: SessionUpdates
+    updates: SessionUpdates
     requests: tuple[DraftRequest, ...] = ()
     ahead: tuple[AheadRequest, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.news.closed or self.news.states or self.requests or self.ahead)
+        return not (self.updates.closed or self.updates.states or self.requests or self.ahead)
 
     @property
     def sessions(self) -> list[str]:
@@ -97,15 +97,15 @@ class DraftingPass:
         return [request.session for request in self.requests or self.ahead]
 
 
-def tell(method: DraftingMethod, news: SessionUpdates) -> None:
+def apply_updates(method: DraftingMethod, updates: SessionUpdates) -> None:
     """Applies changes to a method's sessions, as required before it drafts."""
-    if news.closed:
-        method.close(news.closed)
-    for request in news.opened:
+    if updates.closed:
+        method.close(updates.closed)
+    for request in updates.opened:
         method.open(request)
-    for session, tokens in news.committed:
+    for session, tokens in updates.committed:
         method.committed(session, tokens)
-    for session, first, rows in news.states:
+    for session, first, rows in updates.states:
         assert isinstance(method, ReadsStates), "states reach only a method that reads them"
         method.states(session, first, rows)
 
@@ -114,7 +114,7 @@ def make_pass(
     method: DraftingMethod, drafting: DraftingPass, interrupted: Callable[[], bool], early: Early = dismiss
 ) -> list[Proposal]:
     """Applies the pass's changes to the method and returns the method's proposals."""
-    tell(method, drafting.news)
+    apply_updates(method, drafting.updates)
     if drafting.requests:
         return method.draft(drafting.requests)
     if drafting.ahead:

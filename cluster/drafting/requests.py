@@ -1,8 +1,10 @@
-"""Values between the draft scheduler and a drafting method: requests, proposals and session updates.
+"""Values exchanged with a drafting method: requests, proposals, and changes to sessions.
 
-A block that is wanted now is requested with the target's own `protos.messages.DraftRequest`; blocks ahead of verdicts
-with `AheadRequest`. A method runs on its own thread, so it keeps its own copy of every text and receives the changes
-before each pass.
+The target's own `protos.messages.DraftRequest` requests a block that is needed now; an `AheadRequest` requests blocks
+for the likely outcomes of a verdict. The method answers both with a `Proposal` per block.
+
+A method runs on its own thread and keeps its own copy of every text (`SessionTexts`). `UpdateCollector` gathers the
+changes between two passes, and each pass starts by applying them as `SessionUpdates`.
 """
 
 import math
@@ -144,12 +146,12 @@ class UpdateCollector:
         """Returns all pending changes and clears them."""
         committed = tuple([(session, tuple(tokens)) for session, tokens in self._committed.items()])
         states = tuple([(session, first, b"".join(rows)) for session, (first, rows) in self._states.items()])
-        news = SessionUpdates(tuple(self._closed), tuple(self._opened.values()), committed, states)
+        updates = SessionUpdates(tuple(self._closed), tuple(self._opened.values()), committed, states)
         self._closed.clear()
         self._opened.clear()
         self._committed.clear()
         self._states.clear()
-        return news
+        return updates
 
 
 @dataclass(frozen=True, slots=True, eq=False)

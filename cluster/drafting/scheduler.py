@@ -1,6 +1,8 @@
-"""The draft scheduler: selects the sessions to draft for, now or ahead of verdicts, and the drafted blocks to send.
+"""The draft scheduler: selects the sessions to draft for, now or ahead of verdicts, and the blocks to send.
 
-Also reports the load that decides the size of the draft pool.
+`DraftScheduler` passes messages on to the `SessionTable`, makes passes for the drafting method, and sends what the
+method proposes unless a verdict has overtaken it. `DraftReporter` accumulates the loads that decide the size of the
+draft pool.
 """
 
 import logging
@@ -76,10 +78,10 @@ class DraftScheduler:
         """Returns a pass for up to `limit` sessions that want a block now, or else for up to `ahead_limit` ahead."""
         requests = self.requests(limit)
         ahead = () if requests else self.ahead_requests(ahead_limit)
-        collected = self._sessions.news
+        collected = self._sessions.updates
         is_news_due = requests or ahead or collected.has_closed or collected.has_states
-        news = collected.take() if is_news_due else SessionUpdates()
-        return DraftingPass(news, requests, ahead)
+        updates = collected.take() if is_news_due else SessionUpdates()
+        return DraftingPass(updates, requests, ahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:
         """Returns requests for up to `limit` sessions without a block for their length, longest unserved first."""
@@ -154,7 +156,7 @@ class DraftScheduler:
     @property
     def is_idle(self) -> bool:
         """True if the drafter holds no sessions and no caches to free."""
-        return not self._sessions.all and not self._sessions.news.has_closed
+        return not self._sessions.all and not self._sessions.updates.has_closed
 
     @property
     def has_left(self) -> bool:

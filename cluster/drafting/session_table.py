@@ -1,8 +1,11 @@
-"""A drafter's sessions, which follow their targets: from an Open, through verdicts and draft requests, to the end.
+"""The sessions of one drafter, kept in step with their targets and routers.
 
-A session that cannot follow asks the target for what it missed. If that fails, it asks the router for the ledger. The
-number of sessions is limited by additive increase and multiplicative decrease over windows of blocks, so that most
-blocks arrive in time. Pure; the caller passes times in.
+A session begins with an Open and follows its target's verdicts and draft requests until it ends. After a gap, the
+drafter asks the target for the missing tokens. After a contradiction, it asks the router for the ledger.
+
+`Capacity` limits the number of sessions. It shrinks by a quarter when most blocks of a window are late and grows slowly
+while few are (additive increase, multiplicative decrease). `StepIntervalEstimate` predicts when a verdict is due; a
+block drafted ahead is worth little after it. Pure: callers pass times in.
 """
 
 import logging
@@ -110,7 +113,7 @@ class SessionTable:
 
     def __init__(self, limits: DrafterLimits, draft_ahead: bool, counts: Counter[str], load_check: LoadCheck) -> None:
         self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # longest without a block first
-        self.news = UpdateCollector()  # for the drafting method, with the next pass
+        self.updates = UpdateCollector()  # for the drafting method, with the next pass
         self.ahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
         self.load_check = load_check
         self.is_leaving = False  # if True, new sessions are refused
@@ -118,7 +121,7 @@ class SessionTable:
         self._draft_ahead = draft_ahead
         self._counts = counts
         self._states = HiddenStateReceiver(
-            limits.states, limits.state_bounds, self.all, self.news, counts, self._attach, self._give_up
+            limits.states, limits.state_bounds, self.all, self.updates, counts, self._attach, self._give_up
         )
         self._capacity = Capacity(limits.max_sessions)
         self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
@@ -190,14 +193,14 @@ class SessionTable:
         if known is not None and known.open.attempt > request.attempt:
             return []
         if known is not None:
-            self.news.closed(request.session)  # the method's copy may be the one that is wrong
+            self.updates.closed(request.session)  # the method's copy may be the one that is wrong
         session = DraftSequence(request, router, Prefix(request.hash_key, request.tokens))
         self._states.opened(session)
         if request.target_address in self._resting:
             # Until the target answers the Attach, since reading a prompt takes long and may be wasted.
             session.requested_tokens = 0
         self.all[request.session] = session
-        self.news.opened(request)
+        self.updates.opened(request)
         return [self._attach(session)]
 
     def _close(self, router: str, close: Close) -> list[Send]:
@@ -255,7 +258,7 @@ class SessionTable:
             self._note_first(*session.first, tokens[0])
         guessed = bool(session.guesses)
         hit = session.extend(tokens, now)
-        self.news.committed(session.open.session, tokens)
+        self.updates.committed(session.open.session, tokens)
         if hit is not None:
             self.hit(session, hit)
         elif guessed:
@@ -363,7 +366,7 @@ class SessionTable:
     def _forget(self, name: str) -> None:
         del self.all[name]
         self.ahead.discard(name)
-        self.news.closed(name)
+        self.updates.closed(name)
         self._states.forget(name)
 
 

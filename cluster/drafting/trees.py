@@ -1,14 +1,13 @@
-"""Candidate tokens with probabilities: draft trees, and the possible outcomes of a verification. Pure.
+"""Candidate tokens and their probabilities: verdict outcomes, growth of draft trees, and merging of two trees.
 
-A tree holds the likeliest paths under a budget of nodes (EAGLE-2: Li et al. 2024, arXiv 2406.16858). A node's
-probability is that of its path, so the likeliest nodes form a tree, and in falling order of probability the first n
-nodes are the best tree of n nodes, for every n.
+An outcome is the tokens that a verdict may bring: some tokens of the block followed by one that differs from the
+block's next, or the whole block and one token after it.
 
-An outcome is the tokens of a verdict: some tokens of the block followed by one that differs from the block's next, or
-all of the block and one token after it. Outcomes are ranked by the draft model's own estimates.
+A node's probability is that of its path, so the likeliest nodes form a tree. In falling order of probability, the first
+n nodes are the best tree of n nodes, for every n (EAGLE-2: Li et al. 2024, arXiv 2406.16858).
 
-Trees of two methods merge into the likeliest paths of both. Their errors are assumed independent, so a token that both
-name has the probability 1 - (1 - a)(1 - b); if the probabilities at one position then exceed 1, they are scaled down.
+`merged` joins the blocks of two methods. Their errors are assumed independent, so a token that both propose has the
+probability 1 - (1 - a)(1 - b). If the probabilities at one position add up to more than 1, they are scaled down. Pure.
 """
 
 import math
@@ -154,9 +153,9 @@ def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: 
 
 
 def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[Branch]:
-    """Returns the result of `grown_paths` as limbs, each with the possible tokens after one path.
+    """Returns the result of `grown_paths` as branches, each with the possible tokens after one path.
 
-    The first limb is there however unlikely its tokens are.
+    The first branch is kept even if its tokens are unlikely.
     """
     known: dict[TokenPath, Choices] = {}
 
@@ -170,8 +169,8 @@ def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance
     ]
 
 
-def limbs_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Branch]:
-    """Returns the limbs of a block in which the choices at a position do not depend on the tokens before it."""
+def branches_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Branch]:
+    """Returns the branches of a block in which the choices at a position do not depend on the tokens before it."""
     return grow_branches(lambda path: choices[len(path)] if len(path) < len(choices) else NOTHING, most, least_chance)
 
 

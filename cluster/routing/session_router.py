@@ -1,12 +1,16 @@
-"""Placement of all sessions of a router: the target and drafter of each, and their replacements.
+"""Placement of a router's sessions: chooses their targets and drafters, and replaces those that fail.
 
-A session's target is the least loaded one that is not full, unless another has more of the text cached. A target shares
-cache pages between sessions that begin with the same tokens, so the next turn of a conversation is prefilled fastest
-where the last one was. Each router records only what it sent itself; routers need not agree, because a wrong record
-costs only a prefill. Hashes cover whole pages, each with all pages before it, and are keyed, so that no client can
-choose prompts that collide. Drafters near the target, by node and zone, are preferred.
+`SessionRouter` serves the router and the simulator: callers pass the time in and send the returned messages. Replicas
+are chosen from each router's own knowledge of them:
 
-Used by the router and the simulator: callers pass the time in and send the returned messages.
+* `Peers` ranks one pool by the number of the router's sessions on each replica;
+* `PrefixAffinity` records the prefixes that each target has computed. Targets share cache pages between sessions that
+  begin with the same tokens, so the next request of a conversation is prefilled fastest where the last one was;
+* `Locality` prefers drafters on a target's node or in its zone.
+
+Cached tokens and short distances count as a number of sessions that a replica may have beyond the others. Routers need
+not agree, because a wrong record costs only a prefill. Page hashes are keyed, so that no client can choose prompts that
+collide, and each covers all earlier pages too.
 """
 
 import logging
@@ -80,7 +84,7 @@ class PrefixAffinity:
         return found
 
     def worth(self, keys: Sequence[bytes]) -> dict[str, float]:
-        """Returns, by target, the extra sessions that it may have and still be preferred for this text.
+        """Returns, by target, the number of extra sessions that this text outweighs there.
 
         The target with the longest cached prefix gets at most `most_sessions`. The others get less by what they lack,
         so a target with only the common beginning of many texts does not count like one with the whole text.
@@ -91,7 +95,7 @@ class PrefixAffinity:
         behind = {target: (best - tokens) / TOKENS_A_SESSION for target, tokens in found.items()}
         return {target: most - lacking for target, lacking in behind.items() if lacking < most}
 
-    def computed(self, target: str, keys: Sequence[bytes]) -> None:
+    def record(self, target: str, keys: Sequence[bytes]) -> None:
         """Records that a target has these pages now or soon."""
         pages = self._pages.setdefault(target, OrderedDict())
         for key in reversed(keys):  # the first page becomes the most recent, so a text is dropped from its end
@@ -227,7 +231,7 @@ SAME_ZONE = 2.0
 
 
 class Locality:
-    """Nearness of the current drafters to the current targets."""
+    """Distances of the current drafters from the current targets, by node and zone."""
 
     def __init__(self) -> None:
         self._places: dict[str, Endpoint] = {}  # targets, by address
@@ -265,7 +269,7 @@ class TargetChoice:
     def __init__(self, targets: Peers, options: PrefixOptions) -> None:
         self.routed: Counter[str] = Counter()  # by reason: `prefix` if the target has part of the text, else `load`
         self._targets = targets
-        self._homes = PrefixAffinity(secrets.token_bytes(KEY_BYTES), options)
+        self._prefixes = PrefixAffinity(secrets.token_bytes(KEY_BYTES), options)
         self._prompts: dict[str, Sequence[bytes]] = {}  # page keys, by session
         self._full_until: dict[str, float] = {}  # by address, for targets that reported that they are full
 
@@ -274,39 +278,39 @@ class TargetChoice:
 
         One on which the session failed only as a last resort.
         """
-        worth = self._homes.worth(self._prompt(session))
+        worth = self._prefixes.worth(self._prompt(session))
         return self._targets.choose(lambda target: self._has_room(target, now), session.failed_targets, worth)
 
     def are_full(self, now: float) -> bool:
         """Returns True if there are targets and each has just reported that it is full."""
         return bool(self._targets) and self._targets.choose(lambda target: self._has_room(target, now)) is None
 
-    def refused(self, target: str, now: float) -> None:
+    def on_refusal(self, target: str, now: float) -> None:
         """Records that a target reported that it is full."""
         self._full_until[target] = now + FULL_FOR_S
 
-    def moved(self, session: Session, left: str | None) -> None:
+    def on_move(self, session: Session, left: str | None) -> None:
         """Records a session's move: its new target will have the prompt cached, `left` has all committed tokens."""
         if left is not None and left in self._targets:
-            self._homes.computed(left, self._keys(session, session.tokens))
+            self._prefixes.record(left, self._keys(session, session.tokens))
         if session.target is not None:
             prompt = self._prompt(session)
-            self.routed["prefix" if session.target in self._homes.matches(prompt) else "load"] += 1
-            self._homes.computed(session.target, prompt)
+            self.routed["prefix" if session.target in self._prefixes.matches(prompt) else "load"] += 1
+            self._prefixes.record(session.target, prompt)
 
-    def over(self, session: Session) -> None:
+    def forget(self, session: Session) -> None:
         """Drops a session that is over."""
         self._prompts.pop(session.generation.session, None)
 
-    def gone(self, target: str) -> None:
+    def on_target_gone(self, target: str) -> None:
         """Drops a target whose cache is gone with it."""
-        self._homes.forget(target)
+        self._prefixes.forget(target)
 
     def _has_room(self, target: str, now: float) -> bool:
         return self._full_until.get(target, 0.0) <= now
 
     def _keys(self, session: Session, tokens: Sequence[int]) -> list[bytes]:
-        return self._homes.keys(tokens, session.generation.cache_salt.encode())
+        return self._prefixes.keys(tokens, session.generation.cache_salt.encode())
 
     def _prompt(self, session: Session) -> Sequence[bytes]:
         name = session.generation.session
@@ -329,8 +333,8 @@ class Assignment:
 
     session: Session
     seeking_since: float  # time of its arrival or of the loss of its target
-    target: str | None = None  # as counted in `targets`; the drafter likewise
-    drafter: str | None = None
+    counted_target: str | None = None  # peers whose session counts include it
+    counted_drafter: str | None = None
     was_replaced: bool = False  # True: it left a drafter whose blocks had become bad
     served_by: frozenset[str] = frozenset()  # all targets that it was assigned to
 
@@ -355,7 +359,7 @@ class SessionRouter(Generic[F]):
         self.targets = Peers(router)
         self.drafters = Peers(router)
         self.remedies = RecoveryLog()  # against drafters whose blocks became bad
-        self.nearness = Locality()
+        self.locality = Locality()
         self._choice = TargetChoice(self.targets, prefixes)
         self.routed = self._choice.routed  # sessions by the reason for their target
         self.handovers: Counter[tuple[str, str]] = Counter()  # of sessions, by the pool that they left and the reason
@@ -404,13 +408,13 @@ class SessionRouter(Generic[F]):
         self._assignments.pop(assignment.name, None)
         self._waiting.pop(assignment.name, None)
         self._watch.forget(assignment.name)
-        self._choice.over(assignment.session)
+        self._choice.forget(assignment.session)
 
     def tick(self, now: float) -> list[Send]:
         """Leaves silent and bad drafters, places waiting sessions, and fails those that have waited too long for a
         target."""
         sends = self._leave_silent(now)
-        sends += self._heed_complaints(now)
+        sends += self._handle_complaints(now)
         for peer in [*self.targets.leaving]:
             sends += self._move_off(peer, now)
         sends += self._place(list(self._waiting.values()), now)
@@ -457,7 +461,7 @@ class SessionRouter(Generic[F]):
         self.targets.gone(peer)
         self.drafters.gone(peer)
         self.breakers.forget(peer)
-        self._choice.gone(peer)
+        self._choice.on_target_gone(peer)
         lost = [assignment for assignment in self if peer in (assignment.session.target, assignment.session.drafter)]
         how = "has left" if is_planned else "is lost"
         log.log(logging.INFO if is_planned else logging.WARNING, GONE, peer, how, len(lost))
@@ -487,14 +491,14 @@ class SessionRouter(Generic[F]):
     def _carry_out(self, assignment: F, commands: list[Command]) -> list[Send]:
         """Turns a session's commands into messages and events, and updates the session counts of its peers."""
         session = assignment.session
-        if assignment.target != session.target:
-            self._choice.moved(session, assignment.target)
-            self.targets.moved(assignment.target, session.target)
-            assignment.target = session.target
+        if assignment.counted_target != session.target:
+            self._choice.on_move(session, assignment.counted_target)
+            self.targets.moved(assignment.counted_target, session.target)
+            assignment.counted_target = session.target
             assignment.served_by |= {session.target} if session.target else set()
-        if assignment.drafter != session.drafter:
-            self.drafters.moved(assignment.drafter, session.drafter)
-            assignment.drafter = session.drafter
+        if assignment.counted_drafter != session.drafter:
+            self.drafters.moved(assignment.counted_drafter, session.drafter)
+            assignment.counted_drafter = session.drafter
         sends: list[Send] = []
         for command in commands:
             if isinstance(command, ToTarget | ToDrafter):
@@ -514,7 +518,7 @@ class SessionRouter(Generic[F]):
         if peer in self.drafters:
             self.breakers.refused(peer, now)
         else:
-            self._choice.refused(peer, now)
+            self._choice.on_refusal(peer, now)
         if peer in self.targets.leaving and peer == assignment.session.target:
             assignment.seeking_since = now
             self.handovers["target", PLANNED] += 1
@@ -536,7 +540,7 @@ class SessionRouter(Generic[F]):
 
     def _choose_drafter(self, session: Session, now: float, avoid: str | None = None) -> str | None:
         """Chooses a drafter by load and by distance from the session's target."""
-        worth = self.nearness.worth(session.target)
+        worth = self.locality.worth(session.target)
         return self.drafters.choose(lambda one: one != avoid and self.breakers.takes(one, now), worth=worth)
 
     def _assign_drafter(self, assignment: F, drafter: str, now: float) -> list[Send]:
@@ -552,7 +556,7 @@ class SessionRouter(Generic[F]):
             sends += self._move_off(drafter, now)
         return sends
 
-    def _heed_complaints(self, now: float) -> list[Send]:
+    def _handle_complaints(self, now: float) -> list[Send]:
         """Takes the next remedy for each session whose drafter's blocks became bad, and gives up bad drafters."""
         sends: list[Send] = []
         for complaint in self._watch.take_complaints():

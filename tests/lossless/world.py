@@ -14,7 +14,7 @@ import torch
 from actors.drafters.model.draft_model import DraftModel
 from actors.engine.executor import StepExecutor
 from cluster.costs import ForwardCost
-from cluster.drafting.method import DraftingMethod, make_pass, tell
+from cluster.drafting.method import DraftingMethod, apply_updates, make_pass
 from cluster.drafting.requests import Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.envelope import Send, states_stream
@@ -165,7 +165,7 @@ class World:
             assert target.scheduler.is_idle
             assert target.executor.is_idle
         for drafter in self.drafters.values():
-            tell(drafter.method, drafter.scheduler.next_pass(0, 0).news)
+            apply_updates(drafter.method, drafter.scheduler.next_pass(0, 0).updates)
             assert drafter.scheduler.is_idle
             assert drafter.model.is_idle
 

@@ -163,13 +163,15 @@ class Drafter:
 
     def _pass(self, limit: int, ahead_limit: int) -> list[str]:
         drafting = self.scheduler.next_pass(limit, ahead_limit)
-        for session in drafting.news.closed:
+        for session in drafting.updates.closed:
             self._texts.pop(session, None)
-        self._texts |= {request.session: request.tokens for request in drafting.news.opened}
-        for session, tokens in drafting.news.committed:
+        self._texts |= {request.session: request.tokens for request in drafting.updates.opened}
+        for session, tokens in drafting.updates.committed:
             self._texts[session] += tokens
         requests = drafting.requests or drafting.ahead
-        return [f"closed {session}" for session in drafting.news.closed] + [self._requested(each) for each in requests]
+        return [f"closed {session}" for session in drafting.updates.closed] + [
+            self._requested(each) for each in requests
+        ]
 
     def _requested(self, request: DraftRequest | AheadRequest) -> str:
         text = self._texts[request.session]

@@ -12,7 +12,7 @@ from functools import partial
 from cluster.costs import CostModel, DraftCost
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import AheadSearch, ForwardTime, proposals
-from cluster.drafting.method import tell
+from cluster.drafting.method import apply_updates
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.envelope import Send, stream_name
@@ -119,8 +119,8 @@ class SimulatedDrafter:
                 self._begin(self._pass.interrupted(self.process.clock.now))
             return
         drafting = self.scheduler.next_pass(self._limit, self._limit)
-        tell(self._method, drafting.news)
-        if drafting.news.closed:
+        apply_updates(self._method, drafting.updates)
+        if drafting.updates.closed:
             self._drop_unused_targets()
         if drafting.requests:
             self._begin(self._now(drafting.requests))

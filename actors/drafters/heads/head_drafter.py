@@ -22,7 +22,7 @@ from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, with_empty
-from cluster.drafting.trees import NOTHING, limbs_by_depth
+from cluster.drafting.trees import NOTHING, branches_by_depth
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
 
@@ -257,7 +257,7 @@ def fill_places(
     sampler.extend([(draft, _own_places(draft), None) for draft in drafts])
     for draft in drafts:
         if draft.takes_trees:
-            draft.grown = limbs_by_depth(draft.choices, draft.max_tokens, draft.least_chance)
+            draft.grown = branches_by_depth(draft.choices, draft.max_tokens, draft.least_chance)
         draft.end()
 
 

@@ -77,7 +77,7 @@ class Desk:
 
     def _next(self) -> DraftingPass:
         drafting = self.scheduler.next_pass(9, 9)
-        self.told += drafting.news.states
+        self.told += drafting.updates.states
         return drafting
 
     @property
@@ -112,7 +112,7 @@ def test_a_method_hears_of_states_at_once_while_it_still_waits():
     desk.receive(some_states(PROMPT, 0, 2), APART)
     drafting = desk.scheduler.next_pass(9, 9)
     assert not drafting.is_empty
-    assert [(session, first) for session, first, _ in drafting.news.states] == [("s", 0)]
+    assert [(session, first) for session, first, _ in drafting.updates.states] == [("s", 0)]
     assert desk.scheduler.next_pass(9, 9).is_empty
 
 
@@ -306,5 +306,5 @@ def test_nothing_is_kept_of_a_session_that_is_closed():
     desk.receive(some_states((*PROMPT, 9), 3, 5), APART)
     desk.receive(Close("s", 1), ROUTER)
     drafting = desk.scheduler.next_pass(0, 0)
-    assert drafting.news.states == ()
+    assert drafting.updates.states == ()
     assert desk.scheduler.is_idle

@@ -112,9 +112,9 @@ class Desk:
 def test_sessions_are_spread_over_both_pools():
     desk = Desk("TU", "DE")
     assignments = [desk.begin(name) for name in "abcd"]
-    assert sorted(str(assignment.target) for assignment in assignments) == ["T", "T", "U", "U"]
-    assert sorted(str(assignment.drafter) for assignment in assignments) == ["D", "D", "E", "E"]
-    assert desk.opened_at("a") == [assignments[0].target, assignments[0].drafter]
+    assert sorted(str(assignment.session.target) for assignment in assignments) == ["T", "T", "U", "U"]
+    assert sorted(str(assignment.session.drafter) for assignment in assignments) == ["D", "D", "E", "E"]
+    assert desk.opened_at("a") == [assignments[0].session.target, assignments[0].session.drafter]
     assert not desk.assignments.awaits_tick
 
 
@@ -125,7 +125,7 @@ def test_a_session_that_is_over_makes_room():
     desk.cancel(first)
     assert desk.sent[-1] == ("a", first_target := desk.opened_at("a")[0], Close("a", 1))
     assert "a" not in desk.assignments
-    assert desk.begin("c").target == first_target
+    assert desk.begin("c").session.target == first_target
     assert len(desk.assignments) == 2
     desk.cancel(second)
     desk.cancel(second)
@@ -134,7 +134,7 @@ def test_a_session_that_is_over_makes_room():
 
 def test_a_request_without_speculation_has_no_drafter_and_waits_for_none():
     desk = Desk()
-    assert desk.begin(draft_tokens=0).drafter is None
+    assert desk.begin(draft_tokens=0).session.drafter is None
     assert not desk.assignments.awaits_tick
 
 
@@ -144,21 +144,21 @@ def test_a_session_waits_for_peers_and_gets_them_as_they_come():
     assert desk.assignments.awaits_tick
     desk.assignments.targets.up("T")
     desk.tick(1.0)
-    assert (assignment.target, assignment.drafter) == ("T", None)
+    assert (assignment.session.target, assignment.session.drafter) == ("T", None)
     desk.assignments.drafters.up("D")
     desk.tick(2.0)
-    assert assignment.drafter == "D"
+    assert assignment.session.drafter == "D"
     assert desk.opened_at("s") == ["T", "D"]
 
 
 def test_a_leaving_peer_keeps_what_it_has_and_gets_nothing_new():
     desk = Desk("TU", "")
     first = desk.begin("a")
-    here = first.target
-    other = "U" if first.target == "T" else "T"
+    here = first.session.target
+    other = "U" if first.session.target == "T" else "T"
     assert here is not None
     desk.assignments.targets.down(here)
-    assert [desk.begin(name).target for name in "bc"] == [other, other]
+    assert [desk.begin(name).session.target for name in "bc"] == [other, other]
     assert desk.assignments.live_at(here) == (LiveSession("a", 1),)
 
 
@@ -167,7 +167,7 @@ def test_a_session_without_a_target_is_given_up_after_a_while_with_the_reason(up
     desk = Desk(up, "")
     assignment = desk.begin()
     for _ in range(100):
-        if assignment.target is not None:
+        if assignment.session.target is not None:
             desk.refuse(assignment, "T")
         desk.now += 0.1
         desk.tick(desk.now)
@@ -182,7 +182,7 @@ def test_a_full_target_is_left_alone_for_a_while():
     desk = Desk("T", "")
     assignment = desk.begin()
     desk.refuse(assignment, "T")
-    assert assignment.target is None
+    assert assignment.session.target is None
     desk.tick(FULL_FOR_S / 2)
     assert desk.opened_at("s") == ["T"]
     desk.tick(FULL_FOR_S)
@@ -192,23 +192,23 @@ def test_a_full_target_is_left_alone_for_a_while():
 def test_a_target_is_full_for_others_too_though_whom_it_refuses_has_left_it():
     desk = Desk("TU", "")
     assignment = desk.begin()
-    first = str(assignment.target)
+    first = str(assignment.session.target)
     desk.refuse(assignment, first)
     desk.tick(desk.now)
-    assert assignment.target != first
+    assert assignment.session.target != first
     desk.now += FULL_FOR_S
     desk.refuse(assignment, first)
-    assert desk.begin("other").target == assignment.target, "though the other one has no session"
+    assert desk.begin("other").session.target == assignment.session.target, "though the other one has no session"
 
 
 def test_targets_are_full_while_each_has_just_said_so():
     desk = Desk("TU", "")
     assignment = desk.begin()
-    first = str(assignment.target)
+    first = str(assignment.session.target)
     desk.refuse(assignment, first)
     assert not desk.assignments.are_targets_full(desk.now), "the other one has said nothing"
     desk.tick(desk.now)
-    desk.refuse(assignment, str(assignment.target))
+    desk.refuse(assignment, str(assignment.session.target))
     assert desk.assignments.are_targets_full(desk.now)
     assert not desk.assignments.are_targets_full(desk.now + FULL_FOR_S)
     desk.assignments.targets.down("T")
@@ -230,10 +230,10 @@ def test_a_lost_targets_sessions_move_with_what_was_committed():
     desk = Desk("TU", "D")
     assignments = [desk.begin(name) for name in "ab"]
     desk.verdict(assignments[0], 7)
-    lost = str(assignments[0].target)
-    other = str(assignments[1].target)
+    lost = str(assignments[0].session.target)
+    other = str(assignments[1].session.target)
     desk.gone(lost)
-    assert assignments[0].target == other
+    assert assignments[0].session.target == other
     reopened = [message for name, to, message in desk.sent if (name, to) == ("a", other)]
     assert [(message.tokens, message.attempt) for message in reopened] == [((*PROMPT, 7), 2)]
     assert desk.opened_at("a")[-1] == "D", "its drafter is told where it is verified now"
@@ -244,23 +244,25 @@ def test_a_lost_targets_sessions_move_with_what_was_committed():
 def test_what_is_malformed_moves_its_session_and_no_other():
     desk = Desk("TU", "")
     assignments = {name: desk.begin(name) for name in "abcd"}
-    here = str(assignments["a"].target)
+    here = str(assignments["a"].session.target)
     other = "U" if here == "T" else "T"
     desk.note(desk.assignments.unreadable(other, "a", 1, 0.0))
-    assert assignments["a"].target == here, "only its own target can spoil it"
+    assert assignments["a"].session.target == here, "only its own target can spoil it"
     desk.note(desk.assignments.unreadable(here, "a", 1, 0.0))
-    assert assignments["a"].target == other
+    assert assignments["a"].session.target == other
     desk.note(desk.assignments.unreadable(here, "unknown", 1, 0.0))
-    assert sorted(str(assignment.target) for assignment in assignments.values()) == sorted([here, other, other, other])
+    assert sorted(str(assignment.session.target) for assignment in assignments.values()) == sorted(
+        [here, other, other, other]
+    )
 
 
 def test_a_lost_drafters_sessions_go_to_another_or_on_without():
     desk = Desk("T", "DE")
     assignments = [desk.begin(name) for name in "ab"]
-    desk.gone(str(assignments[0].drafter))
-    assert assignments[0].drafter == assignments[1].drafter
-    desk.gone(str(assignments[1].drafter))
-    assert [assignment.drafter for assignment in assignments] == [None, None]
+    desk.gone(str(assignments[0].session.drafter))
+    assert assignments[0].session.drafter == assignments[1].session.drafter
+    desk.gone(str(assignments[1].session.drafter))
+    assert [assignment.session.drafter for assignment in assignments] == [None, None]
     assert desk.assignments.awaits_tick
     desk.verdict(assignments[0], 7)
     assert desk.out["a"] == [CommittedTokens((7,), 0, 0)]
@@ -269,19 +271,19 @@ def test_a_lost_drafters_sessions_go_to_another_or_on_without():
 def test_a_silent_drafter_is_given_up_and_named_and_its_sessions_move():
     desk = Desk("T", "DE")
     assignments = [desk.begin(name) for name in "abc"]
-    silent = str(assignments[0].drafter)
+    silent = str(assignments[0].session.drafter)
     assert desk.fall_silent(assignments[0]) == [silent]
-    assert silent not in [assignment.drafter for assignment in assignments]
+    assert silent not in [assignment.session.drafter for assignment in assignments]
     assert desk.assignments.live_at(silent) == ()
-    assert desk.begin("d").drafter != silent, "though it has fewer sessions than the other"
+    assert desk.begin("d").session.drafter != silent, "though it has fewer sessions than the other"
 
 
 def test_where_there_is_no_other_a_silent_drafter_keeps_its_sessions_and_gets_no_more():
     desk = Desk("T", "D")
     assignment = desk.begin("a")
     assert desk.fall_silent(assignment) == ["D"]
-    assert assignment.drafter == "D"
-    assert desk.begin("b").drafter is None
+    assert assignment.session.drafter == "D"
+    assert desk.begin("b").session.drafter is None
 
 
 @pytest.mark.parametrize("changes", [{"attempt": 0}, {"source": "U"}], ids=["older attempt", "another target"])
@@ -289,22 +291,22 @@ def test_what_another_attempt_says_of_a_drafter_does_not_count(changes):
     """It may have had another drafter."""
     desk = Desk("T", "DE")
     assignment = desk.begin()
-    drafter = assignment.drafter
+    drafter = assignment.session.drafter
     for _ in range(3 * MISSES):
         desk.verdict(assignment, answer=DraftAnswer.MISSED, **changes)
         desk.tick(desk.now)
         desk.now += 1.0
-    assert assignment.drafter == drafter
+    assert assignment.session.drafter == drafter
 
 
 def test_an_overloaded_drafter_is_left_for_another():
     desk = Desk("T", "DE")
     assignment = desk.begin()
-    first = str(assignment.drafter)
+    first = str(assignment.session.drafter)
     desk.refuse(assignment, first)
-    assert assignment.drafter is None
+    assert assignment.session.drafter is None
     desk.tick(0.0)
-    assert assignment.drafter not in (first, None)
+    assert assignment.session.drafter not in (first, None)
 
 
 def test_a_drafter_that_cannot_follow_gets_the_ledger_again():
@@ -330,9 +332,9 @@ def test_a_drafter_that_begins_a_session_anew_keeps_it():
     """The target has told it to; the router knows of it, and names it."""
     desk = Desk(drafters="DE")
     assignment = desk.begin()
-    drafter = str(assignment.drafter)
+    drafter = str(assignment.session.drafter)
     desk.collapse(assignment, is_resynced=False)
-    assert assignment.drafter == drafter
+    assert assignment.session.drafter == drafter
     assert desk.steps() == {(drafter, "resynced"): 1}
     assert not desk.assignments.awaits_tick
 
@@ -340,28 +342,28 @@ def test_a_drafter_that_begins_a_session_anew_keeps_it():
 def test_where_that_was_in_vain_another_drafter_takes_the_session_and_then_none(caplog):
     desk = Desk(drafters="DE")
     assignment = desk.begin()
-    first = str(assignment.drafter)
+    first = str(assignment.session.drafter)
     (second,) = {"D", "E"} - {first}
     desk.collapse(assignment)
-    assert assignment.drafter == second
+    assert assignment.session.drafter == second
     assert desk.opened_at("s")[-1] == second
     assert ("s", first, Close("s", 1)) in desk.sent
     desk.collapse(assignment)
-    assert assignment.drafter is None
+    assert assignment.session.drafter is None
     assert desk.sent[-1] == ("s", second, Close("s", 1))
     assert desk.steps() == {(first, "replaced"): 1, (second, "plain"): 1}
     assert not desk.assignments.awaits_tick, "it goes on plainly to its end"
     assert (
         f"session s: drafter {first} has something accepted of 5 % of its blocks, where 80 % were usual" in caplog.text
     )
-    assert desk.begin("next").drafter is not None, "the next session tries again"
+    assert desk.begin("next").session.drafter is not None, "the next session tries again"
 
 
 def test_where_there_is_no_other_drafter_a_session_goes_on_plainly_at_once():
     desk = Desk()
     assignment = desk.begin()
     desk.collapse(assignment)
-    assert assignment.drafter is None
+    assert assignment.session.drafter is None
     assert desk.steps() == {("D", "plain"): 1}
     desk.verdict(assignment, 4, 5)
     assert assignment.session.committed == (4, 4, 5)
@@ -370,15 +372,15 @@ def test_where_there_is_no_other_drafter_a_session_goes_on_plainly_at_once():
 def test_what_is_said_of_an_attempt_or_a_drafter_that_is_over_changes_nothing():
     desk = Desk(drafters="DE")
     assignment = desk.begin()
-    drafter = str(assignment.drafter)
+    drafter = str(assignment.session.drafter)
     desk.verdict(assignment, collapse=Collapse(0.8, 0.0, True), attempt=assignment.session.attempt + 1)
     desk.tick(0.0)
-    assert assignment.drafter == drafter
+    assert assignment.session.drafter == drafter
     desk.verdict(assignment, collapse=Collapse(0.8, 0.0, True))
     desk.gone(drafter)
-    moved = assignment.drafter
+    moved = assignment.session.drafter
     desk.tick(0.0)
-    assert assignment.drafter == moved != drafter
+    assert assignment.session.drafter == moved != drafter
     assert desk.steps() == {}
 
 
@@ -386,8 +388,8 @@ def given_up_desk(drafters: str) -> tuple[Desk, str, Assignment]:
     """Sessions of one drafter have collapsed one after the other; one of its sessions has not."""
     desk = Desk(drafters=drafters)
     assignments = [desk.begin(str(index)) for index in range(len(drafters) * (COLLAPSES + 1))]
-    bad = str(assignments[0].drafter)
-    *collapsing, last = [assignment for assignment in assignments if assignment.drafter == bad]
+    bad = str(assignments[0].session.drafter)
+    *collapsing, last = [assignment for assignment in assignments if assignment.session.drafter == bad]
     for assignment in collapsing:
         desk.collapse(assignment)
     assert desk.steps()[bad, "given up"] == 1
@@ -396,9 +398,9 @@ def given_up_desk(drafters: str) -> tuple[Desk, str, Assignment]:
 
 def test_a_drafter_whose_sessions_collapse_one_after_the_other_is_given_up_and_its_sessions_move():
     desk, bad, last = given_up_desk("DE")
-    assert last.drafter not in (None, bad)
+    assert last.session.drafter not in (None, bad)
     assert desk.assignments.live_at(bad) == ()
-    assert {desk.begin(name).drafter for name in "xyz"}.isdisjoint({bad})
+    assert {desk.begin(name).session.drafter for name in "xyz"}.isdisjoint({bad})
 
 
 def end(desk: Desk, assignment: Assignment) -> None:
@@ -407,17 +409,17 @@ def end(desk: Desk, assignment: Assignment) -> None:
 
 def test_a_session_that_ends_well_brings_the_drafter_back():
     desk, bad, last = given_up_desk("D")
-    assert last.drafter == bad, "there is no other"
-    assert desk.begin("waits").drafter is None
+    assert last.session.drafter == bad, "there is no other"
+    assert desk.begin("waits").session.drafter is None
     end(desk, last)
-    assert desk.begin("comes").drafter == bad
+    assert desk.begin("comes").session.drafter == bad
 
 
 def test_a_session_that_collapsed_did_not_end_well():
     desk, _, last = given_up_desk("D")
     desk.verdict(last, collapse=Collapse(0.8, 0.0, True))
     end(desk, last)
-    assert desk.begin("waits").drafter is None
+    assert desk.begin("waits").session.drafter is None
 
 
 LONG = tuple(range(100))
@@ -427,11 +429,11 @@ def test_a_conversation_goes_on_where_its_beginning_is_unless_that_is_far_ahead(
     desk = Desk("TU", "")
     first = desk.begin("a", prompt=LONG)
     desk.verdict(first, *range(100, 140))
-    home = first.target
+    home = first.session.target
     desk.cancel(first)
     turn = (*LONG, *range(100, 140), 7, 8, 9)
-    assert desk.begin("b", prompt=turn).target == home
-    assert desk.begin("c", prompt=LONG).target != home, "a hundred tokens are worth less than a session"
+    assert desk.begin("b", prompt=turn).session.target == home
+    assert desk.begin("c", prompt=LONG).session.target != home, "a hundred tokens are worth less than a session"
     assert desk.assignments.routed == {"load": 2, "prefix": 1}
 
 
@@ -463,8 +465,8 @@ def test_a_session_that_is_lost_with_its_target_leaves_no_memory_of_it():
 def test_a_drafter_near_the_target_is_taken_until_it_is_far_ahead():
     desk = Desk("T", "DE")
     places = [Endpoint("d", "D", "node1"), Endpoint("e", "E", "node2")]
-    desk.assignments.nearness.follow([Endpoint("t", "T", "node2")], places)
-    given = [str(desk.begin(name).drafter) for name in "abcdefghij"]
+    desk.assignments.locality.follow([Endpoint("t", "T", "node2")], places)
+    given = [str(desk.begin(name).session.drafter) for name in "abcdefghij"]
     assert given[:4] == ["E", "E", "E", "E"]
     assert given.count("D") == 3, "the rest follow the load, at the same distance"
 
@@ -472,9 +474,9 @@ def test_a_drafter_near_the_target_is_taken_until_it_is_far_ahead():
 def test_where_a_bad_drafter_is_replaced_the_nearest_other_is_taken():
     desk = Desk("T", "DEF")
     places = [Endpoint("d", "D", "node1"), Endpoint("e", "E", "node2"), Endpoint("f", "F", "node1")]
-    desk.assignments.nearness.follow([Endpoint("t", "T", "node1")], places)
+    desk.assignments.locality.follow([Endpoint("t", "T", "node1")], places)
     assignment = desk.begin()
-    left = assignment.drafter
+    left = assignment.session.drafter
     assert left in ("D", "F")
     desk.collapse(assignment)
-    assert assignment.drafter in {"D", "F"} - {left}
+    assert assignment.session.drafter in {"D", "F"} - {left}

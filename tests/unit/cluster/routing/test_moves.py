@@ -18,10 +18,10 @@ def leave(desk: Desk, peer: str | None) -> None:
 def test_a_session_of_a_target_that_leaves_goes_to_another_under_a_new_attempt():
     desk = Desk("TU", "D")
     assignment = desk.begin()
-    left = str(assignment.target)
+    left = str(assignment.session.target)
     desk.sent.clear()
     leave(desk, left)
-    assert assignment.target == other(left)
+    assert assignment.session.target == other(left)
     assert (assignment.session.attempt, assignment.session.failures) == (2, 0)
     assert [(to, type(message), message.attempt) for _, to, message in desk.sent] == [
         (left, Close, 1),
@@ -35,9 +35,9 @@ def test_planned_moves_fail_no_session_however_many_there_are():
     desk = Desk("TU")
     assignment = desk.begin()
     for moves in range(1, MAX_REOPENS + 3):
-        left = str(assignment.target)
+        left = str(assignment.session.target)
         leave(desk, left)
-        assert assignment.target == other(left)
+        assert assignment.session.target == other(left)
         desk.gone(left)
         desk.assignments.targets.up(left)
         assert desk.assignments.handovers["target", "planned"] == moves
@@ -49,12 +49,12 @@ def test_it_stays_where_it_is_until_there_is_another():
     assignment = desk.begin()
     leave(desk, "T")
     desk.tick(1.0)
-    assert (assignment.target, assignment.session.attempt) == ("T", 1)
+    assert (assignment.session.target, assignment.session.attempt) == ("T", 1)
     desk.verdict(assignment, 5)
     assert assignment.session.committed == (5,)
     desk.assignments.targets.up("U")
     desk.tick(2.0)
-    assert (assignment.target, assignment.session.attempt) == ("U", 2)
+    assert (assignment.session.target, assignment.session.attempt) == ("U", 2)
 
 
 def test_nothing_new_goes_to_who_leaves():
@@ -63,7 +63,7 @@ def test_nothing_new_goes_to_who_leaves():
     leave(desk, "D")
     desk.assignments.targets.up("T")
     desk.assignments.drafters.up("D")
-    assert {(one.target, one.drafter) for one in map(desk.begin, "abcd")} == {("U", "E")}
+    assert {(one.session.target, one.session.drafter) for one in map(desk.begin, "abcd")} == {("U", "E")}
 
 
 def test_whoever_comes_back_at_its_address_is_another():
@@ -71,7 +71,7 @@ def test_whoever_comes_back_at_its_address_is_another():
     leave(desk, "T")
     desk.gone("T")
     desk.assignments.targets.up("T")
-    assert desk.begin().target == "T"
+    assert desk.begin().session.target == "T"
 
 
 def test_what_is_given_back_in_the_end_waits_for_a_target_from_then_on():
@@ -86,7 +86,7 @@ def test_what_is_given_back_in_the_end_waits_for_a_target_from_then_on():
     assert desk.assignments.handovers == {("target", "planned"): 1}
     desk.assignments.targets.up("U")
     desk.tick(desk.now + TARGET_WAIT_S)
-    assert (assignment.target, assignment.session.failures) == ("U", 0)
+    assert (assignment.session.target, assignment.session.failures) == ("U", 0)
 
 
 def test_nor_does_it_wait_for_ever():
@@ -111,7 +111,7 @@ def test_one_that_leaves_and_ends_before_its_sessions_are_moved_is_not_lost():
 def test_one_that_says_nothing_is_lost():
     desk = Desk("TU", "D")
     assignment = desk.begin()
-    desk.gone(str(assignment.target))
+    desk.gone(str(assignment.session.target))
     desk.gone("D")
     assert assignment.session.failures == 1
     assert desk.assignments.handovers == {("target", "lost"): 1, ("drafter", "lost"): 1}
@@ -120,9 +120,9 @@ def test_one_that_says_nothing_is_lost():
 def test_a_session_of_a_drafter_that_leaves_gets_another():
     desk = Desk("T", "DE")
     assignment = desk.begin()
-    left = str(assignment.drafter)
+    left = str(assignment.session.drafter)
     leave(desk, left)
-    assert (assignment.drafter, assignment.target) == (other(left), "T")
+    assert (assignment.session.drafter, assignment.session.target) == (other(left), "T")
     assert desk.sent[-2:] == [("s", left, Close("s", 1)), desk.sent[-1]]
     assert desk.assignments.handovers == {("drafter", "planned"): 1}
     assert not desk.assignments.given_up
@@ -133,12 +133,12 @@ def test_where_there_is_no_other_drafter_it_drafts_to_its_end():
     assignment = desk.begin()
     leave(desk, "D")
     desk.tick(1.0)
-    assert assignment.drafter == "D"
+    assert assignment.session.drafter == "D"
     desk.gone("D")
-    assert (assignment.drafter, assignment.session.phase) == (None, Phase.RUNNING)
+    assert (assignment.session.drafter, assignment.session.phase) == (None, Phase.RUNNING)
     desk.assignments.drafters.up("E")
     desk.tick(2.0)
-    assert assignment.drafter == "E"
+    assert assignment.session.drafter == "E"
 
 
 def test_a_target_that_leaves_is_no_reason_to_send_requests_away():
