@@ -308,7 +308,7 @@ class TargetReplica:
     def receive(self, stream: str, frame: Decoded) -> int:
         """Handles messages of a peer that arrived together; returns how many were unsolicited."""
         now = self._clock()
-        before = self.scheduler.unasked
+        before = self.scheduler.counts.unrequested
         self._count_malformed(stream, frame)
         for message in frame.messages:
             if isinstance(message, Block):
@@ -317,7 +317,7 @@ class TargetReplica:
             if not self._gate.takes(stream, message):
                 self._send(self.scheduler.receive(stream, message, now))
         self._changed.set()
-        return self.scheduler.unasked - before
+        return self.scheduler.counts.unrequested - before
 
     def _take(self, stream: str, message: Message) -> None:
         self._send(self.scheduler.receive(stream, message, self._clock()))

@@ -82,17 +82,20 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
     """Returns a target replica's counts; `method` is its drafters' method."""
     scheduler = target.scheduler
     return {
-        "slipstream_dropped_blocks": dict(scheduler.dropped),
-        "slipstream_received_draft_tokens": {"accepted": scheduler.accepted_tokens, "wasted": scheduler.wasted_tokens},
+        "slipstream_dropped_blocks": dict(scheduler.counts.dropped),
+        "slipstream_received_draft_tokens": {
+            "accepted": scheduler.counts.accepted_tokens,
+            "wasted": scheduler.counts.wasted_tokens,
+        },
         "slipstream_draft_positions": _positions(scheduler.sentinel.tally, method),
-        "slipstream_target_seconds": {"step": scheduler.step_s, "idle": scheduler.idle_s},
+        "slipstream_target_seconds": {"step": scheduler.counts.step_s, "idle": scheduler.counts.idle_s},
         "slipstream_target_events": {
-            "rebased": scheduler.rebased,
+            "rebased": scheduler.counts.rebased,
             "desync": scheduler.sentinel.desyncs,
             "preempted": scheduler.preempted,
             "states_lost": scheduler.feeds.counts.get("lost", 0),
         },
-        "slipstream_nonfinite_logits": {"ended": scheduler.nonfinite},
+        "slipstream_nonfinite_logits": {"ended": scheduler.counts.nonfinite},
         "slipstream_state_rows": {way: scheduler.feeds.counts.get(way, 0) for way in ("verdict", "apart", "again")},
         "slipstream_refused_messages": dict(target.refused),
         "slipstream_refused_peers": dict(target.refusals.counts),

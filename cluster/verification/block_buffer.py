@@ -14,13 +14,18 @@ from protos.prefix import Prefix
 
 
 @dataclass(slots=True)
-class BlockCounts:
-    """Counts of what became of all sessions' blocks."""
+class TargetCounts:
+    """Totals of one target replica since startup."""
 
     dropped: Counter[str] = field(default_factory=Counter)  # blocks that were not verified, by cause
+    unrequested: int = 0  # blocks for sessions that are not open, or assigned to another drafter
     rebased: int = 0  # late blocks that were verified from the target's current length
-    accepted_tokens: int = 0
-    wasted_tokens: int = 0  # tokens that arrived and were not accepted, once that is certain
+    accepted_tokens: int = 0  # draft tokens that verdicts accepted
+    wasted_tokens: int = 0  # draft tokens in well-formed blocks that no verdict accepted, once that is certain
+    known_tokens: int = 0  # committed tokens fed, each once unless it was lost from the cache
+    step_s: float = 0.0  # time in steps
+    idle_s: float = 0.0  # time with sessions and no step, usually waiting for blocks
+    nonfinite: int = 0  # sessions that ended because their logits were NaN or infinite
 
     def drop(self, cause: str, block: Block) -> None:
         """Counts a block that will not be verified."""
@@ -31,7 +36,7 @@ class BlockCounts:
 class BlockBuffer:
     """Blocks by (base_len, prefix_hash); at most `limit` of them."""
 
-    def __init__(self, limit: int, counts: BlockCounts) -> None:
+    def __init__(self, limit: int, counts: TargetCounts) -> None:
         self.ready_since = 0.0  # arrival time of the block that is ready
         self._limit = limit
         self._counts = counts
@@ -170,7 +175,7 @@ class Waiting:
 class OrphanBuffer:
     """All messages that wait for an Open; those that do not fit or that expire are counted."""
 
-    def __init__(self, limits: BufferLimits, counts: BlockCounts) -> None:
+    def __init__(self, limits: BufferLimits, counts: TargetCounts) -> None:
         self._limits = limits
         self._counts = counts
         self._waiting: OrderedDict[tuple[str, str], Waiting] = OrderedDict()  # by session and drafter, oldest first

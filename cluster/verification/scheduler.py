@@ -12,7 +12,6 @@ pools' sizes and monitoring, and `DraftQualityMonitor` detects drafters whose bl
 import logging
 import math
 import secrets
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from cluster.speculation.controller import Adaptive, Awaited, PacingPolicy, Spec
 from cluster.speculation.estimators import AcceptanceCounts, Load, StepCost
 from cluster.trust import Refusals, not_permitted
 from cluster.verification.admission import Admission, Departure
-from cluster.verification.block_buffer import BlockBuffer, BlockCounts, BufferLimits, OrphanBuffer
+from cluster.verification.block_buffer import BlockBuffer, BufferLimits, OrphanBuffer, TargetCounts
 from cluster.verification.hidden_state_sender import HiddenStateSender
 from cluster.verification.sequence import Decision, TargetSequence
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -261,7 +260,7 @@ class Intake:
         admission: Admission,
         pacer: SpeculationController,
         silent: SilentDrafters,
-        counts: BlockCounts,
+        counts: TargetCounts,
         sentinel: DraftQualityMonitor,
         refusals: Refusals,
     ) -> None:
@@ -275,7 +274,6 @@ class Intake:
         self.feeds = HiddenStateSender(limits.states, admission, limits.keeps_states)
         self.departure = Departure(admission, self.forget)
         self._early = OrphanBuffer(limits.buffer, counts)
-        self.unasked = 0  # blocks for sessions that are not open, or assigned to another drafter
 
     # ------------------------------------------------------------ messages from peers
 
@@ -409,11 +407,11 @@ class Intake:
             return
         session = self._admission.find(block.session)
         if session is None:
-            self.unasked += 1
+            self._counts.unrequested += 1
             self._early.block(drafter, block, now)
             return
         if not session.admits(drafter):
-            self.unasked += 1
+            self._counts.unrequested += 1
             if drafter not in session.replaced:  # otherwise it was sent before another drafter was assigned
                 self._refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
             self._counts.drop("not_assigned", block)
@@ -540,11 +538,11 @@ class VerificationScheduler:
         self._timing = StepDeadline(policy, self._silent)
         self._pages = memory or OwnPages(limits.pages, limits.page_size, secrets.token_bytes(16))
         self._admission = Admission(limits.max_sessions, self._pages)
-        self._counts = BlockCounts()
+        self.counts = TargetCounts()
         self.sentinel = DraftQualityMonitor()
         self.refusals = Refusals(log)
         self._intake = Intake(
-            limits, self._admission, self._pacer, self._silent, self._counts, self.sentinel, self.refusals
+            limits, self._admission, self._pacer, self._silent, self.counts, self.sentinel, self.refusals
         )
         self.reporter = TargetReporter(limits, self._admission, self._pacer)
         self.feeds = self._intake.feeds
@@ -555,11 +553,7 @@ class VerificationScheduler:
         self._step_shape = StepShape(0, 0, 0)  # latest step that computed anything
         self._start: float | None = None  # next step, unless a message arrives before; None: to be computed
         self._free_since = 0.0  # time since which sessions could have been in a step and were in none
-        self.known_tokens = 0  # decided tokens fed, each once unless it was lost from the cache
-        self.step_s = 0.0  # total time in steps
-        self.nonfinite = 0  # sessions that ended because their logits were NaN or infinite
         self._nonfinite_log_due = -math.inf
-        self.idle_s = 0.0  # total time with sessions and no step, usually waiting for blocks
 
     # ------------------------------------------------------------ messages from peers
 
@@ -595,7 +589,7 @@ class VerificationScheduler:
         rows = tuple(row for _, row in self._in_step)
         if not (self._in_step or opens or closes):
             return None
-        self.idle_s += now - self._free_since
+        self.counts.idle_s += now - self._free_since
         if not rows:
             return StepPlan(closes, opens, ())
         moves = tuple(self._moves)
@@ -611,47 +605,40 @@ class VerificationScheduler:
         return due if due < math.inf else None
 
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
-        """Turns the engine's outcomes into verdicts for routers and drafters."""
+        """Turns the engine's outcomes into verdicts: commits what was fed, decides each row, learns from the step.
+
+        Messages for drafters come first, since a round waits for its drafter, not for its router.
+        """
         self._start = None
         decided = {outcome.session: outcome for outcome in outcomes}
         to_drafters: list[Send] = []
         to_routers: list[Send] = []
-        running = self._admission.running
-        fed = _as_fed(self._in_step, self._pages)
-        if fed != self._in_step:
-            self._step_shape = _shape_of(fed, running.values())
-        self._in_step = fed
+        self._commit_fed()
         for session, row in self._in_step:
-            name = row.session
-            if running.get(name) is not session:
+            if self._admission.running.get(row.session) is not session:
                 continue  # closed or replaced while the engine computed
             session.fed(row)
             session.waiting_since = now
-            if row.decide and not decided[name].is_finite:
+            if row.decide and not decided[row.session].is_finite:
                 to_routers.append(self._end_nonfinite(session, now))
                 continue
             if not session.open.audit:
                 # Before the verdict: a session may end with it, and its cached pages stay useful.
-                self._pages.publish(name, session.prefix.tokens, min(session.cached_len, session.prefix.length))
+                cached_len = min(session.cached_len, session.prefix.length)
+                self._pages.publish(row.session, session.prefix.tokens, cached_len)
             if row.decide:
-                news, verdict = self._decide(session, row, decided[name], now)
+                news, verdict = self._decide(session, row, decided[row.session], now)
                 to_drafters += news
                 to_routers.append(verdict)
-            if running.get(name) is session:
-                self._pages.truncate(name, session.cached_len)
-        self.feeds.step_made(self._in_step, decided)
-        self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
-        if self._in_step:  # otherwise the step only opened and closed sessions
-            decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
-            committed = sum(outcome.token_count for outcome in decoded)
-            self._pacer.step_made(self._step_shape, committed, seconds, now - self._free_since)
+            if self._admission.running.get(row.session) is session:
+                self._pages.truncate(row.session, session.cached_len)
+        self._learn(decided, seconds, now)
         self._in_step = []
-        self.step_s += seconds
         self._free_since = now
         self._intake.admit(now)
         if self.is_idle:
             self._pages.check()
-        return [*to_drafters, *to_routers]  # drafters first: a round waits for its drafter, not for its router
+        return [*to_drafters, *to_routers]
 
     # ------------------------------------------------------------ inspection
 
@@ -662,41 +649,12 @@ class VerificationScheduler:
 
     def report(self, now: float) -> TargetReport:
         """Returns the autoscaling report on the time since the previous one."""
-        return self.reporter.report(self.step_s, self.idle_s, now)
+        return self.reporter.report(self.counts.step_s, self.counts.idle_s, now)
 
     def load(self) -> dict[str, float]:
         """Returns the number of sessions in the cache, without audits, and in the queue."""
         running = sum([not session.open.audit for session in self._admission.running.values()])
         return {"sessions": float(running), "queued": float(len(self._admission.waiting))}
-
-    @property
-    def unasked(self) -> int:
-        """Blocks so far for sessions that are not open, or assigned to another drafter."""
-        return self._intake.unasked
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Blocks that were not verified, by cause."""
-        return self._counts.dropped
-
-    @property
-    def accepted_tokens(self) -> int:
-        """Draft tokens that verdicts accepted."""
-        return self._counts.accepted_tokens
-
-    @property
-    def wasted_tokens(self) -> int:
-        """Draft tokens that arrived in well-formed blocks and that no verdict accepted.
-
-        They were rejected or never verified: fewer tokens paid at verification, their block was dropped or replaced by
-        a better version, a late block came after the target's own tokens, or their session ended.
-        """
-        return self._counts.wasted_tokens
-
-    @property
-    def rebased(self) -> int:
-        """Late blocks that were verified from the target's current length."""
-        return self._counts.rebased
 
     @property
     def preempted(self) -> int:
@@ -748,12 +706,29 @@ class VerificationScheduler:
             copies += reserved
             budget -= tokens
             in_step.add(name)
-            self.known_tokens += row.known
+            self.counts.known_tokens += row.known
             session.in_step = True
             self._in_step.append((session, row.in_pages(self._pages.table(name), self.feeds.to_ride(session, row))))
             self._admission.order.move_to_end(name)
         self._step_shape = _shape_of(self._in_step, self._admission.running.values())
         return copies
+
+    def _commit_fed(self) -> None:
+        """Replaces the planned rows by those that the engine fed."""
+        fed = _as_fed(self._in_step, self._pages)
+        if fed != self._in_step:
+            self._step_shape = _shape_of(fed, self._admission.running.values())
+        self._in_step = fed
+
+    def _learn(self, decided: Mapping[str, Outcome], seconds: float, now: float) -> None:
+        """Updates hidden-state feeds, silent drafters and the speculation controller after a step."""
+        self.feeds.step_made(self._in_step, decided)
+        self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
+        if self._in_step:  # otherwise the step only opened and closed sessions
+            decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
+            committed = sum(outcome.token_count for outcome in decoded)
+            self._pacer.step_made(self._step_shape, committed, seconds, now - self._free_since)
+        self.counts.step_s += seconds
 
     def _decide(self, session: TargetSequence, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
         """Applies a row's outcome; returns the messages for its drafter and its router."""
@@ -789,7 +764,7 @@ class VerificationScheduler:
         No other session may read what it cached. Another replica with the same weights would compute the same.
         """
         request = session.open
-        self.nonfinite += 1
+        self.counts.nonfinite += 1
         if now >= self._nonfinite_log_due:
             self._nonfinite_log_due = now + NONFINITE_LOG_PERIOD_S
             log.error(
@@ -797,7 +772,7 @@ class VerificationScheduler:
                 " docs/troubleshooting.md says what to do",
                 request.session,
                 session.prefix.length,
-                self.nonfinite,
+                self.counts.nonfinite,
             )
         self._pages.withdraw(request.session)
         self._intake.forget(request.session)

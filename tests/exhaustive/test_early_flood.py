@@ -59,10 +59,10 @@ async def test_early_blocks_at_full_speed(blocks_a_frame: int) -> None:
             ratios = []
             for _ in range(ROUNDS):
                 alone_s = await seconds(c)
-                before = sum(target.scheduler.dropped.values())
+                before = sum(target.scheduler.counts.dropped.values())
                 async with flooded(address, blocks_a_frame):
                     flooded_s = await seconds(c)
-                dropped = sum(target.scheduler.dropped.values()) - before
+                dropped = sum(target.scheduler.counts.dropped.values()) - before
                 ratios.append(flooded_s / alone_s)
                 print(f"\nalone {alone_s:.2f} s, flooded {flooded_s:.2f} s, {dropped / flooded_s:.0f} blocks/s dropped")
     finally:

@@ -200,7 +200,7 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
         (target,) = c.targets.values()
         (running,) = target.scheduler._admission.running
         await verify_as_assigned(target, stream, running)
-        before = target.scheduler.dropped.copy()
+        before = target.scheduler.counts.dropped.copy()
         await stream.write(pb.DrafterToTarget(blocks=malformed))
         blocks = [
             Block("unknown", 2, 1, DraftTree.chain((1,))),
@@ -212,7 +212,7 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
         ]
         await stream.write(encode(pb.DrafterToTarget, blocks))
         causes = {"beyond_context", "out_of_vocabulary", "too_long", "stale"}
-        await eventually(lambda: causes <= (target.scheduler.dropped - before).keys(), "bad blocks are counted")
+        await eventually(lambda: causes <= (target.scheduler.counts.dropped - before).keys(), "bad blocks are counted")
         assert target.refused == {"Block": 2}
 
 
@@ -301,7 +301,7 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
         await verify_as_assigned(target, verify, running)
         flood = [Block(running, 60 + i % 30, i, DraftTree.chain((1,))) for i in range(200)]
         await verify.write(encode(pb.DrafterToTarget, flood))
-        await eventually(lambda: target.scheduler.dropped["buffer_full"] > 0, "the buffer is bounded")
+        await eventually(lambda: target.scheduler.counts.dropped["buffer_full"] > 0, "the buffer is bounded")
 
 
 async def test_a_stranger_takes_over_no_session_by_opening_it_again():
@@ -400,7 +400,7 @@ async def test_a_stranger_that_knows_a_sessions_tokens_is_told_nothing_of_it_and
         for assignment_token in (None, issue(b"guess", running, 99), AssignmentToken(2**32 - 1, bytes(PROOF_BYTES))):
             await verify.write(encode(pb.DrafterToTarget, [Attach(running, 3, right, None, assignment_token)]))
         await verify.write(encode(pb.DrafterToTarget, [Block(running, 3, right, DraftTree.chain((1,)))] * 200))
-        await eventually(lambda: target.scheduler.dropped["not_assigned"] == 200, "its blocks are dropped")
+        await eventually(lambda: target.scheduler.counts.dropped["not_assigned"] == 200, "its blocks are dropped")
         with pytest.raises(TimeoutError):
             await within(0.2, verify.read())
         assert target.refusals.counts["an Attach to a session that it was not assigned"] == 3
@@ -414,10 +414,10 @@ async def test_early_blocks_of_one_drafter_do_not_keep_out_anothers(caplog):
         for name in names:
             mail = [Attach(name, 3, 1), *(Block(name, 3, at, DraftTree.chain((1,))) for at in range(100))]
             await verify.write(encode(pb.DrafterToTarget, mail))
-        await eventually(lambda: target.scheduler.dropped["buffer_full"] == 10 * 36, "64 a session wait")
+        await eventually(lambda: target.scheduler.counts.dropped["buffer_full"] == 10 * 36, "64 a session wait")
         assert await c.tokens(c.generation(session=names[0])) == plain_greedy((1, 2, 3), 40)
-        assert target.scheduler.accepted_tokens > 0, "its own drafter was heard"
-        assert target.scheduler.dropped["not_assigned"] == 64
+        assert target.scheduler.counts.accepted_tokens > 0, "its own drafter was heard"
+        assert target.scheduler.counts.dropped["not_assigned"] == 64
         assert len([record for record in caplog.records if "not assigned" in record.getMessage()]) == 2
 
 
@@ -428,11 +428,11 @@ async def test_a_drafter_that_sends_what_nobody_asked_for_is_not_listened_to_for
         (target,) = c.targets.values()
         for _ in range(3):
             await verify.write(encode(pb.DrafterToTarget, early))
-        await eventually(lambda: target.scheduler.unasked > 0, "the first frame is heard")
+        await eventually(lambda: target.scheduler.counts.unrequested > 0, "the first frame is heard")
         await another.write(encode(pb.DrafterToTarget, early))
-        await eventually(lambda: target.scheduler.unasked == 20, "others are heard")
+        await eventually(lambda: target.scheduler.counts.unrequested == 20, "others are heard")
         await asyncio.sleep(0.2)
-        assert target.scheduler.unasked == 20
+        assert target.scheduler.counts.unrequested == 20
 
 
 async def test_a_frame_of_very_many_messages_ends_its_own_stream_only():
@@ -440,7 +440,9 @@ async def test_a_frame_of_very_many_messages_ends_its_own_stream_only():
     async with busy_cluster() as c, greeted(c, VERIFY) as verify:
         await verify.write(encode(pb.DrafterToTarget, [block] * streams.MOST_MESSAGES))
         (target,) = c.targets.values()
-        await eventually(lambda: target.scheduler.unasked == streams.MOST_MESSAGES, "as many as that are heard")
+        await eventually(
+            lambda: target.scheduler.counts.unrequested == streams.MOST_MESSAGES, "as many as that are heard"
+        )
     async with busy_cluster() as c, greeted(c, VERIFY) as verify:
         with refused_with(grpc.StatusCode.INVALID_ARGUMENT, ""):
             await verify.write(encode(pb.DrafterToTarget, [block] * (streams.MOST_MESSAGES + 1)))

@@ -52,7 +52,7 @@ async def test_the_whole_system_serves_with_certificates(tmp_path):
     async with cluster(trust=Authority().issue_all(tmp_path)) as c:
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
         (target,) = c.targets.values()
-        assert target.scheduler.accepted_tokens > 0
+        assert target.scheduler.counts.accepted_tokens > 0
 
 
 async def test_the_whole_system_serves_with_a_token(tmp_path):
@@ -60,7 +60,7 @@ async def test_the_whole_system_serves_with_a_token(tmp_path):
     async with cluster(trust=TrustConfig(token_file=str(tmp_path / "token"))) as c:
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
         (target,) = c.targets.values()
-        assert target.scheduler.accepted_tokens > 0
+        assert target.scheduler.counts.accepted_tokens > 0
 
 
 # ---------------------------------------------------------------- certificates
@@ -209,7 +209,7 @@ async def test_certificates_are_replaced_while_streams_run(tmp_path):
         authority.issue(old, PeerRole.ROUTER)
         running = asyncio.create_task(c.tokens(c.generation(max_len=203)))
         (target,) = c.targets.values()
-        await eventually(lambda: target.scheduler.accepted_tokens > 0, "a session is drafted for")
+        await eventually(lambda: target.scheduler.counts.accepted_tokens > 0, "a session is drafted for")
         Authority("newer").issue_all(tmp_path)
         async with shown(c, DRIVE_TARGET, tmp_path / "router") as stream:
             assert await is_welcome(stream, DRIVE_TARGET)

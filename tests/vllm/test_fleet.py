@@ -171,7 +171,7 @@ async def test_both_kinds_serve_the_same_texts_with_drafts(
         for _ in range(ROUNDS):
             found = await asyncio.gather(*[whole.text(session) for session in PROMPTS])
             assert dict(zip(PROMPTS, found, strict=True)) == texts
-            if all(replica.scheduler.accepted_tokens for replica in whole.replicas.values()):
+            if all(replica.scheduler.counts.accepted_tokens for replica in whole.replicas.values()):
                 return
         raise AssertionError("one of the targets was never drafted for")
 
@@ -201,7 +201,7 @@ async def test_what_is_lost_in_mid_stream_changes_no_text(
         running = [asyncio.create_task(whole.text(session)) for session in PROMPTS]
         watched = whole.replicas.get(lost, whole.replicas["vllm"])
         async with asyncio.timeout(120):
-            while not (watched.scheduler.accepted_tokens or watched.scheduler.step_cost.pace.count):
+            while not (watched.scheduler.counts.accepted_tokens or watched.scheduler.step_cost.pace.count):
                 await asyncio.sleep(0.001)
         await whole.servers[lost].stop(0)
         assert not all(task.done() for task in running), "nothing was left to be lost"

@@ -194,7 +194,7 @@ async def test_prompts_and_what_is_decoded_reach_the_head_on_streams_of_their_ow
         scheduler = replica.scheduler
         # Of what was verified: a block that came late, or to a session that was over, says nothing of states.
         assert watched.rejected == 0, "a draft was wrong, so a state was"
-        assert scheduler.accepted_tokens > len(texts) * NEW_TOKENS / 3
+        assert scheduler.counts.accepted_tokens > len(texts) * NEW_TOKENS / 3
         assert scheduler.feeds.rows["apart"] > 0
         assert scheduler.feeds.rows["verdict"] > 0
         assert drafter.scheduler.counts["states"] >= sum(len(text.tokens) - 3 for text in texts.values())

@@ -124,7 +124,7 @@ async def test_greedy_text_over_http_equals_generate_and_seeds_fix_the_rest(conf
             )
             for longest in (0, 5)
         ]
-        assert replica.scheduler.accepted_tokens > 0
+        assert replica.scheduler.counts.accepted_tokens > 0
     reference = Reference(config.model.target)
     for prompt, text in zip(prompts, texts, strict=True):
         reference.assert_greedy(prompt, NEW_TOKENS, text)

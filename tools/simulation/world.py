@@ -174,7 +174,7 @@ def check_target(target: SimulatedTarget) -> None:
         target.scheduler.apply(target.engine.step(last), 0.0, now)
     assert target.scheduler.is_idle, f"the scheduler of {name} still holds something"
     assert target.engine.is_empty, f"the cache of {name} still holds something"
-    settled = target.scheduler.accepted_tokens + target.scheduler.wasted_tokens
+    settled = target.scheduler.counts.accepted_tokens + target.scheduler.counts.wasted_tokens
     assert settled == target.received_tokens, f"{name} has not said of each draft token what became of it"
 
 
@@ -432,7 +432,7 @@ class World:
         assignments = [assignment for assignment in self.over if assignment.error is None]
         arrivals = [Arrival(assignment.arrived_s, len(assignment.session.committed)) for assignment in self.over]
         span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
-        causes = sum((target.scheduler.dropped for target in self.targets), Counter[str]())
+        causes = sum((target.scheduler.counts.dropped for target in self.targets), Counter[str]())
         causes["silent"] = sum(router.silent_drafters for router in self.routers)
         causes += sum((router.remedies for router in self.routers), Counter[str]())
         return SimulationReport(

@@ -112,7 +112,7 @@ def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock
     assert scheduler.plan(now=2.0) is not None
     target.refused["Block"] += 1
     scheduler.feeds.rows["apart"] += 3
-    scheduler.nonfinite += 2
+    scheduler.counts.nonfinite += 2
     counts = target_counts(target, "m")
     assert counts["slipstream_dropped_blocks"] == {"too_long": 1}
     assert counts["slipstream_received_draft_tokens"] == {"accepted": 0, "wasted": 5}

@@ -301,16 +301,16 @@ def test_known_tokens_are_fed_once_whatever_becomes_of_drafters():
     desk.attach_from(prompt, 0)
     desk.block(prompt, (*right[:2], (right[2] + 1) % VOCABULARY))
     desk.step()
-    assert desk.scheduler.known_tokens == len(prompt)
+    assert desk.scheduler.counts.known_tokens == len(prompt)
     desk.scheduler.gone(DRAFTER, desk.now)
     desk.step()
     desk.attach_from((*prompt, *right[:4]), 0, drafter=OTHER)
     assert len(list(desk.read())) == 1
     desk.step()
-    assert desk.scheduler.known_tokens == len(prompt) + 2
+    assert desk.scheduler.counts.known_tokens == len(prompt) + 2
     desk.open("t", tokens=(*prompt, 20))
     desk.step()
-    assert desk.scheduler.known_tokens == len(prompt) + 2 + 1 + 2, "one of the first, two after whole pages"
+    assert desk.scheduler.counts.known_tokens == len(prompt) + 2 + 1 + 2, "one of the first, two after whole pages"
 
 
 def test_a_prefix_hit_is_fed_from_the_pages_of_who_computed_it():

@@ -3,7 +3,7 @@
 import sys
 from types import FrameType
 
-from cluster.verification.block_buffer import BlockCounts, BufferLimits, OrphanBuffer
+from cluster.verification.block_buffer import BufferLimits, OrphanBuffer, TargetCounts
 from protos.codec import encoded_bytes
 from protos.draft_tree import DraftTree, SparseProbs
 from tests.unit.cluster.samples import a_block
@@ -13,7 +13,7 @@ LARGE = a_block((7,), DraftTree.chain(TOKENS, SparseProbs((TOKENS * 300,) * 3, (
 
 
 def test_a_drafters_blocks_are_bounded_in_bytes_and_others_keep_their_own_room():
-    counts = BlockCounts()
+    counts = TargetCounts()
     early = OrphanBuffer(BufferLimits(bytes=2 * encoded_bytes(LARGE)), counts)
     for _ in range(5):
         early.block("one#1", LARGE, now=0.0)
@@ -24,7 +24,7 @@ def test_a_drafters_blocks_are_bounded_in_bytes_and_others_keep_their_own_room()
 
 
 def test_all_drafters_together_are_bounded_whatever_names_one_goes_by():
-    counts = BlockCounts()
+    counts = TargetCounts()
     early = OrphanBuffer(BufferLimits(all_bytes=2 * encoded_bytes(LARGE)), counts)
     for number in range(9):
         early.block(f"name {number}#1", LARGE, now=0.0)
@@ -33,7 +33,7 @@ def test_all_drafters_together_are_bounded_whatever_names_one_goes_by():
 
 
 def test_what_leaves_makes_room_again_whichever_way_it_goes():
-    counts = BlockCounts()
+    counts = TargetCounts()
     early = OrphanBuffer(BufferLimits(age_s=5, bytes=encoded_bytes(LARGE) - 1), counts)
     for leave in (
         lambda: early.take("large"),
@@ -53,7 +53,7 @@ def test_what_leaves_makes_room_again_whichever_way_it_goes():
 
 def test_a_message_costs_the_same_however_many_wait():
     """Counted in what is looked at, for time says nothing on a busy machine."""
-    early = OrphanBuffer(BufferLimits(sessions=10**6), BlockCounts())
+    early = OrphanBuffer(BufferLimits(sessions=10**6), TargetCounts())
     small = a_block((7,), TOKENS, "s")
 
     def looked_at() -> int:

@@ -144,7 +144,7 @@ def test_blocks_are_the_attached_drafters_alone():
     assert session is not None
     assert session.ready_block() is None
     assert not session.has_no_draft
-    assert +scheduler.dropped == {"not_assigned": 1}
+    assert +scheduler.counts.dropped == {"not_assigned": 1}
     scheduler.receive(DRAFTER, a_block((1, 2), (5,)), 0.0)
     assert session.ready_block() is not None
     scheduler.receive(DRAFTER, NoDraft("s", 2, HASH), 0.0)
@@ -160,7 +160,7 @@ def test_a_block_of_an_earlier_drafter_is_late_and_no_strangers():
     scheduler.receive(ROUTER, an_open(tokens=(1, 2), attempt=2, token_key=SECRET), 0.0)
     scheduler.receive(DRAFTER, a_block((1, 2), (5,)), 0.0)
     scheduler.receive("second#1", a_block((1, 2), (5,)), 0.0)
-    assert +scheduler.dropped == {"not_assigned": 3}
+    assert +scheduler.counts.dropped == {"not_assigned": 3}
     assert scheduler.refusals.counts == {}
     scheduler.receive("thief#1", a_block((1, 2), (5,)), 0.0)
     assert scheduler.refusals.counts == {"a Block for a session that it was not assigned": 1}
@@ -187,7 +187,7 @@ def test_attach_before_open_needs_an_assignment_token():
         block = session.ready_block()
         assert block is not None
         assert block.tree.tokens == (5,)
-        assert +scheduler.dropped == {"not_assigned": 1}
+        assert +scheduler.counts.dropped == {"not_assigned": 1}
 
 
 def test_nobody_drafts_for_an_audit():

@@ -97,7 +97,7 @@ def test_a_drafter_that_comes_in_the_middle_has_the_text_computed_again():
     assert (states.first, states.end) == (0, len(tokens))
     check(states, tokens)
     assert desk.again == len(tokens) - 1, "the last was not computed yet"
-    assert desk.scheduler.known_tokens == len(tokens) + desk.again
+    assert desk.scheduler.counts.known_tokens == len(tokens) + desk.again
     assert desk.rows[-1][0].start == 0
 
 

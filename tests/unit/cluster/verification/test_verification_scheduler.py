@@ -159,7 +159,7 @@ class Desk:
     @property
     def dropped(self) -> Counter[str]:
         """Causes for which a block was dropped."""
-        return +self.scheduler.dropped
+        return +self.scheduler.counts.dropped
 
     def finish(self) -> dict[str, tuple[int, ...]]:
         """Steps until nobody is left; what each session got. The scheduler itself checks its pages when idle."""
@@ -402,13 +402,13 @@ def test_a_target_is_idle_while_it_has_sessions_and_makes_no_step():
     desk.open(tokens=(1, 2), max_len=5)
     desk.attach((1, 2))
     desk.step()  # at once, for it feeds the prompt; it takes 0.1 s up to now
-    assert (desk.scheduler.step_s, desk.scheduler.idle_s) == (0.1, 0.0)
+    assert (desk.scheduler.counts.step_s, desk.scheduler.counts.idle_s) == (0.1, 0.0)
     desk.now = 102.0
     assert desk.scheduler.plan(desk.now) is None, "its block is waited for"
     desk.now = 103.0
     desk.block((1, 2, *text((1, 2), 1)), text((1, 2), 2)[1:])
     assert only_verdict(desk.step()).finish is Finish.LENGTH
-    assert (desk.scheduler.step_s, desk.scheduler.idle_s) == (0.2, 3.0)
+    assert (desk.scheduler.counts.step_s, desk.scheduler.counts.idle_s) == (0.2, 3.0)
 
 
 def test_a_target_without_sessions_is_not_idle_but_out_of_work():
@@ -422,7 +422,7 @@ def test_a_target_without_sessions_is_not_idle_but_out_of_work():
     desk.open("t", tokens=(1, 2), max_len=3)
     desk.now = 51.0
     desk.step()
-    assert desk.scheduler.idle_s == 1.0
+    assert desk.scheduler.counts.idle_s == 1.0
 
 
 # ---------------------------------------------------------------- the block buffer
@@ -489,13 +489,13 @@ def test_a_block_that_waited_too_long_is_verified_from_where_the_target_has_got_
     desk.block((1, 2), text((1, 2), 3))  # does not fit into this step
     assert only_verdict(desk.step()).drafted == 0
     assert only_verdict(desk.step()).accepted == 2
-    assert desk.scheduler.rebased == 1
+    assert desk.scheduler.counts.rebased == 1
     assert not desk.dropped
 
 
 def settled(desk: Desk) -> tuple[int, int]:
     """Draft tokens that were accepted, and that were wasted."""
-    return desk.scheduler.accepted_tokens, desk.scheduler.wasted_tokens
+    return desk.scheduler.counts.accepted_tokens, desk.scheduler.counts.wasted_tokens
 
 
 def test_draft_tokens_are_wasted_where_they_are_rejected_and_not_before_that_is_known():
@@ -1639,7 +1639,7 @@ def test_of_a_late_tree_what_follows_the_decided_tokens_is_verified():
     desk.block(before, DraftTree((beside(right[0]), right[0], right[1], beside(right[1])), (-1, -1, 1, 1)))
     verdict = only_verdict(desk.step())
     assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[1:3], 1, 2)
-    assert desk.scheduler.rebased == 1
+    assert desk.scheduler.counts.rebased == 1
 
 
 @pytest.mark.parametrize(
@@ -1868,7 +1868,7 @@ def test_nonfinite_logits_end_their_session_with_the_reason_and_no_token(caplog)
     assert (refusal.session, refusal.attempt, refusal.reason) == ("bad", 1, RefusalReason.NONFINITE_LOGITS)
     assert {verdict.session for verdict in verdicts(sends)} == {"a", "b"}
     assert [receiver for receiver, message in sends if message is refusal] == [ROUTER]
-    assert desk.scheduler.nonfinite == 1
+    assert desk.scheduler.counts.nonfinite == 1
     assert desk.scheduler.router_of("bad") is None
     assert "ended session 'bad' after 6 tokens" in caplog.text
     desk.block(first, (1, 2), "bad")
@@ -1907,4 +1907,4 @@ def test_nonfinite_logits_are_logged_once_a_minute(caplog):
         plan = desk.scheduler.plan(desk.now)
         desk.scheduler.apply(broken(desk.compute(plan), str(desk.now)), 0.1, desk.now)
     assert [record.args[0] for record in caplog.records] == ["0.0", "61.0"]
-    assert desk.scheduler.nonfinite == 4
+    assert desk.scheduler.counts.nonfinite == 4

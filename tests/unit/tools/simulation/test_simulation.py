@@ -68,9 +68,9 @@ def test_a_target_is_idle_for_as_long_as_a_block_is_drafted_and_on_its_way():
     world = World(SimulationConfig(COSTS, Speculation(5, DraftQuality((0.8,)), Mode.LOCK_STEP), ONE_AT_A_TIME))
     world.run()
     (target,) = world.targets
-    assert target.scheduler.step_s == pytest.approx(target.busy_s)
+    assert target.scheduler.counts.step_s == pytest.approx(target.busy_s)
     expected = lock_step(RoundCosts(STEP_S, STEP_S, 5 * TOKEN_S, HOP_S)) / STEP_S
-    assert 1 + target.scheduler.idle_s / target.scheduler.step_s == pytest.approx(expected, rel=0.05)
+    assert 1 + target.scheduler.counts.idle_s / target.scheduler.counts.step_s == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.9])
