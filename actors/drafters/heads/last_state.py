@@ -18,7 +18,7 @@ from actors.compute.linear import Product
 from actors.drafters.heads.files import folder_to_borrow_from, head_folder
 from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_places
 from actors.drafters.heads.rope import target_shape
-from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
+from actors.drafters.model.sampling import BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
@@ -60,9 +60,6 @@ class LastRows:
 
     def close(self, session: str) -> None:
         self._rows.pop(session, None)
-
-
-LIMB_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
 
 
 class LastStateConfig(Protocol):
@@ -217,7 +214,7 @@ class LastStatePredictor:
         return found
 
     def _new_branch(self, block: PredictedDraft, stem: TokenPath, chance: float) -> PredictedDraft:
-        tokens = min(LIMB_TOKENS, block.max_tokens - len(stem), self.width - len(stem))
+        tokens = min(BRANCH_TOKENS, block.max_tokens - len(stem), self.width - len(stem))
         return PredictedDraft(
             request=block.request,
             text=block.text,

@@ -16,7 +16,7 @@ from actors.attention.batch import never
 from actors.drafters.model.draft_cache import CachedDraft, DraftCache, FedStates
 from actors.drafters.model.forwards import ONE_AT_A_TIME, DraftForwards, MaskTokens, ReadDraft
 from actors.drafters.model.recurrent_head import DraftHead
-from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
+from actors.drafters.model.sampling import BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
 from actors.engine.runner import InterruptibleRunner
 from actors.sampling.processors import MAKERS, Maker
 from cluster.drafting.draft_state import DraftedToken
@@ -110,7 +110,6 @@ class HeadDrafting:
 
 
 FEW = 4  # decided tokens that may be fed again for each token beside the main path
-LIMB_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
 
 _Considered = dict[int, list[DraftedToken]]
 """The model's candidates at a block's first positions, by hash of the text before the block."""
@@ -214,7 +213,7 @@ class DraftModel:
             if self._head is None:
                 branches += [branch for draft in active for branch in self._branch_off(draft)]
         if self._head is not None:
-            self._head.go_on([branch for draft in drafts for branch in self._branch_off(draft)], LIMB_TOKENS, never)
+            self._head.go_on([branch for draft in drafts for branch in self._branch_off(draft)], BRANCH_TOKENS, never)
         for draft in drafts:
             self._cache.publish(draft.branch, draft.request.base_len)
             self._considered[draft.request.session] = {draft.base_hash: draft.by_model}
@@ -272,7 +271,7 @@ class DraftModel:
             request=block.request,
             text=block.text,
             base_hash=hashes_after(block.base_hash, stem)[-1],
-            max_tokens=min(LIMB_TOKENS, block.max_tokens - len(stem)),
+            max_tokens=min(BRANCH_TOKENS, block.max_tokens - len(stem)),
             branch=block.branch if self._head is not None else self._cache.fork(block.branch, cached),
             pending=[*block.text.tokens, *stem][cached:],
             outcome=stem,

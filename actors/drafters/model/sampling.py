@@ -176,6 +176,7 @@ log = logging.getLogger(__name__)
 
 # Candidates per position. With 2048 the first choice is right no more often, a third one by 0.02 at temperature 1.
 CONSIDERED = 64
+BRANCH_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
 CHOICES = 16  # candidates that are considered as outcomes
 LEAST_LOG_PROB = -30.0
 LEAST_LOGIT = torch.finfo(torch.float32).min

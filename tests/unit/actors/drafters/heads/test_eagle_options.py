@@ -1,4 +1,4 @@
-"""The options of `draft.eagle`: each corrects what the head's own configuration says, in every process."""
+"""Options of `draft.eagle` override the head's own configuration in every process."""
 
 from typing import Any
 
@@ -20,48 +20,48 @@ def a_draft(folder: Any = None, **options: Any) -> DraftPool:
 
 
 def layers_of(draft: DraftPool) -> tuple[int, ...]:
-    """That the target captures."""
+    """Returns the states that the target captures."""
     spec = capture_spec(draft, TARGET, "float32")
     assert spec is not None
     return spec.layers
 
 
 def config_of(draft: DraftPool) -> Any:
-    """What the drafter understands the head to be."""
+    """Returns the configuration that the drafter resolves."""
     tokens = {token: str(token) for token in range(96)}
     setup = DraftSetup("float32", 64, 4, tokens, str(TARGET), states_format(draft, TARGET))
     method: Any = create_method(draft, setup)
     return method._method._forwards._runner._head.config
 
 
-def test_without_options_a_head_is_as_its_configuration_says() -> None:
+def test_defaults_override_nothing() -> None:
     assert overrides_of(EagleOptions()) == EagleOverrides()
 
 
-def test_states_names_those_that_are_read() -> None:
+def test_states_selects_the_states_read() -> None:
     draft = a_draft(states=(0, 1, 7))
     assert layers_of(draft) == config_of(draft).needs.layers == (0, 1, 7)
 
 
-@pytest.mark.parametrize(("said", "layers"), [("state", (1, 4, 6)), ("output", (2, 5, 7)), (None, (1, 4, 6))])
-def test_layer_ids_says_what_an_id_means(tmp_path: Any, said: str | None, layers: tuple[int, ...]) -> None:
-    draft = a_draft(altered(tmp_path, "eagle3", **{IDS: [1, 4, 6]}), layer_ids=said)
+@pytest.mark.parametrize(("configured", "layers"), [("state", (1, 4, 6)), ("output", (2, 5, 7)), (None, (1, 4, 6))])
+def test_layer_ids_sets_the_meaning_of_ids(tmp_path: Any, configured: str | None, layers: tuple[int, ...]) -> None:
+    draft = a_draft(altered(tmp_path, "eagle3", **{IDS: [1, 4, 6]}), layer_ids=configured)
     assert layers_of(draft) == config_of(draft).needs.layers == layers
 
 
 @pytest.mark.parametrize(
-    ("said", "norm"), [("nothing", OutputNorm.NOTHING), ("logits", OutputNorm.LOGITS), ("both", OutputNorm.BOTH)]
+    ("configured", "norm"), [("nothing", OutputNorm.NOTHING), ("logits", OutputNorm.LOGITS), ("both", OutputNorm.BOTH)]
 )
-def test_output_norm_says_what_the_last_norm_is_for(said: str, norm: OutputNorm) -> None:
-    assert config_of(a_draft(output_norm=said)).output_norm is norm
+def test_output_norm_sets_the_use_of_the_last_norm(configured: str, norm: OutputNorm) -> None:
+    assert config_of(a_draft(output_norm=configured)).output_norm is norm
 
 
-def test_max_positions_is_how_far_a_head_goes() -> None:
+def test_max_positions_overrides_the_configuration() -> None:
     assert config_of(a_draft(max_positions=4096)).max_positions == 4096
 
 
-def test_the_projection_at_the_target_is_of_the_states_that_are_named() -> None:
-    """It is loaded in another process, by the same options."""
+def test_the_target_projects_the_selected_states() -> None:
+    """The target loads the projection in its own process, with the same options."""
     raw = case("eagle3")["features"]
     spec = capture_spec(a_draft(states=(0, 1, 7)), TARGET, "float32")
     usual = capture_spec(a_draft(), TARGET, "float32")
@@ -75,7 +75,7 @@ def test_the_projection_at_the_target_is_of_the_states_that_are_named() -> None:
         assert off_by(one(raw), other(raw)) == 0.0
 
 
-def test_they_are_one_to_one_with_what_a_head_takes() -> None:
+def test_every_option_becomes_an_override() -> None:
     options = EagleOptions(states=(1, 2), layer_ids="output", output_norm="both", max_positions=9)
     assert overrides_of(options) == EagleOverrides((1, 2), LayerIdMeaning.OUTPUT, OutputNorm.BOTH, 9)
 
@@ -92,6 +92,6 @@ def test_they_are_one_to_one_with_what_a_head_takes() -> None:
         ({"norm_output": True}, "eagle.norm_output"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+def test_invalid_options_are_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         validated({"model": {"target": "t"}, "draft": {"method": "eagle", "model": "m", "eagle": options}})

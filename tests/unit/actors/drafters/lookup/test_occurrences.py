@@ -1,4 +1,4 @@
-"""What a text knows to follow its own end."""
+"""Earlier occurrences of a text's end, and the tokens that followed them."""
 
 import numpy as np
 import pytest
@@ -12,13 +12,13 @@ def found_in(*tokens: int, longest: int = 3, shortest: int = 2) -> Occurrences:
     return occurrences(np.array(tokens, dtype=np.int32), longest, shortest)
 
 
-def test_all_continuations_are_known_those_of_longer_suffixes_count_for_more():
+def test_continuations_of_longer_suffixes_weigh_more():
     shares = found_in(5, 1, 2, 7, 8, 1, 2, 9, 5, 1, 2).shares()
     assert list(shares) == [7, 9], "after 5 1 2, and after 1 2 alone, though later"
     assert sum(shares.values()) == pytest.approx(1.0)
 
 
-def test_the_more_often_and_the_later_the_larger_is_a_share():
+def test_frequent_and_recent_continuations_weigh_more():
     often = found_in(1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2, longest=2).shares()
     assert list(often) == [3, 4]
     late = found_in(1, 2, 3, 1, 2, 4, 1, 2, longest=2).shares()
@@ -26,12 +26,12 @@ def test_the_more_often_and_the_later_the_larger_is_a_share():
 
 
 @pytest.mark.parametrize("tokens", [(), (1,), (1, 2), (1, 2, 3, 4), (2, 3, 2)])
-def test_a_text_that_does_not_repeat_itself_knows_nothing(tokens):
+def test_a_text_without_repetition_has_no_occurrences(tokens):
     assert len(found_in(*tokens)) == 0
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4), st.integers(0, 3))
-def test_occurrences_are_those_that_a_plain_search_finds(tokens, shortest, more):
+def test_occurrences_match_a_naive_search(tokens, shortest, more):
     longest = shortest + more
     plain = {}
     for end in range(1, len(tokens)):
@@ -45,15 +45,15 @@ def test_occurrences_are_those_that_a_plain_search_finds(tokens, shortest, more)
     assert dict(zip(found.ends.tolist(), found.sizes.tolist(), strict=True)) == dict(best)
 
 
-def test_what_follows_a_continuation_is_read_off_the_same_occurrences_and_else_searched_for():
+def test_longer_paths_reuse_occurrences_or_search_again():
     text = GrowingText((1, 2, 3, 4, 1, 2, 5, 6, 1, 2))
     known = Continuations(text, (), longest=3, shortest=2)
     assert set(known.at(()).shares()) == {3, 5}
     assert set(known.at((3,)).shares()) == {4}
     assert set(known.at((5,)).shares()) == {6}
-    assert known.at((3,)).size == 3, "the token drafted is one more that is the same"
+    assert known.at((3,)).size == 3, "the drafted token lengthens the match"
     assert len(known.at((7,))) == 0
-    assert set(known.at((7, 1, 2)).shares()) == {3, 5, 7}, "the drafted tokens are text too"
+    assert set(known.at((7, 1, 2)).shares()) == {3, 5, 7}, "drafted tokens count as text"
 
 
 def test_continuations_come_after_the_outcome():

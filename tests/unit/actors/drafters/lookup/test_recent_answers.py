@@ -1,4 +1,4 @@
-"""Recent answers: each salt finds its own alone, and all are bounded together."""
+"""Recent answers: separated by salt, with one bound on their total size."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ TEXTS = st.lists(
 )
 
 
-def test_two_salts_share_nothing_and_one_salt_does():
+def test_answers_are_found_by_their_salt_only():
     answers = RecentAnswers(2, 100)
     answers.add("a", [1, 2, 3])
     assert answers.find("a", [9, 1, 2], 4).following.keys() == {3}
@@ -22,7 +22,7 @@ def test_two_salts_share_nothing_and_one_salt_does():
 
 
 @given(TEXTS, st.integers(0, 30))
-def test_the_oldest_of_all_are_forgotten_without_a_trace(texts, most):
+def test_oldest_answers_are_dropped_completely(texts, most):
     answers = RecentAnswers(2, most)
     for salt, text in texts:
         answers.add(salt, text)
@@ -46,7 +46,7 @@ def test_the_oldest_of_all_are_forgotten_without_a_trace(texts, most):
 
 
 @pytest.mark.parametrize("texts", [1, 100])
-def test_where_nothing_is_to_be_remembered_nothing_is_kept(texts):
+def test_a_size_of_zero_keeps_no_answers(texts):
     answers = RecentAnswers(2, 0)
     for _ in range(texts):
         answers.add("a", [1, 2, 3])
