@@ -341,7 +341,7 @@ class RouterDeployment:
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
         self._ending = AsyncExitStack()  # as for targets
-        from serve_app.api.access import AdminAddress, NamedByServe
+        from serve_app.api.access import AdminAddress, ServeRequestIds
         from serve_app.api.app import create_api
         from serve_app.api.failures import RefuseWhenStopped
         from serve_app.api.metrics import Metrics
@@ -403,7 +403,7 @@ class RouterDeployment:
             self._whole,
         )
         self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: self._router.has_ended)
-        self._api.add_middleware(NamedByServe)
+        self._api.add_middleware(ServeRequestIds)
         at = config.server.admin
         if at.port:
             self._ending.push_async_callback(AdminAddress(self._api, at.host, at.port).close)

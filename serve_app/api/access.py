@@ -31,7 +31,7 @@ from serve_app.api.schemas import REQUEST_ID_PATTERN, GenerationRequest
 
 @dataclass(eq=False)
 class Caller:
-    """The holder of one API key; everybody, if no keys are configured."""
+    """The holder of one API key; every client, if no keys are configured."""
 
     name: str | None = None
     max_sessions: int | None = None
@@ -61,7 +61,7 @@ class Caller:
 
     def _bounded(self, one: Generation) -> Generation:
         most = one.max_len if self.max_tokens is None else len(one.prompt) + self.max_tokens
-        salt = _both(self.cache_salt, one.cache_salt) if self.cache_salt else one.cache_salt
+        salt = _combined(self.cache_salt, one.cache_salt) if self.cache_salt else one.cache_salt
         return replace(one, max_len=min(one.max_len, most), cache_salt=salt)
 
 
@@ -76,7 +76,7 @@ class Exchange:
         """Counts the request's sessions. Raises CapacityError or RequestError if the key has no room for them."""
         most = self.caller.max_sessions
         if most is not None and sessions > most:
-            raise RequestError(f"n: {sessions} sessions are more than the {most} that this key may have", "n")
+            raise RequestError(f"n: {sessions} sessions exceed the {most} that this key allows", "n")
         if most is not None and self.caller.sessions + sessions > most:
             raise CapacityError(f"this key has {self.caller.sessions} of {most} sessions in flight; try again later")
         self.caller.sessions += sessions
@@ -99,9 +99,9 @@ class Callers:
 
     def find(self, key: str) -> Caller | None:
         """Returns the holder of a key. Compares every digest in full, so timing reveals nothing about keys."""
-        shown = hashlib.sha256(key.encode()).digest()
-        found = [caller for digest, caller in self.by_digest.items() if hmac.compare_digest(digest, shown)]
-        return found[0] if found else None
+        digest = hashlib.sha256(key.encode()).digest()
+        matches = [caller for known, caller in self.by_digest.items() if hmac.compare_digest(known, digest)]
+        return matches[0] if matches else None
 
 
 def _caller(name: str, key: ApiKey) -> Caller:
@@ -109,16 +109,16 @@ def _caller(name: str, key: ApiKey) -> Caller:
     return Caller(name, key.max_sessions, key.max_tokens, salt)
 
 
-def _both(salt: str, asked: str) -> str:
+def _combined(key_salt: str, request_salt: str) -> str:
     """Combines the salts of a key and a request. The result reveals neither and is no longer than one salt may be."""
-    return hashlib.sha256(f"{salt}\n{asked}".encode()).hexdigest()
+    return hashlib.sha256(f"{key_salt}\n{request_salt}".encode()).hexdigest()
 
 
-PATHS = frozenset({"/", "/metrics"})
-FOLDER = "/page/"
+ADMIN_PATHS = frozenset({"/", "/metrics"})
+ADMIN_FOLDER = "/page/"
 ADMIN_PORT = "slipstream.admin"  # ASGI scope key: the request came to the admin port
 BACKLOG = 128
-LAST_ANSWERS_S = 5
+SHUTDOWN_S = 5
 
 
 class AdminPort:
@@ -128,8 +128,8 @@ class AdminPort:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and ADMIN_PORT not in scope and _is_theirs(scope["path"]):
-            await _elsewhere(scope["path"])(scope, receive, send)
+        if scope["type"] == "http" and ADMIN_PORT not in scope and _is_admin_path(scope["path"]):
+            await _not_here(scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -143,14 +143,14 @@ class AdminAddress:
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         """Starts to listen. Raises ConfigError if the address is not available."""
         self._app = app
-        listening = _listening(host, port)
-        self.port: int = listening.getsockname()[1]
+        listener = _listen(host, port)
+        self.port: int = listener.getsockname()[1]
         self._server = _Server(
             uvicorn.Config(
-                self, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=LAST_ANSWERS_S
+                self, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
             )
         )
-        self._work = asyncio.create_task(self._server.serve([listening]))
+        self._work = asyncio.create_task(self._server.serve([listener]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app({**scope, ADMIN_PORT: True}, receive, send)
@@ -168,22 +168,22 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _is_theirs(path: str) -> bool:
-    return path in PATHS or path.startswith(FOLDER)
+def _is_admin_path(path: str) -> bool:
+    return path in ADMIN_PATHS or path.startswith(ADMIN_FOLDER)
 
 
-def _elsewhere(path: str) -> Response:
-    message = f"{path} is answered at another address, which server.admin names"
+def _not_here(path: str) -> Response:
+    message = f"{path} is served on another address; see server.admin"
     detail = ErrorDetail(message=message, type="invalid_request_error", code="not_found")
     return error_response(404, detail)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=True)
     except OSError as error:
-        raise ConfigError(f"server.admin: nothing can listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"server.admin: cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 class CrossOrigin(CORSMiddleware):
@@ -194,9 +194,9 @@ class CrossOrigin(CORSMiddleware):
         answer = super().preflight_response(request_headers)
         if answer.status_code < 400:
             return answer
-        words = bytes(answer.body).decode()
+        message = bytes(answer.body).decode()
         headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
-        detail = ErrorDetail(message=words, type="invalid_request_error", code="cross_origin")
+        detail = ErrorDetail(message=message, type="invalid_request_error", code="cross_origin")
         return error_response(answer.status_code, detail, headers)
 
 
@@ -231,7 +231,7 @@ class AuthMiddleware:
     def _caller(self, scope: Scope) -> Caller | None:
         if not self._callers.need_keys or _is_open(scope):
             return self._anybody
-        key = _shown_key(scope)
+        key = _key_of(scope)
         return None if key is None else self._callers.find(key)
 
 
@@ -240,16 +240,16 @@ def _is_open(scope: Scope) -> bool:
     return scope["method"] in READING and (path in OPEN_PATHS or OPEN_FILES.fullmatch(path) is not None)
 
 
-def _shown_key(scope: Scope) -> str | None:
+def _key_of(scope: Scope) -> str | None:
     scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == SCHEME and key.strip() else None
 
 
 def _refusal(scope: Scope) -> Response:
-    if _shown_key(scope) is None:
-        message = "an API key is needed; send it as a header, Authorization: Bearer KEY"
+    if _key_of(scope) is None:
+        message = "No API key given; send the header Authorization: Bearer KEY"
     else:
-        message = "the API key is not known here"
+        message = "Incorrect API key"
     detail = ErrorDetail(message=message, type="invalid_request_error", code="invalid_api_key")
     return error_response(401, detail, {"WWW-Authenticate": "Bearer"})
 
@@ -266,19 +266,19 @@ def request_id_of(request: Request) -> str | None:
 def check_request_id(request: Request) -> None:
     """Raises RequestError if the header is not a valid request id."""
     if REQUEST_ID in request.headers and request_id_of(request) is None:
-        raise RequestError(f"{REQUEST_ID} is not a plain name of 1 to 128 characters", REQUEST_ID)
+        raise RequestError(f"{REQUEST_ID} must be 1 to 128 of the characters A-Za-z0-9_.:-", REQUEST_ID)
 
 
-class NamedByServe:
+class ServeRequestIds:
     """Leaves the request id header to Serve's proxy, and adds it only on the admin port, which has no proxy."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_unnamed(message: Message) -> None:
+        async def send_without_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 del MutableHeaders(scope=message)[REQUEST_ID]
             await send(message)
 
-        await self._app(scope, receive, send if ADMIN_PORT in scope else send_unnamed)
+        await self._app(scope, receive, send if ADMIN_PORT in scope else send_without_id)

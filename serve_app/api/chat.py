@@ -1,4 +1,4 @@
-"""Chat requests: checks against what the model can do, and the conversation as its chat template takes it."""
+"""Checks chat requests against the model's features, and converts conversations for its chat template."""
 
 import json
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ def check_features(request: ChatRequest, template: ChatTemplate, *, reads_answer
     """Raises RequestError for features the model lacks. `reads_answers`: whether its answers are split into parts."""
     _check_choice(request)
     if request.offered and not template.takes("tools", with_tools=True):
-        raise RequestError("tools: this model's chat template takes no tools", "tools")
+        raise RequestError("tools: this model's chat template does not support tools", "tools")
     if request.offered and not reads_answers:
-        message = "tools: nothing tells how this model writes its calls; server.response_template can"
+        message = "tools: the format of this model's tool calls is unknown; set server.response_template"
         raise RequestError(message, "tools")
     effort = request.reasoning_effort
     if effort not in (None, "none") and not any(map(template.takes, effort_variables(effort))):
-        raise RequestError("reasoning_effort: this model's chat template takes none", "reasoning_effort")
+        raise RequestError("reasoning_effort: this model's chat template does not support it", "reasoning_effort")
 
 
 def check_call_form(request: ChatRequest, form: CallForm | None) -> None:
     """Raises RequestError if calls are to be constrained and the model's call format (`form`) is unknown."""
     if form is not None:
         return
-    unknown = "is not served: nothing is known of how this model writes calls that a grammar could have"
+    unknown = "is not supported: no grammar is known for this model's tool calls"
     if request.must_call:
-        raise RequestError(f"tool_choice: that a tool must be called {unknown}; expected auto or none", "tool_choice")
+        raise RequestError(f"tool_choice: requiring a call {unknown}; expected auto or none", "tool_choice")
     if strict := [n for n, tool in enumerate(request.offered) if tool.function.strict]:
         field = request.strict_field.format(strict[0])
         raise RequestError(f"{field} {unknown}; expected false", field)
@@ -40,10 +40,10 @@ def _check_choice(request: ChatRequest) -> None:
         return
     names = [tool.function.name for tool in request.tools]
     if not names:
-        raise RequestError("tool_choice: there are no tools to call; expected auto or none", "tool_choice")
+        raise RequestError("tool_choice: there are no tools; expected auto or none", "tool_choice")
     choice = request.tool_choice
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        message = f"tool_choice: {choice.function.name!r} is none of the tools, expected one of {', '.join(names[:8])}"
+        message = f"tool_choice: {choice.function.name!r} is not in tools, expected one of {', '.join(names[:8])}"
         raise RequestError(message, "tool_choice")
 
 
@@ -55,11 +55,11 @@ def messages_of(request: ChatRequest, template: ChatTemplate) -> list[Message]:
 
 def options_of(request: ChatRequest) -> TemplateOptions:
     """Returns the template options of a request."""
-    begins = request.add_generation_prompt
+    begins_answer = request.add_generation_prompt
     return TemplateOptions(
         tools=[tool.model_dump() for tool in request.offered],
         variables=effort_variables(request.reasoning_effort) | request.chat_template_kwargs,
-        begins_answer=not request.continue_final_message if begins is None else begins,
+        begins_answer=not request.continue_final_message if begins_answer is None else begins_answer,
         continues_last=request.continue_final_message,
     )
 
@@ -81,14 +81,14 @@ def effort_variables(effort: str | None) -> dict[str, Any]:
 
 
 def _message(message: ChatMessage, developer: str) -> Message:
-    given = {
+    optional = {
         "tool_calls": [_call(call) for call in message.tool_calls],
         "tool_call_id": message.tool_call_id,
         "name": message.name if message.role == "tool" else None,
         "reasoning_content": message.reasoning_content or message.reasoning,
     }
     role = developer if message.role == "developer" else message.role
-    return {"role": role, "content": message.text} | {name: value for name, value in given.items() if value}
+    return {"role": role, "content": message.text} | {name: value for name, value in optional.items() if value}
 
 
 def _call(call: ToolCall) -> Mapping[str, Any]:

@@ -72,16 +72,16 @@ def failure_of(error: Exception) -> Failure:
             headers = error.headers or {}
             methods = headers.get("Allow")
             detail = ErrorDetail(
-                message=error.detail if methods is None else f"{error.detail}; this path takes {methods}",
+                message=error.detail if methods is None else f"{error.detail}; allowed methods: {methods}",
                 type="invalid_request_error",
                 code=_ROUTING.get(error.status_code),
             )
             return Failure(error.status_code, detail, headers)
         case _:
-            wordless = RuntimeError(f"{type(error).__name__}; what it says is left out, for it may quote a prompt")
-            where = error.__traceback__
-            _logger.error("a request failed unexpectedly", exc_info=(RuntimeError, wordless, where))
-            message = "the server failed to process this request; its log says why"
+            redacted = RuntimeError(f"{type(error).__name__}; message omitted, since it may quote a prompt")
+            traceback = error.__traceback__
+            _logger.error("a request failed unexpectedly", exc_info=(RuntimeError, redacted, traceback))
+            message = "internal error; see the server's log"
             return Failure(500, ErrorDetail(message=message, type="server_error", code="internal_error"))
 
 

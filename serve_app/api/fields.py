@@ -94,8 +94,8 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
     if None in field.get("enum", ()):
         return field
     own = {name: value for name, value in field.items() if name in ("title", "default", "description")}
-    taken = {name: value for name, value in field.items() if name not in own}
-    kinds = taken["anyOf"] if taken.keys() == {"anyOf"} else [taken]
+    accepted = {name: value for name, value in field.items() if name not in own}
+    kinds = accepted["anyOf"] if accepted.keys() == {"anyOf"} else [accepted]
     return own | {"anyOf": [*kinds, *([] if NULL in kinds else [NULL])]}
 
 
@@ -136,9 +136,9 @@ def bounded(most: Callable[[RequestBounds], int], least: int = 0) -> BeforeValid
     return BeforeValidator(check)
 
 
-def as_list(is_single: Callable[[Any], bool], taken: Any) -> BeforeValidator:
-    """Declares a field that takes one item or a list and is always a list inside; `taken` is the type of both."""
-    return BeforeValidator(lambda value: [value] if is_single(value) else value, json_schema_input_type=taken)
+def as_list(is_single: Callable[[Any], bool], accepted: Any) -> BeforeValidator:
+    """Declares a field that takes one item or a list and is always a list inside; `accepted` is the type of both."""
+    return BeforeValidator(lambda value: [value] if is_single(value) else value, json_schema_input_type=accepted)
 
 
 def is_text(value: Any) -> bool:
@@ -202,17 +202,19 @@ def _members(body: bytes) -> int:
     return body.count(b":")
 
 
-def _check_count(found: int, most: int, of_what: str) -> None:
-    if found > most:
-        raise RequestError(f"the body holds more than {most} {of_what}, which is the most this server takes")
+def _check_count(count: int, most: int, of_what: str) -> None:
+    if count > most:
+        raise RequestError(f"the body has more than {most} {of_what}, this server's limit")
 
 
 def _refusal(error: ValidationError) -> RequestError:
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    told = [(_path(fault["loc"]), shortened(fault["msg"])) for fault in faults[:MAX_FAULTS]]
-    message = "; ".join(f"{path or 'body'}: {fault}" for path, fault in told)
-    untold = len(faults) - len(told)
-    return RequestError(f"{message}; and {untold} more" if untold else message, told[0][0] or None, _code(faults[0]))
+    reported = [(_path(fault["loc"]), shortened(fault["msg"])) for fault in faults[:MAX_FAULTS]]
+    message = "; ".join(f"{path or 'body'}: {fault}" for path, fault in reported)
+    unreported = len(faults) - len(reported)
+    return RequestError(
+        f"{message}; and {unreported} more" if unreported else message, reported[0][0] or None, _code(faults[0])
+    )
 
 
 def _code(fault: ErrorDetails) -> str:
@@ -353,9 +355,9 @@ class ResponseFormat(AnswerFormat):
         return None if self.json_schema is None else self.json_schema.schema_
 
     @model_validator(mode="after")
-    def _has_what_its_type_needs(self) -> "ResponseFormat":
+    def _matches_type(self) -> "ResponseFormat":
         if (self.type == "json_schema") is not (self.json_schema is not None):
-            raise PydanticCustomError("json_schema", "json_schema is for the type json_schema, which needs it")
+            raise PydanticCustomError("json_schema", "json_schema is required for type json_schema, else not allowed")
         return self
 
 
@@ -371,9 +373,11 @@ class TextFormat(AnswerFormat):
     strict: Flag | None = None  # the schema is enforced in either case
 
     @model_validator(mode="after")
-    def _has_what_its_type_needs(self) -> "TextFormat":
+    def _matches_type(self) -> "TextFormat":
         if {self.type == "json_schema"} != {self.name is not None, self.schema_ is not None}:
-            raise PydanticCustomError("json_schema", "name and schema are for the type json_schema, which needs both")
+            raise PydanticCustomError(
+                "json_schema", "name and schema are required for type json_schema, else not allowed"
+            )
         return self
 
     @property
@@ -404,7 +408,7 @@ class StructuredOutputs(RequestPart):
         asked = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
         if sum(constraint is not None for constraint in asked) != 1:
             names = {"names": ", ".join(CONSTRAINTS)}
-            raise PydanticCustomError("constraints", "exactly one of {names} is to be there", names)
+            raise PydanticCustomError("constraints", "expected exactly one of {names}", names)
         return self
 
 

@@ -26,7 +26,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # whitespace between JSON tokens, boun
 
 @dataclass(frozen=True, slots=True)
 class RequestedGrammar:
-    """A grammar and the request field that asked for it."""
+    """A grammar and the request field that contains it."""
 
     text: str
     field: str
@@ -37,24 +37,24 @@ def content_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None
     by_form = None if form is None else _by_form(form)
     by_outputs = None if outputs is None else _by_outputs(outputs)
     if form is not None and by_form is not None and by_outputs is not None:
-        message = f"{form.field} and structured_outputs both ask for a form of the answer, expected one of them"
+        message = f"{form.field} and structured_outputs both constrain the answer, expected one of them"
         raise RequestError(message, "structured_outputs")
-    asked = by_form or by_outputs
-    return None if asked is None else within_bounds(asked)
+    grammar = by_form or by_outputs
+    return None if grammar is None else within_bounds(grammar)
 
 
-def within_bounds(asked: RequestedGrammar) -> RequestedGrammar:
+def within_bounds(grammar: RequestedGrammar) -> RequestedGrammar:
     """Returns the grammar. Raises RequestError if it is too large."""
-    if (size := len(asked.text.encode())) > MAX_GRAMMAR_BYTES:
-        message = f"{asked.field} has {size} bytes as a grammar, expected at most {MAX_GRAMMAR_BYTES}"
-        raise RequestError(message, asked.field)
-    return asked
+    if (size := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
+        message = f"{grammar.field} has {size} bytes as a grammar, expected at most {MAX_GRAMMAR_BYTES}"
+        raise RequestError(message, grammar.field)
+    return grammar
 
 
-def check_end(asked: RequestedGrammar | None, *, ignore_eos: bool) -> None:
+def check_end(grammar: RequestedGrammar | None, *, ignore_eos: bool) -> None:
     """Raises RequestError if the answer would have to continue where its grammar ends."""
-    if asked is not None and ignore_eos:
-        message = f"ignore_eos is true, expected false: with {asked.field} the answer ends where its grammar does"
+    if grammar is not None and ignore_eos:
+        message = f"ignore_eos is true, expected false: with {grammar.field} the answer ends where its grammar does"
         raise RequestError(message, "ignore_eos")
 
 
@@ -102,8 +102,8 @@ def _notation(text: str, field: str) -> RequestedGrammar:
         raise RequestError(f"{field}: {error}", field) from error
 
 
-Spelt = Callable[[str], str]
-"""Text as a grammar has it."""
+Literals = Callable[[str], str]
+"""Spells text in a grammar's notation."""
 
 REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # no effect
 OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
@@ -111,40 +111,46 @@ READ_AS_JSON = frozenset({"integer", "number", "boolean", "null", "object", "arr
 
 
 def arguments_rule(
-    rule: str, function: str, schema: Mapping[str, Any], form: CallForm, spelt: Spelt
+    rule: str, function: str, schema: Mapping[str, Any], form: CallForm, literals: Literals
 ) -> tuple[str, list[str]]:
     """Returns the rule for a call's arguments, and the rules it needs. Raises RequestError."""
     if form.tags is None:
         return f"{rule}_json", [f"{rule}_json: %json {json_with_options(schema)}"]
-    return _Tagged(rule, function, schema, form.tags, form.closing, spelt).rules()
+    return _Tagged(rule, function, schema, form.tags, form.closing, literals).rules()
 
 
 class _Tagged:
     """Arguments between tags: strings verbatim, all else as JSON of its type."""
 
     def __init__(
-        self, rule: str, function: str, schema: Mapping[str, Any], tags: TaggedArguments, closing: str, spelt: Spelt
+        self,
+        rule: str,
+        function: str,
+        schema: Mapping[str, Any],
+        tags: TaggedArguments,
+        closing: str,
+        literals: Literals,
     ) -> None:
         self._rule = rule
         self._function = function
         self._schema = schema
         self._tags = tags
         self._end = closing.split()[-1]  # ends a call wherever it appears
-        self._spelt = spelt
+        self._literals = literals
 
     def rules(self) -> tuple[str, list[str]]:
         schema = self._schema
         if unknown := sorted(schema.keys() - OF_OBJECTS - REMARKS):
-            raise self._refusal(f"have {unknown[0]!r}, which this model's calls cannot be held to")
+            raise self._refusal(f"have {unknown[0]!r}, which cannot be enforced in this model's calls")
         properties: Mapping[str, Any] = schema.get("properties", {})
         if missing := sorted(set(schema.get("required", ())) - properties.keys()):
-            raise self._refusal(f"require {missing[0]!r}, which is none of their properties")
+            raise self._refusal(f"require {missing[0]!r}, which is not one of their properties")
         arguments: list[str] = []
         rules: list[str] = []
         for n, (key, value) in enumerate(properties.items()):
             name = f"{self._rule}_{n}"
             rules += self._value(name, key, value)
-            begin = self._spelt(f"{self._tags.before_key}{key}{self._tags.before_value}")
+            begin = self._literals(f"{self._tags.before_key}{key}{self._tags.before_value}")
             is_required = key in schema.get("required", ())
             arguments.append(f"{begin} {name}" if is_required else f"({begin} {name})?")
         return " ".join(arguments), rules
@@ -154,13 +160,13 @@ class _Tagged:
         after = self._tags.after_value
         if kinds and kinds <= READ_AS_JSON:
             shared = {part: self._schema[part] for part in ("$defs", "definitions") if part in self._schema}
-            return [f"{name}: %json {json_with_options({**shared, **schema})} {self._spelt(after)}"]
+            return [f"{name}: %json {json_with_options({**shared, **schema})} {self._literals(after)}"]
         if kinds and kinds <= {"string", "null"} and schema.keys() <= REMARKS | {"type", "anyOf", "nullable"}:
             return self._text(name)
         choices = schema.get("enum", [schema["const"]] if "const" in schema else []) if kinds == {"string"} else []
         if choices and schema.keys() <= REMARKS | {"type", "enum", "const"} and all(map(self._is_plain, choices)):
-            return [f"{name}: ({' | '.join(map(self._spelt, choices))}) {self._spelt(after)}"]
-        raise self._refusal(f"have {key!r}, the schema of which this model's calls cannot be held to")
+            return [f"{name}: ({' | '.join(map(self._literals, choices))}) {self._literals(after)}"]
+        raise self._refusal(f"have {key!r}, whose schema cannot be enforced in this model's calls")
 
     def _text(self, name: str) -> list[str]:
         """Returns a rule for text up to its end tag that cannot end the call."""
@@ -169,8 +175,8 @@ class _Tagged:
         terminal = name.upper()
         return [
             f"{terminal}: {text_without(self._end)}",
-            f"{name}_text[lazy]: {terminal} {self._spelt(mark)}",
-            f"{name}: {name}_text {self._spelt(after)}",
+            f"{name}_text[lazy]: {terminal} {self._literals(mark)}",
+            f"{name}: {name}_text {self._literals(after)}",
         ]
 
     def _is_plain(self, choice: Any) -> bool:
@@ -208,26 +214,26 @@ COMPILE_S = 5.0  # including the wait for earlier compilations
 
 
 class GrammarCheck:
-    """Compiles requested grammars as the target will, each once."""
+    """Compiles grammar grammars as the target will, each once."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         """Without a compiler (the model's texts cannot be constrained), everything is refused."""
         self._compiler = compiler
 
-    async def check(self, asked: RequestedGrammar) -> None:
+    async def check(self, grammar: RequestedGrammar) -> None:
         """Raises RequestError that names the field."""
         if self._compiler is None:
-            message = f"{asked.field} is not served for this model; the server's log says why at its start"
-            raise RequestError(message, asked.field)
-        compiling = asyncio.wrap_future(self._compiler.begin(asked.text))
+            message = f"{grammar.field} is not supported for this model; see the server's log at its start"
+            raise RequestError(message, grammar.field)
+        compiling = asyncio.wrap_future(self._compiler.begin(grammar.text))
         try:
             async with asyncio.timeout(COMPILE_S):
                 await asyncio.shield(compiling)  # other requests may ask for the same grammar
         except GrammarError as error:
-            raise RequestError(f"{asked.field}: {error}", asked.field) from error
+            raise RequestError(f"{grammar.field}: {error}", grammar.field) from error
         except TimeoutError as error:
-            message = f"{asked.field} was not compiled within {COMPILE_S} s; ask for something simpler, or try again"
-            raise RequestError(message, asked.field) from error
+            message = f"{grammar.field} did not compile within {COMPILE_S} s; simplify it or try again"
+            raise RequestError(message, grammar.field) from error
 
 
 PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)
@@ -259,7 +265,7 @@ class CallGrammar:
         self._form = form
         self._special_ids = form.special_ids
 
-    def asked(self, calling: Calling, reasoning: ReasoningInPrompt) -> RequestedGrammar:
+    def grammar_for(self, calling: Calling, reasoning: ReasoningInPrompt) -> RequestedGrammar:
         """Returns the grammar of an answer whose prompt already contains this reasoning. Raises RequestError."""
         content = calling.content
         rules = [self._start(calling, reasoning), *self._calls(calling), *self._texts()]
@@ -274,11 +280,11 @@ class CallGrammar:
         if not calling.must and calling.content is None:
             free = self._free(calling)
             return f"start: after_thought {free} | unfinished_thought" if is_begun else f"start: {free}"
-        said = "calls" if calling.must else "(calls | @content)"
+        answer = "calls" if calling.must else "(calls | @content)"
         if thinking is None or reasoning == "over":
-            return f"start: {said}"
+            return f"start: {answer}"
         first = "after_thought GAP?"
-        return f"start: {first if is_begun else f'({self._spelt(thinking[0])} {first})?'} {said}"
+        return f"start: {first if is_begun else f'({self._literals(thinking[0])} {first})?'} {answer}"
 
     def _free(self, calling: Calling) -> str:
         """Returns rules for text, reasoning and calls in any order."""
@@ -290,12 +296,12 @@ class CallGrammar:
 
     def _calls(self, calling: Calling) -> list[str]:
         form = self._form
-        more = f" ({self._spelt(form.between)} one_call)*" if calling.several else ""
-        listed = f"one_call{more} {self._spelt(form.closing)}"
+        more = f" ({self._literals(form.between)} one_call)*" if calling.several else ""
+        listed = f"one_call{more} {self._literals(form.closing)}"
         names = [f"call_{n}" for n in range(len(calling.tools))]
         rules = [
-            f"calls: {self._spelt(form.opening)} {listed}",
-            f"further_calls: {self._spelt(form.opening.removeprefix(self._trigger))} {listed}",
+            f"calls: {self._literals(form.opening)} {listed}",
+            f"further_calls: {self._literals(form.opening.removeprefix(self._trigger))} {listed}",
             f"one_call: {' | '.join(names)}",
         ]
         for name, tool in zip(names, calling.tools, strict=True):
@@ -304,11 +310,11 @@ class CallGrammar:
 
     def _call(self, rule: str, tool: OfferedCall) -> list[str]:
         if PLAIN_NAME.fullmatch(tool.name) is None:
-            message = f"tools: {tool.name!r} is no plain name, expected letters, digits and - _ . : / only: calls of it"
-            raise RequestError(f"{message} cannot be held to a form", "tools")
+            message = f"tools: {tool.name!r} is not a plain name (letters, digits and - _ . : / only), so calls of it"
+            raise RequestError(f"{message} cannot be constrained", "tools")
         schema = ANY_ARGUMENTS if tool.schema is None else _of_object(tool.name, tool.schema)
-        arguments, rules = arguments_rule(rule, tool.name, schema, self._form, self._spelt)
-        return [f"{rule}: {self._spelt(tool.name + self._form.middle)} {arguments}", *rules]
+        arguments, rules = arguments_rule(rule, tool.name, schema, self._form, self._literals)
+        return [f"{rule}: {self._literals(tool.name + self._form.middle)} {arguments}", *rules]
 
     def _texts(self) -> list[str]:
         """Returns rules for text with other special tokens, and the markers that end it."""
@@ -344,9 +350,9 @@ class CallGrammar:
         return first
 
     def _until(self, rule: str, text: str, mark: str) -> str:
-        return f"{rule}{'' if mark in self._special_ids else '[lazy]'}: {text} {self._spelt(mark)}"
+        return f"{rule}{'' if mark in self._special_ids else '[lazy]'}: {text} {self._literals(mark)}"
 
-    def _spelt(self, text: str) -> str:
+    def _literals(self, text: str) -> str:
         """Spells text for the grammar: strings, and special tokens by number."""
         parts = [
             f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else json.dumps(piece, ensure_ascii=False)
@@ -361,12 +367,12 @@ class CallGrammar:
         return [piece for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if piece]
 
 
-def _first(asked: RequestedGrammar) -> dict[str, Any]:
+def _first(grammar: RequestedGrammar) -> dict[str, Any]:
     """Wraps a grammar as one of several."""
     try:
-        (only,) = json.loads(asked.text)["grammars"]
+        (only,) = json.loads(grammar.text)["grammars"]
     except ValueError:  # a rule in Lark's notation
-        return {"lark_grammar": asked.text}
+        return {"lark_grammar": grammar.text}
     return dict(only)
 
 
@@ -384,24 +390,27 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 def call_grammar(
     request: ChatRequest,
     form: CallForm | None,
-    asked: RequestedGrammar | None,
+    content: RequestedGrammar | None,
     reasoning: Callable[[], ReasoningInPrompt],
 ) -> RequestedGrammar | None:
-    """Returns the grammar of the whole answer; `asked` unchanged if no call is constrained. Raises RequestError."""
+    """Returns the grammar of the whole answer: `content`, its content's grammar, if no call is constrained.
+
+    Raises RequestError.
+    """
     strict = any(tool.function.strict for tool in request.offered)
-    is_held = request.must_call or strict or not request.parallel_tool_calls or asked is not None
-    if form is None or not request.offered or not is_held:
-        return asked
-    if asked is not None and request.structured_outputs is not None and request.must_call:
-        message = "structured_outputs and tool_choice both ask for a form of the answer, expected one of them"
+    is_constrained = request.must_call or strict or not request.parallel_tool_calls or content is not None
+    if form is None or not request.offered or not is_constrained:
+        return content
+    if content is not None and request.structured_outputs is not None and request.must_call:
+        message = "structured_outputs and tool_choice both constrain the answer, expected one of them"
         raise RequestError(message, "structured_outputs")
     calling = Calling(
         tools=[_offered(tool, must=request.must_call) for tool in _callable(request)],
         must=request.must_call,
         several=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
-        content=asked,
+        content=content,
     )
-    grammar = CallGrammar(form).asked(calling, reasoning())
+    grammar = CallGrammar(form).grammar_for(calling, reasoning())
     check_end(grammar, ignore_eos=request.ignore_eos)
     return grammar
 

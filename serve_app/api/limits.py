@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from cluster.errors import CapacityError, RequestError, SlipstreamError
 
-GRANTED_S = 0.25  # seconds in which a normal client sends a body
+MIN_UPLOAD_S = 0.25  # seconds in which a normal client sends a body
 
 
 class BodyTooLargeError(RequestError):
@@ -32,8 +32,8 @@ class _Arrival:
 class Bodies:
     """Bodies in memory: those being read, and those not yet parsed.
 
-    If there is no room for another, the body that has been read for longest is dropped, once it has had its minimum
-    time, so slow uploads cannot keep others out. If none has, the newcomer is refused.
+    If a limit is reached, the body that has been read for longest is dropped, once it has had its minimum time, so slow
+    uploads cannot block others. If none has, the new body is refused.
     """
 
     def __init__(
@@ -43,22 +43,22 @@ class Bodies:
         max_held_bytes: int,
         max_reading: int,
         timeout_s: float,
-        granted_s: float = GRANTED_S,
+        min_upload_s: float = MIN_UPLOAD_S,
     ) -> None:
         self.held = 0  # bytes
         self._max_bytes = max_bytes
         self._max_held = max_held_bytes
         self._max_reading = max_reading
         self._timeout_s = timeout_s
-        self._granted_s = granted_s
+        self._min_upload_s = min_upload_s
         self._arriving: dict[_Arrival, None] = {}  # oldest first
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Reads a whole body, which counts as held until the block ends."""
         self._check(_announced(request))
-        if len(self._arriving) >= self._max_reading and not self._gives_one_up():
-            raise CapacityError(f"{len(self._arriving)} requests' bodies are being read; try again later")
+        if len(self._arriving) >= self._max_reading and not self._drop_slowest():
+            raise CapacityError(f"{len(self._arriving)} request bodies are being read, the limit; try again later")
         arrival = _Arrival(asyncio.timeout(self._timeout_s), asyncio.get_running_loop().time())
         try:
             await self._receive_in_time(request, arrival)
@@ -74,9 +74,9 @@ class Bodies:
             if arrival not in self._arriving:  # dropped while its last bytes arrived
                 raise TimeoutError
         except TimeoutError as error:
-            in_time = arrival in self._arriving
-            late = f"within {self._timeout_s:g} s" if in_time else "before many others wanted its place"
-            raise BodyTimeoutError(f"the body did not come {late}") from error
+            if arrival in self._arriving:
+                raise BodyTimeoutError(f"the body did not arrive within {self._timeout_s:g} s") from error
+            raise BodyTimeoutError("the body was dropped for faster uploads; try again later") from error
         finally:
             self._arriving.pop(arrival, None)
 
@@ -86,13 +86,13 @@ class Bodies:
             self.held += len(chunk)
             self._check(len(body))
             while self.held > self._max_held:
-                if not self._gives_one_up():
-                    raise CapacityError(f"other requests' bodies fill {self._max_held} bytes; try again later")
+                if not self._drop_slowest():
+                    raise CapacityError(f"request bodies fill the limit of {self._max_held} bytes; try again later")
 
-    def _gives_one_up(self) -> bool:
+    def _drop_slowest(self) -> bool:
         """Drops the body that has been read for longest. Returns whether there was one to drop."""
         oldest = next(iter(self._arriving), None)
-        if oldest is None or asyncio.get_running_loop().time() < oldest.since + self._granted_s:
+        if oldest is None or asyncio.get_running_loop().time() < oldest.since + self._min_upload_s:
             return False
         del self._arriving[oldest]
         self.held -= len(oldest.body)
@@ -104,8 +104,7 @@ class Bodies:
     def _check(self, size: int) -> None:
         """Refuses a body as soon as its announced or actual length is too large."""
         if size > self._max_bytes:
-            most = f"{self._max_bytes} bytes, which is the most this server takes"
-            raise BodyTooLargeError(f"the body is larger than {most}")
+            raise BodyTooLargeError(f"the body is larger than {self._max_bytes} bytes, this server's limit")
 
 
 def _announced(request: Request) -> int:
@@ -139,4 +138,4 @@ class Deadline:
         except TimeoutError as error:
             if not bound.expired():
                 raise
-            raise RequestTimeoutError(f"the request was not over within {self.limit_s:g} s") from error
+            raise RequestTimeoutError(f"the request did not finish within {self.limit_s:g} s") from error

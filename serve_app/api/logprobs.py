@@ -58,13 +58,13 @@ def prompt_logprobs(
 
 def _chat_token(token: int, score: TokenScore | None, top: int, text_of: TokenText) -> ChatTokenLogprob:
     assert score is not None, "a chat's answer holds nothing of its prompt"
-    likeliest = [_logprob(other, logprob, text_of) for other, logprob in _likeliest(score, top)]
+    top_logprobs = [_logprob(other, logprob, text_of) for other, logprob in _top_tokens(score, top)]
     text = text_of(token)
     return ChatTokenLogprob(
         token=text,
         logprob=_finite(score.logprob),
         bytes=tuple(text.encode()),
-        top_logprobs=tuple(likeliest),
+        top_logprobs=tuple(top_logprobs),
     )
 
 
@@ -77,20 +77,20 @@ def _top(one: ScoredToken, top: int, text_of: TokenText) -> dict[str, float] | N
     """Returns the token itself, then the likeliest alternatives. Of tokens with equal text, the likelier wins."""
     if one.score is None:
         return None
-    found = {text_of(one.token): _finite(one.score.logprob)}
-    for token, logprob in _likeliest(one.score, top):
-        found.setdefault(text_of(token), logprob)
-    return found
+    alternatives = {text_of(one.token): _finite(one.score.logprob)}
+    for token, logprob in _top_tokens(one.score, top):
+        alternatives.setdefault(text_of(token), logprob)
+    return alternatives
 
 
 def _of_prompt(token: int, score: TokenScore, top: int, text_of: TokenText) -> dict[int, PromptLogprob]:
-    found = {token: PromptLogprob(logprob=_finite(score.logprob), rank=score.rank, decoded_token=text_of(token))}
-    for rank, (other, logprob) in enumerate(_likeliest(score, top), 1):
-        found.setdefault(other, PromptLogprob(logprob=logprob, rank=rank, decoded_token=text_of(other)))
-    return found
+    alternatives = {token: PromptLogprob(logprob=_finite(score.logprob), rank=score.rank, decoded_token=text_of(token))}
+    for rank, (other, logprob) in enumerate(_top_tokens(score, top), 1):
+        alternatives.setdefault(other, PromptLogprob(logprob=logprob, rank=rank, decoded_token=text_of(other)))
+    return alternatives
 
 
-def _likeliest(score: TokenScore, top: int) -> list[tuple[int, float]]:
+def _top_tokens(score: TokenScore, top: int) -> list[tuple[int, float]]:
     pairs = zip(score.top_ids[:top], score.top_logprobs[:top], strict=True)
     return [(token, _finite(logprob)) for token, logprob in pairs]
 

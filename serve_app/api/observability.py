@@ -1,4 +1,4 @@
-"""What operators see of requests: log lines, traces, and counters by prompt version.
+"""Log lines, traces, and counters by prompt version for each request.
 
 A `RequestRecord` is filled while the request runs and read when it has ended. No text of a prompt or answer is ever
 recorded. Spans follow OpenTelemetry's conventions for generative AI.
@@ -32,7 +32,7 @@ from serve_app.api.replies import FinishReason
 from serve_app.api.schemas import GenerationRequest
 
 CLIENT_LEFT = 499
-"""The status under which requests are counted whose client did not wait for the answer."""
+"""Status of requests whose client disconnected before the end of the answer."""
 
 
 class ChoiceRecord(Protocol):
@@ -71,7 +71,7 @@ def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = ti
     finally:
         if log.isEnabledFor(logging.INFO):
             choices = record.choices
-            told: dict[str, object] = {
+            fields: dict[str, object] = {
                 "request": record.response_id or record.name,
                 "endpoint": endpoint,
                 "status": record.status,
@@ -83,13 +83,13 @@ def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = ti
                 "sessions": " ".join(record.sessions),
             }
             if record.request is not None and record.request.prompt_version is not None:
-                told["prompt_version"] = record.request.prompt_version
-            log.info("a request has ended: %s", _in_words(told), extra=told)
+                fields["prompt_version"] = record.request.prompt_version
+            log.info("request ended: %s", _as_text(fields), extra=fields)
 
 
-def _in_words(told: Mapping[str, object]) -> str:
-    """Formats a record's fields as words for text logs, which have no extra fields."""
-    return " ".join(f"{name}={str(value).replace(' ', ',')}" for name, value in told.items())
+def _as_text(fields: Mapping[str, object]) -> str:
+    """Formats fields for text logs, which drop extra fields."""
+    return " ".join(f"{name}={str(value).replace(' ', ',')}" for name, value in fields.items())
 
 
 class RequestSpans(Protocol):
@@ -120,7 +120,7 @@ def request_spans(tracing: ServiceTracing) -> RequestSpans:
 
 
 OPERATIONS: Mapping[str, str] = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
-"""GenAI's name of what each endpoint does."""
+"""OpenTelemetry's GenAI operation of each endpoint."""
 
 PROVIDER = "slipstream"
 
@@ -161,16 +161,16 @@ def _describe(span: Span, operation: str, record: RequestRecord) -> None:
     span.set_attribute("http.response.status_code", record.status)
     if record.request is not None:
         span.update_name(f"{operation} {record.request.model}")
-        span.set_attributes(_asked(record.request))
+        span.set_attributes(_request_attributes(record.request))
     if record.choices:
-        span.set_attributes(_answered(record))
+        span.set_attributes(_answer_attributes(record))
     if record.status >= 500 or record.status == CLIENT_LEFT:
         span.set_attribute("error.type", str(record.status))
         span.set_status(Status(StatusCode.ERROR))
 
 
-def _asked(request: GenerationRequest) -> dict[str, Attribute]:
-    found: dict[str, Attribute | None] = {
+def _request_attributes(request: GenerationRequest) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute | None] = {
         "gen_ai.request.model": request.model,
         "gen_ai.request.temperature": request.temperature,
         "gen_ai.request.top_p": request.top_p,
@@ -184,13 +184,13 @@ def _asked(request: GenerationRequest) -> dict[str, Attribute]:
         "slipstream.prompt_version": request.prompt_version,
         "slipstream.draft_tokens": request.speculation.draft_tokens,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
-def _answered(record: RequestRecord) -> dict[str, Attribute]:
+def _answer_attributes(record: RequestRecord) -> dict[str, Attribute]:
     choices = record.choices
     firsts = [choice.first_token_s for choice in choices if choice.first_token_s is not None]
-    found: dict[str, Attribute] = {
+    attributes: dict[str, Attribute] = {
         "gen_ai.response.id": record.response_id,
         "gen_ai.response.finish_reasons": [choice.finish or "error" for choice in choices],
         "gen_ai.usage.input_tokens": record.prompt_tokens,
@@ -199,15 +199,15 @@ def _answered(record: RequestRecord) -> dict[str, Attribute]:
         "slipstream.rejected_tokens": sum(choice.rejected for choice in choices),
     }
     if record.request is not None:
-        found["gen_ai.response.model"] = record.request.model
+        attributes["gen_ai.response.model"] = record.request.model
     if firsts:
-        found["gen_ai.response.time_to_first_chunk"] = min(firsts)
-    return found
+        attributes["gen_ai.response.time_to_first_chunk"] = min(firsts)
+    return attributes
 
 
 MOST_VERSIONS = 32  # versions counted separately by one router; each is about ten series
 OTHER = "other"
-"""All versions that came after these."""
+"""Counts all further versions."""
 
 VERSION = "prompt_version"
 
@@ -224,11 +224,11 @@ class PromptVersions(Collector):
 
     def ended(self, record: RequestRecord, seconds: float) -> None:
         """Counts a valid request that ended after `seconds`."""
-        asked = record.request
-        if asked is None or asked.prompt_version is None:
+        request = record.request
+        if request is None or request.prompt_version is None:
             return
-        named = asked.prompt_version
-        version = named if named in self._requests or len(self._requests) < self._most else OTHER
+        name = request.prompt_version
+        version = name if name in self._requests or len(self._requests) < self._most else OTHER
         self._requests[version] += 1
         tokens = self._tokens[version]
         tokens["prompt"] += record.prompt_tokens

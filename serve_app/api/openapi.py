@@ -113,8 +113,8 @@ def _build_document(api: FastAPI) -> Json:
     document = get_openapi(title=api.title, version=api.version, routes=api.routes)
     schemas = document["components"]["schemas"]
     events = [route.event for route in api.routes if isinstance(route, BodyRoute) and route.event is not None]
-    _, found = models_json_schema([(event, "serialization") for event in events], ref_template=REFERENCE)
-    schemas.update(found["$defs"])
+    _, generated = models_json_schema([(event, "serialization") for event in events], ref_template=REFERENCE)
+    schemas.update(generated["$defs"])
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)

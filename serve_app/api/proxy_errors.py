@@ -19,7 +19,7 @@ from serve_app.api.replies import RETRY_AFTER_S, ErrorDetail, error_response
 PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
 OF_SERVE = "/-/"  # Serve's own health and status routes
 ROUTES = "/-/routes"  # lists applications by prefix
-NOTHING_SERVED = b"nothing is served here now: the server is starting or stopping; try again later"
+NOTHING_SERVED = b"the server is starting or stopping; try again later"
 KINDS = {  # OpenAI's type and code by status
     404: ("invalid_request_error", "not_found"),
     408: ("server_error", "request_timeout"),

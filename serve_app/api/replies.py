@@ -9,7 +9,7 @@ from starlette.responses import Response
 RETRY_AFTER_S = 1  # sent with errors that a retry may avoid
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = int | str | None
-"""vLLM's: what the request named and the choice ended with, a token or a stop string."""
+"""vLLM's: the stop string or token of the request that ended the choice."""
 
 
 class _Body(BaseModel):
@@ -149,7 +149,7 @@ class AnswerMessage(_Body):
     tool_calls: tuple[ToolCallReply, ...] | None = None
 
     @model_serializer(mode="wrap")
-    def _of_what_there_is(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits empty optional fields, which some clients misread."""
         fields: dict[str, Any] = serialize(self)
         left_out = {name for name in ("reasoning", "reasoning_content", "tool_calls") if fields[name] is None}
@@ -172,7 +172,7 @@ class ChatDelta(_Body):
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
     @model_serializer(mode="wrap")
-    def _of_what_is_new(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _only_set(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
 

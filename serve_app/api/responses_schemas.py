@@ -109,7 +109,7 @@ InputItem = Annotated[
     Discriminator(
         _kind,
         custom_error_type="item_type",
-        custom_error_message="this is no item that is served, expected a message, function_call, function_call_output"
+        custom_error_message="unsupported item type, expected a message, function_call, function_call_output"
         " or reasoning",
     ),
 ]

@@ -99,7 +99,7 @@ class ChatMessage(UnservedMessageFields):
 
     @field_validator("content")
     @classmethod
-    def _only_assistants_say_nothing(cls, value: object, info: ValidationInfo) -> object:
+    def _only_assistants_omit_content(cls, value: object, info: ValidationInfo) -> object:
         if value is None and info.data.get("role", "assistant") != "assistant":
             raise PydanticCustomError("missing", "Field required")
         return value
@@ -108,7 +108,7 @@ class ChatMessage(UnservedMessageFields):
     @classmethod
     def _only_of_assistants(cls, value: object, info: ValidationInfo) -> object:
         if value and info.data.get("role", "assistant") != "assistant":
-            raise PydanticCustomError("not_an_assistant", "only a message of the assistant has this")
+            raise PydanticCustomError("not_an_assistant", "only assistant messages may have this")
         return value
 
     @property
@@ -364,9 +364,9 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
 
     @field_validator("continue_final_message")
     @classmethod
-    def _begins_no_message(cls, value: bool, info: ValidationInfo) -> bool:
+    def _adds_no_message(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("add_generation_prompt"):
-            message = "a message is continued, or another begun: add_generation_prompt is true, expected false"
+            message = "add_generation_prompt is true, expected false, since the final message is continued"
             raise PydanticCustomError("two_beginnings", message)
         return value
 
@@ -385,7 +385,7 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
 
     @field_validator("top_logprobs")
     @classmethod
-    def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _only_with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and info.data.get("logprobs") is False:
             raise PydanticCustomError("no_logprobs", "this is only allowed when logprobs is true")
         return value
@@ -436,8 +436,8 @@ class TokenizeRequest(RequestPart):
 
     @property
     def chars(self) -> int:
-        spoken = sum(message.chars for message in self.messages) + sum(tool.chars for tool in self.tools)
-        return spoken + len(self.prompt or "")
+        chars = sum(message.chars for message in self.messages) + sum(tool.chars for tool in self.tools)
+        return chars + len(self.prompt or "")
 
 
 class TokenizeReply(BaseModel):

@@ -17,7 +17,7 @@ from serve_app.api.observability import RequestRecord
 T = TypeVar("T")
 
 
-LAST_WORDS_S = 1.0  # seconds to send the last event after a deadline
+LAST_EVENT_S = 1.0  # seconds to send the last event after a deadline
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients ignore
 
 
@@ -60,7 +60,7 @@ class EventStream(Response):
                 await _send_part(send, "", more=False)
         except RequestTimeoutError as error:
             with suppress(TimeoutError):  # the client stopped reading
-                async with asyncio.timeout(LAST_WORDS_S):
+                async with asyncio.timeout(LAST_EVENT_S):
                     await _send_part(send, self._failed(error))
                     await _send_part(send, "", more=False)
 
@@ -79,22 +79,22 @@ class EventStream(Response):
             async for event in self._events:
                 yield event
             self._record.status = 200
-        except Exception as error:  # noqa: BLE001  # all of a request ends here: whatever failed, the client is told
+        except Exception as error:  # noqa: BLE001  # every failure becomes the last event
             yield self._failed(error)
 
     def _failed(self, error: Exception) -> str:
         failure = failure_of(error)
-        self._record.status = failure.status  # status 200 was sent long ago
+        self._record.status = failure.status  # the response itself began with status 200
         return self._as_failure(failure)
 
 
-async def first_of(events: AsyncGenerator[str, None], receive: Receive, patience_s: float) -> asyncio.Future[str]:
-    """Returns the first event, or a pending one after `seconds`. Raises the failure that prevented it and closes the
+async def first_of(events: AsyncGenerator[str, None], receive: Receive, wait_s: float) -> asyncio.Future[str]:
+    """Returns the first event, or a pending one after `wait_s`. Raises the failure that prevented it and closes the
     source.
     """
     first = asyncio.ensure_future(anext(events))
     try:
-        await while_connected(receive, asyncio.wait((first,), timeout=patience_s))
+        await while_connected(receive, asyncio.wait((first,), timeout=wait_s))
         if first.done():
             first.result()
     except BaseException:
@@ -130,7 +130,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientDisconnect("the client left")
+            raise ClientDisconnect("the client disconnected")
         return working.result()
     finally:
         working.cancel()

@@ -68,7 +68,7 @@ def _rendered(request: bytes) -> tuple[bool, bytes]:
         return True, render_here(Rendering(**json.loads(request))).encode()
     except MemoryError:
         return False, b"it needs more memory than a chat template may"
-    except Exception as error:  # noqa: BLE001  # whatever a template raises is reported to whoever sent the messages
+    except Exception as error:  # noqa: BLE001  # templates may raise anything; the client gets the message
         return False, describe(error).encode(errors="replace")
 
 

@@ -49,7 +49,7 @@ class Detokenizer:
         # The window begins with tokens already released: some decoders treat the very first token
         # differently, for instance by dropping its leading space.
         self._window: list[int] = []
-        self._given = 0  # released characters of the window's text
+        self._released = 0  # released characters of the window's text
         self._new = 0  # tokens since the text last ended in a character other than U+FFFD
         # Length of the window's text after each of the newest tokens. It may shrink: with byte tokens, an
         # unfinished character turns every byte beside it into U+FFFD until it is finished.
@@ -64,15 +64,15 @@ class Detokenizer:
         text = self._decode(self._window)
         self._lengths.append(len(text))
         if not text.endswith(_UNFINISHED):
-            given_out = self._give(text, len(text))
-            self._begin_anew()
-            return given_out
+            released = self._give(text, len(text))
+            self._reset_window()
+            return released
         if self._new < _MOST_TOKENS_OF_A_CHARACTER:
             return ""
-        given_out = self._give(text, min(self._lengths))  # the newest tokens but one may be bytes of one character
+        released = self._give(text, min(self._lengths))  # the newest tokens but one may be bytes of one character
         if len(self._window) >= _LONG_WINDOW and len(self._window) % _SHORT_WINDOW == 0:
             self._narrow()
-        return given_out
+        return released
 
     def finish(self) -> str:
         """Returns the remaining text."""
@@ -81,18 +81,18 @@ class Detokenizer:
 
     def preview(self, tokens: Sequence[int]) -> str:
         """Returns how these tokens would read if they came next, special ones spelled out."""
-        return self._decode([*self._window, *tokens])[self._given :]
+        return self._decode([*self._window, *tokens])[self._released :]
 
     def _give(self, text: str, end: int) -> str:
         """Returns the window's unreleased text up to `end`."""
-        given_out = text[self._given : end]
-        self._given = max(self._given, end)
-        return given_out
+        released = text[self._released : end]
+        self._released = max(self._released, end)
+        return released
 
-    def _begin_anew(self) -> None:
+    def _reset_window(self) -> None:
         """Resets the window to the newest tokens, as context for the next."""
         self._window = self._window[-self._new :]
-        self._given = len(self._decode(self._window))
+        self._released = len(self._decode(self._window))
         self._new = 0
         self._lengths.clear()
 
@@ -105,7 +105,7 @@ class Detokenizer:
         borders = (start for start in starts if self._is_border(start, end, whole))
         start = next(borders, None if len(self._window) < _LONGEST_WINDOW else starts[0])
         if start is not None:
-            self._given = len(self._decode(self._window[start:end]))
+            self._released = len(self._decode(self._window[start:end]))
             self._window = self._window[start:]
             ends = range(len(self._window) - len(self._lengths) + 1, len(self._window) + 1)
             self._lengths.extend([len(self._decode(self._window[:end])) for end in ends])

@@ -25,7 +25,7 @@ from transformers.utils.chat_parsing.response_templates import (
 from cluster.errors import ConfigError, RequestError
 from serve_app.api.chat_template import ChatTemplate, Message, TemplateOptions
 
-MOST_PLACES = 16  # candidate starts of arguments that are tried, since a call may hold very many braces
+MAX_STARTS = 16  # candidate starts of arguments that are tried, since a call may hold very many braces
 LINE_ENDS = frozenset("\n\r")  # characters that no JSON string holds: the string was never closed
 LAST_IN_ONE_ESCAPE = "\uffff"
 
@@ -33,7 +33,7 @@ _BRACE = re.compile(r"\{")
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
@@ -47,7 +47,7 @@ class CallText:
         self._in_string = False
         self._is_escaped = False
         self._is_broken = False
-        self._told = 0  # characters up to the end of the last arguments
+        self._read_chars = 0  # characters up to the end of the last arguments
 
     def take(self, char: str) -> str:
         """Returns the character as the parser must see it."""
@@ -71,18 +71,18 @@ class CallText:
         Serializes other arguments. Raises ValueError for values that JSON cannot hold.
         """
         text = "".join(self._chars)
-        for brace in islice(_BRACE.finditer(text, self._told), MOST_PLACES):
+        for brace in islice(_BRACE.finditer(text, self._read_chars), MAX_STARTS):
             try:
-                found, end = _DECODER.raw_decode(text, brace.start())
+                arguments, end = _DECODER.raw_decode(text, brace.start())
             except ValueError:
                 continue
-            if found == read:
-                self._told = end
+            if arguments == read:
+                self._read_chars = end
                 return text[brace.start() : end]
-        return written_anew(read)
+        return serialized(read)
 
 
-def written_anew(arguments: Any) -> str:
+def serialized(arguments: Any) -> str:
     """Serializes to JSON. Raises ValueError for numbers outside JSON and text outside UTF-8."""
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     written.encode()
@@ -139,11 +139,11 @@ class Reader(Protocol):
     """Splits an answer's text as it grows."""
 
     def push(self, text: str) -> list[Segment]:
-        """Returns the parts that this text makes final."""
+        """Returns the segments that this text completes."""
         ...
 
     def finish(self) -> list[Segment]:
-        """Returns the remaining parts."""
+        """Returns the remaining segments."""
         ...
 
 
@@ -158,7 +158,7 @@ class PlainReader:
 
 
 class ResponseReader:
-    """Reader for models whose answers have parts.
+    """Reader for models whose answers have reasoning or calls.
 
     A region without its announced content is returned verbatim as content, and parsing restarts after it. So is a call
     if no tools are offered. If calls are JSON, text is read character by character from the start of a call, to know
@@ -178,7 +178,7 @@ class ResponseReader:
 
     def push(self, text: str) -> list[Segment]:
         pieces = text if self._may_call(text) else [text]
-        return [saying for piece in pieces for saying in self._feed(piece)]
+        return [segment for piece in pieces for segment in self._feed(piece)]
 
     def finish(self) -> list[Segment]:
         return self._read("", lambda: self._parser.finalize()[1])
@@ -200,9 +200,9 @@ class ResponseReader:
             self._parser = self._start("")
             self._call = None
             return self._as_written()
-        return [saying for event in events for saying in self._said(event, had_begun)]
+        return [segment for event in events for segment in self._segments(event, had_begun)]
 
-    def _said(self, event: dict[str, Any], had_begun: bool) -> list[Segment]:
+    def _segments(self, event: dict[str, Any], had_begun: bool) -> list[Segment]:
         match event:
             case {"type": "region_chunk", "field": field, "text": text, "dirty": False}:
                 self._unread = self._unread[self._unread.rfind(text) + len(text) :]  # what may begin a marker is kept
@@ -236,7 +236,7 @@ class ResponseReader:
 
 def read_whole(reader: Reader, texts: Iterable[str]) -> list[Segment]:
     """Reads a finished answer."""
-    return [*(saying for text in texts for saying in reader.push(text)), *reader.finish()]
+    return [*(segment for text in texts for segment in reader.push(text)), *reader.finish()]
 
 
 def _call(value: Any, text: CallText | None) -> Call:
@@ -244,10 +244,10 @@ def _call(value: Any, text: CallText | None) -> Call:
     name = function["name"]
     arguments = function.get("arguments", {})
     if not isinstance(name, str) or not name:
-        raise ValueError(f"a call of {name!r}, which is no function's name")
+        raise ValueError(f"{name!r} is not a function name")
     if isinstance(arguments, str):
         return Call(name, arguments)
-    return Call(name, written_anew(arguments) if text is None else text.arguments(arguments))
+    return Call(name, serialized(arguments) if text is None else text.arguments(arguments))
 
 
 Configured = Literal["auto", "none"] | Mapping[str, Any]
@@ -263,7 +263,7 @@ class ResponseReaders:
 
     @property
     def have_template(self) -> bool:
-        """Returns whether answers have parts beside content."""
+        """Returns whether a response template splits answers into segments."""
         return self.template is not None
 
     def reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Reader:
@@ -309,17 +309,17 @@ def find_template(configured: Configured, tokenizer: Any, model_type: str) -> Re
     try:
         return None if given is None else load_response_template(dict(given))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"server.response_template is no response template of transformers: {error}") from error
+        raise ConfigError(f"server.response_template is invalid: {error}") from error
 
 
 def _known_template(tokenizer: Any, model_type: str) -> Mapping[str, Any] | None:
     # Part of `transformers serve`: templates for checkpoints that ship none.
     from transformers.cli.serving.utils import get_response_template
 
-    found: Mapping[str, Any] | None = get_response_template(
+    template: Mapping[str, Any] | None = get_response_template(
         tokenizer, SimpleNamespace(config=SimpleNamespace(model_type=model_type))
     )
-    return found
+    return template
 
 
 _logger = logging.getLogger(__name__)
@@ -368,11 +368,11 @@ def find_call_form(template: ChatTemplate, readers: ResponseReaders, special_ids
     try:
         form = _form(_turn(template, response), response, special_ids)
     except (RequestError, ValueError) as error:
-        _logger.info("no call can be required of this model: %s", error)
+        _logger.info("tool calls cannot be constrained: %s", error)
         return None
     expected = [Call(name, json.dumps(ARGUMENTS)) for name in NAMES]
     if read_whole(readers.reader((), _tools()), [_example(form)]) != expected:
-        _logger.info("no call can be required of this model: calls by its chat template are not read back")
+        _logger.info("tool calls cannot be constrained: the response template does not parse the chat template's calls")
         return None
     return form
 
@@ -389,7 +389,7 @@ def _turn(template: ChatTemplate, response: ResponseTemplate) -> str:
     ]
     text = template.written(messages, TemplateOptions(tools=_tools(), begins_answer=False))
     if response.start_anchor_re.search(text) is None:
-        raise ValueError("its response template finds no beginning of an answer in what its chat template writes")
+        raise ValueError("the response template finds no start of an answer in the chat template's text")
     return str(response.truncate_past_last_anchor(text))
 
 
@@ -406,10 +406,10 @@ def _form(turn: str, response: ResponseTemplate, special_ids: Mapping[str, int])
     second = _find_call(turn, NAMES[1], first.end, tags)
     opened = None if field.open_re is None else field.open_re.search(turn)
     if opened is None or opened.start() > first.name_at:
-        raise ValueError("its response template does not see where its chat template begins a call")
+        raise ValueError("the response template does not find the start of the chat template's call")
     middle = turn[first.name_at + len(NAMES[0]) : first.begin]
     if middle != turn[second.name_at + len(NAMES[1]) : second.begin]:
-        raise ValueError("its chat template writes one call in another way than the next")
+        raise ValueError("the chat template formats two calls differently")
     return CallForm(
         opening=turn[opened.start() : first.name_at].lstrip(),
         middle=middle,
@@ -425,7 +425,7 @@ def _form(turn: str, response: ResponseTemplate, special_ids: Mapping[str, int])
 def _find_call(turn: str, name: str, start: int, tags: TaggedArguments | None) -> _Written:
     name_at = turn.find(name, start)
     if name_at < 0:
-        raise ValueError("its chat template does not write the names of calls")
+        raise ValueError("the chat template omits the names of calls")
     begin, end = (_json_at if tags is None else _tags_at)(turn, name_at + len(name), tags)
     return _Written(name_at, begin, end)
 
@@ -441,7 +441,7 @@ def _json_at(turn: str, start: int, tags: TaggedArguments | None) -> tuple[int, 
             continue
         if value == ARGUMENTS:
             return begin, end
-    raise ValueError("its chat template writes the arguments of a call in another way than as a JSON object")
+    raise ValueError("the chat template does not write arguments as a JSON object")
 
 
 def _tags_at(turn: str, start: int, tags: TaggedArguments | None) -> tuple[int, int]:
@@ -449,7 +449,7 @@ def _tags_at(turn: str, start: int, tags: TaggedArguments | None) -> tuple[int, 
     written = "".join(f"{tags.before_key}{k}{tags.before_value}{v}{tags.after_value}" for k, v in ARGUMENTS.items())
     begin = turn.find(written, start)
     if begin < 0:
-        raise ValueError("its chat template writes one argument in another way than the next")
+        raise ValueError("the chat template formats two arguments differently")
     return begin, begin + len(written)
 
 
@@ -458,13 +458,13 @@ def _tags(turn: str, field: ResponseTemplateField) -> TaggedArguments | None:
     if field.content != "xml-inline":
         return None
     if field.content_args.keys() - {"tag_pattern"}:
-        raise ValueError("its response template reads arguments in a way of its own")
+        raise ValueError("the response template has unsupported options for arguments")
     (key, value), (next_key, next_value) = ARGUMENTS.items()
     pieces = re.search(
         f"{NAMES[0]}(.*?){key}(.*?){value}(.*?){next_key}(.*?){next_value}(.*?){NAMES[1]}", turn, re.DOTALL
     )
     if pieces is None or pieces[2] != pieces[4]:
-        raise ValueError("its chat template does not write one argument after the other")
+        raise ValueError("the chat template does not write the arguments in sequence")
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(pieces[3], pieces[5], strict=False))
     after_value = _whole_marks("".join(char for char, _ in shared))
     return TaggedArguments(pieces[3].removeprefix(after_value), pieces[2], after_value)
@@ -477,10 +477,10 @@ def _whole_marks(text: str) -> str:
 
 def _end(turn: str, start: int, field: ResponseTemplateField) -> int:
     if field.close_re is None:
-        raise ValueError("its response template does not say what ends a call")
+        raise ValueError("the response template has no end marker for calls")
     closed = field.close_re.search(turn, start)
     if closed is None:
-        raise ValueError("its response template does not see where its chat template ends a call")
+        raise ValueError("the response template does not find the end of the chat template's call")
     return int(closed.end())
 
 
@@ -488,7 +488,7 @@ def _thinking(response: ResponseTemplate) -> tuple[str, str] | None:
     for name in sorted(REASONING_FIELDS & response.fields.keys()):
         field = response.fields[name]
         if not field.open_literals or not field.close_literals:
-            raise ValueError("its response template does not name what reasoning stands between")
+            raise ValueError("the response template has no literal markers around reasoning")
         return field.open_literals[0], field.close_literals[0]
     return None
 

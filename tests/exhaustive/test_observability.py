@@ -137,7 +137,7 @@ def test_each_request_has_a_structured_line_by_its_id_and_no_line_quotes_any(ser
         return [line for file in folder.glob("*.log") for line in file.read_text(errors="replace").splitlines()]
 
     def ended() -> dict[str, dict[str, Any]]:
-        told = [json.loads(line) for line in lines() if "a request has ended" in line]
+        told = [json.loads(line) for line in lines() if "request ended" in line]
         return {line["request"]: line for line in told}
 
     eventually(lambda: len(ended()) >= ANSWERS, "each request has a line")

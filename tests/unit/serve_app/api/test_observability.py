@@ -120,7 +120,7 @@ def test_a_line_of_text_lists_all_that_a_structured_one_has(caplog: pytest.LogCa
         ServeFormatter("replica", "Router")
         .format(line)
         .endswith(
-            "a request has ended: request=r1 endpoint=chat status=200 seconds=2.5 prompt_tokens=5 completion_tokens=10"
+            "request ended: request=r1 endpoint=chat status=200 seconds=2.5 prompt_tokens=5 completion_tokens=10"
             " accepted_tokens=3 rejected_tokens=1 sessions=s1,s2 prompt_version=v1"
         )
     )

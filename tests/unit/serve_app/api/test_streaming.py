@@ -166,7 +166,7 @@ async def test_a_stream_that_is_over_in_time_has_no_error() -> None:
 
 
 async def test_who_has_stopped_reading_is_hung_up_on_when_his_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "LAST_WORDS_S", SOON_S)
+    monkeypatch.setattr(streaming, "LAST_EVENT_S", SOON_S)
     closed = []
 
     async def events() -> AsyncGenerator[str, None]:

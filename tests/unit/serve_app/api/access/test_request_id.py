@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.api.access import ADMIN_PORT, REQUEST_ID, NamedByServe
+from serve_app.api.access import ADMIN_PORT, REQUEST_ID, ServeRequestIds
 from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
 
@@ -23,7 +23,7 @@ async def front(codec: TextCodec) -> AsyncIterator[AsgiFront]:
     """What routers serve. Its own clients come as the operators do, with no proxy in between."""
     async with asgi_front(codec) as front:
         front.plays([*front.emits("a"), Ended(Finish.STOP)])
-        front.app.add_middleware(NamedByServe)
+        front.app.add_middleware(ServeRequestIds)
         yield front
 
 

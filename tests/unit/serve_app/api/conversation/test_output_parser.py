@@ -164,7 +164,7 @@ def test_arguments_with_very_many_objects_are_not_looked_for_at_each(readers: Re
     reader = readers.reader((), tools)
     with patch.object(tool_calls, "_DECODER", wraps=tool_calls._DECODER) as decoder:
         read_whole(reader, [f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'])
-    assert decoder.raw_decode.call_count == tool_calls.MOST_PLACES
+    assert decoder.raw_decode.call_count == tool_calls.MAX_STARTS
 
 
 def test_where_no_tools_are_offered_a_call_is_content(readers: ResponseReaders) -> None:

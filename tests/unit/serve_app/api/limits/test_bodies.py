@@ -13,8 +13,10 @@ from serve_app.api.limits import Bodies, BodyTimeoutError, BodyTooLargeError
 FOREVER_S = 1e6
 
 
-def bounded(*, max_reading: int = 9, timeout_s: float = FOREVER_S, granted_s: float = 0) -> Bodies:
-    return Bodies(max_bytes=10, max_held_bytes=20, max_reading=max_reading, timeout_s=timeout_s, granted_s=granted_s)
+def bounded(*, max_reading: int = 9, timeout_s: float = FOREVER_S, min_upload_s: float = 0) -> Bodies:
+    return Bodies(
+        max_bytes=10, max_held_bytes=20, max_reading=max_reading, timeout_s=timeout_s, min_upload_s=min_upload_s
+    )
 
 
 def request(*chunks: bytes, announced: str | None = None, never_ends: bool = False) -> Request:
@@ -62,7 +64,7 @@ async def test_a_length_that_is_none_is_not_believed(announced: str) -> None:
 
 
 async def test_bodies_together_are_bounded() -> None:
-    bodies = bounded(granted_s=FOREVER_S)
+    bodies = bounded(min_upload_s=FOREVER_S)
     async with bodies.read(request(b"x" * 10)), bodies.read(request(b"x" * 9)):
         with pytest.raises(CapacityError, match="20 bytes"):
             async with bodies.read(request(b"xx", never_ends=True)):
@@ -104,7 +106,7 @@ async def test_who_dawdles_longest_makes_room_for_a_newcomer() -> None:
     slowest = await dawdling(bodies, b"a")
     slow = await dawdling(bodies, b"b")
     assert await read(bodies, b"abc") == b"abc"
-    with pytest.raises(BodyTimeoutError, match="before many others wanted its place"):
+    with pytest.raises(BodyTimeoutError, match="dropped for faster uploads"):
         await slowest
     assert not slow.done()
     assert bodies.held == 1
@@ -126,9 +128,9 @@ async def test_each_that_makes_room_does_so_once() -> None:
 
 
 async def test_where_none_dawdles_the_newcomer_is_refused() -> None:
-    bodies = bounded(max_reading=2, granted_s=FOREVER_S)
+    bodies = bounded(max_reading=2, min_upload_s=FOREVER_S)
     reading = [await dawdling(bodies), await dawdling(bodies)]
-    with pytest.raises(CapacityError, match="2 requests' bodies"):
+    with pytest.raises(CapacityError, match="2 request bodies"):
         await read(bodies, b"abc")
     assert not any(one.done() for one in reading)
     await ended(*reading)

@@ -221,7 +221,7 @@ def test_a_mark_that_is_a_token_is_spelt_in_no_other_way() -> None:
 @pytest.mark.parametrize(
     ("writer", "tools", "why"),
     [
-        (json_writer, [tool('a"b')], "no plain name"),
+        (json_writer, [tool('a"b')], "not a plain name"),
         (json_writer, [tool("f", {"type": "string"})], "'string', expected 'object'"),
         (json_writer, [tool("f", {"enum": ["x" * MAX_GRAMMAR_BYTES]})], "bytes as a grammar"),
         (tagged_writer, [tool("f", CITY)], "'city'"),
