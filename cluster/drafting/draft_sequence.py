@@ -68,7 +68,7 @@ class DraftSequence:
             self.requested_tokens > 0 and max_block_len(self.open, self.prefix.length + 1) > 0 and not self.lacks_states
         )
 
-    def begin_anew(self) -> Attach:
+    def reset(self) -> Attach:
         """Resets what was sent, which may have been lost; returns the message that attaches the session."""
         self.attached = True
         self.served_len = None

@@ -12,7 +12,9 @@ from protos.frozen import value
 from protos.messages import Acceptance, DraftRequest, Shape
 from protos.prefix import hashes_after
 
-SECOND_THOUGHT = 0.25  # share of a block's value gained by a forward pass that replaces a recurrent head's prediction
+REPREDICTION_VALUE = (
+    0.25  # share of a block's value gained by a forward pass that replaces a recurrent head's prediction
+)
 
 
 @value
@@ -135,7 +137,7 @@ class BlockDraft:
         if self.sends_probs:
             return self.chance
         stands = self.drafted[self.settled - 1].p_accepted if self.settled else 1.0
-        return self.chance * stands * (SECOND_THOUGHT if self.is_complete else 1.0)
+        return self.chance * stands * (REPREDICTION_VALUE if self.is_complete else 1.0)
 
     @property
     def position(self) -> int:
@@ -213,11 +215,11 @@ class BlockDraft:
 
         Ends with the first position whose token under verification is another than the predicted one.
         """
-        for thought, token in zip(considered, self.unverified or (), strict=False):
-            there = thought.choices.including(token, self.ahead.claim((*self.tokens, token)))
+        for prediction, token in zip(considered, self.unverified or (), strict=False):
+            there = prediction.choices.including(token, self.ahead.claim((*self.tokens, token)))
             p_accepted = self.p_accepted * there.chance_of(token)
-            self.drafted.append(replace(thought, token=token, choices=there, p_accepted=p_accepted))
-            if token != thought.token:
+            self.drafted.append(replace(prediction, token=token, choices=there, p_accepted=p_accepted))
+            if token != prediction.token:
                 break
         self.settled = len(self.drafted)
 

@@ -52,9 +52,9 @@ class PendingPositions(Generic[T]):
     def __init__(self) -> None:
         self._open: defaultdict[str, dict[Place, T]] = defaultdict(dict)
 
-    def note(self, session: str, place: Place, thought: T) -> None:
+    def note(self, session: str, place: Place, prediction: T) -> None:
         """Stores a prediction; replaces an earlier one for the same place."""
-        self._open[session][place] = thought
+        self._open[session][place] = prediction
 
     def decided(self, session: str, tokens: Sequence[int]) -> list[tuple[T, int]]:
         """Returns the predictions for places that are now decided, each with the token decided there.
@@ -63,15 +63,15 @@ class PendingPositions(Generic[T]):
         """
         found = []
         still_open = {}
-        for (base_len, path), thought in self._open.pop(session, {}).items():
+        for (base_len, path), prediction in self._open.pop(session, {}).items():
             end = base_len + len(path)
             known = tuple(tokens[base_len:end])
             if path[: len(known)] != known:
                 continue
             if end < len(tokens):
-                found.append((thought, tokens[end]))
+                found.append((prediction, tokens[end]))
             else:
-                still_open[base_len, path] = thought
+                still_open[base_len, path] = prediction
         if still_open:
             self._open[session] = still_open
         return found

@@ -143,7 +143,7 @@ class SessionTable:
             case Close():
                 return self._close(peer, message)
             case Resync():
-                return self._begin_anew(peer, message)
+                return self._on_resync(peer, message)
             case Hello():
                 return self._hello(peer, message)
         raise AssertionError(f"nobody sends a drafter a {type(message).__name__}")
@@ -284,7 +284,7 @@ class SessionTable:
                 return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
         return []
 
-    def _begin_anew(self, target: str, resync: Resync) -> list[Send]:
+    def _on_resync(self, target: str, resync: Resync) -> list[Send]:
         """Handles the target's report that the tokens here are not its own: asks the router for the ledger."""
         session = self.all.get(resync.session)
         if session is None or session.target != target:
@@ -333,7 +333,7 @@ class SessionTable:
         return self._step_intervals.get(target) or StepIntervalEstimate()
 
     def _attach(self, session: DraftSequence) -> Send:
-        return session.target, session.begin_anew()
+        return session.target, session.reset()
 
     def _refuse(self, request: Open) -> Refusal | None:
         limits = self._limits

@@ -28,9 +28,9 @@ class RecoveryStep(Enum):
 
 
 MEANING = {
-    RecoveryStep.RESYNCED: "it begins the session anew",
+    RecoveryStep.RESYNCED: "it opens the session again",
     RecoveryStep.REPLACED: "another drafter takes the session",
-    RecoveryStep.PLAIN: "the session goes on plainly",
+    RecoveryStep.PLAIN: "the session continues without speculation",
 }
 
 
@@ -61,7 +61,7 @@ class RecoveryLog:
         self.counts[complaint.drafter, remedy] += 1
         collapse = complaint.collapse
         log.warning(
-            "session %s: drafter %s has something accepted of %.0f %% of its blocks, where %.0f %% were usual; %s",
+            "session %s: drafter %s: target accepts tokens of %.0f %% of its blocks, usually %.0f %%; %s",
             complaint.session,
             complaint.drafter,
             100 * collapse.latest,
@@ -72,7 +72,7 @@ class RecoveryLog:
     def given_up(self, drafter: str) -> None:
         """Records that a drafter is given up because its blocks became bad in several sessions."""
         self.counts[drafter, RecoveryStep.GIVEN_UP] += 1
-        log.warning("drafter %s has become bad in one session after the other; it gets no more for a while", drafter)
+        log.warning("drafter %s: blocks became bad in several sessions; it gets no new sessions for a while", drafter)
 
 
 WELL = 8  # draft tokens accepted in a session that count as good drafting

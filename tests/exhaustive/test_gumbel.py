@@ -36,7 +36,7 @@ async def test_a_drafter_that_turns_to_noise_is_found_replaced_and_at_last_left_
         assert sum(left) >= 3, "one bad session could be that session's fault"
         assert steps[bad, "given up"] >= 1
         assert not [step for drafter, step in steps if drafter == good]
-        assert f"drafter {bad} has something accepted of 0 % of its blocks" in caplog.text
+        assert f"drafter {bad}: target accepts tokens of 0 % of its blocks" in caplog.text
 
 
 async def _all(c: Cluster, generations: Sequence[Generation]) -> list[list[int]]:

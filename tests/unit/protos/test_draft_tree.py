@@ -51,7 +51,7 @@ def test_what_comes_after_decided_tokens_is_a_tree_of_its_own():
     assert TREE.after(()) == TREE
 
 
-def test_the_trunk_is_the_chain_that_a_tree_begins_with_and_children_stand_beside_each_other():
+def test_the_main_path_is_the_chain_that_a_tree_begins_with_and_children_stand_beside_each_other():
     assert TREE.main_path == (5, 6)
     assert DraftTree.chain((5, 6)).main_path == (5, 6)
     assert NO_TREE.main_path == ()

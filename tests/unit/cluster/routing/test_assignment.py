@@ -353,9 +353,7 @@ def test_where_that_was_in_vain_another_drafter_takes_the_session_and_then_none(
     assert desk.sent[-1] == ("s", second, Close("s", 1))
     assert desk.steps() == {(first, "replaced"): 1, (second, "plain"): 1}
     assert not desk.assignments.awaits_tick, "it goes on plainly to its end"
-    assert (
-        f"session s: drafter {first} has something accepted of 5 % of its blocks, where 80 % were usual" in caplog.text
-    )
+    assert f"session s: drafter {first}: target accepts tokens of 5 % of its blocks, usually 80 %" in caplog.text
     assert desk.begin("next").session.drafter is not None, "the next session tries again"
 
 

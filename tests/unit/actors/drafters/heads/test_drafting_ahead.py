@@ -162,7 +162,7 @@ def test_a_step_of_its_own_is_the_last_one_again_beyond_the_last() -> None:
     assert network.config.reach(7) == SPECULATOR.width
 
 
-def test_what_stands_beside_the_trunk_is_followed_too(head: Head) -> None:
+def test_what_stands_beside_the_main_path_is_followed_too(head: Head) -> None:
     method = head.method()
     (proposal,) = method.draft([a_request(head.tokens, 8, Shape.TREE)])
     beside = set(proposal.tree.off_main_path[:4])

@@ -419,7 +419,7 @@ def continued(name: str, tokens: Sequence[int], features: Tensor) -> tuple[int, 
     return tuple(drive.chain(read, len(tokens) - 1, BLOCK)[0].tolist())
 
 
-def test_a_token_beside_the_trunk_is_read_with_the_state_that_the_trunk_had(name):
+def test_a_token_beside_the_main_path_is_read_with_the_state_that_the_main_path_had(name):
     method = a_method(name)
     want = replace(a_want(text_of(name), max_tokens=6), shape=Shape.TREE)
     opened(method, want)

@@ -124,7 +124,7 @@ def every_product(probs: torch.Tensor) -> list[float]:
     return found
 
 
-def test_trees_of_a_recurrent_head_go_on_from_tokens_beside_the_trunk(speculator: StateReading) -> None:
+def test_trees_of_a_recurrent_head_go_on_from_tokens_beside_the_main_path(speculator: StateReading) -> None:
     tokens = decided(SPECULATOR)
     rows = SPECULATOR["features"].unsqueeze(0)
     tree = drafted(speculator, tokens, LAST, rows, a_request(tokens, most=12, shape=Shape.TREE)).tree

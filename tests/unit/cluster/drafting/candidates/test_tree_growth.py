@@ -42,7 +42,7 @@ def test_what_is_not_worth_its_verification_is_not_sent_but_for_the_first():
     assert likeliest_tree([TRUNK], 6, 0.9) == DraftTree((4,), (-1,))
 
 
-def test_a_limb_goes_on_from_a_token_beside_the_trunk():
+def test_a_branch_goes_on_from_a_token_beside_the_main_path():
     branch = Branch((5,), 0.3, (8,), (Choices((8, 9), (0.9, 0.1)),))
     assert likeliest_tree([TRUNK, branch], 4, 0.0) == DraftTree((4, 1, 5, 8), (-1, 0, -1, 2))
 
@@ -63,7 +63,7 @@ def test_chances_fall_and_every_node_comes_after_its_parent(shares, most):
         seen.add(path)
 
 
-def test_limbs_begin_where_what_follows_may_be_among_the_likeliest():
+def test_branches_begin_where_what_follows_may_be_among_the_likeliest():
     paths = likeliest_paths([TRUNK], 4, 0.0)
     assert least_of(paths, 4) == pytest.approx(0.15)
     assert worth_branching(paths, TRUNK.tokens, least_of(paths, 4)) == []
