@@ -1,4 +1,4 @@
-"""What blocks bring by the rule that chooses their tokens: noise in full, damped, learned, and ratio; chains and trees.
+"""Measures accepted tokens by draft rule: full noise, damped, learned, and ratio; chains and trees.
 
     python benchmarks/acceptance.py [--temperatures 0.7 1] [--tokens 64] [--json FILE]
     python benchmarks/acceptance.py --nodes 1 2 4 8 12     # at temperature 0: tokens a verify by a block's nodes
@@ -47,7 +47,7 @@ class FixedNoise(Calibration):
 
 @dataclass(frozen=True)
 class Arm:
-    """How blocks are made and decided."""
+    """Rules by which blocks are drafted and verified."""
 
     name: str
     acceptance: Acceptance = Acceptance.COUPLED
@@ -58,7 +58,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Found:
-    """What an arm's blocks brought."""
+    """Results of an arm's blocks."""
 
     arm: str
     temperature: float

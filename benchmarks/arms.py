@@ -20,7 +20,7 @@ Prompts = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What every arm is given."""
+    """Settings shared by all arms."""
 
     folder: Path
     draft: Path | None

@@ -1,4 +1,4 @@
-"""What audits cost requests: the demo pair with and without them, on requests that come now and then.
+"""Measures what audits cost requests: the demo pair with and without them, on requests that come now and then.
 
     python benchmarks/audits.py [--share 0.05] [--rounds 5] [--prompts 24] [--tokens 64] [--pause 1] [--json OUT]
 

@@ -31,7 +31,7 @@ PACKET_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How the line is: seconds that a packet takes one way, and the share that never arrives."""
+    """Properties of the line: one-way delay in seconds, and the share of packets lost."""
 
     delay_s: float = 0.0
     loss: float = 0.0
@@ -95,7 +95,7 @@ def _carry(orders: Connection) -> None:
 
 
 def carry(ends: dict[int, int], orders: Connection) -> None:
-    """From each end to the other, in the order of arrival; returns when nobody gives orders any more."""
+    """Forwards packets in order of arrival; returns when the control pipe closes."""
     line = Line()
     drawn = random.Random(0)
     due: list[tuple[float, int, int, bytes]] = []

@@ -117,7 +117,7 @@ def show(starts: Sequence[float], idle: Mapping[str, float], loaded: Mapping[str
 
 
 def show_image() -> None:
-    """What of the packages is not installed here, or in another version, is named and not counted."""
+    """Lists packages that are missing here or installed in another version, and does not count them."""
     sizes = {}
     missing = []
     for name, version in PINNED.findall(REQUIREMENTS.read_text()):

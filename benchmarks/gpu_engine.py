@@ -113,7 +113,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def bytes_per_second(device: torch.device, size: int) -> float:
-    """Of a copy, which reads and writes; the best of some."""
+    """Measures the bandwidth of a copy, reads and writes added; the best of several."""
     source, to = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(10):
@@ -140,7 +140,7 @@ def random_model(name: str, device: torch.device) -> PreTrainedModel:
 
 
 def read_bytes(model: PreTrainedModel, shape: AttentionShape, rows: int, end: int) -> int:
-    """What a step cannot but read: weights, of an untied embedding only few rows, and each row's keys and values."""
+    """Returns the bytes a step must read: weights (few rows of an untied embedding), and keys and values per row."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if not model.config.tie_word_embeddings:
         embedding = model.get_input_embeddings().weight

@@ -31,7 +31,7 @@ DRAFT_FIGURES = "spec_decode"  # begins the names of its figures of drafts
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What is put under load."""
+    """Settings of the load."""
 
     url: str
     model: str
@@ -40,7 +40,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """How much is asked for: so many requests at each number of requests at once."""
+    """Size of the sweep: the number of requests at each concurrency."""
 
     concurrency: tuple[int, ...]
     requests: int
@@ -68,7 +68,7 @@ class Load:
 
 
 def vllm_loads(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> dict[str, Load]:
-    """By name: completions and chats, with each number of requests at once."""
+    """Returns commands by name: completions and chats at each concurrency."""
     kinds = {"completions": ("openai", "/v1/completions"), "chat": ("openai-chat", "/v1/chat/completions")}
     commands = {
         f"vllm-{kind}-{streams}": [
@@ -146,7 +146,7 @@ def endpoint(arguments: argparse.Namespace) -> Iterator[Endpoint]:
 
 
 def clear(report: Path) -> None:
-    """What an earlier sweep left is not to be taken for this one's."""
+    """Removes the reports of an earlier sweep."""
     if report.is_dir():
         shutil.rmtree(report)
     else:

@@ -1,4 +1,4 @@
-"""What load generators say themselves of a run: how many requests were answered, and how many failed.
+"""Reads the reports of load generators: how many requests were answered, and how many failed.
 
 A load generator whose requests all fail ends with status 0, and so its status alone shows nothing.
 """
@@ -13,7 +13,7 @@ AIPERF_REPORT = "profile_export_aiperf.json"
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Of one run at one number of requests at once."""
+    """Request counts of one run at one concurrency."""
 
     run: str
     answered: int
@@ -48,7 +48,7 @@ def _of_aiperf(run: str, report: Path) -> Requests:
 
 
 def fault(found: Iterable[Requests], least: int, runs: int) -> str | None:
-    """What is wrong with a load generator's runs, of which there should be so many; None if nothing is."""
+    """Returns the first fault in a load generator's runs, or None. `runs` is the expected number."""
     found = list(found)
     if len(found) != runs:
         return f"its reports tell of {len(found)} runs, expected {runs}"

@@ -1,4 +1,4 @@
-"""What a long prompt costs those who are being answered, and what a shared beginning saves.
+"""Measures what a long prompt costs running streams, and what a shared prefix saves.
 
     python benchmarks/long_prompts.py [--json FILE]
 
@@ -64,7 +64,7 @@ async def gaps(client: Client, long: list[int] | None) -> tuple[float, float]:
     """The worst gap of the running streams, and the long prompt's time to its first token."""
     running = [asyncio.create_task(client.times(tokens(24, seed), RUNNING_TOKENS)) for seed in range(RUNNING)]
     first = 0.0
-    await asyncio.sleep(2.0)  # all of them are decoding by then
+    await asyncio.sleep(2.0)  # all of them are decoding now
     if long is not None:
         first = (await client.times(long, 2))[0]
     # The first gaps are their own prompts'.

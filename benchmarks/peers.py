@@ -1,4 +1,4 @@
-"""What speculation brings to other engines: each against itself without it, over the prompts of `slipstream bench`.
+"""Measures the gain of speculation in other engines, each against itself, over the prompts of `slipstream bench`.
 
     python benchmarks/peers.py TARGET --draft DRAFT [--threads 1] [--rounds 5] [--json FILE]
     python benchmarks/peers.py TARGET --vllm '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
@@ -31,7 +31,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast an arm was as its engine without speculation, with a bootstrap interval over batches."""
+    """Speed of an arm relative to its engine without speculation, with a bootstrap interval over batches."""
 
     arm: str
     base: str
@@ -51,7 +51,7 @@ def token_ids(target: Path, prompts_file: Path) -> Prompts:
 
 
 def engines(arguments: argparse.Namespace) -> dict[str, dict[str, Setup]]:
-    """By the arm without speculation: all arms of the engine, with what each is given."""
+    """Returns all arms of each engine, by the arm without speculation."""
     setup = Setup(
         arguments.target, arguments.draft, arguments.dtype, arguments.threads, 1024, max(arguments.concurrency)
     )
@@ -66,7 +66,7 @@ def engines(arguments: argparse.Namespace) -> dict[str, dict[str, Setup]]:
 
 
 def batches_of(prompts: Prompts, at_once: int, number: int) -> list[Prompts]:
-    """Of one round; single prompts come in the same order in all."""
+    """Returns the prompts of one round; single prompts come in the same order in all."""
     order = list(prompts) if at_once == 1 else random.Random(number).sample(list(prompts), len(prompts))
     return [order[place : place + at_once] for place in range(0, len(order), at_once)]
 
@@ -74,7 +74,7 @@ def batches_of(prompts: Prompts, at_once: int, number: int) -> list[Prompts]:
 def seconds(
     workers: Mapping[str, Worker], prompts: Prompts, at_once: int, arguments: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """By arm, of every batch; of every prompt where they come singly, for its repeats are not independent."""
+    """Returns speeds by arm, per batch; per prompt for single prompts, because repeats are not independent."""
     names = list(workers)
     rounds: dict[str, list[list[float]]] = {name: [] for name in names}
     for number in track(range(arguments.rounds), f"{names[0]}, {at_once} at once", console=Console(stderr=True)):

@@ -1,4 +1,4 @@
-"""How well the simulator predicts a running system, from nothing but published costs and measured acceptance.
+"""Measures how well the simulator predicts a running system, from nothing but published costs and measured acceptance.
 
     python benchmarks/prediction.py [--concurrency 1,2,4,8] [--block-len 1,2,4] [--rounds 3] [--tokens 64] [--json OUT]
 
@@ -62,7 +62,7 @@ DIFFERENT = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is measured and predicted."""
+    """A point to measure and predict."""
 
     mode: Mode
     concurrency: int
@@ -75,7 +75,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a point came to."""
+    """Results of a point."""
 
     tokens_per_s: float
     tokens_per_verify: float
@@ -223,7 +223,7 @@ def rate(batches: Sequence[Batch]) -> Rate:
 
 
 def live_costs(url: str) -> CostModel:
-    """What a user of `slipstream status --costs` gets, in a process of its own."""
+    """Runs `slipstream status --costs` in a process of its own."""
     address = ray.get_runtime_context().gcs_address
     with TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"

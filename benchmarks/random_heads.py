@@ -40,7 +40,7 @@ class Weights:
         return torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
 
     def config(self, **more: Any) -> dict[str, Any]:
-        """Of a decoder of one layer."""
+        """Returns the configuration of a one-layer decoder."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -58,7 +58,7 @@ class Weights:
         }
 
     def layer(self, name: str, inputs: int) -> dict[str, Tensor]:
-        """Of a decoder layer whose attention reads rows of so many elements."""
+        """Returns the tensors of a decoder layer whose attention reads rows of the given width."""
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
         return {

@@ -1,4 +1,4 @@
-"""What HTTP and the router cost: streams of a target that answers at once, through everything but models.
+"""Measures the cost of HTTP and the router: streams of a target that answers at once, through everything but models.
 
     python benchmarks/router_cost.py --streams 64 --tokens 256 --json router_cost.json
     git worktree add /tmp/older COMMIT && python benchmarks/router_cost.py --rounds 5 --against /tmp/older
@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def body(self) -> str:
-        """Of each stream's request."""
+        """Returns the body of each stream's request."""
         asked = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": self.tokens, "temperature": 0, "ignore_eos": True}
         speculation = {} if self.drafted is None else {"speculation": {"draft_tokens": self.drafted}}
         return json.dumps({**asked, "stream": True, **speculation})
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run."""
+    """Results of one run."""
 
     tokens: int
     seconds: float
@@ -67,7 +67,7 @@ class Cost:
 
     @property
     def us_per_token(self) -> float:
-        """Of processor time."""
+        """Microseconds of processor time per token."""
         return 1e6 * self.cpu_s / self.tokens
 
 
@@ -118,7 +118,7 @@ async def clients(url: str, body: str, streams: int) -> float:
 
 
 async def measure(checkouts: Mapping[str, Path], asked: Asked, rounds: int) -> dict[str, list[Cost]]:
-    """By checkout, the costs of each round; every other round begins with the last one."""
+    """Returns the costs of each round by checkout; every other round begins with the last one."""
     costs: dict[str, list[Cost]] = {name: [] for name in checkouts}
     async with AsyncExitStack() as stack:
         servers = {name: await stack.enter_async_context(started(path)) for name, path in checkouts.items()}

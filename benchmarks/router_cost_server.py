@@ -49,7 +49,7 @@ def check_origin() -> None:
 
 @asynccontextmanager
 async def toy_cluster() -> AsyncIterator[Any]:
-    """Of one target and one drafter whose steps take no time; as large in each checkout."""
+    """Configures one target and one drafter whose steps take no time; as large in each checkout."""
     known = inspect.signature(harness.cluster).parameters
     sizes = {"pages": PAGES, "sessions": SESSIONS}
     options: dict[str, Any] = {name: size for name, size in sizes.items() if name in known}
@@ -64,7 +64,7 @@ async def toy_cluster() -> AsyncIterator[Any]:
 
 
 def enlarge_harness() -> None:
-    """Of a checkout whose harness takes no number of sessions."""
+    """Configures a checkout whose harness takes no number of sessions."""
     for name in ("VerificationLimits", "VerifierLimits"):
         if hasattr(harness, name):
             setattr(harness, name, partial(_large, getattr(harness, name)))

@@ -67,7 +67,7 @@ PHASES = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """At one moment."""
+    """State at one moment."""
 
     at_s: float
     drafted: int  # requests in flight that may be drafted for

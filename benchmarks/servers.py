@@ -43,7 +43,7 @@ PINNED = (
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a server's counts and its target's recording stand."""
+    """Snapshot of a server's counters and its target's recording."""
 
     counts: Mapping[str, int]
     events: int

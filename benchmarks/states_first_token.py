@@ -1,4 +1,4 @@
-"""Whether a long prompt's hidden states hold up its first token: one that is drafted for against one that is not.
+"""Measures whether hidden states delay the first token of a long prompt, with and without a drafter that reads them.
 
     python benchmarks/states_first_token.py [--arm "eagle3 at target"] [--rounds 20] [--prompt 1500] [--json OUT]
 
@@ -65,7 +65,7 @@ class Client:
         return Pair(found[DRAFTED], found[PLAIN])
 
     async def _first_token_s(self, arm: str) -> float:
-        """Of a prompt that nobody has asked for; the answer is read to its end."""
+        """Times the first token of a new prompt; reads the answer to its end."""
         body = {
             "model": self._model,
             "prompt": self._random.choices(TOKENS, k=self._prompt_tokens),
@@ -95,7 +95,7 @@ async def pairs(url: str, model: str, arguments: argparse.Namespace) -> list[Pai
 
 
 def states_sent() -> dict[str, int]:
-    """By the target since it began: rows and bytes, with verdicts and apart from them."""
+    """Returns the rows and bytes that the target has sent, with verdicts and apart from them."""
     (target,) = broadcast(deployed("Target", APPLICATION), "inspect")
     counts: dict[str, int] = target["states"]
     return counts

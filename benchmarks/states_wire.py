@@ -1,4 +1,4 @@
-"""What hidden states cost on the wire: bytes that target and drafter write to each other for a token.
+"""Measures what hidden states cost on the wire: bytes that target and drafter write to each other for a token.
 
     python benchmarks/states_wire.py [--arms "eagle3 at target,medusa"] [--prompts 4] [--tokens 48] [--json OUT]
 
@@ -103,7 +103,7 @@ ARMS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What an arm wrote, in bytes a token: of the prompts where it says so, else of the answers."""
+    """Bytes per token that an arm wrote: of the prompts where it says so, else of the answers."""
 
     arm: str
     row: int  # of a state as it is laid out
@@ -234,7 +234,7 @@ async def connected(config: SlipstreamConfig, model: Any, spec: CaptureSpec) -> 
 
 
 def generations(target: Path, prompts: int, tokens: int) -> list[Generation]:
-    """The demo's first prompts, each answered with exactly so many tokens."""
+    """The demo's first prompts, each answered with exactly the given number of tokens."""
     text = TextCodec.load(str(target))
     asked = []
     for index, prompt in enumerate(read_prompts(BENCH_PROMPTS)[:prompts]):
@@ -274,7 +274,7 @@ def wire_table(found: Sequence[Wire]) -> Table:
 
 
 def chosen(names: str | None, parser: argparse.ArgumentParser) -> list[Arm]:
-    """Those of a comma-separated list; all without one."""
+    """Returns the entries of a comma-separated list; all without one."""
     known = {arm.name: arm for arm in ARMS}
     wanted = names.split(",") if names else list(known)
     if unknown := set(wanted) - known.keys():

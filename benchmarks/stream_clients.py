@@ -12,7 +12,7 @@ import httpx
 
 
 async def ask_all(url: str, body: str, streams: int) -> float:
-    """From the first request to the end of the last answer."""
+    """Measures from the first request to the end of the last answer."""
     limits = httpx.Limits(max_connections=None)
     headers = {"Content-Type": "application/json"}
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, headers=headers, trust_env=False) as client:

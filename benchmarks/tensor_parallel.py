@@ -1,4 +1,4 @@
-"""What tensor parallelism costs on a CPU: a forward by several ranks against one by one rank, on the same cores.
+"""Measures the cost of tensor parallelism on a CPU: a forward by several ranks against one by one rank, on equal cores.
 
     python benchmarks/tensor_parallel.py FOLDER [--ranks 3] [--dtype bfloat16] [--json FILE]
 
@@ -39,7 +39,7 @@ SPLIT = ("ranks", "ranks over gloo")
 
 @dataclass(frozen=True)
 class Setting:
-    """What every process is told."""
+    """Settings of every process."""
 
     folder: Path
     dtype: str
@@ -50,7 +50,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Order:
-    """What to time next: a forward of some tokens, or the all-reduces of one without the rest of it."""
+    """The next thing to time: a forward of some tokens, or the all-reduces of one without the rest of it."""
 
     side: str
     tokens: int

@@ -1,4 +1,4 @@
-"""What the turns of `pipeline.py` come to, for each arm at each concurrency and for pairs of arms. Pure."""
+"""Summarises the turns of `pipeline.py` for each arm at each concurrency and for pairs of arms. Pure."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from tools.bench.latencies import Batch, Speedup, speedup
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the actors of one server did in one turn."""
+    """Activity of one server's actors in one turn."""
 
     guess_hits: int  # verdicts for which a block had been drafted ahead
     guess_misses: int
@@ -83,7 +83,7 @@ def _cell(turns: Sequence[Turn]) -> Cell:
 
 
 def _tokens_per_s(batches: Sequence[Batch], number: int) -> float:
-    """Of one round."""
+    """Results of one round."""
     found = [batch for batch in batches if batch.repeat == number]
     return sum(answer.tokens for batch in found for answer in batch.answers) / sum(batch.seconds for batch in found)
 
@@ -93,7 +93,7 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def speedups_of(turns: Sequence[Turn], ratios: Iterable[tuple[str, str]]) -> list[Speedup]:
-    """Of every pair of arms in `ratios`, where both ran."""
+    """Returns the ratio of every pair of arms in `ratios` where both ran."""
     groups: dict[tuple[int, str], list[Batch]] = {}
     for turn in turns:
         groups.setdefault((turn.batch.concurrency, turn.batch.arm), []).append(turn.batch)

@@ -1,4 +1,4 @@
-"""Whether vLLM behind a draft pool is faster than vLLM by itself: four arms on the same pair, in turns.
+"""Measures whether vLLM behind a draft pool is faster than vLLM alone: four arms on the same pair, in turns.
 
     python benchmarks/vllm_target.py TARGET --draft DRAFT [--concurrency 1 4 16] [--rounds 3] [--json FILE]
 

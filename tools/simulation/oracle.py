@@ -209,7 +209,7 @@ class OracleMethod:
     def _check(self, session: str, start: int) -> None:
         decided = self._texts[session].tokens[start:]
         said = self._reference_texts[session].tokens[start : start + len(decided)]
-        assert tuple(decided) == said, f"{session}: its drafter was told of tokens that were never decided"
+        assert tuple(decided) == said, f"{session}: its drafter received tokens that were never decided"
 
     def _begin(self, request: DraftRequest | AheadRequest, max_tokens: int) -> BlockDraft:
         text = self._texts[request.session]
