@@ -1,4 +1,4 @@
-"""Field types of requests: strict values, bounded lists, inert and unserved fields, grammar and sampling fields.
+"""Field types of requests: strict values, bounded lists, inert and unserved fields, grammars.
 
 A list is refused for its length before any element is validated, and at its first bad element, so validating a large
 body costs time by its size but never produces a report per element. Parsing is pure and runs on a thread beside the
@@ -23,14 +23,11 @@ from pydantic import (
     GetJsonSchemaHandler,
     ValidationError,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema, from_json
 
 from cluster.errors import RequestError
-from protos.from_pb import MAX_BIAS, MAX_SALT_CHARS, REPETITION_PENALTIES
-from protos.messages import MAX_TOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,51 +407,3 @@ class StructuredOutputs(RequestPart):
             names = {"names": ", ".join(CONSTRAINTS)}
             raise PydanticCustomError("constraints", "expected exactly one of {names}", names)
         return self
-
-
-MAX_WORD_CHARS = 256
-MAX_DIGITS = 10  # limit of a token id
-
-TokenId = Annotated[Integer, Field(ge=0, lt=2**31)]
-Top = Annotated[Integer, Field(ge=0, le=MAX_TOP)]
-Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
-Bias = Annotated[Number, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-
-
-def _as_ids(value: Any) -> Any:
-    """Converts keys to token ids; JSON's keys are strings."""
-    if not isinstance(value, dict):
-        return value
-    if not all(key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS for key in value):
-        raise PydanticCustomError("token_id", "a key is not a token id, expected digits alone")
-    return {int(key): bias for key, bias in value.items()}
-
-
-class SamplingFields(RequestPart):
-    """Sampling fields of both endpoints; most are vLLM's."""
-
-    repetition_penalty: Annotated[Number, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] = 1.0
-    logit_bias: Annotated[
-        dict[TokenId, Bias], BeforeValidator(_as_ids), bounded(lambda most: most.token_ids)  # the last one runs first
-    ] = Field(default_factory=dict)
-    bad_words: Annotated[tuple[Word, ...], Field(fail_fast=True), bounded(lambda most: most.words)] = ()
-    allowed_token_ids: Annotated[
-        tuple[TokenId, ...], Field(fail_fast=True), bounded(lambda most: most.allowed, least=1)
-    ] = ()
-    min_tokens: Annotated[Integer, Field(ge=0, lt=2**31)] = 0
-    stop_token_ids: Annotated[tuple[TokenId, ...], Field(fail_fast=True), bounded(lambda most: most.token_ids)] = ()
-    include_stop_str_in_output: Flag = False
-    skip_special_tokens: Flag = True
-    spaces_between_special_tokens: Flag = True  # the decoder's own spacing; false: none between added tokens
-    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None  # -1: as many as fit
-    truncation_side: Literal["left", "right"] = "left"
-    prompt_logprobs: Top | None = None
-    priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] = 0  # lower numbers run first
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _some(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise PydanticCustomError("no_tokens", "this is 0, expected -1, or at least 1")
-        return value

@@ -10,7 +10,6 @@ from serve_app.api.fields import (
     Integer,
     Number,
     RequestPart,
-    SamplingFields,
     Seed,
     StructuredOutputs,
     TextFormat,
@@ -25,6 +24,7 @@ from serve_app.api.schemas import (
     CallId,
     FunctionName,
     NamedFunction,
+    SamplingFields,
     SpeculationOptions,
     StopStrings,
 )

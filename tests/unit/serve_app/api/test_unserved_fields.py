@@ -27,7 +27,7 @@ from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel
 
 from cluster.errors import RequestError
-from serve_app.api.fields import RequestBounds, SamplingFields, parse
+from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.schemas import (
     CalledFunction,
     ChatMessage,
@@ -36,6 +36,7 @@ from serve_app.api.schemas import (
     Function,
     GenerationRequest,
     NamedTool,
+    SamplingFields,
     StreamOptions,
     TextPart,
     Tool,
