@@ -24,9 +24,9 @@ from protos.messages import (
     Verdict,
 )
 from protos.prefix import Prefix
+from tests.scenarios.verification import DRAFTER, ROUTER, VOCABULARY, Target, text
 from tests.unit.cluster.samples import KEY
 from tests.unit.cluster.token_memory import TokenMemory
-from tests.unit.cluster.verification.test_verification_scheduler import DRAFTER, ROUTER, VOCABULARY, Desk, text
 
 WIDE = StatesFormat(width=MAX_STATES_BYTES // 8, dtype=StateDtype.BFLOAT16)  # four rows in a message
 SMALL = StatesFormat(width=2, dtype=StateDtype.BFLOAT16)
@@ -34,7 +34,7 @@ APART = states_stream(DRAFTER)
 OTHER = "other#1"
 
 
-class FeedDesk(Desk):
+class FeedDesk(Target):
     """A desk whose engine has states: a row is its token, over and over."""
 
     def __init__(self, layout: StatesFormat = SMALL, asked: int | None = None, **limits: Any) -> None:
@@ -170,7 +170,7 @@ def test_a_drafter_that_reads_no_states_gets_none():
 
 
 def test_a_target_that_captures_nothing_promises_nothing():
-    desk = Desk()
+    desk = Target()
     desk.open(tokens=(1, 2, 3))
     desk.scheduler.receive(DRAFTER, Attach("s", 3, Prefix(KEY, (1, 2, 3)).hash, 0), 0.0)
     assert [type(message) for message in to_drafter(desk.step())] == [Verdict, DraftRequest]

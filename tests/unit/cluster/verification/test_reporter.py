@@ -8,18 +8,18 @@ from cluster.autoscaling import TargetReport
 from cluster.costs import ForwardCost
 from cluster.verification.scheduler import VerificationScheduler
 from protos.messages import Detach, Verdict
-from tests.unit.cluster.verification.test_verification_scheduler import DRAFTER, LIMITS, Desk
+from tests.scenarios.verification import DRAFTER, LIMITS, Target
 
 PROMPT = (1, 2, 3)
 
 
-def report(desk: Desk, after: float = 0.0) -> TargetReport:
+def report(desk: Target, after: float = 0.0) -> TargetReport:
     desk.now += after
     return desk.scheduler.report(desk.now)
 
 
 def test_sessions_that_want_drafts_are_told_apart_by_whether_somebody_drafts() -> None:
-    desk = Desk(max_sessions=3)
+    desk = Target(max_sessions=3)
     for name in "abcd":
         desk.open(name, tokens=PROMPT, max_len=20, draft_tokens=0 if name == "c" else 4)
     desk.attach(PROMPT, "a")
@@ -31,21 +31,21 @@ def test_sessions_that_want_drafts_are_told_apart_by_whether_somebody_drafts() -
 
 
 def test_while_speculation_is_off_nobody_wants_drafts() -> None:
-    desk = Desk(asked=0)
+    desk = Target(asked=0)
     desk.open(tokens=PROMPT, max_len=20)
     told = report(desk)
     assert (told.running, told.drafted, told.undrafted) == (1, 0, 0)
 
 
 def test_audits_are_no_reason_for_anything() -> None:
-    desk = Desk()
+    desk = Target()
     desk.open(tokens=PROMPT, max_len=20, audit=True)
     told = report(desk)
     assert (told.running, told.unread, told.undrafted) == (0, 0, 0)
 
 
 def test_time_to_first_token_counts_those_that_have_none_yet() -> None:
-    desk = Desk(max_sessions=1)
+    desk = Target(max_sessions=1)
     desk.open("a", tokens=PROMPT, max_len=20)
     desk.now = 2.0
     desk.open("b", tokens=PROMPT, max_len=20)
@@ -62,7 +62,7 @@ def test_time_to_first_token_counts_those_that_have_none_yet() -> None:
 
 
 def test_waiting_and_cache_are_shares_of_late() -> None:
-    desk = Desk()
+    desk = Target()
     desk.open(tokens=PROMPT, max_len=20)
     desk.now = 0.3
     desk.step()  # of 0.1 s, and it could have begun 0.3 s before
@@ -77,7 +77,7 @@ def test_the_backlog_is_what_prompts_still_take() -> None:
     scheduler = VerificationScheduler(
         replace(LIMITS, max_sessions=1, max_step_tokens=2), step_cost=ForwardCost.linear(0.0, per_token_s=0.01)
     )
-    desk = Desk()
+    desk = Target()
     desk.scheduler = scheduler
     for name in "ab":
         desk.open(name, tokens=PROMPT, max_len=20)
@@ -86,7 +86,7 @@ def test_the_backlog_is_what_prompts_still_take() -> None:
 
 def test_a_session_that_nobody_drafts_for_goes_on_wanting_drafts() -> None:
     """Uses the real policy; otherwise a pool without drafters would never recover."""
-    desk = Desk(pages=100)
+    desk = Target(pages=100)
     desk.scheduler = VerificationScheduler(replace(LIMITS, max_context=2000, pages=600))
     desk.limits = replace(LIMITS, max_context=2000, pages=600)
     desk.open(tokens=PROMPT, max_len=600)
@@ -97,7 +97,7 @@ def test_a_session_that_nobody_drafts_for_goes_on_wanting_drafts() -> None:
 
 
 def test_a_prompt_that_was_there_before_is_found_in_the_cache_and_an_audit_does_not_count() -> None:
-    desk = Desk()
+    desk = Target()
     page = desk.limits.page_size
     prompt = tuple(range(1, page + 2))
     for name, is_audit in (("a", False), ("b", False), ("c", True)):
@@ -109,7 +109,7 @@ def test_a_prompt_that_was_there_before_is_found_in_the_cache_and_an_audit_does_
 
 
 def test_chosen_lengths_and_the_time_that_blocks_take_are_counted() -> None:
-    desk = Desk(patience=lambda _: 10.0, hold=10.0, asked=2)
+    desk = Target(patience=lambda _: 10.0, hold=10.0, asked=2)
     desk.open(tokens=PROMPT, max_len=20)
     desk.attach(PROMPT)
     desk.now = 1.0

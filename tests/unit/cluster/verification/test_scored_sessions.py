@@ -6,11 +6,11 @@ import pytest
 
 from cluster.verification.sequence import AUDIT_STEP_TOKENS
 from protos.messages import Finish, RefusalReason, Scoring, TokenRules, TokenScore, Verdict
-from tests.unit.cluster.verification.test_verification_scheduler import (
+from tests.scenarios.verification import (
     DRAFTER,
     ROUTER,
     VOCABULARY,
-    Desk,
+    Target,
     only_verdict,
     refusals,
     text,
@@ -25,7 +25,7 @@ def scored(count: int) -> tuple[TokenScore, ...]:
 
 def test_scores_go_to_the_router_alone_and_end_with_the_session():
     """The drafter has no use for them, and a block goes on past the end."""
-    desk = Desk()
+    desk = Target()
     told = text((1, 2, 3), 3)
     desk.open(tokens=(1, 2, 3), stop_ids=(told[1],), scoring=Scoring(0, 0))
     desk.attach((1, 2, 3))
@@ -42,7 +42,7 @@ def test_scores_go_to_the_router_alone_and_end_with_the_session():
     assert (drafters.scores, drafters.prompt_scores) == ((), ())
 
 
-def first_row(desk: Desk, name: str, **changes: object) -> int:
+def first_row(desk: Target, name: str, **changes: object) -> int:
     desk.open(name, tokens=PROMPT, max_len=9, **changes)
     desk.finish()
     (row,) = desk.rows[-1] or desk.rows[-2]
@@ -50,7 +50,7 @@ def first_row(desk: Desk, name: str, **changes: object) -> int:
 
 
 def test_all_of_a_prompt_that_is_scored_is_computed():
-    desk = Desk()
+    desk = Target()
     assert first_row(desk, "first") == 0
     assert first_row(desk, "plain") == 4
     assert first_row(desk, "scored", scoring=Scoring(None, 0)) == 0
@@ -59,7 +59,7 @@ def test_all_of_a_prompt_that_is_scored_is_computed():
 
 def test_a_scored_prompt_is_read_in_small_pieces():
     """Logits of all of a piece are held at once."""
-    desk = Desk(max_step_tokens=10 * AUDIT_STEP_TOKENS, max_context=1000, pages=400)
+    desk = Target(max_step_tokens=10 * AUDIT_STEP_TOKENS, max_context=1000, pages=400)
     prompt = (1,) * (AUDIT_STEP_TOKENS + 3)
     desk.open(tokens=prompt, max_len=len(prompt) + 1, scoring=Scoring(None, 0))
     desk.finish()
@@ -67,7 +67,7 @@ def test_a_scored_prompt_is_read_in_small_pieces():
 
 
 def test_sessions_share_cached_text_with_those_of_their_own_salt():
-    desk = Desk()
+    desk = Target()
     assert first_row(desk, "mine", cache_salt="a") == 0
     assert first_row(desk, "yours", cache_salt="b") == 0
     assert first_row(desk, "nobody's") == 0
@@ -75,7 +75,7 @@ def test_sessions_share_cached_text_with_those_of_their_own_salt():
 
 
 def test_who_waits_comes_in_by_priority_and_then_by_time():
-    desk = Desk(max_sessions=1)
+    desk = Target(max_sessions=1)
     for name, priority in (("running", 5), ("late", 3), ("first", -2), ("second", -2), ("usual", 0)):
         desk.open(name, tokens=(1, 2), max_len=3, priority=priority)
     order = []
@@ -93,4 +93,4 @@ def test_who_waits_comes_in_by_priority_and_then_by_time():
     ],
 )
 def test_a_rule_about_a_token_outside_the_vocabulary_is_refused(rules):
-    assert refusals(Desk().open(tokens=(1, 2), rules=rules)) == [(ROUTER, "s", RefusalReason.INVALID)]
+    assert refusals(Target().open(tokens=(1, 2), rules=rules)) == [(ROUTER, "s", RefusalReason.INVALID)]

@@ -10,6 +10,7 @@ from cluster.verification.hidden_state_sender import MOST_TRIES
 from cluster.verification.step import Outcome, StepPlan, slots_of
 from protos.draft_tree import DraftTree
 from protos.messages import States, StatesFormat, Verdict
+from tests.scenarios.verification import VOCABULARY, text
 from tests.unit.cluster.verification.test_hidden_state_sender import (
     SMALL,
     WIDE,
@@ -18,7 +19,6 @@ from tests.unit.cluster.verification.test_hidden_state_sender import (
     check_preempted_sessions_go_on,
     to_drafter,
 )
-from tests.unit.cluster.verification.test_verification_scheduler import VOCABULARY, text
 
 PROMPT = tuple(range(1, 14))
 LONGER = (*PROMPT, 20, 21)

@@ -1,9 +1,7 @@
-"""The target's scheduler: what goes into a step, what comes out of it, and what becomes of blocks."""
+"""Tests the target's scheduler where transcripts do not fit: many rounds, pages, measurements and random input."""
 
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,23 +12,18 @@ from cluster.draft_quality import PROOF, BlockKind
 from cluster.envelope import Send
 from cluster.page_allocator import SlotMove
 from cluster.speculation.circuit_breaker import PROBE_AFTER, SILENT_STEPS
-from cluster.speculation.controller import Awaited, DraftingDecision
+from cluster.speculation.controller import DraftingDecision
 from cluster.speculation.estimators import AcceptanceCounts, Load, ReplicaStats, SessionStats, StepCost
-from cluster.verification.block_buffer import BufferLimits
-from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.sequence import AUDIT_STEP_TOKENS, MISSED_ROUNDS, settle
-from cluster.verification.step import Outcome, Row, StepPlan
+from cluster.verification.step import Outcome
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import (
-    Acceptance,
-    Attach,
     Close,
     Detach,
     DraftAnswer,
     DraftRequest,
     Finish,
-    Hello,
-    LiveSession,
     NoDraft,
     Refusal,
     RefusalReason,
@@ -40,147 +33,17 @@ from protos.messages import (
     Verdict,
 )
 from protos.prefix import Prefix
-from tests.unit.cluster.samples import KEY, a_block, an_open
-from tests.unit.cluster.token_memory import TokenMemory
-
-VOCABULARY = 50
-LIMITS = VerificationLimits(VOCABULARY, max_context=100, max_sessions=4, max_step_tokens=64, pages=100, page_size=4)
-ROUTER = "router#1"
-DRAFTER = "drafter#1"
-
-
-def next_token(tokens: Sequence[int]) -> int:
-    """The model of these tests: what follows is a function of everything before."""
-    return (sum(tokens) * 7 + len(tokens)) % VOCABULARY
-
-
-def text(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Plain decoding."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tuple(tokens[len(prompt) :])
-
-
-@dataclass(frozen=True)
-class Steady:
-    """Pacing that tests decide on: asks for all there may be unless told otherwise."""
-
-    patience: Callable[[SessionStats], float]
-    hold: float = 0.0
-    asked: int | None = None
-    waits: bool = True
-    asked_next: Callable[[], int] | None = None
-
-    def decide(
-        self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load, may_try: bool
-    ) -> DraftingDecision:
-        tokens = self.asked_next() if self.asked_next else self.asked
-        wanted = limit if tokens is None else tokens
-        return DraftingDecision(wanted, hold_step=self.waits, skip_for_s=self.patience(blocks))
-
-    def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
-        return self.hold
-
-
-class Desk:
-    """A scheduler with an engine that checks what it is asked for as a real cache would, and reads every page of it."""
-
-    def __init__(
-        self,
-        patience: Callable[[SessionStats], float] = lambda _: 0.0,
-        hold: float = 0.0,
-        asked: int | None = None,
-        waits: bool = True,
-        **limits: Any,
-    ) -> None:
-        self.limits = replace(LIMITS, **limits)
-        self.scheduler = VerificationScheduler(self.limits, Steady(patience, hold, asked, waits))
-        self.now = 0.0
-        self.known: dict[str, list[int]] = {}  # all that the engine was told of each session
-        self.rows: list[tuple[Row, ...]] = []  # of every step
-        self._memory = TokenMemory(self.limits.page_size)
-
-    def open(self, session: str = "s", router: str = ROUTER, **changes: Any) -> list[Send]:
-        return self.scheduler.receive(router, an_open(session, **changes), self.now)
-
-    def attach(self, tokens: tuple[int, ...], session: str = "s", drafter: str = DRAFTER) -> list[Send]:
-        return self.scheduler.receive(drafter, Attach(session, len(tokens), Prefix(KEY, tokens).hash), self.now)
-
-    def block(self, before: tuple[int, ...], tokens: tuple[int, ...] | DraftTree, session: str = "s") -> None:
-        self.scheduler.receive(DRAFTER, a_block(before, tokens, session), self.now)
-
-    def step(self) -> list[Send]:
-        plan = self.scheduler.plan(self.now)
-        assert plan is not None, "nothing was due"
-        return self.scheduler.apply(self.compute(plan), 0.1, self.now)
-
-    def compute(self, plan: StepPlan) -> list[Outcome]:
-        for name in plan.closes:
-            del self.known[name]
-        for request in plan.opens:
-            assert request.session not in self.known
-            self.known[request.session] = list(request.tokens)
-        assert len({row.session for row in plan.rows}) == len(plan.rows) <= self.limits.max_sessions
-        assert sum(len(row.tokens) for row in plan.rows) <= self.limits.max_step_tokens
-        self.rows.append(plan.rows)
-        self._memory.move(plan.moves)
-        self._memory.copy(plan.copies)
-        for row in plan.rows:
-            assert row.tokens
-            assert max(row.pages) < self.limits.pages
-            self._memory.write(row.tokens, row.start, row.pages)
-        return [outcome for row in plan.rows if (outcome := self._run(row)) is not None]
-
-    def _run(self, row: Row) -> Outcome | None:
-        """Decides a row from what its pages hold after all rows are written, so that wrong writes show."""
-        known = self.known[row.session]
-        cached = self._memory.read(row.start + len(row.tokens), row.pages)
-        assert row.start <= len(known), "a row begins beyond what is known of its session"
-        base = row.base_len
-        known[row.start : base] = row.tokens[: row.known]
-        assert cached == (*known[:base], *row.draft.tokens), "the pages hold another text than the session's"
-        if not row.decide:
-            return None
-        del known[base:]
-        path: list[int] = []
-        while (node := self._child(row, path, next_token(tuple(known)))) is not None:
-            path.append(node)
-            known.append(row.draft.tokens[node])
-        assert len(known) == base + len(path)
-        return Outcome(row.session, tuple(path), next_token(tuple(known)))
-
-    def _child(self, row: Row, path: list[int], token: int) -> int | None:
-        """The node after this path that has this token."""
-        parent = path[-1] if path else -1
-        nodes = enumerate(zip(row.draft.parents, row.draft.tokens, strict=True))
-        return next((node for node, child in nodes if child == (parent, token)), None)
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Causes for which a block was dropped."""
-        return +self.scheduler.counts.dropped
-
-    def finish(self) -> dict[str, tuple[int, ...]]:
-        """Steps until nobody is left; what each session got. The scheduler itself checks its pages when idle."""
-        got: dict[str, tuple[int, ...]] = {}
-        for _ in range(2000):
-            plan = self.scheduler.plan(self.now)
-            if plan is None:
-                break
-            for receiver, message in self.scheduler.apply(self.compute(plan), 0.1, self.now):
-                if receiver == ROUTER:
-                    assert isinstance(message, Verdict)
-                    got[message.session] = got.get(message.session, ()) + message.tokens
-        assert self.scheduler.is_idle
-        assert not self.known, "the engine still remembers a session"
-        return got
-
-
-def only_verdict(sends: list[Send], receiver: str = ROUTER) -> Verdict:
-    (verdict,) = (message for to, message in sends if to == receiver and not isinstance(message, DraftRequest))
-    assert isinstance(verdict, Verdict)
-    return verdict
+from tests.scenarios.verification import (
+    DRAFTER,
+    ROUTER,
+    VOCABULARY,
+    Steady,
+    Target,
+    next_token,
+    only_verdict,
+    text,
+)
+from tests.unit.cluster.samples import KEY, a_block
 
 
 def verdicts(sends: list[Send]) -> list[Verdict]:
@@ -233,160 +96,8 @@ def test_settle(tokens, accepted, max_len, stops, expected):
 # ---------------------------------------------------------------- one session
 
 
-def test_a_session_without_a_drafter_is_decoded_plainly_from_its_first_step():
-    desk = Desk()
-    desk.open(tokens=(1, 2, 3), max_len=6)
-    verdicts = [only_verdict(desk.step()) for _ in range(3)]
-    assert tuple(v.tokens[0] for v in verdicts) == text((1, 2, 3), 3)
-    assert [v.base_len for v in verdicts] == [3, 4, 5]
-    assert verdicts[1].prefix_hash == Prefix(KEY, (1, 2, 3, verdicts[0].tokens[0])).hash
-    assert [v.finish for v in verdicts] == [Finish.NONE, Finish.NONE, Finish.LENGTH]
-    assert [[len(row.tokens) for row in rows] for rows in desk.rows] == [[3], [1], [1]]
-
-
-@pytest.mark.parametrize(("wrong_from", "accepted"), [(3, 3), (1, 1), (0, 0)], ids=["all", "some", "none"])
-def test_a_block_is_verified_and_only_what_it_lacks_is_fed_next(wrong_from, accepted):
-    """After a rejection the cache holds wrong tokens, after full acceptance one too few; both feed from there."""
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    right = text((1, 2), 5)
-    draft = right[:wrong_from] + tuple((token + 1) % VOCABULARY for token in right[wrong_from:3])
-    desk.block((1, 2), draft)
-    verdict = only_verdict(desk.step())
-    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[: accepted + 1], accepted, 3)
-    assert only_verdict(desk.step()).tokens == (right[accepted + 1],)
-    (row,) = desk.rows[-1]
-    assert (row.start, row.tokens) == (2 + accepted, (right[accepted],))
-
-
-def test_acceptance_is_counted_by_position_as_far_as_a_block_could_go():
-    """Two of three requested tokens are accepted; then the session has room for one."""
-    desk = Desk(asked=3)
-    desk.open(tokens=(1, 2), max_len=7)
-    right = text((1, 2), 4)
-    desk.block((1, 2), (*right[:2], (right[2] + 1) % VOCABULARY))
-    desk.step()
-    assert desk.scheduler.acceptance == AcceptanceCounts(reached=(1, 1, 1), accepted=(1, 1, 0))
-    desk.block((1, 2, *right[:3]), right[3:4])
-    desk.step()
-    assert desk.scheduler.acceptance == AcceptanceCounts(reached=(2, 1, 1), accepted=(2, 1, 0))
-
-
-def test_plain_steps_say_nothing_of_acceptance_and_a_drafter_with_nothing_to_offer_does():
-    desk = Desk(asked=2)
-    desk.open(tokens=(1, 2))
-    desk.attach((1, 2))
-    desk.step()
-    assert desk.scheduler.acceptance == AcceptanceCounts()
-    tokens = (1, 2, *text((1, 2), 1))
-    desk.scheduler.receive(DRAFTER, NoDraft("s", len(tokens), Prefix(KEY, tokens).hash), desk.now)
-    desk.step()
-    assert desk.scheduler.acceptance == AcceptanceCounts(reached=(1, 0), accepted=(0, 0))
-
-
-def test_a_stop_id_inside_the_accepted_part_ends_the_session_there():
-    right = text((1, 2), 3)
-    desk = Desk()
-    desk.open(tokens=(1, 2), stop_ids=(right[1],))
-    desk.attach((1, 2))
-    desk.block((1, 2), right)
-    sends = desk.step()
-    verdict = only_verdict(sends)
-    assert (verdict.tokens, verdict.accepted, verdict.finish) == (right[:2], 2, Finish.STOP)
-    assert only_verdict(sends, DRAFTER) == verdict, "the drafter hears of the end too"
-    assert desk.scheduler.plan(desk.now) == StepPlan(("s",), (), ())
-    desk.scheduler.apply([], 0.0, desk.now)
-    assert desk.scheduler.is_idle
-
-
-@pytest.mark.parametrize(
-    ("draft", "rejected"),
-    [
-        (DraftTree.chain((0, 1, 2)), (1, 2)),
-        (DraftTree((1, 0, 2, 4), (-1, -1, 1, 1)), (2,)),
-        (DraftTree.chain((0,)), ()),
-    ],
-    ids=["a chain after its first token", "a tree's likeliest path", "all stand"],
-)
-def test_a_router_that_asks_is_told_what_the_draft_had_after_the_accepted_tokens(draft, rejected):
-    """Tokens of drafts are told as 0: the right one; else: so far from it."""
-    right = text((1, 2), 1)[0]
-    tree = DraftTree(tuple((right + token) % VOCABULARY for token in draft.tokens), draft.parents)
-    desk = Desk(asked=4, trees=True)
-    desk.open(tokens=(1, 2), wants_rejected=True)
-    desk.attach((1, 2))
-    desk.block((1, 2), tree)
-    sends = desk.step()
-    verdict = only_verdict(sends)
-    assert (verdict.accepted, verdict.tokens[0]) == (1, right)
-    assert verdict.rejected == tuple((right + token) % VOCABULARY for token in rejected)
-    assert only_verdict(sends, DRAFTER) == replace(verdict, rejected=()), "a drafter knows its block"
-
-
-def test_nothing_is_told_as_rejected_unasked_nor_where_the_session_ended_before_it():
-    right = text((1, 2), 3)
-    wrong = (right[2] + 1) % VOCABULARY
-    for changes in ({}, {"wants_rejected": True, "stop_ids": (right[1],)}):
-        desk = Desk()
-        desk.open(tokens=(1, 2), **changes)
-        desk.block((1, 2), (*right[:2], wrong))
-        verdict = only_verdict(desk.step())
-        assert (verdict.accepted, verdict.rejected) == (2, ())
-
-
-def test_drafters_are_told_first():
-    """A round waits for its drafter, not for its router; also where an earlier session has none."""
-    desk = Desk()
-    for session, drafter in (("a", None), ("b", "drafter-b#1"), ("c", "drafter-c#1")):
-        desk.open(session, tokens=(1, 2))
-        if drafter is not None:
-            desk.attach((1, 2), session, drafter)
-    told = [(receiver, type(message)) for receiver, message in desk.step()]
-    both = [(drafter, kind) for drafter in ("drafter-b#1", "drafter-c#1") for kind in (Verdict, DraftRequest)]
-    assert told == [*both, *[(ROUTER, Verdict)] * 3]
-
-
-def test_a_session_that_is_closed_during_its_step_gets_no_verdict():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    plan = desk.scheduler.plan(0.0)
-    assert plan is not None
-    desk.scheduler.receive(ROUTER, Close("s", 1), 0.0)
-    assert desk.scheduler.apply(desk.compute(plan), 0.1, 0.0) == []
-    assert desk.scheduler.plan(0.0) == StepPlan(("s",), (), ())
-
-
-def test_a_session_that_is_reopened_during_its_step_starts_anew():
-    """The outcome belongs to the old attempt's tokens: applied to the new one it would be a wrong verdict."""
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    plan = desk.scheduler.plan(0.0)
-    assert plan is not None
-    desk.open(tokens=(4, 5, 6), attempt=2)
-    assert desk.scheduler.apply(desk.compute(plan), 0.1, 0.0) == []
-    verdict = only_verdict(desk.step())
-    assert (verdict.attempt, verdict.base_len, verdict.tokens) == (2, 3, text((4, 5, 6), 1))
-
-
-def test_an_older_or_equal_attempt_changes_nothing():
-    desk = Desk()
-    desk.open(tokens=(4, 5, 6), attempt=2)
-    assert desk.open(tokens=(1, 2), attempt=1) == []
-    assert desk.open(tokens=(1, 2), attempt=2) == []
-    desk.scheduler.receive(ROUTER, Close("s", 1), 0.0)
-    assert only_verdict(desk.step()).base_len == 3
-
-
-def test_opening_and_closing_before_a_step_never_reaches_the_engine():
-    desk = Desk()
-    desk.open()
-    desk.scheduler.receive(ROUTER, Close("s", 1), 0.0)
-    assert desk.scheduler.plan(0.0) is None
-    assert desk.scheduler.is_idle
-
-
 def test_a_row_carries_its_blocks_draft_probs():
-    desk = Desk()
+    desk = Target()
     desk.open(tokens=(1, 2))
     probs = SparseProbs(((9,),), ((1,),))
     desk.scheduler.receive(DRAFTER, a_block((1, 2), DraftTree.chain((9,), probs)), 0.0)
@@ -396,186 +107,14 @@ def test_a_row_carries_its_blocks_draft_probs():
     assert desk.rows[1][0].draft.probs is None
 
 
-def test_a_target_is_idle_while_it_has_sessions_and_makes_no_step():
-    desk = Desk(patience=lambda _: 5.0, hold=5.0)
-    desk.now = 100.0
-    desk.open(tokens=(1, 2), max_len=5)
-    desk.attach((1, 2))
-    desk.step()  # at once, for it feeds the prompt; it takes 0.1 s up to now
-    assert (desk.scheduler.counts.step_s, desk.scheduler.counts.idle_s) == (0.1, 0.0)
-    desk.now = 102.0
-    assert desk.scheduler.plan(desk.now) is None, "its block is waited for"
-    desk.now = 103.0
-    desk.block((1, 2, *text((1, 2), 1)), text((1, 2), 2)[1:])
-    assert only_verdict(desk.step()).finish is Finish.LENGTH
-    assert (desk.scheduler.counts.step_s, desk.scheduler.counts.idle_s) == (0.2, 3.0)
-
-
-def test_a_target_without_sessions_is_not_idle_but_out_of_work():
-    desk = Desk()
-    desk.open(tokens=(1, 2), max_len=3)
-    desk.step()
-    assert desk.scheduler.plan(desk.now) == StepPlan(("s",), (), ())
-    desk.scheduler.apply([], 0.0, desk.now)
-    desk.known.clear()
-    desk.now = 50.0
-    desk.open("t", tokens=(1, 2), max_len=3)
-    desk.now = 51.0
-    desk.step()
-    assert desk.scheduler.counts.idle_s == 1.0
-
-
 # ---------------------------------------------------------------- the block buffer
-
-
-def test_under_ratio_the_first_arrival_for_a_prefix_stays():
-    """Choosing between two blocks by the second would bias the text."""
-    desk = Desk()
-    desk.open(tokens=(1, 2), acceptance=Acceptance.REJECTION, sampling=Sampling())
-    desk.block((1, 2), (9,))
-    desk.block((1, 2), text((1, 2), 1))
-    assert only_verdict(desk.step()).accepted == 0
-    assert desk.dropped == {"duplicate": 1}
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {"acceptance": Acceptance.COUPLED, "sampling": Sampling()},
-        {"acceptance": Acceptance.REJECTION, "sampling": Sampling(temperature=0.0)},
-    ],
-    ids=["coupled", "greedy"],
-)
-def test_elsewhere_a_drafter_may_think_again(rules):
-    desk = Desk()
-    desk.open(tokens=(1, 2), **rules)
-    for block in ((9,), text((1, 2), 1), text((1, 2), 1)):
-        desk.block((1, 2), block)
-    assert only_verdict(desk.step()).accepted == 1
-    assert desk.dropped == {"duplicate": 1}, "of the same twice, one is heard"
-
-
-def test_a_block_waits_for_its_prefix_and_is_used_there():
-    """Pre-submission: the next block is there before the verdict that it builds on."""
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    right = text((1, 2), 5)
-    desk.block((1, 2), right[:2])
-    desk.block((1, 2, *right[:3]), right[3:])
-    assert only_verdict(desk.step()).tokens == right[:3]
-    assert only_verdict(desk.step()).tokens[:2] == right[3:]
-    assert not desk.dropped
-
-
-def test_blocks_that_were_passed_by_are_counted_by_cause():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    right = text((1, 2), 3)
-    desk.block((1, 2, 49), (5,))  # another token than the target will decide
-    desk.block((1, 2, right[0]), (right[1],))
-    desk.step()
-    assert desk.dropped == {"wrong_guess": 1}
-    desk.step()
-    desk.block((1, 2), (right[0],))
-    assert desk.dropped["stale"] == 1
-    desk.block((1, 2, 49, 48, 47), (5,))
-    assert desk.dropped["other_prefix"] == 1
-
-
-def test_a_block_that_waited_too_long_is_verified_from_where_the_target_has_got_to():
-    """Its first token is what the target decided meanwhile: the rest is as good as a new block."""
-    desk = Desk(max_step_tokens=4)
-    desk.open(tokens=(1, 2))
-    desk.block((1, 2), text((1, 2), 3))  # does not fit into this step
-    assert only_verdict(desk.step()).drafted == 0
-    assert only_verdict(desk.step()).accepted == 2
-    assert desk.scheduler.counts.rebased == 1
-    assert not desk.dropped
-
-
-def settled(desk: Desk) -> tuple[int, int]:
-    """Draft tokens that were accepted, and that were wasted."""
-    return desk.scheduler.counts.accepted_tokens, desk.scheduler.counts.wasted_tokens
-
-
-def test_draft_tokens_are_wasted_where_they_are_rejected_and_not_before_that_is_known():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    right = text((1, 2), 2)
-    desk.block((1, 2), (right[0], (right[1] + 1) % VOCABULARY, 5))
-    assert settled(desk) == (0, 0)
-    desk.step()
-    assert settled(desk) == (1, 2)
-    desk.step()
-    assert settled(desk) == (1, 2), "a plain step wastes nothing"
-
-
-def test_all_tokens_of_blocks_that_were_passed_by_or_replaced_are_wasted():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    right = text((1, 2), 3)
-    desk.block((1, 2, 49), (5, 6))  # another token than the target will decide
-    desk.block((1, 2, right[0]), DraftTree((right[1], 5, 5, 6), (-1, 0, 1, -1)))
-    desk.block((1, 2, right[0]), right[1:])  # better than the one before
-    desk.step()
-    assert settled(desk) == (0, 2 + 4)
-    desk.step()
-    assert settled(desk) == (2, 2 + 4)
-
-
-def test_what_a_late_block_says_of_tokens_that_are_decided_is_wasted():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    desk.step()
-    desk.block((1, 2), text((1, 2), 3))
-    assert settled(desk) == (0, 1)
-    desk.step()
-    assert settled(desk) == (2, 1)
-
-
-def test_tokens_beyond_what_pays_by_now_are_wasted():
-    desk = Desk(asked=1)
-    desk.open(tokens=(1, 2))
-    desk.block((1, 2), text((1, 2), 3))
-    assert only_verdict(desk.step()).drafted == 1
-    assert settled(desk) == (1, 2)
-
-
-def test_with_its_session_a_block_is_wasted():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    desk.block((1, 2), (5, 6))
-    desk.scheduler.receive(ROUTER, Close("s", 1), desk.now)
-    assert settled(desk) == (0, 2)
-    desk.block((1, 2), (5,))
-    assert desk.dropped == {"ended": 1}
-    assert settled(desk) == (0, 3)
-
-
-def test_what_one_drafter_sent_waits_though_another_comes_before_the_session_is_opened():
-    """Nobody can tell yet whose drafter it will be: the other one may be anybody."""
-    desk = Desk()
-    desk.block((1, 2), (5, 6))
-    desk.attach((1, 2), "s", "other#1")
-    assert desk.dropped == {}
-    desk.open(tokens=(1, 2))
-    desk.step()
-    assert settled(desk) == (0, 2), "it was verified"
-
-
-def test_a_block_that_arrives_too_late_is_verified_from_where_the_target_has_got_to():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    desk.step()
-    desk.block((1, 2), text((1, 2), 3))
-    assert only_verdict(desk.step()).accepted == 2
 
 
 def test_a_late_blocks_draft_probs_stay_with_their_tokens():
     """One row off, and every token would be weighed against another's distribution."""
     right = text((1, 2), 4)
     probs = SparseProbs(tuple((token,) for token in right[:3]), ((1,), (2,), (3,)))
-    desk = Desk()
+    desk = Target()
     desk.open(tokens=(1, 2))
     desk.step()
     desk.scheduler.receive(DRAFTER, a_block((1, 2), DraftTree.chain(right[:3], probs)), desk.now)
@@ -585,209 +124,27 @@ def test_a_late_blocks_draft_probs_stay_with_their_tokens():
     assert row.draft.probs == SparseProbs(probs.token_ids[1:], probs.weights[1:])
 
 
-def test_a_late_block_does_not_push_out_the_one_that_was_drafted_for_this_prefix():
-    right = text((1, 2), 4)
-    desk = Desk(max_step_tokens=4)
-    desk.open(tokens=(1, 2))
-    desk.block((1, 2), right[:3])
-    desk.block((1, 2, right[0]), (right[1],))
-    desk.step()
-    assert only_verdict(desk.step()).drafted == 1
-
-
-def test_a_late_block_that_guessed_otherwise_is_stale():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    right = text((1, 2), 3)
-    desk.step()
-    desk.block((1, 2), ((right[0] + 1) % VOCABULARY, *right[1:]))
-    desk.block((1, 2), right[:1])  # right, but nothing is left of it
-    assert desk.dropped == {"stale": 2}
-    assert only_verdict(desk.step()).drafted == 0
-
-
-BAD_BLOCKS = {
-    "out_of_vocabulary": a_block((1, 2), (VOCABULARY,)),
-    "beyond_context": replace(a_block((1, 2), (3, 3)), base_len=99),
-    "too_long": a_block((1, 2), (3,) * 5),
-}
-
-
-@pytest.mark.parametrize("cause", BAD_BLOCKS)
-def test_what_can_never_be_verified_is_dropped_and_disturbs_nothing(cause):
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    desk.scheduler.receive(DRAFTER, BAD_BLOCKS[cause], 0.0)
-    assert desk.dropped == {cause: 1}
-    assert only_verdict(desk.step()).tokens == text((1, 2), 1)
-
-
-def test_a_block_that_reaches_its_sessions_end_is_dropped():
-    """A cache with room for just one such session lacks the page it would need, so it would wait forever."""
-    desk = Desk(pages=2)
-    desk.open(tokens=(1, 2, 3, 4, 5, 6), max_len=8)
-    desk.block((1, 2, 3, 4, 5, 6), text((1, 2, 3, 4, 5, 6), 3))
-    assert desk.dropped == {"too_long": 1}
-    desk.block((1, 2, 3, 4, 5, 6), text((1, 2, 3, 4, 5, 6), 1))
-    assert desk.finish() == {"s": text((1, 2, 3, 4, 5, 6), 2)}
-    assert len(desk.rows) == 2
-
-
 def test_a_draft_prob_outside_the_vocabulary_is_refused_though_no_token_is():
     """It would index the target's row out of range, and end the replica."""
-    desk = Desk()
+    desk = Target()
     desk.open(tokens=(1, 2))
     probs = SparseProbs(((9, VOCABULARY),), ((1, 1),))
     desk.scheduler.receive(DRAFTER, a_block((1, 2), DraftTree.chain((9,), probs)), 0.0)
     assert desk.dropped == {"out_of_vocabulary": 1}
 
 
-def test_plain_sessions_take_no_blocks():
-    desk = Desk()
-    desk.open(tokens=(1, 2), draft_tokens=0)
-    desk.block((1, 2), (5,))
-    assert desk.dropped == {"too_long": 1}
-
-
-def test_the_room_of_a_session_is_bounded():
-    desk = Desk(buffer=BufferLimits(blocks=2))
-    desk.open(tokens=(1, 2))
-    for token in range(5):
-        desk.block((1, 2, token), (5,))
-    assert desk.dropped == {"buffer_full": 3}
-
-
-def test_guesses_that_fill_the_room_do_not_keep_out_the_block_that_is_due():
-    desk = Desk(buffer=BufferLimits(blocks=2))
-    desk.open(tokens=(1, 2))
-    for token in range(4):
-        desk.block((1, 2, token), (5,))
-    right = text((1, 2), 1)
-    desk.block((1, 2), right)
-    assert desk.dropped == {"buffer_full": 2}
-    assert only_verdict(desk.step()).accepted == 1
-
-
 # ---------------------------------------------------------------- what comes before its Open
-
-
-def test_a_block_and_an_attach_that_come_before_the_open_are_used():
-    """Drafter and router have streams of their own: nothing orders them."""
-    desk = Desk()
-    right = text((1, 2), 3)
-    assert desk.attach((1, 2)) == []
-    desk.block((1, 2), right[:2])
-    desk.open(tokens=(1, 2))
-    sends = desk.step()
-    assert only_verdict(sends).tokens == right
-    assert only_verdict(sends, DRAFTER).tokens == right
-
-
-@pytest.mark.parametrize("gone", [True, False], ids=["the drafter left", "time passed"])
-def test_what_waits_for_an_open_that_never_comes_is_freed(gone):
-    """Otherwise late blocks of ended sessions stay, and a replica that has nothing to do is never idle."""
-    desk = Desk(buffer=BufferLimits(age_s=5))
-    desk.attach((1, 2))
-    desk.block((1, 2), (5,))
-    if gone:
-        desk.scheduler.gone(DRAFTER, desk.now)
-    else:
-        due = desk.scheduler.next_due()
-        assert due == 5.0, "the loop must wake for it"
-        assert desk.scheduler.plan(due - 0.1) is None
-        assert not desk.scheduler.is_idle
-        assert desk.scheduler.plan(due) is None
-    assert desk.dropped == {"drafter_gone" if gone else "expired": 1}
-    assert desk.scheduler.is_idle
-    assert settled(desk) == (0, 1)
-
-
-def test_expiry_goes_by_age_though_several_wait_for_one_session():
-    """A second drafter's messages are younger; they neither shield older ones nor expire with them."""
-    desk = Desk(buffer=BufferLimits(age_s=5))
-    desk.attach((1,), "a")
-    desk.now = 1.0
-    desk.attach((1,), "b")
-    desk.now = 4.0
-    desk.attach((1,), "a", drafter="other#1")
-    assert desk.scheduler.next_due() == 5.0
-    desk.scheduler.plan(5.5)
-    assert desk.scheduler.next_due() == 6.0
-    desk.scheduler.plan(6.5)
-    assert desk.scheduler.next_due() == 9.0
-
-
-def test_a_drafter_that_floods_unknown_sessions_fills_only_its_own_room():
-    desk = Desk(buffer=BufferLimits(sessions=3, blocks=2))
-    for number in range(6):
-        desk.block((1, 2), (5,), f"unknown{number}")
-    for _ in range(3):
-        desk.block((1, 2), (5,), "unknown0")
-    assert desk.dropped == {"buffer_full": 5}
-    assert desk.attach((1, 2), "s", "other#1") == []
-    desk.open(tokens=(1, 2))
-    assert only_verdict(desk.step(), "other#1").tokens == text((1, 2), 1)
 
 
 # ---------------------------------------------------------------- attaching
 
 
-def test_a_drafter_that_attaches_late_gets_what_it_missed_as_one_verdict():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    desk.step()
-    desk.step()
-    missed = only_verdict(desk.attach((1, 2)), DRAFTER)
-    assert (missed.base_len, missed.prefix_hash, missed.tokens) == (2, Prefix(KEY, (1, 2)).hash, text((1, 2), 2))
-    again = desk.attach((1, 2, *missed.tokens))
-    assert verdicts(again) == [], "nothing was missed"
-    assert only_request(again).base_len == 2 + len(missed.tokens)
-
-
-@pytest.mark.parametrize("tokens", [(1, 3), (1, 2, 3)], ids=["other tokens", "more tokens"])
-def test_a_drafter_with_other_tokens_is_told_to_resynchronise_and_gets_no_verdicts(tokens):
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    assert desk.attach(tokens) == [(DRAFTER, Resync("s", 2, Prefix(KEY, (1, 2)).hash))]
-    assert [receiver for receiver, _ in desk.step()] == [ROUTER]
-
-
-def test_a_drafter_that_left_is_told_nothing_and_waited_for_no_more():
-    desk = Desk(patience=lambda *_: 9.0)
-    desk.open(tokens=(1, 2))
-    desk.attach((1, 2))
-    desk.step()
-    desk.scheduler.gone(DRAFTER, desk.now)
-    assert [receiver for receiver, _ in desk.step()] == [ROUTER]
-
-
 # ---------------------------------------------------------------- patience
-
-
-def test_a_session_is_waited_for_until_its_patience_ends_and_then_decoded_plainly():
-    desk = Desk(patience=lambda *_: 2.0)
-    desk.open(tokens=(1, 2))
-    desk.attach((1, 2))
-    desk.step()  # the prompt is fed at once
-    assert desk.scheduler.plan(1.9) is None
-    assert desk.scheduler.next_due() == 2.0
-    desk.now = 2.0
-    assert only_verdict(desk.step()).drafted == 0
-
-
-def test_a_block_ends_the_wait_at_once():
-    desk = Desk(patience=lambda *_: 2.0)
-    desk.open(tokens=(1, 2))
-    desk.attach((1, 2))
-    decided = only_verdict(desk.step()).tokens
-    desk.block((1, 2, *decided), (5,))
-    assert desk.scheduler.next_due() == 0.0
-    assert only_verdict(desk.step()).drafted == 1
 
 
 def test_requests_without_speculation_do_not_shorten_its_pauses():
     """Or whoever turns it off would have it tried more often for all others."""
-    desk = Desk(max_context=1000, pages=1000)
+    desk = Target(max_context=1000, pages=1000)
     desk.scheduler = VerificationScheduler(desk.limits)
 
     def run(session: str, draft_tokens: int, steps: int) -> list[bool]:
@@ -812,7 +169,7 @@ def test_requests_without_speculation_do_not_shorten_its_pauses():
 def test_a_drafter_of_which_nothing_is_asked_hears_no_verdicts_until_something_is():
     """It costs the target a message a token otherwise, and the drafter the reading."""
     asks = iter([0, 0, 0, 2, 2, 0])
-    desk = Desk()
+    desk = Target()
     desk.scheduler = VerificationScheduler(desk.limits, Steady(lambda _: 0.0, asked_next=lambda: next(asks, 0)))
     desk.open(tokens=(1, 2), max_len=11)
     assert [(to, message.max_tokens) for to, message in desk.attach((1, 2))] == [(DRAFTER, 0)]
@@ -828,17 +185,6 @@ def test_a_drafter_of_which_nothing_is_asked_hears_no_verdicts_until_something_i
     assert last.tokens == whole[last.base_len :], "the end is told, with all before it"
 
 
-def test_nothing_is_waited_for_before_the_last_token_or_with_speculation_off():
-    """A block there could not bring anything: one plain step ends the session."""
-    desk = Desk(patience=lambda *_: 2.0)
-    desk.open("last", tokens=(1, 2), max_len=4)
-    desk.open("plain", tokens=(1, 2), draft_tokens=0)
-    for name in ("last", "plain"):
-        desk.attach((1, 2), name)
-    desk.step()
-    assert len([send for send in desk.step() if send[0] == ROUTER]) == 2
-
-
 def test_waiting_in_vain_is_remembered_and_a_block_forgives():
     seen: list[SessionStats] = []
 
@@ -846,7 +192,7 @@ def test_waiting_in_vain_is_remembered_and_a_block_forgives():
         seen.append(replace(blocks))
         return 0.0
 
-    desk = Desk(patience)
+    desk = Target(patience)
     desk.open(tokens=(1, 2))
     desk.attach((1, 2))
     for _ in range(4):
@@ -864,7 +210,7 @@ def test_waiting_in_vain_is_remembered_and_a_block_forgives():
 
 def test_a_silent_drafter_is_waited_for_by_nobody_after_a_few_steps():
     """Not even by a session that was opened meanwhile; a block for any of its sessions ends that."""
-    desk = Desk(patience=lambda _: 1.0, max_context=200)
+    desk = Target(patience=lambda _: 1.0, max_context=200)
     desk.open(max_len=150)
     desk.step()
     desk.attach((1, 2, 3, *text((1, 2, 3), 1)))
@@ -884,7 +230,7 @@ def test_a_silent_drafter_is_waited_for_by_nobody_after_a_few_steps():
 
 
 def test_a_silent_drafter_is_probed_for_the_time_of_a_step():
-    desk = Desk(patience=lambda _: 1.0, max_context=200)
+    desk = Target(patience=lambda _: 1.0, max_context=200)
     desk.open(max_len=150)
     desk.step()
     desk.attach((1, 2, 3, *text((1, 2, 3), 1)))
@@ -902,7 +248,7 @@ def test_a_silent_drafter_is_probed_for_the_time_of_a_step():
 
 
 def test_a_drafter_with_nothing_to_offer_is_not_waited_for_and_not_taken_for_silent():
-    desk = Desk(patience=lambda _: 1.0)
+    desk = Target(patience=lambda _: 1.0)
     desk.open()
     tokens = (1, 2, 3)
     tokens += only_verdict(desk.step()).tokens
@@ -917,7 +263,7 @@ def test_a_drafter_with_nothing_to_offer_is_not_waited_for_and_not_taken_for_sil
 
 def test_a_drafter_that_never_has_anything_to_offer_is_soon_asked_no_more():
     """Or it would be kept busy for ever by a draft model that is sure of nothing."""
-    desk = Desk(max_context=1000, pages=1000)
+    desk = Target(max_context=1000, pages=1000)
     desk.scheduler = VerificationScheduler(desk.limits)
     desk.open(max_len=900)
     tokens: tuple[int, ...] = (1, 2, 3)
@@ -943,7 +289,7 @@ def test_nothing_to_offer_for_a_step_under_way_says_that_the_drafter_lives_and_n
         seen.append(replace(blocks))
         return 0.0
 
-    desk = Desk(patience, waits=False, max_context=200)
+    desk = Target(patience, waits=False, max_context=200)
     desk.open(max_len=150)
     tokens: tuple[int, ...] = (1, 2, 3)
     tokens += only_verdict(desk.step()).tokens
@@ -962,78 +308,9 @@ def test_nothing_to_offer_for_a_step_under_way_says_that_the_drafter_lives_and_n
     assert (seen[-1].delay_s, seen[-1].missed_rounds) == (before.delay_s, 0)
 
 
-def test_having_nothing_to_offer_for_another_prefix_says_nothing():
-    desk = Desk(patience=lambda _: 1.0)
-    desk.open()
-    tokens = (1, 2, 3, *only_verdict(desk.step()).tokens)
-    desk.attach(tokens)
-    desk.scheduler.receive(DRAFTER, NoDraft("s", len(tokens), 1), desk.now)
-    desk.scheduler.receive(DRAFTER, NoDraft("s", 3, Prefix(KEY, (1, 2, 3)).hash), desk.now)
-    desk.scheduler.receive(DRAFTER, NoDraft("unknown", 3, 1), desk.now)
-    assert desk.scheduler.plan(desk.now) is None
-
-
-def test_a_drafter_that_detaches_is_not_waited_for_and_another_ones_detach_is_void():
-    desk = Desk(patience=lambda _: 1.0)
-    desk.open()
-    tokens = (1, 2, 3, *only_verdict(desk.step()).tokens)
-    desk.attach(tokens)
-    desk.scheduler.receive("drafter#2", Detach("s"), desk.now)
-    assert desk.scheduler.plan(desk.now) is None
-    desk.scheduler.receive(DRAFTER, Detach("s"), desk.now)
-    ((receiver, verdict),) = desk.step()
-    assert isinstance(verdict, Verdict)
-    assert (receiver, verdict.answer) == (ROUTER, DraftAnswer.MISSED), "the router knows whether it assigned anybody"
-
-
-def test_a_verdict_says_what_came_of_the_block_that_was_asked_for():
-    desk = Desk()
-    desk.open()
-    first = only_verdict(desk.step())
-    tokens = (1, 2, 3, *first.tokens)
-    desk.attach(tokens)
-    missed = only_verdict(desk.step())
-    tokens += missed.tokens
-    desk.block(tokens, text(tokens, 2))
-    given = only_verdict(desk.step())
-    answers = [first.answer, missed.answer, given.answer]
-    assert answers == [DraftAnswer.NOT_ASKED, DraftAnswer.MISSED, DraftAnswer.GIVEN]
-
-
-def test_a_step_waits_for_blocks_and_then_goes_on_without_them():
-    """All together: a step for both costs less than two."""
-    desk = Desk(hold=1.0)
-    for name in "ab":
-        desk.open(name, tokens=(1, 2))
-        desk.attach((1, 2), name)
-    decided = text((1, 2), 1)
-    desk.step()
-    desk.block((1, 2, *decided), (5,), "a")
-    assert desk.scheduler.next_due() == 1.0
-    desk.now = 1.0
-    desk.step()
-    assert sorted((row.session, row.drafted) for row in desk.rows[-1]) == [("a", 1), ("b", 0)]
-
-
-def test_blocks_that_are_not_waited_for_are_used_if_they_are_there():
-    desk = Desk(hold=1.0, waits=False)
-    desk.open(tokens=(1, 2))
-    desk.attach((1, 2))
-    request = only_request(desk.step())
-    assert (request.max_tokens, request.hold_step) == (4, False)
-    assert desk.scheduler.next_due() == desk.now
-    verdict = only_verdict(desk.step(), DRAFTER)
-    assert verdict.answer is DraftAnswer.NOT_ASKED, "nothing was missed"
-    tokens = (1, 2, *text((1, 2), 3))
-    desk.block(tokens, text(tokens, 1))
-    desk.step()
-    desk.step()
-    assert desk.rows[-1][0].drafted == 1
-
-
 def test_only_steps_that_compute_anything_say_what_steps_cost():
     """While blocks are awaited, plans may only open and close sessions."""
-    desk = Desk(hold=5.0)
+    desk = Target(hold=5.0)
     for name in "ab":
         desk.open(name, tokens=(1, 2))
         desk.attach((1, 2), name)
@@ -1049,40 +326,12 @@ def test_only_steps_that_compute_anything_say_what_steps_cost():
     assert desk.scheduler.step_cost == cost
 
 
-def test_a_step_begins_as_soon_as_the_last_block_that_it_waits_for_is_there():
-    desk = Desk(patience=lambda _: 9.0, hold=5.0)
-    for name in "ab":
-        desk.open(name, tokens=(1, 2))
-        desk.attach((1, 2), name)
-    decided = text((1, 2), 1)
-    desk.step()
-    desk.block((1, 2, *decided), (5,), "a")
-    assert desk.scheduler.plan(desk.now) is None
-    desk.now = 1.0
-    desk.block((1, 2, *decided), (6,), "b")
-    assert len(verdicts(desk.step())) == 4, "a verdict for each, for router and drafter"
-    assert [row.session for row in desk.rows[-1]] == ["a", "b"]
-
-
 # ---------------------------------------------------------------- what the drafter is asked for
-
-
-def test_a_verdict_says_how_much_to_draft_next_and_who_is_asked_for_nothing_is_not_waited_for():
-    desk = Desk(patience=lambda _: 9.0, asked=2)
-    desk.open(tokens=(1, 2))
-    desk.attach((1, 2))
-    assert only_request(desk.step()).max_tokens == 2
-    assert desk.scheduler.plan(desk.now) is None
-    plain = Desk(patience=lambda _: 9.0, asked=0)
-    plain.open(tokens=(1, 2))
-    assert only_request(plain.attach((1, 2))).max_tokens == 0
-    assert only_verdict(plain.step(), ROUTER).tokens == text((1, 2), 1)
-    assert only_verdict(plain.step(), ROUTER).tokens == text((1, 2), 2)[1:]
 
 
 def test_a_drafter_whose_good_blocks_turn_bad_is_told_to_begin_anew():
     """Its cache may be out of step though its tokens are right: only its acceptance says so."""
-    desk = Desk()
+    desk = Target()
     tokens: tuple[int, ...] = (1, 2)
     desk.open(tokens=tokens, max_len=100)
     desk.attach(tokens)
@@ -1104,7 +353,9 @@ def test_a_drafter_whose_good_blocks_turn_bad_is_told_to_begin_anew():
     assert only_verdict(desk.step(), DRAFTER).tokens == text(tokens, 1)
 
 
-def drafted_rounds(desk: Desk, tokens: tuple[int, ...], rounds: int, right: bool, session: str = "s") -> list[Verdict]:
+def drafted_rounds(
+    desk: Target, tokens: tuple[int, ...], rounds: int, right: bool, session: str = "s"
+) -> list[Verdict]:
     """Returns the router's messages in rounds with blocks of one token."""
     heard = []
     for _ in range(rounds):
@@ -1121,7 +372,7 @@ def after_rounds(tokens: tuple[int, ...], heard: list[Verdict]) -> tuple[int, ..
 
 
 def test_the_router_is_told_of_a_collapse_and_again_if_beginning_anew_was_in_vain():
-    desk = Desk()
+    desk = Target()
     tokens: tuple[int, ...] = (1, 2)
     desk.open(tokens=tokens, max_len=100)
     desk.attach(tokens)
@@ -1140,7 +391,7 @@ def test_the_router_is_told_of_a_collapse_and_again_if_beginning_anew_was_in_vai
 
 
 def test_a_session_that_begins_with_a_drafter_that_became_bad_has_something_to_fall_short_of():
-    desk = Desk()
+    desk = Target()
     tokens: tuple[int, ...] = (1, 2)
     desk.open(tokens=tokens, max_len=100)
     desk.attach(tokens)
@@ -1156,7 +407,7 @@ def test_a_session_that_begins_with_a_drafter_that_became_bad_has_something_to_f
 
 
 def test_blocks_are_counted_by_drafter_context_and_whether_the_prefix_was_cached():
-    desk = Desk(page_size=2)
+    desk = Target(page_size=2)
     prompt = (1, 2, 3, 4, 5)
     for name in "ab":
         desk.open(name, tokens=prompt, max_len=8)
@@ -1173,7 +424,7 @@ def test_blocks_are_counted_by_drafter_context_and_whether_the_prefix_was_cached
 
 
 def test_verdicts_tell_how_much_of_what_was_opened_was_cached():
-    desk = Desk(page_size=2)
+    desk = Target(page_size=2)
     for name, cached in (("a", 0), ("b", 4)):
         desk.open(name, tokens=(1, 2, 3, 4, 5), max_len=8)
         verdicts = [message for _, message in desk.step() if isinstance(message, Verdict)]
@@ -1184,55 +435,9 @@ def test_verdicts_tell_how_much_of_what_was_opened_was_cached():
 # ---------------------------------------------------------------- many sessions
 
 
-def test_sessions_beyond_the_cache_queue_in_order_and_come_in_between_steps():
-    desk = Desk(max_sessions=2)
-    for name in "abcd":
-        desk.open(name, tokens=(1, 2), max_len=3 if name == "a" else 5)
-    desk.step()
-    assert [row.session for row in desk.rows[0]] == ["a", "b"]
-    assert desk.scheduler.load() == {"sessions": 2.0, "queued": 1.0}, "a has ended, and c has its place"
-    desk.scheduler.receive(ROUTER, Close("b", 1), 0.0)
-    desk.step()
-    assert [row.session for row in desk.rows[1]] == ["c", "d"]
-
-
-def test_a_queued_session_can_be_attached_closed_and_replaced():
-    desk = Desk(max_sessions=1)
-    desk.open("a", tokens=(1, 2), max_len=3)
-    desk.open("b", tokens=(1, 2))
-    desk.open("c", tokens=(1, 2))
-    desk.open("b", tokens=(3, 4), attempt=2)
-    desk.attach((3, 4), "b")
-    desk.scheduler.receive(ROUTER, Close("c", 1), 0.0)
-    desk.step()
-    verdict = only_verdict(desk.step(), DRAFTER)
-    assert (verdict.session, verdict.tokens) == ("b", text((3, 4), 1))
-
-
-def test_the_drafter_of_a_queued_session_is_asked_for_its_first_block_so_that_it_reads_the_prompt():
-    desk = Desk(max_sessions=1, asked=3)
-    desk.open("a", tokens=(1, 2))
-    desk.open("b", tokens=(3, 4))
-    assert only_request(desk.attach((3, 4), "b")).max_tokens == 3
-
-
-def test_a_full_queue_is_refused_and_so_is_what_can_never_be_served():
-    desk = Desk(max_sessions=1, max_queued=1)
-    desk.open("a")
-    desk.open("b")
-    for changes, reason in (
-        ({}, RefusalReason.OVERLOADED),
-        ({"tokens": (VOCABULARY,)}, RefusalReason.INVALID),
-        ({"max_len": 101}, RefusalReason.INVALID),
-    ):
-        ((receiver, refusal),) = desk.open("c", attempt=3, **changes)
-        assert isinstance(refusal, Refusal)
-        assert (receiver, refusal.session, refusal.attempt, refusal.reason) == (ROUTER, "c", 3, reason)
-
-
 def test_long_prompts_are_fed_in_chunks_and_nobody_starves():
     """A prompt of ten steps must not keep short sessions waiting, nor they it."""
-    desk = Desk(max_step_tokens=8)
+    desk = Target(max_step_tokens=8)
     desk.open("long", tokens=tuple(range(40)), max_len=90)
     desk.open("short", tokens=(1, 2))
     decided: dict[str, list[int]] = {"long": [], "short": []}
@@ -1250,7 +455,7 @@ def test_long_prompts_are_fed_in_chunks_and_nobody_starves():
 
 
 def test_more_sessions_than_a_step_has_room_for_take_turns():
-    desk = Desk(max_step_tokens=2)
+    desk = Target(max_step_tokens=2)
     for name in "abcd":
         desk.open(name, tokens=(1,))
     served = [message.session for _ in range(8) for _, message in desk.step()]
@@ -1265,7 +470,7 @@ def test_more_sessions_than_a_step_has_room_for_take_turns():
 )
 def test_whatever_blocks_come_every_session_gets_its_plain_text(prompts, max_sessions, max_step_tokens, data):
     """Right, wrong, late, early and doubled blocks, in any batch, under any limits: the same tokens."""
-    desk = Desk(max_sessions=max_sessions, max_step_tokens=max_step_tokens)
+    desk = Target(max_sessions=max_sessions, max_step_tokens=max_step_tokens)
     wanted = {f"s{i}": text(tuple(prompt), 6) for i, prompt in enumerate(prompts)}
     tokens = {f"s{i}": tuple(prompt) for i, prompt in enumerate(prompts)}
     for i, prompt in enumerate(prompts):
@@ -1296,7 +501,7 @@ def test_whatever_blocks_come_every_session_gets_its_plain_text(prompts, max_ses
 
 def test_a_prompt_that_was_computed_for_another_session_begins_where_that_ended():
     """But for its last token, whose successor must be computed."""
-    desk = Desk()
+    desk = Target()
     prompt = tuple(range(11))
     desk.open("a", tokens=prompt)
     desk.step()
@@ -1311,7 +516,7 @@ def test_a_prompt_that_was_computed_for_another_session_begins_where_that_ended(
 
 
 def test_a_prompt_outlives_its_session_as_long_as_nobody_needs_the_room():
-    desk = Desk(pages=4)
+    desk = Target(pages=4)
     prompt = tuple(range(10))
     desk.open("a", tokens=prompt, max_len=11)
     desk.step()
@@ -1327,7 +532,7 @@ def test_a_prompt_outlives_its_session_as_long_as_nobody_needs_the_room():
 
 def test_drafts_are_never_published():
     """Whole pages of decided tokens only: a rejected draft is another text."""
-    desk = Desk()
+    desk = Target()
     wrong = tuple((token + 1) % VOCABULARY for token in text((1, 2, 3), 4))
     desk.open("a", tokens=(1, 2, 3))
     desk.block((1, 2, 3), wrong, "a")
@@ -1339,7 +544,7 @@ def test_drafts_are_never_published():
 
 def test_a_rollback_gives_the_rejected_tokens_pages_back():
     """Two sessions that fit only if the first's rejected block holds nothing."""
-    desk = Desk(pages=4)
+    desk = Target(pages=4)
     desk.open("a", tokens=(1, 2, 3), max_len=9)
     wrong = tuple((token + 1) % VOCABULARY for token in text((1, 2, 3), 4))
     desk.block((1, 2, 3), wrong, "a")
@@ -1353,7 +558,7 @@ def test_a_rollback_gives_the_rejected_tokens_pages_back():
 
 def test_a_session_queues_until_there_are_pages_for_it_and_those_behind_it_wait_too():
     """First come, first served: a small one that overtakes a large one again and again would starve it."""
-    desk = Desk(pages=6)
+    desk = Target(pages=6)
     desk.open("a", tokens=tuple(range(12)), max_len=14)
     desk.open("large", tokens=tuple(range(20, 36)), max_len=20)
     desk.open("small", tokens=(1, 2), max_len=4)
@@ -1370,7 +575,7 @@ def test_a_session_queues_until_there_are_pages_for_it_and_those_behind_it_wait_
 
 
 def test_what_can_never_fit_is_refused_with_the_limit_and_what_just_fits_is_served():
-    desk = Desk(pages=3)
+    desk = Target(pages=3)
     ((_, refusal),) = desk.open(tokens=(1, 2), max_len=13)
     assert isinstance(refusal, Refusal)
     assert refusal.reason is RefusalReason.INVALID
@@ -1379,9 +584,9 @@ def test_what_can_never_fit_is_refused_with_the_limit_and_what_just_fits_is_serv
     assert desk.finish() == {"s": text((1, 2), 10)}
 
 
-def a_crowd() -> Desk:
+def a_crowd() -> Target:
     """Three sessions that grow beyond a pool in which all of them were admitted."""
-    desk = Desk(pages=9)
+    desk = Target(pages=9)
     for name, first in zip("abc", (0, 10, 20), strict=True):
         desk.open(name, tokens=tuple(range(first, first + 4)), max_len=24)
     assert desk.scheduler.load()["sessions"] == 3.0
@@ -1443,7 +648,7 @@ def test_a_preempted_session_that_is_opened_anew_replaces_itself_in_the_engine()
 
 def test_copies_come_before_what_is_written_over_them():
     """A session that goes on from a page that another can still find writes into a copy of it."""
-    desk = Desk()
+    desk = Target()
     desk.open("a", tokens=tuple(range(8)))
     desk.step()
     desk.open("b", tokens=tuple(range(9)))
@@ -1463,9 +668,9 @@ def test_copies_come_before_what_is_written_over_them():
     seed=st.integers(0, 2**32),
 )
 def test_however_small_the_pool_every_session_gets_its_plain_text(prompts, pages, max_step_tokens, seed):
-    """Shared, preempted, rolled back and closed in the middle; `Desk` reads every page of every row."""
+    """Shared, preempted, rolled back and closed in the middle; `Target` reads every page of every row."""
     rng = random.Random(seed)
-    desk = Desk(pages=pages, max_sessions=6, max_step_tokens=max_step_tokens)
+    desk = Target(pages=pages, max_sessions=6, max_step_tokens=max_step_tokens)
     tokens = {f"s{i}": tuple(prompt) for i, prompt in enumerate(prompts)}
     wanted = {name: prompt + text(prompt, 9) for name, prompt in tokens.items()}
     waiting = sorted(tokens)
@@ -1501,88 +706,14 @@ def test_however_small_the_pool_every_session_gets_its_plain_text(prompts, pages
 # ---------------------------------------------------------------- routers come and go
 
 
-def test_a_router_that_is_gone_frees_its_sessions_and_no_others():
-    desk = Desk(max_sessions=2)
-    desk.open("a", tokens=(1, 2))
-    desk.open("b", "other#2", tokens=(1, 2))
-    desk.open("c", "other#2", tokens=(1, 2))
-    desk.scheduler.gone(ROUTER, 0.0)
-    assert {message.session for _, message in desk.step()} == {"b", "c"}
-    desk.scheduler.gone("other#2", 0.0)
-    assert desk.scheduler.plan(0.0) == StepPlan(("b", "c"), (), ())
-
-
-def test_a_new_stream_of_a_router_frees_what_it_does_not_list():
-    desk = Desk()
-    for name in "abc":
-        desk.open(name, tokens=(1, 2))
-    desk.open("d", "other#1", tokens=(1, 2))
-    desk.scheduler.receive(
-        "router#5",
-        Hello(
-            "router",
-            "",
-            "",
-            (
-                LiveSession("a", 1),
-                LiveSession("b", 2),
-            ),
-        ),
-        0.0,
-    )
-    sends = desk.step()
-    assert sorted((receiver, message.session) for receiver, message in sends) == [("other#1", "d"), ("router#5", "a")]
-    desk.scheduler.gone(ROUTER, 0.0)
-    assert desk.scheduler.load()["sessions"] == 2, "the old stream's end, heard late, is nothing to the new one"
-
-
-def test_what_a_hello_frees_is_given_to_the_queue():
-    """Nothing else may happen for a while: a queued session would wait beside free places."""
-    desk = Desk(max_sessions=1)
-    desk.open("a", tokens=(1, 2))
-    desk.open("b", "other#1", tokens=(1, 2))
-    desk.scheduler.receive("router#2", Hello("router", "", "", ()), 0.0)
-    assert [message.session for _, message in desk.step()] == ["b"]
-
-
-def test_another_router_cannot_close_a_session():
-    desk = Desk()
-    desk.open(tokens=(1, 2))
-    desk.scheduler.receive("other#1", Close("s", 9), 0.0)
-    assert desk.scheduler.load()["sessions"] == 1
-
-
-def test_unknown_sessions_are_no_error():
-    desk = Desk()
-    desk.scheduler.receive(ROUTER, Close("unknown", 1), 0.0)
-    desk.scheduler.gone("unknown#1", 0.0)
-    desk.scheduler.gone("unknown#1", desk.now)
-    desk.scheduler.receive("unknown#1", Hello("unknown", "", "", (LiveSession("unknown", 1),)), 0.0)
-    assert desk.scheduler.is_idle
-    assert desk.scheduler.plan(0.0) is None
-    assert desk.scheduler.next_due() is None
-
-
-def test_blocks_of_one_session_never_go_to_another():
-    desk = Desk()
-    desk.open("a", tokens=(1, 2))
-    desk.open("b", tokens=(1, 2))
-    right = text((1, 2), 2)
-    desk.block((1, 2), right, "b")
-    by_session = {message.session: message for _, message in desk.step()}
-    assert isinstance(by_session["a"], Verdict)
-    assert isinstance(by_session["b"], Verdict)
-    assert (by_session["a"].drafted, by_session["b"].drafted) == (0, 2)
-
-
 # ---------------------------------------------------------------- trees
 
 PROMPT = (1, 2, 3)
 
 
-def a_branching_desk(**changes: Any) -> tuple[Desk, tuple[int, ...]]:
+def a_branching_desk(**changes: Any) -> tuple[Target, tuple[int, ...]]:
     """One session past its prompt, and what was decided so far, prompt included."""
-    desk = Desk(**changes)
+    desk = Target(**changes)
     desk.open(tokens=PROMPT, max_len=20, draft_tokens=4)
     desk.attach(PROMPT)
     sends = desk.step()
@@ -1592,20 +723,6 @@ def a_branching_desk(**changes: Any) -> tuple[Desk, tuple[int, ...]]:
 
 def beside(token: int) -> int:
     return (token + 1) % VOCABULARY
-
-
-def test_a_path_is_accepted_with_the_token_after_it_and_moved_to_where_it_stands():
-    desk, before = a_branching_desk()
-    right = text(before, 5)
-    wrong = beside(right[0])
-    desk.block(before, DraftTree((wrong, 9, right[0], right[1]), (-1, 0, -1, 2)))
-    verdict = only_verdict(desk.step())
-    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[:3], 2, 4)
-    desk.block((*before, *right[:3]), right[3:4])
-    assert only_verdict(desk.step()).tokens == right[3:5]
-    row = desk.rows[-1][0]
-    assert (row.tokens, row.start) == (right[2:4], len(before) + 2), "nothing of the path is fed again"
-    assert desk.finish() == {"s": text(PROMPT, 17)[len(before) + 2 :]}
 
 
 def test_what_is_moved_is_moved_before_anything_else_is_done_to_the_cache_and_once():
@@ -1623,60 +740,18 @@ def test_what_is_moved_is_moved_before_anything_else_is_done_to_the_cache_and_on
     assert later.moves == ()
 
 
-def test_the_first_nodes_of_a_block_that_has_become_too_long_are_verified():
-    """The drafter has put first what it finds likeliest."""
-    desk, before = a_branching_desk(asked=2)
-    right = text(before, 2)
-    desk.block(before, DraftTree((beside(right[0]), right[0], right[1]), (-1, -1, 1)))
-    verdict = only_verdict(desk.step())
-    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[:2], 1, 2)
-
-
-def test_of_a_late_tree_what_follows_the_decided_tokens_is_verified():
-    desk, before = a_branching_desk()
-    right = text(before, 3)
-    desk.step()
-    desk.block(before, DraftTree((beside(right[0]), right[0], right[1], beside(right[1])), (-1, -1, 1, 1)))
-    verdict = only_verdict(desk.step())
-    assert (verdict.tokens, verdict.accepted, verdict.drafted) == (right[1:3], 1, 2)
-    assert desk.scheduler.counts.rebased == 1
-
-
-@pytest.mark.parametrize(
-    ("session", "limits"),
-    [({"acceptance": Acceptance.REJECTION, "sampling": Sampling()}, {}), ({}, {"trees": False})],
-    ids=["rejection", "an engine without"],
-)
-def test_trees_are_neither_asked_for_nor_taken_where_they_could_not_be_verified(session, limits):
-    desk = Desk(**limits)
-    desk.open(tokens=PROMPT, **session)
-    desk.attach(PROMPT)
-    sends = desk.step()
-    assert only_request(sends).shape is Shape.CHAIN
-    desk.block(PROMPT + only_verdict(sends).tokens, DraftTree((7, 8), (-1, -1)))
-    assert desk.dropped == {"tree": 1}
-
-
 def test_with_penalties_trees_are_asked_for_too():
-    desk = Desk()
+    desk = Target()
     desk.open(tokens=PROMPT, sampling=Sampling(temperature=0.0, presence_penalty=1.0))
     desk.attach(PROMPT)
     assert only_request(desk.step()).shape is Shape.TREE
-
-
-def test_all_nodes_count_where_a_block_may_be_too_long():
-    desk, before = a_branching_desk()
-    desk.block(before, DraftTree((1, 2, 3, 4, 5), (-1,) * 5))
-    assert desk.dropped == {"too_long": 1}
-    desk.block(before, DraftTree((1, 2, 3, VOCABULARY), (-1,) * 4))
-    assert desk.dropped == {"too_long": 1, "out_of_vocabulary": 1}
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16])
 @pytest.mark.parametrize("positions", [400, 48], ids=["pages for all", "preemption"])
 def test_sessions_with_random_trees_go_on_with_the_same_text_whatever_becomes_of_their_pages(page_size, positions):
     """Shared prompts, pages that end within a path, preemption: what the pages hold is checked in every step."""
-    desk = Desk(pages=positions // page_size, page_size=page_size)
+    desk = Target(pages=positions // page_size, page_size=page_size)
     rng = random.Random(page_size)
     prompts = {"old": (1, 2, 3, 4), "twin": (1, 2, 3, 4), "young": (4, 5, 6)}
     for name, prompt in prompts.items():
@@ -1719,7 +794,7 @@ def a_likely_tree(rng: random.Random, before: tuple[int, ...], nodes: int) -> Dr
 # ---------------------------------------------------------------- how long blocks take
 
 
-def a_desk_that_tells(**limits: Any) -> tuple[Desk, list[ReplicaStats]]:
+def a_desk_that_tells(**limits: Any) -> tuple[Target, list[ReplicaStats]]:
     """Returns a desk that records the policy's input about all sessions' blocks."""
     told: list[ReplicaStats] = []
 
@@ -1730,12 +805,12 @@ def a_desk_that_tells(**limits: Any) -> tuple[Desk, list[ReplicaStats]]:
             told.append(fleet)
             return super().decide(blocks, fleet, limit, load, may_try)
 
-    desk = Desk(**limits)
+    desk = Target(**limits)
     desk.scheduler = VerificationScheduler(desk.limits, ChoiceStream(lambda _: 0.0))
     return desk, told
 
 
-def a_round(desk: Desk, session: str, before: tuple[int, ...], delay_s: float) -> tuple[int, ...]:
+def a_round(desk: Target, session: str, before: tuple[int, ...], delay_s: float) -> tuple[int, ...]:
     """A block of one token comes so long after the verdict before; all tokens after the next verdict."""
     desk.now += delay_s
     desk.block(before, (next_token(before),), session)
@@ -1774,35 +849,8 @@ def test_how_long_blocks_take_is_known_for_each_octave_of_sessions():
 # ---------------------------------------------------------------- audits
 
 
-def refusals(sends: list[Send]) -> list[tuple[str, str, RefusalReason]]:
-    return [(to, m.session, m.reason) for to, m in sends if isinstance(m, Refusal)]
-
-
-def test_an_audit_has_no_place_beside_a_request():
-    desk = Desk()
-    desk.open("request")
-    assert refusals(desk.open("audit", router="other#1", audit=True)) == [
-        ("other#1", "audit", RefusalReason.OVERLOADED)
-    ]
-    assert set(desk.finish()) == {"request"}
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-def test_a_request_ends_the_audits_of_all_routers_at_once(in_step):
-    desk = Desk()
-    for name, router in (("a", ROUTER), ("b", "other#1")):
-        assert not refusals(desk.open(name, router=router, audit=True)), "audits have a place beside each other"
-    plan = desk.scheduler.plan(desk.now) if in_step else None
-    ended = desk.open("request", router="third#1")
-    assert refusals(ended) == [(ROUTER, "a", RefusalReason.OVERLOADED), ("other#1", "b", RefusalReason.OVERLOADED)]
-    if plan is not None:
-        assert not desk.scheduler.apply(desk.compute(plan), 0.1, desk.now), "nobody hears of an audit that is over"
-    desk.step()
-    assert [row.session for row in desk.rows[-1]] == ["request"]
-
-
 def test_an_audit_takes_over_no_pages_and_leaves_none():
-    desk = Desk()
+    desk = Target()
     prompt = tuple(range(8))
 
     def first_row(name: str, **changes: Any) -> int:
@@ -1818,26 +866,14 @@ def test_an_audit_takes_over_no_pages_and_leaves_none():
 
 
 def test_an_audit_reads_its_prompt_in_small_pieces():
-    desk = Desk(max_step_tokens=10 * AUDIT_STEP_TOKENS, max_context=1000, pages=400)
+    desk = Target(max_step_tokens=10 * AUDIT_STEP_TOKENS, max_context=1000, pages=400)
     desk.open(tokens=(1,) * (2 * AUDIT_STEP_TOKENS + 3), max_len=2 * AUDIT_STEP_TOKENS + 4, audit=True)
     desk.finish()
     assert [len(row.tokens) for rows in desk.rows for row in rows] == [AUDIT_STEP_TOKENS, AUDIT_STEP_TOKENS, 3]
 
 
-def test_audits_are_no_load_that_a_pool_would_grow_for():
-    desk = Desk()
-    desk.open("audit", audit=True)
-    assert desk.scheduler.load() == {"sessions": 0.0, "queued": 0.0}
-
-
-def test_a_rival_outside_the_vocabulary_is_refused():
-    desk = Desk()
-    (sent,) = desk.open(tokens=(1, 2), max_len=3, audit=True, rival=VOCABULARY)
-    assert refusals([sent]) == [(ROUTER, "s", RefusalReason.INVALID)]
-
-
 def test_a_verdict_says_what_the_engine_found_of_the_rival():
-    desk = Desk()
+    desk = Target()
     desk.open(tokens=(1, 2), max_len=3, audit=True, rival=7)
     plan = desk.scheduler.plan(desk.now)
     assert plan is not None
@@ -1854,7 +890,7 @@ def broken(outcomes: list[Outcome], *sessions: str) -> list[Outcome]:
 
 def test_nonfinite_logits_end_their_session_with_the_reason_and_no_token(caplog):
     """The others are decided as without; its drafter has nothing more to say, and nobody finds its pages."""
-    desk = Desk()
+    desk = Target()
     prompts = {"a": (1, 2, 3, 4, 5), "bad": (6, 7, 8, 9, 10), "b": (3, 2, 1)}
     for name, prompt in prompts.items():
         desk.open(name, tokens=prompt, max_len=12)
@@ -1879,7 +915,7 @@ def test_nonfinite_logits_end_their_session_with_the_reason_and_no_token(caplog)
 
 
 def test_sessions_beside_a_broken_one_get_the_text_that_they_would_have():
-    desk = Desk()
+    desk = Target()
     for number in range(3):
         desk.open(str(number), tokens=(number, 2, 3, 4, 5), max_len=14)
     desk.open("bad", tokens=(0, 2, 3, 4, 5, 6), max_len=14)
@@ -1901,7 +937,7 @@ def test_sessions_beside_a_broken_one_get_the_text_that_they_would_have():
 
 
 def test_nonfinite_logits_are_logged_once_a_minute(caplog):
-    desk = Desk()
+    desk = Target()
     for desk.now in (0.0, 1.0, 59.0, 61.0):
         desk.open(str(desk.now))
         plan = desk.scheduler.plan(desk.now)

@@ -1,0 +1,443 @@
+"""How a target serves sessions: drafters that attach and leave, waiting for blocks, queues, routers and audits."""
+
+import pytest
+
+from tests.scenarios.verification import Target
+
+# ---------------------------------------------------------------- attaching
+
+
+def test_a_drafter_that_attaches_late_receives_the_tokens_it_missed_as_one_verdict():
+    Target().run("""
+        router#1: Open s 1,2
+        step -> router#1 <- Verdict s 1,2 +23
+        step -> router#1 <- Verdict s 1,2,23 +35 answer=missed
+        drafter#1: Attach s 1,2
+            drafter#1 <- Verdict s 1,2 +23,35
+            drafter#1 <- DraftRequest s 1,2,23,35 max_tokens=4
+        drafter#1: Attach s 1,2,23,35 -> drafter#1 <- DraftRequest s 1,2,23,35 max_tokens=4
+    """)
+
+
+@pytest.mark.parametrize("have", ["1,3", "1,2,3"], ids=["other tokens", "more tokens"])
+def test_a_drafter_with_other_tokens_is_resynchronised_and_gets_no_verdicts(have):
+    Target().run(f"""
+        router#1: Open s 1,2
+        drafter#1: Attach s {have} -> drafter#1 <- Resync s 1,2
+        step -> router#1 <- Verdict s 1,2 +23
+    """)
+
+
+def test_a_drafter_that_left_receives_nothing_and_is_not_waited_for():
+    Target(patience=lambda _: 9.0).run("""
+        router#1: Open s 1,2
+        drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
+        step
+            drafter#1 <- Verdict s 1,2 +23
+            drafter#1 <- DraftRequest s 1,2,23 max_tokens=4
+            router#1 <- Verdict s 1,2 +23
+        gone drafter#1
+        step -> router#1 <- Verdict s 1,2,23 +35 answer=missed
+    """)
+
+
+def test_only_the_attached_drafter_can_detach():
+    """A drafter that detached is not waited for. The router knows whether it assigned a drafter."""
+    Target(patience=lambda _: 1.0).run("""
+        router#1: Open s 1,2,3
+        step -> router#1 <- Verdict s 1,2,3 +45
+        drafter#1: Attach s 1,2,3,45 -> drafter#1 <- DraftRequest s 1,2,3,45 max_tokens=4
+        drafter#2: Detach s
+        plan -> nothing
+        drafter#1: Detach s
+        step -> router#1 <- Verdict s 1,2,3,45 +11 answer=missed
+    """)
+
+
+# ---------------------------------------------------------------- waiting for blocks
+
+
+def test_a_session_waits_for_its_block_and_then_goes_on_without():
+    """The prompt is fed at once."""
+    Target(patience=lambda _: 2.0).run("""
+        router#1: Open s 1,2
+        drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
+        step
+            drafter#1 <- Verdict s 1,2 +23
+            drafter#1 <- DraftRequest s 1,2,23 max_tokens=4
+            router#1 <- Verdict s 1,2 +23
+        at 1.9
+        plan -> nothing
+        due -> 2
+        at 2
+        step
+            drafter#1 <- Verdict s 1,2,23 +35 answer=missed
+            drafter#1 <- DraftRequest s 1,2,23,35 max_tokens=4
+            router#1 <- Verdict s 1,2,23 +35 answer=missed
+    """)
+
+
+def test_a_block_ends_the_wait_at_once():
+    Target(patience=lambda _: 2.0).run("""
+        router#1: Open s 1,2
+        drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
+        step
+            drafter#1 <- Verdict s 1,2 +23
+            drafter#1 <- DraftRequest s 1,2,23 max_tokens=4
+            router#1 <- Verdict s 1,2 +23
+        drafter#1: Block s 1,2,23 :5
+        due -> 0
+        step
+            drafter#1 <- Verdict s 1,2,23 +35 drafted=1 answer=given
+            drafter#1 <- DraftRequest s 1,2,23,35 max_tokens=4
+            router#1 <- Verdict s 1,2,23 +35 drafted=1 answer=given
+    """)
+
+
+def test_no_step_waits_before_the_last_token_or_with_speculation_off():
+    """One non-speculative step ends the session: a block would gain nothing."""
+    Target(patience=lambda _: 2.0).run("""
+        router#1: Open last 1,2 max_len=4
+        router#1: Open baseline 1,2 draft_tokens=0
+        drafter#1: Attach last 1,2 -> drafter#1 <- DraftRequest last 1,2 max_tokens=4
+        drafter#1: Attach baseline 1,2 -> drafter#1 <- DraftRequest baseline 1,2 max_tokens=0 hold_step=no
+        step
+            drafter#1 <- Verdict last 1,2 +23
+            drafter#1 <- DraftRequest last 1,2,23 max_tokens=4
+            router#1 <- Verdict last 1,2 +23
+            router#1 <- Verdict baseline 1,2 +23
+        step
+            drafter#1 <- Verdict last 1,2,23 +35 finish=length
+            router#1 <- Verdict last 1,2,23 +35 finish=length
+            router#1 <- Verdict baseline 1,2,23 +35
+    """)
+
+
+def test_no_draft_for_another_prefix_does_not_end_the_wait():
+    Target(patience=lambda _: 1.0).run("""
+        router#1: Open s 1,2,3
+        step -> router#1 <- Verdict s 1,2,3 +45
+        drafter#1: Attach s 1,2,3,45 -> drafter#1 <- DraftRequest s 1,2,3,45 max_tokens=4
+        drafter#1: NoDraft s 1,2,3,45 prefix_hash=1
+        drafter#1: NoDraft s 1,2,3
+        drafter#1: NoDraft unknown 1,2,3 prefix_hash=1
+        plan -> nothing
+    """)
+
+
+def test_a_verdict_reports_the_drafters_answer():
+    Target().run("""
+        router#1: Open s 1,2,3
+        step -> router#1 <- Verdict s 1,2,3 +45
+        drafter#1: Attach s 1,2,3,45 -> drafter#1 <- DraftRequest s 1,2,3,45 max_tokens=4
+        step
+            drafter#1 <- Verdict s 1,2,3,45 +11 answer=missed
+            drafter#1 <- DraftRequest s 1,2,3,45,11 max_tokens=4
+            router#1 <- Verdict s 1,2,3,45 +11 answer=missed
+        drafter#1: Block s 1,2,3,45,11 :39,13
+        step
+            drafter#1 <- Verdict s 1,2,3,45,11 +39,13,5 accepted=2 drafted=2 answer=given
+            drafter#1 <- DraftRequest s 1,2,3,45,11,39,13,5 max_tokens=4
+            router#1 <- Verdict s 1,2,3,45,11 +39,13,5 accepted=2 drafted=2 answer=given
+    """)
+
+
+def test_a_step_waits_for_blocks_and_then_goes_on_without_them():
+    """One step for both sessions costs less than two."""
+    Target(hold=1.0).run("""
+        router#1: Open a 1,2
+        drafter#1: Attach a 1,2 -> drafter#1 <- DraftRequest a 1,2 max_tokens=4
+        router#1: Open b 1,2
+        drafter#1: Attach b 1,2 -> drafter#1 <- DraftRequest b 1,2 max_tokens=4
+        step
+            drafter#1 <- Verdict a 1,2 +23
+            drafter#1 <- DraftRequest a 1,2,23 max_tokens=4
+            drafter#1 <- Verdict b 1,2 +23
+            drafter#1 <- DraftRequest b 1,2,23 max_tokens=4
+            router#1 <- Verdict a 1,2 +23
+            router#1 <- Verdict b 1,2 +23
+        drafter#1: Block a 1,2,23 :5
+        due -> 1
+        at 1
+        plan
+            row a@2 23 :5
+            row b@2 23
+    """)
+
+
+def test_a_step_begins_as_soon_as_the_last_awaited_block_arrives():
+    Target(patience=lambda _: 9.0, hold=5.0).run("""
+        router#1: Open a 1,2
+        drafter#1: Attach a 1,2 -> drafter#1 <- DraftRequest a 1,2 max_tokens=4
+        router#1: Open b 1,2
+        drafter#1: Attach b 1,2 -> drafter#1 <- DraftRequest b 1,2 max_tokens=4
+        step
+            drafter#1 <- Verdict a 1,2 +23
+            drafter#1 <- DraftRequest a 1,2,23 max_tokens=4
+            drafter#1 <- Verdict b 1,2 +23
+            drafter#1 <- DraftRequest b 1,2,23 max_tokens=4
+            router#1 <- Verdict a 1,2 +23
+            router#1 <- Verdict b 1,2 +23
+        drafter#1: Block a 1,2,23 :5
+        plan -> nothing
+        at 1
+        drafter#1: Block b 1,2,23 :6
+        plan
+            row a@2 23 :5
+            row b@2 23 :6
+        apply
+            drafter#1 <- Verdict a 1,2,23 +35 drafted=1 answer=given
+            drafter#1 <- DraftRequest a 1,2,23,35 max_tokens=4
+            drafter#1 <- Verdict b 1,2,23 +35 drafted=1 answer=given
+            drafter#1 <- DraftRequest b 1,2,23,35 max_tokens=4
+            router#1 <- Verdict a 1,2,23 +35 drafted=1 answer=given
+            router#1 <- Verdict b 1,2,23 +35 drafted=1 answer=given
+    """)
+
+
+def test_blocks_that_are_not_waited_for_are_used_if_they_have_arrived():
+    """None was missed where none was waited for."""
+    Target(hold=1.0, waits=False).run("""
+        router#1: Open s 1,2
+        drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4 hold_step=no
+        step
+            drafter#1 <- Verdict s 1,2 +23
+            drafter#1 <- DraftRequest s 1,2,23 max_tokens=4 hold_step=no
+            router#1 <- Verdict s 1,2 +23
+        due -> 0
+        step
+            drafter#1 <- Verdict s 1,2,23 +35
+            drafter#1 <- DraftRequest s 1,2,23,35 max_tokens=4 hold_step=no
+            router#1 <- Verdict s 1,2,23 +35
+        drafter#1: Block s 1,2,23,35,31 :49
+        step
+            drafter#1 <- Verdict s 1,2,23,35 +31
+            drafter#1 <- DraftRequest s 1,2,23,35,31 max_tokens=4 hold_step=no
+            router#1 <- Verdict s 1,2,23,35 +31
+        plan -> row s@4 31 :49
+        apply
+            drafter#1 <- Verdict s 1,2,23,35,31 +49,43 accepted=1 drafted=1 answer=given
+            drafter#1 <- DraftRequest s 1,2,23,35,31,49,43 max_tokens=4 hold_step=no
+            router#1 <- Verdict s 1,2,23,35,31 +49,43 accepted=1 drafted=1 answer=given
+    """)
+
+
+def test_a_verdict_requests_the_next_block():
+    Target(patience=lambda _: 9.0, asked=2).run("""
+        router#1: Open s 1,2
+        drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=2
+        step
+            drafter#1 <- Verdict s 1,2 +23
+            drafter#1 <- DraftRequest s 1,2,23 max_tokens=2
+            router#1 <- Verdict s 1,2 +23
+        plan -> nothing
+    """)
+
+
+def test_a_drafter_without_a_request_is_not_waited_for():
+    Target(patience=lambda _: 9.0, asked=0).run("""
+        router#1: Open s 1,2
+        drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=0
+        step -> router#1 <- Verdict s 1,2 +23
+        step -> router#1 <- Verdict s 1,2,23 +35
+    """)
+
+
+# ---------------------------------------------------------------- queue
+
+
+def test_sessions_beyond_the_cache_queue_in_order_and_are_admitted_between_steps():
+    Target(max_sessions=2).run("""
+        router#1: Open a 1,2 max_len=3
+        router#1: Open b 1,2 max_len=5
+        router#1: Open c 1,2 max_len=5
+        router#1: Open d 1,2 max_len=5
+        plan
+            open a
+            open b
+            row a@0 1,2
+            row b@0 1,2
+        apply
+            router#1 <- Verdict a 1,2 +23 finish=length
+            router#1 <- Verdict b 1,2 +23
+        show sessions queued -> sessions=2 queued=1
+        router#1: Close b
+        plan
+            close a
+            close b
+            open c
+            open d
+            row c@0 1,2
+            row d@0 1,2
+    """)
+
+
+def test_a_queued_session_can_be_attached_closed_and_replaced():
+    Target(max_sessions=1).run("""
+        router#1: Open a 1,2 max_len=3
+        router#1: Open b 1,2
+        router#1: Open c 1,2
+        router#1: Open b 3,4 attempt=2
+        drafter#1: Attach b 3,4 -> drafter#1 <- DraftRequest b 3,4 max_tokens=4 attempt=2
+        router#1: Close c
+        step -> router#1 <- Verdict a 1,2 +23 finish=length
+        step
+            drafter#1 <- Verdict b 3,4 +1 attempt=2
+            drafter#1 <- DraftRequest b 3,4,1 max_tokens=4 attempt=2
+            router#1 <- Verdict b 3,4 +1 attempt=2
+    """)
+
+
+def test_the_drafter_of_a_queued_session_is_asked_for_its_first_block():
+    """So it has read the prompt when the session is admitted."""
+    Target(max_sessions=1, asked=3).run("""
+        router#1: Open a 1,2
+        router#1: Open b 3,4
+        drafter#1: Attach b 3,4 -> drafter#1 <- DraftRequest b 3,4 max_tokens=3
+    """)
+
+
+def test_requests_that_exceed_the_queue_or_a_limit_are_refused():
+    Target(max_sessions=1, max_queued=1).run("""
+        router#1: Open a 1,2,3
+        router#1: Open b 1,2,3
+        router#1: Open c 1,2,3 attempt=3 -> router#1 <- Refusal c overloaded attempt=3
+        router#1: Open c 50 attempt=3 -> router#1 <- Refusal c invalid attempt=3
+        router#1: Open c 1,2,3 attempt=3 max_len=101 -> router#1 <- Refusal c invalid attempt=3
+    """)
+
+
+# ---------------------------------------------------------------- routers
+
+
+def test_a_router_that_is_gone_frees_its_sessions_and_no_others():
+    Target(max_sessions=2).run("""
+        router#1: Open a 1,2
+        other#2: Open b 1,2
+        other#2: Open c 1,2
+        gone router#1
+        step
+            other#2 <- Verdict b 1,2 +23
+            other#2 <- Verdict c 1,2 +23
+        gone other#2
+        plan
+            close b
+            close c
+    """)
+
+
+def test_a_new_stream_of_a_router_frees_the_sessions_it_does_not_list():
+    """The end of the old stream, reported late, does not affect the new one."""
+    Target().run("""
+        router#1: Open a 1,2
+        router#1: Open b 1,2
+        router#1: Open c 1,2
+        other#1: Open d 1,2
+        router#5: Hello a b/2
+        step
+            router#5 <- Verdict a 1,2 +23
+            other#1 <- Verdict d 1,2 +23
+        gone router#1
+        show sessions -> sessions=2
+    """)
+
+
+def test_a_hello_that_frees_a_session_admits_a_queued_one():
+    Target(max_sessions=1).run("""
+        router#1: Open a 1,2
+        other#1: Open b 1,2
+        router#2: Hello
+        step -> other#1 <- Verdict b 1,2 +23
+    """)
+
+
+def test_another_router_cannot_close_a_session():
+    Target().run("""
+        router#1: Open s 1,2
+        other#1: Close s attempt=9
+        show sessions -> sessions=1
+    """)
+
+
+def test_unknown_sessions_are_no_error():
+    Target().run("""
+        router#1: Close unknown
+        gone unknown#1
+        gone unknown#1
+        unknown#1: Hello unknown
+        show is_idle -> is_idle=yes
+        plan -> nothing
+        due -> never
+    """)
+
+
+def test_blocks_of_one_session_never_go_to_another():
+    Target().run("""
+        router#1: Open a 1,2
+        router#1: Open b 1,2
+        drafter#1: Block b 1,2 :23,35
+        step
+            router#1 <- Verdict a 1,2 +23
+            router#1 <- Verdict b 1,2 +23,35,31 accepted=2 drafted=2 answer=given
+    """)
+
+
+# ---------------------------------------------------------------- audits
+
+
+def test_an_audit_is_refused_while_requests_are_served():
+    Target().run("""
+        router#1: Open request 1,2,3 max_len=4
+        other#1: Open audit 1,2,3 audit=yes -> other#1 <- Refusal audit overloaded
+        step -> router#1 <- Verdict request 1,2,3 +45 finish=length
+        plan -> close request
+        apply
+        show is_idle -> is_idle=yes
+    """)
+
+
+def test_a_request_ends_the_audits_of_all_routers_at_once():
+    Target().run("""
+        router#1: Open a 1,2,3 audit=yes
+        other#1: Open b 1,2,3 audit=yes
+        third#1: Open request 1,2,3
+            router#1 <- Refusal a overloaded
+            other#1 <- Refusal b overloaded
+        plan
+            open request
+            row request@0 1,2,3
+    """)
+
+
+def test_an_audit_that_a_request_ended_during_its_step_gets_no_verdict():
+    Target().run("""
+        router#1: Open a 1,2,3 audit=yes
+        other#1: Open b 1,2,3 audit=yes
+        plan
+            open a
+            open b
+            row a@0 1,2,3
+            row b@0 1,2,3
+        third#1: Open request 1,2,3
+            router#1 <- Refusal a overloaded
+            other#1 <- Refusal b overloaded
+        apply
+        plan
+            close a
+            close b
+            open request
+            row request@0 1,2,3
+    """)
+
+
+def test_audits_do_not_count_as_load():
+    Target().run("""
+        router#1: Open audit 1,2,3 audit=yes
+        show sessions queued -> sessions=0 queued=0
+    """)
+
+
+def test_a_rival_outside_the_vocabulary_is_refused():
+    Target().run("""
+        router#1: Open s 1,2 max_len=3 audit=yes rival=50 -> router#1 <- Refusal s invalid
+    """)

@@ -1,0 +1,348 @@
+"""Runs transcripts of conversations with a target's scheduler, on an engine that checks every page it reads.
+
+Each line is an event and, after `->`, what the scheduler answers; two or more answers follow on indented lines:
+
+    router#1: Open s 1,2
+    drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
+    drafter#1: Block s 1,2 :23,9
+    plan -> row s@0 1,2 :23,9
+    apply
+        drafter#1 <- Verdict s 1,2 +23,35 accepted=1 drafted=2 answer=given
+        drafter#1 <- DraftRequest s 1,2,23,35 max_tokens=4
+        router#1 <- Verdict s 1,2 +23,35 accepted=1 drafted=2 answer=given
+
+`s` is a session and `1,2` its text, which messages carry as a length and a hash; `:23,9` are draft tokens (a tree
+appends the parents: `:23,9/-1,-1`) and `+23,35` decided ones. `s@0` is a row that begins at position 0. Answers leave
+out fields that have their defaults. Events:
+
+* `peer: Message ...` delivers a message, `gone peer` breaks a stream, and `at 0.5` sets the time;
+* `plan` begins a step and lists what the engine must do; `apply` ends it; `step` does both and lists the messages;
+* `due` reads when the scheduler has to be called next;
+* `show name ...` reads counters and properties of the scheduler.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from textwrap import dedent
+from typing import Any
+
+from cluster.envelope import Send
+from cluster.speculation.controller import Awaited, DraftingDecision
+from cluster.speculation.estimators import Load, ReplicaStats, SessionStats
+from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from cluster.verification.step import Outcome, Row, StepPlan
+from protos.draft_tree import DraftTree
+from protos.messages import (
+    Acceptance,
+    Attach,
+    Close,
+    Detach,
+    DraftAnswer,
+    DraftRequest,
+    Finish,
+    Hello,
+    LiveSession,
+    Message,
+    NoDraft,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Sampling,
+    Shape,
+    Verdict,
+)
+from protos.prefix import Prefix
+from tests.scenarios.drafting import Tokens, read_tokens, written
+from tests.unit.cluster.samples import KEY, a_block, an_open
+from tests.unit.cluster.token_memory import TokenMemory
+
+VOCABULARY = 50
+LIMITS = VerificationLimits(VOCABULARY, max_context=100, max_sessions=4, max_step_tokens=64, pages=100, page_size=4)
+ROUTER = "router#1"
+DRAFTER = "drafter#1"
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """Returns the token that the model of these tests decides after a text."""
+    return (sum(tokens) * 7 + len(tokens)) % VOCABULARY
+
+
+def text(prompt: Tokens, count: int) -> Tokens:
+    """Returns the tokens that non-speculative decoding adds to a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tuple(tokens[len(prompt) :])
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Requests a fixed draft length, or the longest one allowed."""
+
+    patience: Callable[[SessionStats], float]
+    hold: float = 0.0
+    asked: int | None = None
+    waits: bool = True
+    asked_next: Callable[[], int] | None = None
+
+    def decide(
+        self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load, may_try: bool
+    ) -> DraftingDecision:
+        tokens = self.asked_next() if self.asked_next else self.asked
+        wanted = limit if tokens is None else tokens
+        return DraftingDecision(wanted, hold_step=self.waits, skip_for_s=self.patience(blocks))
+
+    def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+        return self.hold
+
+
+class Target:
+    """A target's scheduler and an engine that checks each plan as a real cache would, and reads every page of it."""
+
+    def __init__(
+        self,
+        patience: Callable[[SessionStats], float] = lambda _: 0.0,
+        hold: float = 0.0,
+        asked: int | None = None,
+        waits: bool = True,
+        **limits: Any,
+    ) -> None:
+        self.limits = replace(LIMITS, **limits)
+        self.scheduler = VerificationScheduler(self.limits, Steady(patience, hold, asked, waits))
+        self.now = 0.0
+        self.known: dict[str, list[int]] = {}  # the engine's text of each session
+        self.rows: list[tuple[Row, ...]] = []  # of every step
+        self._memory = TokenMemory(self.limits.page_size)
+        self._plan: StepPlan | None = None
+        self._prompts: list[Tokens] = []  # of all sessions that transcripts opened
+
+    def open(self, session: str = "s", router: str = ROUTER, **changes: Any) -> list[Send]:
+        return self.scheduler.receive(router, an_open(session, **changes), self.now)
+
+    def attach(self, tokens: tuple[int, ...], session: str = "s", drafter: str = DRAFTER) -> list[Send]:
+        return self.scheduler.receive(drafter, Attach(session, len(tokens), Prefix(KEY, tokens).hash), self.now)
+
+    def block(self, before: tuple[int, ...], tokens: tuple[int, ...] | DraftTree, session: str = "s") -> None:
+        self.scheduler.receive(DRAFTER, a_block(before, tokens, session), self.now)
+
+    def step(self) -> list[Send]:
+        plan = self.scheduler.plan(self.now)
+        assert plan is not None, "nothing was due"
+        return self.scheduler.apply(self.compute(plan), 0.1, self.now)
+
+    def compute(self, plan: StepPlan) -> list[Outcome]:
+        for name in plan.closes:
+            del self.known[name]
+        for request in plan.opens:
+            assert request.session not in self.known
+            self.known[request.session] = list(request.tokens)
+        assert len({row.session for row in plan.rows}) == len(plan.rows) <= self.limits.max_sessions
+        assert sum(len(row.tokens) for row in plan.rows) <= self.limits.max_step_tokens
+        self.rows.append(plan.rows)
+        self._memory.move(plan.moves)
+        self._memory.copy(plan.copies)
+        for row in plan.rows:
+            assert row.tokens
+            assert max(row.pages) < self.limits.pages
+            self._memory.write(row.tokens, row.start, row.pages)
+        return [outcome for row in plan.rows if (outcome := self._run(row)) is not None]
+
+    def _run(self, row: Row) -> Outcome | None:
+        """Decides a row from what its pages hold after all rows are written, so that wrong writes show."""
+        known = self.known[row.session]
+        cached = self._memory.read(row.start + len(row.tokens), row.pages)
+        assert row.start <= len(known), "a row begins beyond what is known of its session"
+        base = row.base_len
+        known[row.start : base] = row.tokens[: row.known]
+        assert cached == (*known[:base], *row.draft.tokens), "the pages hold another text than the session's"
+        if not row.decide:
+            return None
+        del known[base:]
+        path: list[int] = []
+        while (node := self._child(row, path, next_token(tuple(known)))) is not None:
+            path.append(node)
+            known.append(row.draft.tokens[node])
+        assert len(known) == base + len(path)
+        return Outcome(row.session, tuple(path), next_token(tuple(known)))
+
+    def _child(self, row: Row, path: list[int], token: int) -> int | None:
+        """The node after this path that has this token."""
+        parent = path[-1] if path else -1
+        nodes = enumerate(zip(row.draft.parents, row.draft.tokens, strict=True))
+        return next((node for node, child in nodes if child == (parent, token)), None)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Causes for which a block was dropped."""
+        return +self.scheduler.counts.dropped
+
+    def finish(self) -> dict[str, tuple[int, ...]]:
+        """Steps until no session is left; returns the tokens of each. The scheduler checks its pages when idle."""
+        got: dict[str, tuple[int, ...]] = {}
+        for _ in range(2000):
+            plan = self.scheduler.plan(self.now)
+            if plan is None:
+                break
+            for receiver, message in self.scheduler.apply(self.compute(plan), 0.1, self.now):
+                if receiver == ROUTER:
+                    assert isinstance(message, Verdict)
+                    got[message.session] = got.get(message.session, ()) + message.tokens
+        assert self.scheduler.is_idle
+        assert not self.known, "the engine still remembers a session"
+        return got
+
+    # ------------------------------------------------------------ transcripts
+
+    def run(self, transcript: str) -> None:
+        """Runs the events of a transcript and compares the answers."""
+        lines = [line.rstrip() for line in dedent(transcript).splitlines() if line.strip()]
+        expected = [line for line in lines if not line.startswith("# ")]
+        actual: list[str] = []
+        for line in expected:
+            if line.startswith(" "):
+                continue
+            event = line.split(" -> ")[0]
+            match self.do(event):
+                case [answer]:
+                    actual.append(f"{event} -> {answer}")
+                case answers:
+                    actual += [event, *(f"    {answer}" for answer in answers)]
+        assert actual == expected
+
+    def do(self, event: str) -> list[str]:
+        """Runs one event; returns the answers."""
+        words = event.split()
+        fields = {name: FIELDS[name](value) for name, is_field, value in (w.partition("=") for w in words) if is_field}
+        match [word for word in words if "=" not in word]:
+            case ["at", now]:
+                self.now = float(now)
+                return []
+            case ["gone", peer]:
+                self.scheduler.gone(peer, self.now)
+                return []
+            case ["due"]:
+                due = self.scheduler.next_due()
+                return ["never" if due is None else f"{due:g}"]
+            case ["plan"]:
+                self._plan = self.scheduler.plan(self.now)
+                return ["nothing"] if self._plan is None else self._planned(self._plan)
+            case ["apply"]:
+                assert self._plan is not None
+                sends = self.scheduler.apply(self.compute(self._plan), 0.1, self.now)
+            case ["step"]:
+                sends = self.step()
+            case ["show", *names]:
+                return [" ".join(f"{name}={self._shown(name)}" for name in names)]
+            case [peer, kind, *arguments]:
+                message = self._message(kind, arguments, fields)
+                sends = self.scheduler.receive(peer.removesuffix(":"), message, self.now)
+        return [self._sent(*send) for send in sends]
+
+    def _message(self, kind: str, arguments: list[str], fields: dict[str, Any]) -> Message:
+        if kind == "Hello":
+            pairs = (live.partition("/") for live in arguments)
+            return Hello("router", "", "", tuple(LiveSession(name, int(attempt or 1)) for name, _, attempt in pairs))
+        session, *rest = arguments
+        tokens = read_tokens(rest[0]) if rest else ()
+        address = len(tokens), Prefix(KEY, tokens).hash
+        if kind == "Open":
+            self._prompts.append(tokens)
+        messages: dict[str, Callable[[], Message]] = {
+            "Attach": lambda: Attach(session, *address),
+            "Block": lambda: a_block(tokens, read_tree(rest[1]), session),
+            "Close": lambda: Close(session, 1),
+            "Detach": lambda: Detach(session),
+            "NoDraft": lambda: NoDraft(session, *address),
+            "Open": lambda: an_open(session, tokens=tokens),
+        }
+        return replace(messages[kind](), **fields)
+
+    def _planned(self, plan: StepPlan) -> list[str]:
+        opened = [f"open {request.session}" for request in plan.opens]
+        rows = []
+        for row in plan.rows:
+            draft = row.draft.tokens
+            known = row.tokens[: len(row.tokens) - len(draft)]
+            words = ["row" if row.decide else "chunk", f"{row.session}@{row.start}", written(known)]
+            rows.append(" ".join([*words, f":{written(draft)}"] if draft else words))
+        moves = [f"move {move.source} to {move.to}" for move in plan.moves]
+        copies = [f"copy page {copy.source} to {copy.to}" for copy in plan.copies]
+        return [f"close {session}" for session in plan.closes] + opened + moves + copies + rows
+
+    def _sent(self, peer: str, message: Message) -> str:
+        words = [peer, "<-", type(message).__name__, getattr(message, "session", "")]
+        match message:
+            case Verdict():
+                words += [self._text_at(message.session, message.base_len, message.prefix_hash)]
+                words.append(f"+{written(message.tokens)}")
+                words += [f"{name}={value}" for name in ("accepted", "drafted") if (value := getattr(message, name))]
+                words += ["finish=" + message.finish.name.lower()] if message.finish is not Finish.NONE else []
+                words += (
+                    ["answer=" + message.answer.name.lower()] if message.answer is not DraftAnswer.NOT_ASKED else []
+                )
+                words += ["rejected=" + written(message.rejected)] if message.rejected else []
+            case DraftRequest():
+                words += [self._text_at(message.session, message.base_len, message.prefix_hash)]
+                words.append(f"max_tokens={message.max_tokens}")
+                words += [] if message.hold_step else ["hold_step=no"]
+                words += ["shape=chain"] if message.shape is Shape.CHAIN else []
+            case Resync():
+                words.append(self._text_at(message.session, message.have_len, message.have_hash))
+            case Refusal():
+                words.append(message.reason.name.lower())
+        attempt = getattr(message, "attempt", 1)
+        return " ".join([*words, f"attempt={attempt}"] if attempt != 1 else words)
+
+    def _text_at(self, session: str, length: int, prefix_hash: int) -> str:
+        """Returns the text of this length and hash; all texts that were opened, and what the model adds, are known."""
+        for prompt in self._prompts:
+            tokens = prompt + text(prompt, max(0, length - len(prompt)))
+            if len(tokens) == length and Prefix(KEY, tokens).hash == prefix_hash:
+                return written(tokens)
+        raise AssertionError(f"no text of {session} has length {length} and this hash")
+
+    def _shown(self, name: str) -> str:
+        scheduler = self.scheduler
+        match name:
+            case "sessions" | "queued":
+                return f"{scheduler.load()[name]:.0f}"
+            case "dropped":
+                return ",".join(f"{cause}:{count}" for cause, count in sorted(self.dropped.items())) or "none"
+            case "is_idle":
+                return "yes" if scheduler.is_idle else "no"
+            case "idle_s" | "step_s":
+                return f"{getattr(scheduler.counts, name):g}"
+        return str(getattr(scheduler.counts if hasattr(scheduler.counts, name) else scheduler, name))
+
+
+FIELDS: dict[str, Callable[[str], Any]] = {
+    "acceptance": lambda word: Acceptance[word.upper()],
+    "attempt": int,
+    "base_len": int,
+    "audit": lambda word: word == "yes",
+    "draft_tokens": int,
+    "max_len": int,
+    "prefix_hash": int,
+    "rival": int,
+    "sampling": lambda word: Sampling(temperature=float(word)),
+    "stop_ids": read_tokens,
+    "wants_rejected": lambda word: word == "yes",
+}
+
+
+def read_tree(word: str) -> DraftTree:
+    tokens, _, parents = word.removeprefix(":").partition("/")
+    return DraftTree(read_tokens(tokens), read_tokens(parents)) if parents else DraftTree.chain(read_tokens(tokens))
+
+
+def only_verdict(sends: list[Send], receiver: str = ROUTER) -> Verdict:
+    """Returns the receiver's verdict, which must be its only message but for a request."""
+    (verdict,) = (message for to, message in sends if to == receiver and not isinstance(message, DraftRequest))
+    assert isinstance(verdict, Verdict)
+    return verdict
+
+
+def refusals(sends: list[Send]) -> list[tuple[str, str, RefusalReason]]:
+    """Returns receiver, session and reason of each refusal."""
+    return [(to, m.session, m.reason) for to, m in sends if isinstance(m, Refusal)]
