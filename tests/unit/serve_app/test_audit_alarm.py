@@ -1,4 +1,4 @@
-"""What people hear of a difference."""
+"""Reports of a difference."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""On which address replicas listen: loopback only where that is the whole cluster and nobody is to prove anything."""
+"""Addresses that replicas listen on: loopback only if it is the whole cluster and nothing must be authenticated."""
 
 import pytest
 import ray

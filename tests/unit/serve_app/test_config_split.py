@@ -1,4 +1,4 @@
-"""Whom a change of the configuration replaces: by what Serve itself takes for an application's version."""
+"""Replicas that a configuration change replaces, by Serve's own rule for an application's version."""
 
 import os
 from typing import Any, get_args
@@ -45,7 +45,7 @@ def told_by_environment(config: SlipstreamConfig, pool: str) -> dict[str, str]:
 
 
 def replaced(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
-    """As Serve decides it: by the application's version, and by where a deployment's replicas run."""
+    """Returns the deployments that Serve would replace: by version, and by where replicas run."""
     versions = {get_app_code_version(application_schema(config, "ours", "/")) for config in (before, after)}
     if len(versions) > 1:
         return POOLS
@@ -59,7 +59,7 @@ def told_anew(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
 
 
 def named(given: object) -> str:
-    """Of a test: the same in each process, whose sets have orders of their own."""
+    """Names a test case independently of set order, which differs between processes."""
     return "+".join(sorted(given)) or "nobody" if isinstance(given, set) else str(given)
 
 

@@ -1,4 +1,4 @@
-"""What deployments make of the configuration."""
+"""Deployments' use of the configuration."""
 
 import asyncio
 import logging
@@ -130,7 +130,7 @@ async def test_what_was_started_is_ended_where_a_later_part_failed() -> None:
 
 
 class Broken(Exception):
-    """What no loop expects."""
+    """An error that no loop expects."""
 
 
 async def test_health_reports_what_ended_a_loop_and_the_log_has_it_once(caplog: pytest.LogCaptureFixture) -> None:

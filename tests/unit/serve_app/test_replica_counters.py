@@ -1,4 +1,4 @@
-"""What leaves a replica as counters by cause."""
+"""Counters by cause that a replica publishes."""
 
 from collections import defaultdict
 from typing import Any

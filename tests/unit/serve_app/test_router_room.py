@@ -1,4 +1,4 @@
-"""What a router takes, and how it says that it takes no more; what it logs of peers."""
+"""A router's limit on sessions, its refusals, and its log about peers."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""From committed tokens to deltas, and what following many sessions does when one fails or is left."""
+"""Committed tokens to deltas, and many sessions of which one fails or is cancelled."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -1,4 +1,4 @@
-"""What is counted."""
+"""Counters of requests, prompts and verdicts."""
 
 from dataclasses import dataclass
 from itertools import count

@@ -1,4 +1,4 @@
-"""What is told of requests: sums by prompt version, a line in the log, and never what was said."""
+"""Counters by prompt version and log lines of requests, without any text."""
 
 import json
 import logging
@@ -128,7 +128,7 @@ def test_a_line_of_text_lists_all_that_a_structured_one_has(caplog: pytest.LogCa
 
 @contextmanager
 def attached(name: str) -> Iterator[list[logging.LogRecord]]:
-    """What a logger's handlers are given."""
+    """Yields what a logger's handlers receive."""
     records: list[logging.LogRecord] = []
 
     class Keeping(logging.Handler):

@@ -1,4 +1,4 @@
-"""From a request's fields to a session's rules, scoring and prompt."""
+"""A request's fields as a session's rules, scoring and prompt."""
 
 from typing import Any
 

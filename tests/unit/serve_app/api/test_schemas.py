@@ -1,4 +1,4 @@
-"""What a request may say, and how a refusal names what it may not."""
+"""Valid requests, and the names in refusals of invalid ones."""
 
 import json
 from typing import Any

@@ -91,7 +91,7 @@ class CountingTokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As SentencePiece's: few characters have tokens, the others are spelt in bytes, whose ids are the bytes."""
+    """Returns a tokenizer like SentencePiece's: few characters have tokens, other bytes are their own ids."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257, "日": 258}
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     built.normalizer = normalizers.Replace(" ", "▁")

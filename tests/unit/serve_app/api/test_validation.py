@@ -1,4 +1,4 @@
-"""From validated requests to sessions."""
+"""Validated requests as sessions."""
 
 from collections.abc import Callable
 from itertools import count

@@ -1,4 +1,4 @@
-"""What a conversation sends, turn after turn."""
+"""The requests of a conversation over several turns."""
 
 from serve_app.cli.chat import Conversation
 

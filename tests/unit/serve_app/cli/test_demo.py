@@ -1,4 +1,4 @@
-"""What the demo prints."""
+"""The demo's output."""
 
 from io import StringIO
 

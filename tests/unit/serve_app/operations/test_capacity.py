@@ -1,4 +1,4 @@
-"""What the pools need, and what a machine must offer."""
+"""Resources that pools need and a machine must offer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which nodes could hold a pool, and what is said where none can."""
+"""Nodes that could hold a pool, and messages if none can."""
 
 from typing import Any
 

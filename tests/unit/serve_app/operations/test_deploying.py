@@ -1,4 +1,4 @@
-"""What Serve is given for a config, and what its messages say of a start that fails."""
+"""Serve's input for a configuration, and errors read from its messages about a failed start."""
 
 import pytest
 

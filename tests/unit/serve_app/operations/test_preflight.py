@@ -1,4 +1,4 @@
-"""What the check before a start demands of a target for each engine, and where no drafter runs."""
+"""Checks before a start, by engine, and on nodes without drafters."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Where a deployment answers, and what is refused before anything is changed."""
+"""Addresses of a deployment, and refusals before anything changes."""
 
 from typing import Any
 

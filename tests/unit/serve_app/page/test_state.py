@@ -1,4 +1,4 @@
-"""What the page shows, of samples by hand."""
+"""The live page's content, from samples written by hand."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from serve_app.page.routes import MOST_BARS, MOST_REPLICAS, MOST_TRACKS, WINDOW_
 
 
 def recording(role: str, name: str, *events: tuple[float, str, str], offset_s: float = 0.0) -> bytes:
-    """Of events at moments of the wall; sessions are one letter each."""
+    """Returns a recording of events at wall-clock times; sessions are one letter each."""
     made = (Event(order, at - offset_s, what, tuple(who)) for order, (at, what, who) in enumerate(events))
     return pack(Actor(role, name, Recording(offset_s, tuple(made))))
 

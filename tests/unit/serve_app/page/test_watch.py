@@ -1,4 +1,4 @@
-"""How often replicas are asked while people watch."""
+"""Sampling of replicas while people watch."""
 
 import asyncio
 from collections.abc import Sequence

@@ -31,7 +31,7 @@ def test_families_tell_the_same_on_the_other_side() -> None:
 
 
 def test_they_are_small() -> None:
-    """As text they are many times that."""
+    """Text would be many times as large."""
     assert len(pack_families(some_families())) * 5 < len(exposition([some_families()]))
 
 

@@ -1,4 +1,4 @@
-"""What Ray is given of a process's families: what has come since, what is so now, under names that it takes."""
+"""Families as Ray receives them: increments and current values, under valid names."""
 
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What `slipstream status` shows of acceptance."""
+"""Acceptance in `slipstream status`."""
 
 from typing import Any
 

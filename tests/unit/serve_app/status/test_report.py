@@ -1,4 +1,4 @@
-"""What `slipstream status` shows of the replicas."""
+"""Replicas in `slipstream status`."""
 
 from contextlib import nullcontext
 from typing import Any

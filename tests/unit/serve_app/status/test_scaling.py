@@ -1,4 +1,4 @@
-"""What `slipstream status` shows of the pools' sizes."""
+"""Pool sizes in `slipstream status`."""
 
 from dataclasses import asdict
 

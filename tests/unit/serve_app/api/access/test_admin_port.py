@@ -1,4 +1,4 @@
-"""With an address of their own, operators find there what nobody finds elsewhere."""
+"""The admin port serves endpoints that no other port serves."""
 
 import hashlib
 

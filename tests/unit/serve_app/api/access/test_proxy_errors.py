@@ -24,7 +24,7 @@ NONE_THERE = DeploymentUnavailableError(DeploymentID("Router", "slipstream"))
 
 
 def by_proxy(error: Exception) -> list[Message]:
-    """What Serve sends of itself for an error."""
+    """Returns Serve's own response for an error."""
     return send_http_response_on_exception(get_http_response_status(error, 2, "job-7"), response_started=False)
 
 
@@ -37,7 +37,7 @@ async def told(
     headers: Mapping[str, str] | None = None,
     routes: Sequence[Message] = SERVED,
 ) -> httpx.Response:
-    """What the client of a proxy gets that sends this."""
+    """Returns what the client of a proxy that sends this receives."""
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
         for message in routes if scope["path"] == "/-/routes" else messages:

@@ -1,4 +1,4 @@
-"""What a request is called, behind Serve's proxy and without it."""
+"""Request ids, behind Serve's proxy and without it."""
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ COMPLETION = {"model": MODEL, "prompt": "hi"}
 
 @pytest_asyncio.fixture
 async def front(codec: TextCodec) -> AsyncIterator[AsgiFront]:
-    """What routers serve. Its own clients come as the operators do, with no proxy in between."""
+    """Serves as routers do. Clients here connect without a proxy, as on the admin port."""
     async with asgi_front(codec) as front:
         front.plays([*front.emits("a"), Ended(Finish.STOP)])
         front.app.add_middleware(ServeRequestIds)

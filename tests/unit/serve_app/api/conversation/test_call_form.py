@@ -1,4 +1,4 @@
-"""How a model writes its calls, found out from its chat template and its response template."""
+"""Finding a model's call format from its chat template and its response template."""
 
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import TaggedArguments

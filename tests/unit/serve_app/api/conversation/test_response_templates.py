@@ -1,4 +1,4 @@
-"""Which response template holds for a model."""
+"""Choice of a model's response template."""
 
 import pytest
 

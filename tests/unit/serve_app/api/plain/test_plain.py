@@ -281,7 +281,7 @@ async def test_what_is_refused_is_not_as_described(front: AsgiFront, fields: Any
 
 
 class Links(HTMLParser):
-    """What a page would have a browser ask for."""
+    """URLs that a page makes a browser load."""
 
     def __init__(self) -> None:
         super().__init__()

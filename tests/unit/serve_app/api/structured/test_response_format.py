@@ -1,4 +1,4 @@
-"""What requests ask of their answer's form, as grammars; and refusals that name the field."""
+"""Requested answer formats as grammars, and refusals that name the field."""
 
 import json
 from typing import Any
@@ -35,7 +35,7 @@ def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
 
 
 def takes(grammar: RequestedGrammar | None, text: str) -> bool:
-    """Whether an answer may be this text, token by token, and end there."""
+    """Returns whether an answer may be this text, token by token, and end there."""
     assert grammar is not None
     followed = COMPILER.follow(grammar.text)
     tokens = [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id]
