@@ -62,7 +62,7 @@ class ScriptedTarget:
         self.scheduler.receive("router#1", Close(session, life.open.attempt), self.now)
 
     def run(self, script: Script, each_step: Callable[[int], None] = lambda step: None) -> None:
-        """Until every session is over and the engine has forgotten it."""
+        """Runs until every session is over and the engine has forgotten it."""
         while not all(life.is_over for life in self.lives.values()):
             for session, life in self.lives.items():
                 for block in () if life.is_over else script(session, life.prefix):
@@ -118,7 +118,7 @@ def block(session: str, prefix: Prefix, tokens: Iterable[int]) -> list[Block]:
 
 
 class Scripts:
-    """By the whole text, prompt included, that each session will have."""
+    """Whole text of each session, prompt included."""
 
     def __init__(self, whole: dict[str, list[int]], seed: int = 0) -> None:
         self._whole = whole
@@ -162,7 +162,7 @@ class Scripts:
         return block(session, prefix, self._ahead(session, prefix, length))
 
     def _ahead(self, session: str, prefix: Prefix, length: int) -> list[int]:
-        """What will follow, but for the last token of all, which needs no block."""
+        """Returns what follows, except for the last token, which needs no block."""
         return self._whole[session][prefix.length : prefix.length + length][
             : len(self._whole[session]) - prefix.length - 1
         ]

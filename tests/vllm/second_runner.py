@@ -10,7 +10,7 @@ IS_ASKED_FOR = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def interpret_kernels() -> None:
-    """Before vLLM is imported: it takes the second runner where it finds a Triton for its device."""
+    """Runs before vLLM is imported, which chooses the second runner if it finds a Triton for its device."""
     from triton.backends import backends
 
     # Nobody asks it for anything: the interpreter compiles nothing.

@@ -73,7 +73,7 @@ def vllm_engine(tiny_llama: Path) -> Iterator[VllmEngine]:
 
 @pytest.fixture(scope="module")
 def texts(tiny_llama: Path) -> dict[str, list[int]]:
-    """By the project's own engine, plainly."""
+    """Returns the texts of the project's own engine without speculation."""
     own = ScriptedTarget(own_executor(tiny_llama).step, limits(PAGES, PAGE_SIZE, False))
     for session, prompt in PROMPTS.items():
         own.open(asked(session, prompt, NEW_TOKENS))

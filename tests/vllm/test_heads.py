@@ -74,7 +74,7 @@ def core(tiny_llama: Path, asked: SlipstreamConfig) -> Iterator[object]:
 
 
 def method_of(asked: SlipstreamConfig, folder: Path) -> tuple[DraftingMethod, DrafterLimits]:
-    """As a drafter makes it."""
+    """Creates the method as a drafter does."""
     layout = states_format(asked.draft, folder)
     setup = DraftSetup("float32", CONTEXT, asked.speculation.draft_tokens, vocabulary(folder), str(folder), layout)
     bounds = DrafterLimits(VOCABULARY, CONTEXT, 8, layout, state_bounds(asked.draft, folder))
@@ -82,7 +82,7 @@ def method_of(asked: SlipstreamConfig, folder: Path) -> tuple[DraftingMethod, Dr
 
 
 def generation(name: str, text: Text) -> Generation:
-    """Of one draft token a round, for of no other does the head know."""
+    """Returns a generation with one draft token a round, since the head knows no more."""
     return Generation(
         session=name,
         prompt=tuple(text.tokens[: text.prompt_len]),

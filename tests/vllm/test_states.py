@@ -47,7 +47,7 @@ def core(tiny_llama: Path) -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def whole(tiny_llama: Path) -> dict[str, list[int]]:
-    """By the own engine, without any draft."""
+    """Returns the own engine's texts without drafts."""
     own = on_own_engine(tiny_llama)
     _open_all(own)
     own.run(Scripts({}).none)
@@ -56,7 +56,7 @@ def whole(tiny_llama: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def states(tiny_llama: Path, whole: dict[str, list[int]]) -> dict[str, Tensor]:
-    """By transformers, (tokens, layers x hidden) of each text."""
+    """Returns transformers' states, (tokens, layers x hidden), of each text."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""How long something is waited for, by an event loop whose clock the test sets."""
+"""Waiting with a limit, on an event loop whose clock the test sets."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from actors.engine.executor import LOOK_S, done_within
 
 @pytest.fixture
 async def stands_still(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the loop has stood still, each time for as long as is appended."""
+    """Yields a list; the loop stands still once for each appended duration."""
     stops: list[float] = []
     loop = asyncio.get_running_loop()
     time = loop.time

@@ -175,7 +175,7 @@ async def test_a_step_has_a_multiple_of_what_steps_were_measured_to_take(
 
 
 async def test_a_step_that_hangs_ends_the_replica() -> None:
-    """After no time at all, as it is told to: what it waits by is the event loop's clock."""
+    """Ends at once with a limit of zero on the event loop's clock."""
     replica, _ = a_target(Clock(), step_timeout_s=0.0, step_cost=ForwardCost.linear(STEP_S))
     stream, _ = replica.router_up(Hello("router", "v", "m"))
     replica.receive(stream, Decoded((an_open("a"),)))

@@ -1,4 +1,4 @@
-"""What charts show, read from matplotlib's objects and from the SVG text."""
+"""Charts' content, read from matplotlib's objects and from the SVG text."""
 
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise

@@ -59,7 +59,7 @@ def a_row(pages: tuple[int, ...], start: int, count: int) -> InputRow:
 
 
 def a_plan(rows: list[InputRow], cache: PagedCache) -> SdpaGatherPlan:
-    """Of `gathered`, on the device."""
+    """Returns the gathering backend's plan, on the device."""
     plan = SdpaGatherPlan(rows, cache)
     plan.place([torch.tensor(part, dtype=torch.int64) for part in plan.integers])
     return plan
@@ -73,7 +73,7 @@ def random_input(seed: int, total: int) -> tuple[Tensor, Tensor]:
 
 
 def plain_attention(query: Tensor, key_value: Tensor, window: int | None = None) -> Tensor:
-    """Of one whole sequence, the last queries of it; (queries, heads x head dim)."""
+    """Computes one whole sequence without a cache and returns its last queries; (queries, heads x head dim)."""
     keys, values = key_value.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(0, 1).chunk(2)
     at = torch.arange(len(key_value))[-len(query) :].unsqueeze(1)
     key_at = torch.arange(len(key_value))
@@ -107,7 +107,7 @@ def a_tree_row(pages: tuple[int, ...], start: int, known: int, tree: DraftTree) 
 def plain_tree_attention(
     row: InputRow, query: Tensor, old: Tensor, new: Tensor, window: int | None = None
 ) -> list[Tensor]:
-    """Of each token of the row over what is before it alone: one after another, then each node after its own path."""
+    """Computes each token of the row over what precedes it: one after another, then each node over its own path."""
     known = len(row.tokens) - len(row.parents)
     lines = [tuple(range(known - at)) for at in range(known - 1, -1, -1)]
     lines += [(*range(known), *[known + node for node in path]) for path in row.tree.paths]
@@ -119,7 +119,7 @@ def plain_tree_attention(
 @pytest.mark.parametrize("window", [None, 1, 2, 4])
 @pytest.mark.parametrize("name", ["gathered", "flashinfer", "flex"])
 def test_a_node_of_a_tree_sees_its_path_and_what_is_before_the_tree(name, window):
-    """Beside other rows, with and without trees, over the borders of pages; as if each path were alone."""
+    """Compares with separate paths, beside other rows and over page borders."""
     backend = BACKENDS[name]()
     for seed in range(6):
         cache = a_cache(pages=24)
@@ -147,7 +147,7 @@ def test_positions_of_a_tree_are_by_depth_and_a_chain_is_no_exception():
 
 @pytest.mark.parametrize("name", ["gathered", "flashinfer", "flex"])
 def test_as_many_nodes_as_a_block_may_have(name):
-    """Whatever number a node has, a mask finds it."""
+    """A mask finds any node number."""
     cache = a_cache(pages=40)
     tree = grown(Random(1), MAX_BLOCK_TOKENS, 10**6)
     assert len(tree) == MAX_BLOCK_TOKENS

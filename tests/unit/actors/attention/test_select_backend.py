@@ -1,4 +1,4 @@
-"""Which attention is taken: the fastest that is right, and why the others are not."""
+"""The fastest correct attention is chosen, with the reasons against the others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -192,7 +192,7 @@ def test_flex_on_a_cpu_is_refused_for_it_reads_the_whole_pool():
 
 
 def steps_of_a_server() -> list[list[InputRow]]:
-    """Of prompts and blocks as they come, in no order that a trial knows."""
+    """Returns prompts and blocks in an order that differs from the trial's."""
     pages = tuple(range(40))
     tree = (-1, 0, 0, 1, 1, 3)
     told = [InputRow((1,) * (1 + at % 4), 13 * at + 2, 0, pages) for at in range(12)]

@@ -49,7 +49,7 @@ class SpyRunner(ToyRunner):
         return ForwardOutput(self.logits(rows, whole), self.hidden(rows))
 
     def logits(self, rows: Sequence[InputRow], whole: list[tuple[int, ...]]) -> Tensor:
-        """Of the last token alone; `whole` are all tokens of each row."""
+        """Returns the last token's logits; `whole` are all tokens of each row."""
         return super().forward(rows).logits
 
     def hidden(self, rows: Sequence[InputRow]) -> Tensor:
@@ -58,7 +58,7 @@ class SpyRunner(ToyRunner):
 
 
 class PrefixRunner(SpyRunner):
-    """What follows depends on every token before: any fault of the cache shows."""
+    """A runner whose output depends on every earlier token, so that any fault of the cache shows."""
 
     def __init__(self, scale: float = 2.0) -> None:
         super().__init__()

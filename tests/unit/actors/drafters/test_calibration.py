@@ -36,7 +36,7 @@ def fitted(error: float) -> tuple[Calibration, np.random.Generator]:
 
 @pytest.mark.parametrize("error", [1.5, 4.0])
 def test_chances_are_as_often_right_as_they_say(error):
-    """Of 2000 positions: five standard errors, a false alarm in more than a million runs; and the seed is fixed."""
+    """Allows five standard errors over 2000 positions, a false alarm in a million runs; the seed is fixed."""
     calibration, rng = fitted(error)
     said = []
     right = []

@@ -175,7 +175,7 @@ def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(accep
 
 
 def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is_read():
-    """As it is after a merge; the other's token counts for what the other gave for it."""
+    """As after a merge, a token of the other method has the probability that it gave."""
     runner = SpyRunner()
     method = a_method(runner)
     want = a_want((1, 2), 3)
@@ -280,12 +280,12 @@ def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
 
 
 def first(guess: Proposal, tokens: int) -> Proposal:
-    """What of a block there is after so many passes."""
+    """Returns the part of a block that exists after this many passes."""
     return replace(guess, tree=guess.tree.first(tokens))
 
 
 def are_beginnings(found: list[Proposal], whole: list[Proposal]) -> bool:
-    """Whether each of `found` is how the one of `whole` for its outcome begins."""
+    """Returns whether each of `found` is a prefix of the block of `whole` for its outcome."""
     by_outcome = {guess.outcome: guess for guess in whole}
     return found == [first(by_outcome[guess.outcome], len(guess.tokens)) for guess in found]
 
@@ -293,7 +293,7 @@ def are_beginnings(found: list[Proposal], whole: list[Proposal]) -> bool:
 @RULES
 @pytest.mark.parametrize("passes", [0, 1, 2])
 def test_an_interruption_returns_what_there_is(acceptance, sampling, passes):
-    """Under ratio too: when it comes has nothing to do with what a block's own tokens are."""
+    """Under rejection sampling too: its time does not depend on a block's own tokens."""
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
     runner = PrefixRunner(scale=1.0)
@@ -397,7 +397,7 @@ class GivingUp(PrefixRunner):
 @RULES
 @pytest.mark.parametrize("forwards", range(4))
 def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwards):
-    """What had been drafted before it stands, and whatever is wanted next is what it would have been."""
+    """Earlier drafts stay, and later requests give the same blocks as without it."""
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     method = a_method(GivingUp(scale=1.0))
     block, guesses = drafted_ahead(method, want, after_checks(2 * forwards + 1))
@@ -416,7 +416,7 @@ def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwar
 
 @RULES
 def test_what_was_drafted_so_far_is_told_after_each_forward(acceptance, sampling):
-    """Under ratio only blocks that will not change, for there the first version that arrives is the one."""
+    """Under rejection sampling, only final blocks, because the first version to arrive counts."""
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     told: list[list[Proposal]] = []
     method = a_method(runner := PrefixRunner(scale=1.0))
@@ -455,7 +455,7 @@ def test_a_pool_too_small_for_all_branches_gives_fewer_blocks_and_no_wrong_ones(
 
 
 def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
-    """What its block's choices were is remembered, but its tokens are not cached any more."""
+    """Its block's choices are remembered, but its tokens are no longer cached."""
     method = a_method(PrefixRunner(scale=1.0), pages=3)
     lost = a_want((1, 2, 3, 4, 5), 2, session="lost")
     (block,) = propose(method, [lost], never)

@@ -1,4 +1,4 @@
-"""What a draft model holds: branches of sessions over one pool, of which all can be computed again."""
+"""A draft model's cache: branches of sessions over one pool, all of which can be recomputed."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ class Desk:
         self._memory = TokenMemory(PAGE_SIZE)
 
     def feed(self, branch: CacheBranch, *tokens: int, busy: Sequence[str] = ()) -> bool:
-        """Whether there was room; checks that the branch's pages hold what the branch says."""
+        """Returns whether there was room; checks that the branch's pages hold its tokens."""
         fed = self.cache.feed(branch, tokens, {branch.session, *busy})
         if fed is None:
             return False
@@ -162,7 +162,7 @@ def test_the_check_notices_a_page_that_is_lost():
 
 @given(st.data())
 def test_whatever_is_resumed_forked_fed_and_closed_every_branch_reads_its_own_tokens(data):
-    """In a pool so small that sessions are forgotten all the time; `Desk` reads every branch at every feed."""
+    """Uses a pool so small that sessions are often evicted; `Desk` reads every branch at every feed."""
     desk = Desk(pages=data.draw(st.integers(2, 8)))
     token = st.integers(0, 1)  # few, so that texts agree for long
     branches: dict[str, list[CacheBranch]] = {}

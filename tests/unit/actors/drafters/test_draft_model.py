@@ -382,7 +382,7 @@ def test_a_block_is_a_tree_where_it_may_and_has_no_more_tokens_than_were_asked_f
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_tree_goes_on_from_tokens_beside_its_main_path_as_the_model_would(sampling):
-    """What has children has the model's favourite after it among them; limbs ride in the forwards of a chain."""
+    """A node with children has the model's favorite among them; branches share the forwards of a chain."""
     deep = 0
     for seed in range(12):
         want = a_want((1, 2), 8, sampling=sampling, seed=seed)

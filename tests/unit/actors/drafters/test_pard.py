@@ -59,7 +59,7 @@ def a_method(runner: MaskRunner, width: int = 3, **limits: Any) -> DraftModel:
 
 
 def named(last: int, count: int, width: int = 3) -> tuple[int, ...]:
-    """What the runner's model says greedily after this token, `width` tokens at a time."""
+    """Returns the model's greedy tokens after this token, `width` at a time."""
     tokens = [last]
     while len(tokens) <= count:
         known = tokens[-1]

@@ -1,4 +1,4 @@
-"""What drafting costs, measured through the method's own interface."""
+"""Cost of drafting, measured through the method's own interface."""
 
 from collections.abc import Sequence
 

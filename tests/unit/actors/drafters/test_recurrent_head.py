@@ -61,7 +61,7 @@ def head_in(folder: Path, model: PreTrainedModel) -> RecurrentHead | None:
 
 @torch.inference_mode()
 def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tmp_path: Path) -> None:
-    """Against the formula, over transformers' own hidden states; rows may leave, and the others go on."""
+    """Compares with the formula over transformers' hidden states, also after rows have left."""
     weights = some_weights()
     model = a_model()
     save_file(weights, tmp_path / FILE)
@@ -154,7 +154,7 @@ def within(want: Want, forwards: int) -> Want:
 @pytest.mark.parametrize("acceptance", list(Acceptance))
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_blocks_are_those_of_a_forward_each_in_fewer_forwards(length, forwards, acceptance, sampling):
-    """Under every rule: the tokens drawn are what the head goes on from, and what their draft_probs are given."""
+    """Under every rule, the head continues from drawn tokens, and their draft_probs match."""
     want = a_want((1, 2), length, sampling=sampling, acceptance=acceptance)
     runner = SpyRunner()
     assert propose(a_method(runner, Following), [want], never) == propose(a_method(SpyRunner(), None), [want], never)
@@ -220,7 +220,7 @@ def ahead(want: Want) -> Want:
 
 
 def firsts(guesses: Sequence[Proposal], count: int) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """By outcome, the first tokens of its block."""
+    """Returns the first tokens of each outcome's block."""
     return {guess.outcome: guess.tokens[:count] for guess in guesses}
 
 
@@ -260,7 +260,7 @@ def test_under_ratio_there_are_none():
 
 
 def test_the_head_names_blocks_for_all_outcomes_before_the_model_names_any():
-    """Of the tokens there are after the one that an outcome ends with, though no forward has read it."""
+    """Blocks start after an outcome's last token, although no forward has read it."""
     runner = SpyRunner()
     want = ahead(a_want((1, 2), 3))
     guesses = propose(a_method(runner, Following), [within(want, 1)], never)
@@ -363,7 +363,7 @@ def test_where_one_session_needs_a_forward_all_have_it():
 
 
 def test_what_was_read_is_of_no_use_where_the_same_block_is_wanted_again():
-    """As after a broken stream: no token has been decided since."""
+    """As after a broken stream, no token has been committed since."""
     runner = SpyRunner()
     want = a_want((1, 2), 3)
     method = a_method(runner, Mistaken)

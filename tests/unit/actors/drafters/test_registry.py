@@ -1,4 +1,4 @@
-"""Which drafting methods there are, and what asking for one imports."""
+"""Drafting methods by name, and what a method imports."""
 
 import pickle
 import subprocess
@@ -67,7 +67,7 @@ def test_other_methods_read_nothing_of_the_target(method: str) -> None:
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of a method that is in the configuration."""
+    """Replaces a configured method."""
     readers = frozenset({"ngram"})
     monkeypatch.setattr(registry, "MODULES", {"ngram": "tests.unit.actors.drafters.state_reader"})
     monkeypatch.setattr(registry, "STATE_READERS", readers)

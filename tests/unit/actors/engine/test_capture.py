@@ -52,7 +52,7 @@ class Captured:
 
     @torch.inference_mode()
     def expected(self, tokens: tuple[int, ...]) -> Tensor:
-        """By transformers, of the whole text, without any cache."""
+        """Returns transformers' states of the whole text, without a cache."""
         found = self._model(input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
         return torch.cat([found.hidden_states[layer][0] for layer in self.layers], dim=-1)
 
@@ -178,7 +178,7 @@ def test_states_are_counted_into_the_size_of_a_page():
 
 
 def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_read_without_one():
-    """Beside rows of which nothing is wanted."""
+    """Includes rows without wanted states."""
     found = Captured("llama")
     executor = StepExecutor(found.runner, VOCABULARY)
     prompt = tokens_of(11, 6)
@@ -204,7 +204,7 @@ def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_
 
 @pytest.mark.parametrize("kind", ["llama", "olmo2"])
 def test_the_leading_rank_of_several_captures_whole_streams_and_the_others_none(tmp_path, kind):
-    """By the lean decoder, and through the model's own code; streams are whole on each rank, norms are not split."""
+    """Checks both decoders; streams are whole on each rank, and norms are not split."""
     model = a_model(kind)
     model.save_pretrained(tmp_path)
     layout = StatesFormat(2 * 48, StateDtype.BFLOAT16)

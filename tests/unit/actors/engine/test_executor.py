@@ -198,7 +198,7 @@ def test_noise_is_addressed_by_absolute_position():
 
 
 def test_an_audit_that_names_a_rival_hears_how_far_the_token_was_ahead_of_it():
-    """Beside rows that ask for nothing, one of them with a draft: each has its own logits."""
+    """Includes rows without such requests, one with a draft; each has its own logits."""
     executor = an_executor()
     right = NEXT[4]
     opens = (
@@ -216,7 +216,7 @@ def test_an_audit_that_names_a_rival_hears_how_far_the_token_was_ahead_of_it():
 
 
 def expected_score(after: int, token: int) -> float:
-    """By the spy's logits: 1 for what follows, 0 for all else."""
+    """Returns the score under the spy's logits: 1 for the successor, 0 for all others."""
     return float(torch.log_softmax(torch.eye(VOCABULARY)[NEXT[after]], dim=-1)[token])
 
 
@@ -319,7 +319,7 @@ def test_the_executor_checks_logits_before_rules_mask_them() -> None:
 
 
 def test_nonfinite_logits_in_a_scored_prompt_fail_its_session() -> None:
-    """Of an earlier chunk too: its scores go out with the first decision."""
+    """Includes an earlier chunk, whose scores are sent with the first decision."""
     executor = StepExecutor(BrokenAfter(5, torch.inf), VOCABULARY)
     opens = (
         an_open("s", tokens=(1, 5, 2, 3), scoring=Scoring(None, 1)),

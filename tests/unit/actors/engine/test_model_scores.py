@@ -19,7 +19,7 @@ PAGE_SIZE = 4
 
 
 class Plain:
-    """Without any cache; and an executor of ours over the same weights."""
+    """A model without a cache, and our executor over the same weights."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -30,12 +30,12 @@ class Plain:
 
     @torch.inference_mode()
     def log_probs(self, text: tuple[int, ...]) -> torch.Tensor:
-        """Of what comes after each token, (tokens, vocabulary)."""
+        """Returns log probabilities after each token, (tokens, vocabulary)."""
         return torch.log_softmax(self._model(torch.tensor([text])).logits[0], dim=-1)
 
     @torch.inference_mode()
     def greedy(self, text: tuple[int, ...], count: int, without: int) -> tuple[int, ...]:
-        """What plain decoding says next, had it not this token."""
+        """Returns the greedy token if this one were forbidden."""
         found: tuple[int, ...] = ()
         for _ in range(count):
             last = self.log_probs((*text, *found))[-1]

@@ -1,4 +1,4 @@
-"""What the leader tells its followers arrives as it was."""
+"""Followers decode exactly what the leader sent."""
 
 import pytest
 import torch

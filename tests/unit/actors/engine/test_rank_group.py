@@ -22,7 +22,7 @@ class Silent:
 
 
 class Running:
-    """What a rank does for as long as it lives, as Ray refers to it: any number may wait for it."""
+    """A rank's work as a Ray reference, which any number of callers may await."""
 
     def __await__(self) -> Generator[Any, None, None]:
         return asyncio.get_running_loop().create_future().__await__()

@@ -1,4 +1,4 @@
-"""Who waits for ranks hears of the first one that ends, on futures in the place of ranks."""
+"""Waiting for ranks ends with the first rank that ends; futures stand for ranks."""
 
 import asyncio
 

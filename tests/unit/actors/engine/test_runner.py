@@ -42,7 +42,7 @@ TABLES = scattered()
 
 
 def row(table: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int) -> InputRow:
-    """With no more pages than it takes: what a row reads beyond them is none of its own."""
+    """Returns a row with no more pages than it needs, so that reads beyond them show."""
     return InputRow(tokens, start, logits, table[: -(-(start + len(tokens)) // PAGE_SIZE)])
 
 
@@ -170,7 +170,7 @@ def test_a_tree_gives_what_each_of_its_paths_would_give_and_the_path_that_is_kep
 
 
 def test_a_forward_that_nobody_wants_any_more_is_given_up_at_the_next_layer(plain):
-    """What it had cached by then is overwritten by whatever is fed there next."""
+    """Later rows overwrite what it cached."""
     wrong = tokens_of(8, 12)
     right = tokens_of(9, 9)
     answers = iter((False, True))

@@ -11,7 +11,7 @@ LETTERS = {token: index for index, token in enumerate(TOKENS)}
 
 
 class _Words:
-    """What `TokenizerWrapper` asks for."""
+    """The interface that `TokenizerWrapper` expects."""
 
     eos_token_id = END
     bos_token_id = None
@@ -41,7 +41,7 @@ def allowed_by(language: Sequence[str], tokens: Sequence[int]) -> set[int] | Non
 
 
 def agrees(mask: bytes | None, language: Sequence[str], tokens: Sequence[int]) -> bool:
-    """Whether a mask allows what trying all words does; of a string that alone may follow, one way to spell it."""
+    """Returns whether a mask equals trying all words; for a forced string, one spelling."""
     found = tokens_in(mask)
     allowed = allowed_by(language, tokens)
     if found is None or allowed is None or END in allowed:

@@ -1,4 +1,4 @@
-"""What a target hears of sessions with grammars: once they are compiled, and nothing of those that have gone."""
+"""Sessions with grammars reach the target once compiled, and not if they ended before."""
 
 import asyncio
 import logging

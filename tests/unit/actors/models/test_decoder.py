@@ -46,7 +46,7 @@ def with_special_layer() -> PreTrainedModel:
 
 
 class Other(LlamaForCausalLM):
-    """Of another name: nobody knows what it changes."""
+    """A class of another name, whose changes are unknown."""
 
 
 UNLIKE: dict[str, Callable[[], PreTrainedModel]] = {

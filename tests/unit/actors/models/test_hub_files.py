@@ -1,4 +1,4 @@
-"""Of a checkpoint on the hub, drafting methods fetch the files that hold what they need, and no other."""
+"""Drafting methods download only the files of a checkpoint that they need."""
 
 import json
 import shutil

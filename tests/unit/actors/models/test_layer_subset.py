@@ -25,7 +25,7 @@ NEAR = {"rtol": 0.0, "atol": 1e-4}
 
 
 def logits(model: PreTrainedModel, tokens: tuple[int, ...] = PROMPT) -> Tensor:
-    """Of every place, through the pages of a runner."""
+    """Returns the logits of every place, through the pages of a runner."""
     row = InputRow(tokens, 0, len(tokens), tuple(range(8)))
     return ModelRunner(model, pages=8, page_size=4).forward([row]).logits
 

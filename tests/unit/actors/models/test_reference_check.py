@@ -1,4 +1,4 @@
-"""What can be served right is served; all else is refused before it is, by what was compared."""
+"""Models that are served exactly pass; all others are refused before they are served."""
 
 from pathlib import Path
 from typing import Any

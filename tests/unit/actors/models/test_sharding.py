@@ -63,7 +63,7 @@ def test_split_models_give_the_logits_of_whole_ones(tmp_path, kind, ranks):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(32, 2), (32, 3), (4, 3), (1, 3)])
 def test_a_vocabulary_need_not_divide(tmp_path, vocabulary, ranks, tied):
-    """Of 4 rows over 3 ranks the last has none."""
+    """Of 4 rows over 3 ranks, the last rank has none."""
     model = a_model("llama", vocab_size=vocabulary, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     tokens = torch.randint(0, vocabulary, (1, 5))
@@ -120,7 +120,7 @@ def test_a_step_speaks_to_the_others_twice_a_layer_and_once_for_the_logits(tmp_p
     ],
 )
 def test_what_cannot_be_split_is_refused_at_start_by_name(tmp_path, kind, changes, named):
-    """Before a rank is started: the config alone is enough."""
+    """The config alone suffices, before a rank starts."""
     AutoConfig.for_model(kind, **{**SIZES, **HEADS, **changes}).save_pretrained(tmp_path)
     check_tensor_parallel(tmp_path, 1)
     with pytest.raises(ModelError, match=named):

@@ -223,7 +223,7 @@ def test_a_broken_index_is_named(tmp_path, files, problem, ranks):
 
 
 def test_an_index_alone_tells_what_is_missing(tmp_path):
-    """Before weights are fetched."""
+    """Fails before weights are downloaded."""
     tensors = load_file(a_llama(tmp_path) / "model.safetensors")
     sharded(tmp_path, {}, dict.fromkeys(tensors, "a.safetensors"))
     check_files(tmp_path, with_weights=False)

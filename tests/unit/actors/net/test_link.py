@@ -1,4 +1,4 @@
-"""What a link leaves behind, with a stream in the place of gRPC's: a connection stays as long as somebody has it."""
+"""Links share a connection, which stays open while one uses it; a fake replaces gRPC's stream."""
 
 import asyncio
 import gc

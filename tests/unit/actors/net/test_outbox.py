@@ -1,4 +1,4 @@
-"""What is due for a peer: how much goes out as one frame, and when a peer is too far behind."""
+"""Queued messages of a peer: how many form a frame, and when a peer is too far behind."""
 
 import asyncio
 

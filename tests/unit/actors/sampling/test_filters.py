@@ -1,4 +1,4 @@
-"""From logits to a request's distribution, position by position along a draft."""
+"""Logits to a request's distribution, position by position along a draft."""
 
 import math
 from dataclasses import replace

@@ -73,7 +73,7 @@ def test_every_part_of_the_address_matters():
 
 
 def test_noise_is_uniform_over_tokens_positions_and_seeds():
-    """Along each axis alone: a weakness along one is hidden by the others."""
+    """Tests each axis alone, since others would hide a weakness."""
     axes = {
         "tokens": uniform(torch.tensor([key(5, 0, 9, Purpose.DRAW)]), torch.arange(20_000)).tolist(),
         "positions": [uniform_scalar(key(5, 0, position, Purpose.ACCEPT)) for position in range(20_000)],

@@ -1,4 +1,4 @@
-"""By how much logits must be wrong for another token to be decided."""
+"""The smallest error of logits that would decide another token."""
 
 import math
 
@@ -20,7 +20,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def decided(logits: Tensor, sampling: Sampling, at: DrawAddress) -> int:
-    """By the specification."""
+    """Decides by the specification."""
     processed = process(logits.unsqueeze(0), sampling, ())
     return int(processed[0].argmax()) if sampling.greedy else draw(processed, NO_TREE, at)[0]
 
@@ -67,7 +67,7 @@ def test_a_token_beyond_the_edge_of_top_p_is_as_far_as_the_probability_before_it
 
 
 def test_the_one_ahead_may_be_left_out_instead_of_overtaken():
-    """By min_p: the second has the noise to win by far, and is at the edge itself."""
+    """The second token wins by its noise but is at the edge of min_p itself."""
     logits = torch.tensor([2.0, 1.01])
     sampling = Sampling(temperature=1.0, min_p=math.exp(-1.0))
     at = next(at for seed in range(999) if _lead(logits, at := DrawAddress(seed, 0, 0)) > 3)

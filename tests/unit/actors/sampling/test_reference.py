@@ -45,7 +45,7 @@ def accept_chain(
     draft_probs: SparseProbs | None,
     at: DrawAddress,
 ) -> tuple[int, int]:
-    """How many tokens of a chain stand, and the next one."""
+    """Returns the number of accepted tokens of a chain, and the next one."""
     decision = accept(rule, greedy, logits, DraftTree.chain(draft, draft_probs), at)
     assert decision.path == tuple(range(len(decision.path)))
     return len(decision.path), decision.next_token
@@ -83,7 +83,7 @@ def p_value(counts: Counter[int], probs: list[float]) -> float:
     ],
 )
 def test_greedy_accepts_what_the_target_would_have_said(rule, own, draft, expected):
-    """With draft_probs or without, and under either rule: the same."""
+    """The result is the same with and without draft_probs, under either rule."""
     probs = sparse(*({token: 1, 9: 1} for token in draft)) if draft else None
     for draft_probs in (None, probs):
         assert accept_chain(rule, True, peaks(*own), draft, draft_probs, at(1)) == expected
@@ -93,7 +93,7 @@ def test_greedy_accepts_what_the_target_would_have_said(rule, own, draft, expect
 
 
 def test_coupled_accepts_exactly_the_targets_own_draws():
-    """For any draft: its output is a prefix of what plain decoding would have drawn."""
+    """For any draft, the output is a prefix of the target's own draws."""
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
     for seed in range(50):
         own = draw_chain(logits, at(seed))
@@ -284,7 +284,7 @@ def test_a_sibling_that_is_the_same_token_again_changes_nothing():
 
 
 def test_what_follows_a_node_is_drawn_with_the_noise_of_its_place():
-    """As it would be drawn had its path been drafted alone: the order of a tree's nodes decides nothing."""
+    """The order of a tree's nodes has no effect."""
     logits = torch.randn(1 + len(TREE), 9, generator=torch.Generator().manual_seed(3))
     for seed in range(20):
         own = draw(logits, TREE, at(seed))
@@ -294,7 +294,7 @@ def test_what_follows_a_node_is_drawn_with_the_noise_of_its_place():
 
 
 def test_a_tree_decides_what_the_chain_of_its_right_path_does():
-    """Whatever else is in it: a right token is found anywhere, and nothing else stands."""
+    """Other nodes have no effect: a right token is found anywhere, and nothing else is accepted."""
     logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(4))
     for seed in range(20):
         (right,) = draw(logits, NO_TREE, at(seed))

@@ -103,7 +103,7 @@ def test_a_step_is_decided_as_its_blocks_one_by_one(step, seed):
 
 @given(st.lists(blocks(), min_size=1, max_size=4), st.integers(0, 2**16))
 def test_where_candidates_do_not_suffice_the_block_is_decided_thoroughly(step, seed):
-    """With three candidates of twelve that is often so, for some blocks of a step and not for others."""
+    """Three candidates of twelve often fail, for some blocks of a step and not for others."""
     logits = some_logits(step, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("actors.sampling.filters.CANDIDATES", 3)
@@ -218,7 +218,7 @@ def test_masked_logits_are_decided(sampling):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()], ids=["greedy", "drawn"])
 def test_a_nonfinite_logit_is_found_anywhere_in_a_large_vocabulary(dtype, value, sampling):
-    """In every lane of a vectorised maximum, and in its remainder."""
+    """Covers every lane of a vectorised maximum, and its remainder."""
     vocabulary = 1031
     block = PendingBlock(Acceptance.COUPLED, sampling, DraftTree.chain(()), None, DrawAddress(1, 0, 2))
     for at in (0, 1, 15, 16, 513, vocabulary - 1):

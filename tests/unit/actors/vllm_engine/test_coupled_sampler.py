@@ -1,4 +1,4 @@
-"""What vLLM's workers are told of a session comes to the decisions of the project's own engine."""
+"""vLLM's workers reach the same decisions as the project's own engine."""
 
 import pickle
 

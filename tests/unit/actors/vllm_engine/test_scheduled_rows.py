@@ -1,4 +1,4 @@
-"""From what vLLM scheduled and sampled to rows and outcomes."""
+"""vLLM's scheduled and sampled tokens as rows and outcomes."""
 
 import pytest
 

@@ -38,7 +38,7 @@ def spelled(ids: list[int]) -> str:
 
 
 def greedy(prompt: list[int], tokens: int) -> list[int]:
-    """By whole forwards, one prompt at a time."""
+    """Decodes greedily by whole forwards, one prompt at a time."""
     model = load_model(TARGET, "float32", CPU)
     found = list(prompt)
     for _ in range(tokens):

@@ -1,4 +1,4 @@
-"""What is measured of a draft: over the real schedulers, with tiny models."""
+"""Measurements of a draft over the real schedulers, with tiny models."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ TOKENS = 12
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer, and no token that ends a text."""
+    """Returns a target with a tokenizer and no end-of-text token."""
     folder = tmp_path_factory.mktemp("target")
     config = LlamaConfig(**SIZES | {"vocab_size": ROWS}, eos_token_id=None)
     jittered(LlamaForCausalLM(config)).save_pretrained(folder)

@@ -65,7 +65,7 @@ def one_text(shards: Shards) -> StatesBatch:
 
 
 def trained_logits(training, batch: StatesBatch, step: int) -> Tensor:
-    """Of a step of the unroll, (longest, columns)."""
+    """Returns the logits of an unrolled step, (longest, columns)."""
     outputs = list(training.module.steps(batch, UNROLL))[step]
     with torch.no_grad():
         return training.module.logits(outputs[0], step)
@@ -254,7 +254,7 @@ def test_a_training_with_other_options_does_not_go_on_from_this_one(tmp_path, sh
 
 
 def test_the_best_head_is_kept(tmp_path, shards, monkeypatch):
-    """Where the held-out agreement falls again, the newest head is another one than the best."""
+    """Once held-out agreement falls again, the newest head differs from the best."""
     training = a_training(tmp_path, shards, an_option(HeadKind.MEDUSA), steps=12)
     shares = iter([0.2, 0.3, 0.1])
 

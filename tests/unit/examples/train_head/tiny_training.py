@@ -60,7 +60,7 @@ def stored(folder: Path, per_shard: int = 16, target: Path = TARGET, layers: tup
 def a_training(
     out: Path, shards: Shards, head: HeadOptions, steps: int = 12, target: Path = TARGET, **schedule: Any
 ) -> Training:
-    """In float32, saving after every fourth step."""
+    """Returns a training in float32 that saves after every fourth step."""
     options = Schedule(steps, batch=8, warmup=2, **{"learning_rate": 1e-2, "lm_head_rate": 1.0, **schedule})
     running = Running(save_every=4, dtype="float32")
     return Training(out, target_parts(str(target)), shards, head, options, running)

@@ -1,4 +1,4 @@
-"""What the experiment runs, in which order, and what it makes of the answers."""
+"""The experiment's runs, their order, and its summary of the answers."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What is found on nodes, judged: every fault names the node, what is wrong and what to do."""
+"""Findings on nodes: every fault names the node, what is wrong and what to do."""
 
 import os
 from dataclasses import replace

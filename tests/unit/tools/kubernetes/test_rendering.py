@@ -1,4 +1,4 @@
-"""From a configuration to manifests: what is refused, what follows from what, and that the files are current."""
+"""From a configuration to manifests: refusals, derived values, and whether the committed files are current."""
 
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def test_pods_that_trust_nobody_and_certificates_that_no_pod_can_find_are_refuse
 
 
 def secrets_of(pod: dict[str, Any]) -> list[tuple[str, str]]:
-    """Where each secret is mounted in a pod, and its name."""
+    """Returns where each secret is mounted in a pod, and its name."""
     mounted = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
     secrets = [(each["name"], each["secret"]["secretName"]) for each in pod["volumes"] if "secret" in each]
     assert all(mounted[name]["readOnly"] for name, _ in secrets)
@@ -134,7 +134,7 @@ def test_each_group_mounts_the_certificate_of_its_own_role_which_the_component_m
 
 
 def test_the_policy_sees_both_pools_and_connections_stay_open_as_long_as_configured() -> None:
-    """What `build` gives each pool is a policy of that pool alone, by which drafters would not scale."""
+    """`build` gives each pool a policy of its own, under which drafters would not scale."""
     found = serve_config(config(server={"keep_alive_s": 77}))
     (application,) = found["applications"]
     assert application["autoscaling_policy"] == AUTOSCALING_POLICY

@@ -436,7 +436,7 @@ def test_the_steady_rate_leaves_out_beginning_and_end():
 
 
 def test_tokens_are_met_where_as_many_are_committed_as_are_asked_for():
-    """Of one request a second, of 10 tokens each, after the first quarter of them."""
+    """Runs one request a second, of 10 tokens each, and counts after the first quarter."""
     arrivals = [Arrival(float(at), 10) for at in range(40)]
     late = [Commit(at + 0.1 * part + 3.0, 1) for at in range(40) for part in range(10)]
     assert share_met(arrivals, late) == pytest.approx(1.0), "however late, if not later and later"

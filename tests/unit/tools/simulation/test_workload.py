@@ -1,4 +1,4 @@
-"""What a second is worth."""
+"""The value of a second."""
 
 from dataclasses import replace
 

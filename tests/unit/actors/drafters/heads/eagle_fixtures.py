@@ -33,7 +33,7 @@ def checkpoint(name: str) -> Path:
 
 
 def case(name: str) -> Case:
-    """What went into the reference and what came out."""
+    """Returns the reference's inputs and outputs."""
     with np.load(DATA / name / "case.npz") as stored:
         return {key: torch.from_numpy(stored[key]) for key in stored.files}
 
@@ -68,7 +68,7 @@ class Drive:
     def feed(
         self, tokens: Tensor, states: Tensor, start: int, logits: int | None = None, parents: tuple[int, ...] = ()
     ) -> ForwardOutput:
-        """At places from `start`; `states` are projected ones."""
+        """Feeds tokens at places from `start`; `states` are projected."""
         wanted = len(tokens) if logits is None else logits
         row = InputRow(tuple(tokens.tolist()), start, wanted, PAGES, parents, states)
         return self.runner.forward([row])

@@ -21,7 +21,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a head is made like, and what its configuration says of it."""
+    """Structure of a head, and its configuration."""
 
     eagle3: bool = True
     hidden: int = TARGET_HIDDEN
@@ -151,7 +151,7 @@ class RestatedEagle:
     # ------------------------------------------------------------ the forward, all of a sequence at once
 
     def project(self, raw: Tensor) -> Tensor:
-        """What is fed of the target's states, (rows, hidden)."""
+        """Projects the target's states, (rows, hidden)."""
         v = self.variant
         if not v.eagle3 or not v.aux:
             return raw

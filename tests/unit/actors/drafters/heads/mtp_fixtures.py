@@ -45,7 +45,7 @@ def norm_weight(seed: int, size: int = HIDDEN) -> Tensor:
 
 
 def module() -> Tensors:
-    """By the report's symbols: M, and the three norms; TRM's own names."""
+    """Computes a module in the report's symbols: M and the three norms; TRM's own names."""
     layer = {
         "input_layernorm": norm_weight(4),
         "self_attn.q_proj": drawn(HEADS * HEAD_DIM, HIDDEN),
@@ -111,7 +111,7 @@ LAYOUTS = {"deepseek": deepseek, "without copies": without_copies, "mimo": mimo,
 
 
 def target_with(folder: Path, tensors: Tensors, **config: Any) -> Path:
-    """Of the target itself there is what a module shares, and one tensor more."""
+    """Returns a target with what a module shares, and one more tensor."""
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
     of_target = SHARED | {"model.layers.0.mlp.up_proj.weight": torch.zeros(WIDE, HIDDEN)}
     kept = {name: tensor.clone().contiguous() for name, tensor in (of_target | tensors).items()}

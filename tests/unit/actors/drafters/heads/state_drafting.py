@@ -21,7 +21,7 @@ TOP_K = 8
 
 
 class StateReading(DraftingMethod, Protocol):
-    """What such methods have beside the others."""
+    """Interface that methods reading states have beyond the others."""
 
     @property
     def needs(self) -> StatesNeeded: ...
@@ -36,7 +36,7 @@ def a_draft(name: str, folder: Path, project: str = "drafter", **changes: Any) -
 
 
 def a_deployed_method(name: str, folder: Path, project: str = "drafter", **changes: Any) -> DecodedStates:
-    """Of the head in a folder, for the fixtures' target; it takes rows as they travel, in bfloat16."""
+    """Returns the method of a head in a folder, for the fixtures' target; it takes encoded rows in bfloat16."""
     draft = a_draft(name, folder, project, **changes)
     tokens = {token: str(token) for token in ALL_TOKENS}
     setup = DraftSetup("float32", 64, 16, tokens, str(TARGET), states_format(draft, TARGET))
@@ -65,7 +65,7 @@ def a_request(
 def drafted(
     method: StateReading, tokens: tuple[int, ...], first: int, rows: Tensor, request: DraftRequest, **changes: Any
 ) -> Proposal:
-    """For a session that is opened, given rows of states from position `first`, and closed."""
+    """Drafts for a session that is opened, given rows of states from position `first`, and closed."""
     method.open(an_open(tokens=tokens, **changes))
     method.states("s", first, rows)
     (proposal,) = method.draft([request])

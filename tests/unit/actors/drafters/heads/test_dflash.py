@@ -39,7 +39,7 @@ def loaded(folder: Path, proposable: Sequence[int] = range(96)) -> DFlashDecoder
 
 @torch.inference_mode()
 def hidden(head: DFlashDecoder, known: Case = KNOWN, context: DFlashContext | None = None) -> Tensor:
-    """Of the first block, (block, hidden)."""
+    """Returns the hidden states of the first block, (block, hidden)."""
     context = context or DFlashContext()
     context.put(0, head.project(known["features"]))
     return head.hidden([context], [int(known["anchor"])], [PROMPT])[0]

@@ -67,7 +67,7 @@ def test_states_come_in_any_order_and_twice(method: StateReading) -> None:
 
 @pytest.mark.parametrize("missing", [0, 5, 11])
 def test_a_session_of_which_a_state_is_missing_gets_nothing(method: StateReading, missing: int) -> None:
-    """Until it comes; and another of the same pass is not held up."""
+    """It waits for the state, and another session of the same pass does not."""
     for name in ("gap", "whole"):
         method.open(an_open(name, tokens=TOKENS))
     method.states("whole", 0, FEATURES)
@@ -154,7 +154,7 @@ def test_a_layer_without_a_window_sees_all_of_the_text(method: StateReading) -> 
 
 
 def test_windows_see_what_they_would_if_all_were_computed_at_once(tmp_path: Path) -> None:
-    """Over rounds that leave more behind than a window reaches."""
+    """Runs until the text exceeds a window."""
     config = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
     sliding = a_method("dflash", altered(tmp_path, "dflash", **config))
     sliding.open(an_open(tokens=TOKENS[:3]))

@@ -41,7 +41,7 @@ class Head:
         return found if found.dim() > 1 else found.expand(len(self.tokens) - 1, -1)
 
     def method(self, **changes: object) -> StateReading:
-        """With the session opened and its states told."""
+        """Returns the method with the session opened and its states given."""
         found = a_method(self.name, checkpoint(self.name))
         found.open(an_open(tokens=self.tokens, **changes))
         found.states("s", 0, self.rows)
@@ -93,7 +93,7 @@ def block_of(head: Head, most: int) -> tuple[int, ...]:
 
 
 def test_after_each_outcome_come_the_places_that_are_left(at_once: Head) -> None:
-    """Whatever tokens the verdict brings, a head's later places are what it says of them."""
+    """A head's later positions do not depend on the verdict's tokens."""
     places = block_of(at_once, at_once.width)
     for verified in range(at_once.width + 1):
         found = asked_ahead(at_once.method(), ahead_of(at_once.tokens, DraftTree.chain(places[:verified])))
@@ -109,7 +109,7 @@ def test_after_each_outcome_come_the_places_that_are_left(at_once: Head) -> None
 
 
 def test_behind_its_last_place_a_head_without_states_of_its_own_waits(at_once: Head) -> None:
-    """What comes after these verdicts is drafted when they are in, and nobody is told anything before."""
+    """Blocks after these verdicts are drafted once they arrive, and nothing is sent before."""
     places = block_of(at_once, at_once.width)
     found = asked_ahead(at_once.method(), ahead_of(at_once.tokens, DraftTree.chain(places)))
     assert all(len(proposal.outcome) < at_once.width for proposal in found)
@@ -215,7 +215,7 @@ def test_once_the_true_states_are_there_nothing_is_left_of_its_own(head: Head, c
 
 
 def test_under_ratio_a_prefix_has_one_block_ahead_of_it(head: Head) -> None:
-    """With the probabilities that its tokens were drawn from."""
+    """The block carries the probabilities that its tokens were drawn from."""
     request = ahead_of(head.tokens, DraftTree.chain((7,)))
     method = head.method(**REJECTION)
     found = asked_ahead(method, request)

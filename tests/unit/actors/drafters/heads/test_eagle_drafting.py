@@ -36,7 +36,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 class Fed:
-    """What the method's runner was fed: (start, tokens) by forward and row."""
+    """Inputs of the method's runner: (start, tokens) by forward and row."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.forwards: list[list[tuple[int, tuple[int, ...]]]] = []
@@ -96,7 +96,7 @@ def from_scratch(name: str, tokens: Sequence[int], features: Tensor, count: int 
 
 
 def more_features(name: str, count: int) -> Tensor:
-    """What the target might have made of further tokens: nothing that the head would foresee."""
+    """Returns target features of further tokens that the head would not predict."""
     width = case(name)["features"].shape[-1]
     return torch.randn(count, width, generator=torch.Generator().manual_seed(7))
 
@@ -162,7 +162,7 @@ def test_sessions_of_different_lengths_are_drafted_together(name):
 
 
 def test_sessions_that_begin_alike_share_no_pages(name, fed):
-    """What lies at a place depends on the token after it, so that an equal prefix is not an equal page."""
+    """The content of a place depends on the token after it, so equal prefixes have different pages."""
     known = case(name)
     method = a_method(name)
     for session in ("s", "other"):
@@ -286,7 +286,7 @@ def test_beyond_the_heads_positions_there_is_no_block(name, fed, length, drafts)
 
 @pytest.mark.parametrize("begin", [1, 6, 10])
 def test_states_that_begin_in_mid_text_bring_what_a_text_that_begins_there_brings(name, fed, begin):
-    """In the first block, in one ahead, and in the next, which goes on from there."""
+    """Compares the first block, one ahead, and the next one."""
     features = torch.cat([case(name)["features"], more_features(name, 8)])
     text = (*text_of(name), 5, 6)
     method = a_method(name)
@@ -348,7 +348,7 @@ def read_ahead(method: DraftModel, name: str) -> tuple[tuple[int, ...], list[Pro
 
 
 def test_blocks_are_drafted_ahead_from_recycled_states(name):
-    """After the whole block and the token that the head expects then, the chain goes on as if it were one."""
+    """After the whole block and the expected token, the chain continues as if it were one."""
     method = a_method(name)
     block, proposals = read_ahead(method, name)
     whole = case(name)["chain_tokens"].tolist()

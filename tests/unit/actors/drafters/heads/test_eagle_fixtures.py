@@ -37,7 +37,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_states_that_are_read_are_the_ones_that_the_reference_taps(name):
-    """Of the target's own states, those that the resolved ids name are the features that the reference used."""
+    """The states named by the resolved ids are the features that the reference used."""
     head = loaded(checkpoint(name))
     target = case("target")
     states = torch.cat([target[f"hs_{k}"] for k in head.config.needs.layers], dim=-1)
@@ -149,7 +149,7 @@ def test_rows_of_several_sequences_do_not_see_each_other(name):
 
 
 def chain_off_by(known: Case, drive: Drive) -> float:
-    """How far the chain's first two rows of logits are off the reference's, the second fed its token and our state."""
+    """Returns the error of the chain's first two rows of logits; the second is fed its token and our state."""
     length = len(known["input_ids"])
     read = drive.prefill(known)
     assert read.hidden is not None

@@ -46,7 +46,7 @@ def test_no_more_is_drafted_than_asked_for(speculator: StateReading) -> None:
 
 
 def test_a_session_whose_state_has_not_come_gets_nothing(medusa: StateReading) -> None:
-    """In one pass with one whose state has."""
+    """A session of the same pass with its state gets a block."""
     for name in ("there", "early", "none"):
         medusa.open(an_open(name, tokens=TOKENS))
     medusa.states("there", 0, MEDUSA["features"])
@@ -115,7 +115,7 @@ def test_trees_of_heads_that_read_no_tokens_have_each_head_s_likeliest(medusa: S
 
 
 def every_product(probs: torch.Tensor) -> list[float]:
-    """Of all paths through the four likeliest tokens of each of the first places."""
+    """Returns all paths through the four likeliest tokens of each of the first positions."""
     level = [1.0]
     found: list[float] = []
     for row in probs[:5]:
@@ -148,7 +148,7 @@ def test_what_is_too_unlikely_is_not_offered(medusa: StateReading) -> None:
 
 
 def test_sampled_tokens_are_foreseen_with_the_target_s_noise(medusa: StateReading) -> None:
-    """Over seeds, tokens are those that win by the draft's log probability and some of the noise of their place."""
+    """Over seeds, tokens win by the draft's log probability plus some of the noise of their position."""
     logits = MEDUSA["medusa_logits_last"].log_softmax(dim=-1).double()
     found = set()
     for seed in range(20):

@@ -88,7 +88,7 @@ def restated(tensors: Tensors, scales: bool, tokens: list[int]) -> Tensor:
 
 
 def tied(tensors: Tensors) -> Tensors:
-    """As the reference saves them: under every step's name."""
+    """Saves tensors as the reference does: under every step's name."""
     ones = {"emb": 0, "head": 0, "ln": 0}
     found = {}
     for name in tensors:
@@ -99,7 +99,7 @@ def tied(tensors: Tensors) -> Tensors:
 
 
 def tied_once(tensors: Tensors) -> Tensors:
-    """Without the copies."""
+    """Saves tensors without the copies."""
     kept = ("emb.0", "head.0", "ln.0", "proj.0", "proj.1")
     return {name: tensor for name, tensor in tied(tensors).items() if name.removeprefix("speculator.").startswith(kept)}
 

@@ -136,7 +136,7 @@ def test_another_first_embedding_would_be_noticed(tmp_path: Path, layout: str) -
 
 
 def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path) -> None:
-    """From the target's final state, and from its own where that has not come."""
+    """It uses the target's final state, or its own until that arrives."""
     folder = target_with(tmp_path, deepseek())
     draft = DraftPool(method="mtp")
     needs = states_needed(draft, folder)

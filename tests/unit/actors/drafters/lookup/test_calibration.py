@@ -1,4 +1,4 @@
-"""How likely what a text knows to follow is to follow: by what it is, and by how that fared."""
+"""Acceptance probability of lookup candidates, by kind and by earlier results."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Where a text's end occurred before, against a plain search; how reliable matches are."""
+"""Earlier occurrences of a text's end, against a plain search; reliability of matches."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What inspection says of every published layout in `tests/data/heads`, and that it refuses what loaders refuse."""
+"""Inspection of every published layout in `tests/data/heads`, and refusal of what loaders refuse."""
 
 import json
 import shutil
@@ -233,7 +233,7 @@ def test_options_that_do_not_fit_the_head_are_misfits(tmp_path: Path) -> None:
 
 
 def test_without_a_target_its_hidden_size_follows_from_how_many_states_are_given(tmp_path: Path) -> None:
-    """Of a head narrower than its target, whose `fc` alone tells how wide the states are."""
+    """Covers a head narrower than its target, where only `fc` gives the width of the states."""
     tensors = dict(read_head(checkpoint("eagle3")).tensors) | {"fc.weight": torch.ones(32, 4 * 12)}
     folder = copied(tmp_path, "eagle3", tensors)
     states = inspect_draft(folder, None, {"eagle": {"states": [1, 2, 3, 4]}}).facts.states

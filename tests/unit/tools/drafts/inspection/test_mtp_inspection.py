@@ -1,4 +1,4 @@
-"""What inspection says of targets with multi-token prediction modules of their own."""
+"""Inspection of targets with multi-token prediction modules."""
 
 from pathlib import Path
 
