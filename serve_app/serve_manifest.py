@@ -22,34 +22,34 @@ from cluster.placement import AUTOSCALING_POLICY, actor_options, bounds, scaling
 Json = dict[str, Any]
 
 # Other names than the variables that override a file's keys, which a node may have set.
-DRAFT = "SLIPSTREAM_TOLD_DRAFT"  # drafters' section
-SERVER = "SLIPSTREAM_TOLD_SERVER"  # routers' section
+DRAFT = "SLIPSTREAM_DRAFT_SECTION"  # drafters' section
+SERVER = "SLIPSTREAM_SERVER_SECTION"  # routers' section
 ROUTER_OPTIONS = {"num_cpus": 0.1}
 ROUTER_ENDS_S = 5  # after `server.drain_s`, to end the remaining requests with an error
-OF_DRAFTERS_ALONE = "as drafters are told"  # stands for a model that only other deployments load
-OF_SERVE_ALONE = {"max": 2}  # stands for a mixed pool's bounds: its smallest size
-POOLS_ALONE = {"replicas", "resources", "cache", "max_sessions"}
-METHODS_ALONE = {"draft_model", "ngram", "layer_skip", "suffix"}  # options without effect on a target
+DRAFTERS_ONLY = "set for drafters only"  # stands for a model that only other deployments load
+SMALLEST_MIXED_POOL = {"max": 2}  # stands for a mixed pool's bounds: its smallest size
+POOL_KEYS = {"replicas", "resources", "cache", "max_sessions"}
+DRAFTER_ONLY_METHODS = {"draft_model", "ngram", "layer_skip", "suffix"}  # options without effect on a target
 
 
-def shared(config: SlipstreamConfig) -> Json:
+def shared_config(config: SlipstreamConfig) -> Json:
     """Returns the part of the configuration common to all deployments, without defaults.
 
-    Of drafters, targets need to know a method that reads their hidden states; of the server, targets and drafters need
-    the log format.
+    Targets need the drafting method only if it reads their hidden states. Targets and drafters need the server's log
+    format.
     """
-    routers_alone = set(ServerConfig.model_fields) - {"log_format"}
+    router_keys = set(ServerConfig.model_fields) - {"log_format"}
     given: Json = config.model_dump(
         mode="json",
         exclude_defaults=True,
-        exclude={"draft": POOLS_ALONE, "target": {"replicas"}, "server": routers_alone},
+        exclude={"draft": POOL_KEYS, "target": {"replicas"}, "server": router_keys},
     )
     if config.target.engine == "mixed":
-        given["target"]["replicas"] = OF_SERVE_ALONE
+        given["target"]["replicas"] = SMALLEST_MIXED_POOL
     if config.draft.model_method not in STATE_READERS:
-        given["draft"] = {name: value for name, value in given["draft"].items() if name not in METHODS_ALONE}
+        given["draft"] = {name: value for name, value in given["draft"].items() if name not in DRAFTER_ONLY_METHODS}
         if config.draft.model is not None:
-            given["draft"]["model"] = OF_DRAFTERS_ALONE
+            given["draft"]["model"] = DRAFTERS_ONLY
     return {section: keys for section, keys in given.items() if keys}
 
 
@@ -95,8 +95,8 @@ def _placed(draft: DraftPool) -> Json:
 
 def _environment_of(variable: str, section: BaseModel, but: str) -> Json:
     given = section.model_dump(mode="json", exclude_defaults=True, exclude={but})
-    told = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would expand ${NAME} as a node's variable
-    return {"runtime_env": {"env_vars": {variable: told}}}
+    value = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would expand ${NAME} as a node's variable
+    return {"runtime_env": {"env_vars": {variable: value}}}
 
 
 def with_own_part(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:
@@ -135,7 +135,7 @@ def application(
         # The policy sees both pools. Without it the draft pool would keep its initial size.
         "autoscaling_policy": dict(AUTOSCALING_POLICY),
         "deployments": [{"name": one, **_with(apart[one], more.get(one, {}))} for one in apart],
-        "args": shared(config),
+        "args": shared_config(config),
     }
 
 

@@ -93,37 +93,37 @@ def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None
 
 
 def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints:
-    """Returns the addresses from Serve's details; Serve listens where it was first told to until it ends."""
+    """Returns the addresses from Serve's details; Serve keeps its first address until it ends."""
     host = details["http_options"]["host"]
     port = details["http_options"]["port"]
     hosts = sorted({proxy["node_ip"] for proxy in details["proxies"].values()}) if host == ANY_ADDRESS else [host]
-    asked = (config.server.host, config.server.port)
-    if asked == (host, port):
+    configured = (config.server.host, config.server.port)
+    if configured == (host, port):
         return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), None)
     differs = (
-        f"Serve ran already and listens on {host}:{port}, not on {asked[0]}:{asked[1]}; it listens elsewhere only"
-        " when it is started anew, after `slipstream down` has ended its last application"
+        f"Serve was already running on {host}:{port}; to move it to {configured[0]}:{configured[1]}, end its last"
+        " application with `slipstream down`, then run `slipstream up` again"
     )
     return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), differs)
 
 
 def _deployed_drain_s(application: Mapping[str, Any]) -> float:
-    told = application.get("deployed_app_config") or {}
-    drain_s = deployed_drain_s(told)
-    return drain_s if drain_s is not None else validated(told.get("args", {})).server.drain_s
+    deployed_config = application.get("deployed_app_config") or {}
+    drain_s = deployed_drain_s(deployed_config)
+    return drain_s if drain_s is not None else validated(deployed_config.get("args", {})).server.drain_s
 
 
 def _wait_for_routers() -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
-    said = "nothing"
+    reason = "nothing"
     while time.monotonic() < deadline:
         try:
             routers = broadcast(deployed("Router", APPLICATION), "inspect")
         except (ClusterError, RayServeException, TimeoutError) as error:
-            said = str(error)
+            reason = str(error)
         else:
             if routers and all(router["ready"] for router in routers):
                 return
-            said = "; ".join(f"{address}: {why}" for one in routers for address, why in one["refusals"].items())
+            reason = "; ".join(f"{address}: {why}" for one in routers for address, why in one["refusals"].items())
         time.sleep(POLL_S)
-    raise StartError(f"no target was reached within {READY_TIMEOUT_S:.0f} s of its start; the routers say: {said}")
+    raise StartError(f"no target was reached within {READY_TIMEOUT_S:.0f} s of its start; the routers report: {reason}")

@@ -12,7 +12,7 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from cluster.config import ENVIRONMENT_PREFIX, DraftPool, SlipstreamConfig, TargetPool, validated
 from cluster.config_sections import TAKING_MODELS
 from serve_app.operations.deploying import application_schema
-from serve_app.serve_manifest import deployed_drain_s, shared, with_own_part
+from serve_app.serve_manifest import deployed_drain_s, shared_config, with_own_part
 
 PLACED = ("ray_actor_options", "placement_group_bundles", "placement_group_strategy", "max_replicas_per_node")
 NOBODY: set[str] = set()
@@ -155,7 +155,7 @@ def test_what_all_are_told_is_a_configuration(engine: str, method: str) -> None:
     target = {"engine": engine, "cache_per_rank": {"gib": 1}}
     draft = {"method": method, "model": "owner/model" if method in MODEL_TAKERS else None}
     config = validated(merged(CONFIG, {"target": target, "draft": draft}))
-    told = validated(shared(config))
+    told = validated(shared_config(config))
     assert (told.target.engine, told.draft.method) == (engine, method)
 
 
