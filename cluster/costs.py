@@ -6,7 +6,7 @@ Replicas publish what they measured at startup; the simulator and `slipstream pl
 from bisect import bisect_left
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -105,20 +105,27 @@ class CostModel(_Cost):
 
     target: ForwardCost
     draft: DraftCost
-    plain: ForwardCost | None = Field(
-        None, description="a target's step of one token a row while nobody drafts, where it differs"
+    non_speculative: ForwardCost | None = Field(
+        None, description="a target's step of one token per row without drafting, where it differs"
     )
     hop_s: float = Field(0.0005, ge=0, description="one way between any two processes")
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
-        None, min_length=1, description="of a block's tokens by position, each given those before it"
+        None, min_length=1, description="by position in a block, each given those before it"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_earlier_name(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "plain" in data:
+            raise ValueError("plain is named non_speculative now")
+        return data
 
     def non_speculative_s(self, rows: float) -> float:
         """Returns the seconds of a target's step of one token per row while no drafter works.
 
         Drafters on the target's own machine take from its cores, caches and memory.
         """
-        return (self.plain or self.target).seconds(rows, rows)
+        return (self.non_speculative or self.target).seconds(rows, rows)
 
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The three Serve deployments: thin shells that give target, drafter and router a process, an address and health
-checks.
+"""The three Serve deployments: they give target, drafter and router a process, an address and health checks.
 
-`app.py` binds them together.
+Each `__init__` starts its parts in order and registers their ends on one exit stack, so that a replica stops in reverse
+order, even after a failed start. `app.py` binds the deployments together.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from fastapi import FastAPI
@@ -25,17 +25,18 @@ from actors.drafters.loading import published_acceptance
 from actors.engine.process import compute_in_background, use_cpu
 from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
 from actors.net.credentials import credentials_of
-from actors.servers import serve_drafter, serve_target
+from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
 from actors.tracing import ServiceTracing
 from cluster.audit import Audits
 from cluster.autoscaling import DraftReport, Settings, TargetReport, as_numbers
 from cluster.config import SlipstreamConfig, SpeculationConfig
+from cluster.config_sections import TracingConfig
 from cluster.errors import EngineError
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership, addresses, running_replicas
 from cluster.routing.session_router import PrefixOptions
 from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
-from cluster.telemetry import Actor, pack
+from cluster.telemetry import Actor, Timeline, pack
 from cluster.trust import PeerRole
 from serve_app.api.replies import HealthReport
 from serve_app.page.routes import DraftSample, TargetSample, draft_sample, target_sample
@@ -44,8 +45,6 @@ from serve_app.publishing.gauges import drafter_levels, router_levels, target_le
 from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.publishing.serve_replicas import own_deployment, packed, replicas_metrics
 from serve_app.replica_counters import (
-    Counts,
-    ReplicaCounters,
     attention_counts,
     audit_counts,
     counted_families,
@@ -71,7 +70,7 @@ OWN_STOP_PERIOD_S = 0.5
 DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another drafter, targets go on alone
 
 
-def pacing_of(speculation: SpeculationConfig) -> PacingPolicy:
+def pacing_policy(speculation: SpeculationConfig) -> PacingPolicy:
     """Returns the configured pacing policy."""
     return ReferenceLoop() if speculation.is_lock_step else Adaptive()
 
@@ -100,14 +99,61 @@ async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, 
     await asyncio.gather(task, return_exceptions=True)
 
 
-class TargetDeployment:
+class _ReplicaDeployment:
+    """Common parts of the three deployments: health, metrics, recordings and an orderly stop."""
+
+    role: ClassVar[str]
+    _ending: AsyncExitStack  # ends the started parts in reverse order, also after a failed start
+    _work: asyncio.Task[None]
+    _mirror: RayMirror
+
+    def _begin(self) -> None:
+        self._ending = AsyncExitStack()
+        log_under_serve()
+
+    def _start_tracing(self, tracing: TracingConfig, service: str) -> ServiceTracing:
+        started = ServiceTracing(tracing, service)
+        self._ending.push_async_callback(asyncio.to_thread, started.close)
+        return started
+
+    def _families(self) -> Iterator[Metric]:
+        """Yields this replica's metric families."""
+        raise NotImplementedError
+
+    def _timeline(self) -> Timeline:
+        raise NotImplementedError
+
+    def check_health(self) -> None:
+        """Raises if the replica has failed, and publishes metrics. Serve calls it every second, in a thread."""
+        check_running(self._work)
+        self._mirror.publish()
+
+    def metrics(self) -> bytes:
+        """Returns this replica's metric families for `/metrics`."""
+        return packed(self._families())
+
+    def trace(self) -> bytes:
+        """Returns recent events, apart from `inspect`, whose answers stay small."""
+        return pack(Actor(self.role, f"{self.role} {os.getpid()}", self._timeline().recording()))
+
+    async def _stop(self, server: GrpcServer) -> None:
+        await server.stop()
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+
+    async def __del__(self) -> None:
+        """Stops the replica after its sessions have left. Serve calls this and waits for it."""
+        await self._ending.aclose()
+
+
+class TargetDeployment(_ReplicaDeployment):
     """One target replica's coordinator: owns the ranks, verifies, and answers on gRPC."""
 
+    role = "target"
+
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._ending = AsyncExitStack()  # started parts, last first, to stop in that order; also after a failed start
-        log_under_serve()
-        self._tracing = ServiceTracing(config.tracing, "target")
-        self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)
+        self._begin()
+        tracing = self._start_tracing(config.tracing, "target")
         self._engine_name = engine_of(config.target, serve.get_replica_context().rank.rank)
         starting = start_target(config, self._engine_name)
         files, started = await started_within(config.target.start_timeout_s, "target.start_timeout_s", starting)
@@ -119,18 +165,17 @@ class TargetDeployment:
             files.vocabulary_print,
             files.model_print,
             config.target.step_timeout_s,
-            pacing_of(config.speculation),
+            pacing_policy(config.speculation),
             self._engine.step_cost,
-            tracer=self._tracing.sessions("verify"),
+            tracer=tracing.sessions("verify"),
             memory=started.memory,
         )
         self._attention = attention_counts([report.attention for report in self._engine.reports])
         self._method = config.draft.method
         self._report = TargetReport()  # the latest report to the autoscaling policy
         self._scaling: Settings = {}  # scaling settings of both pools
-        self._counters = ReplicaCounters(self._counts)
         self._model = config.model.name
-        self._mirror = RayMirror(self._levels)
+        self._mirror = RayMirror(self._families)
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
         self._drain_s = config.target.drain_s
         self._work = asyncio.create_task(run_logged("the verification loop", self._serve()))
@@ -159,26 +204,21 @@ class TargetDeployment:
         return {**asdict(self._report), **as_numbers(self._scaling)}
 
     def check_health(self) -> None:
-        """Raises if the replica has failed, and publishes counters. Serve calls it every second, in a thread."""
-        check_running(self._work)
+        super().check_health()
         if (stuck_s := self._replica.stuck_s) is not None:
-            raise EngineError(f"a step has taken {stuck_s:.0f} s, and is not done")
-        self._counters.publish()
-        self._mirror.publish()
+            raise EngineError(f"a step has taken {stuck_s:.0f} s and is not done")
 
-    def _counts(self) -> Counts:
-        return {**target_counts(self._replica, self._method), **self._attention}
-
-    def _levels(self) -> Iterator[Metric]:
+    def _families(self) -> Iterator[Metric]:
         scheduler = self._replica.scheduler
-        return target_levels(scheduler.reporter.activity(), scheduler.preempted, self._model)
+        yield from counted_families({**target_counts(self._replica, self._method), **self._attention})
+        yield from target_levels(scheduler.reporter.activity(), scheduler.preempted, self._model)
 
-    def metrics(self) -> bytes:
-        """Returns this replica's metric families for `/metrics`."""
-        return packed([*counted_families(self._counts()), *self._levels()])
+    def _timeline(self) -> Timeline:
+        return self._replica.timeline
 
     def inspect(self) -> dict[str, Any]:
         """Returns what this replica holds and has dropped, for status and tests."""
+        scheduler = self._replica.scheduler
         return {
             "pid": os.getpid(),
             "engine": self._engine_name,
@@ -186,34 +226,30 @@ class TargetDeployment:
             "loading": [asdict(report.load) for report in self._engine.reports],
             "attention": [asdict(report.attention) for report in self._engine.reports],
             "idle": self._replica.is_idle,
-            "dropped": dict(self._replica.scheduler.counts.dropped),
-            "rebased": self._replica.scheduler.counts.rebased,
-            "desyncs": self._replica.scheduler.sentinel.desyncs,
-            "preempted": self._replica.scheduler.preempted,
-            "known_tokens": self._replica.scheduler.counts.known_tokens,
-            "states": self._replica.scheduler.feeds.counts,
-            "accepted_tokens": self._replica.scheduler.counts.accepted_tokens,
-            "wasted_tokens": self._replica.scheduler.counts.wasted_tokens,
-            "step_s": self._replica.scheduler.counts.step_s,
-            "idle_s": self._replica.scheduler.counts.idle_s,
-            "pages": self._replica.scheduler.pages,
-            "speculation": self._replica.scheduler.speculation,
-            "costs": self._replica.scheduler.step_cost.cost.model_dump_json(),
-            "plain_costs": plain.model_dump_json()
-            if (plain := self._replica.scheduler.step_cost.non_speculative_cost)
+            "dropped": dict(scheduler.counts.dropped),
+            "rebased": scheduler.counts.rebased,
+            "desyncs": scheduler.sentinel.desyncs,
+            "preempted": scheduler.preempted,
+            "known_tokens": scheduler.counts.known_tokens,
+            "states": scheduler.feeds.counts,
+            "accepted_tokens": scheduler.counts.accepted_tokens,
+            "wasted_tokens": scheduler.counts.wasted_tokens,
+            "step_s": scheduler.counts.step_s,
+            "idle_s": scheduler.counts.idle_s,
+            "pages": scheduler.pages,
+            "speculation": scheduler.speculation,
+            "costs": scheduler.step_cost.cost.model_dump_json(),
+            "non_speculative_costs": cost.model_dump_json()
+            if (cost := scheduler.step_cost.non_speculative_cost)
             else None,
-            "acceptance": asdict(self._replica.scheduler.acceptance),
-            "tally": self._replica.scheduler.sentinel.tally.rows(),
+            "acceptance": asdict(scheduler.acceptance),
+            "tally": scheduler.sentinel.tally.rows(),
             "refused": dict(self._replica.refused),
             "refusals": dict(self._replica.refusals.counts),
             "report": asdict(self._report),
             "scaling": self._scaling,
-            **self._replica.scheduler.load(),
+            **scheduler.load(),
         }
-
-    def trace(self) -> bytes:
-        """Returns recent events, apart from `inspect`, whose answers stay small."""
-        return pack(Actor("target", f"target {os.getpid()}", self._replica.timeline.recording()))
 
     async def sample(self) -> TargetSample:
         """Returns a sample for the live page."""
@@ -221,23 +257,18 @@ class TargetDeployment:
 
     async def _leave(self) -> None:
         await _while_working(self._work, self._replica.leave(self._drain_s))
-        await self._server.stop()
-        self._work.cancel()
-        await asyncio.gather(self._work, return_exceptions=True)
-
-    async def __del__(self) -> None:
-        """Drains the replica. Serve, which sees no sessions, calls this at once and waits for it."""
-        await self._ending.aclose()
+        await self._stop(self._server)
 
 
-class DraftDeployment:
+class DraftDeployment(_ReplicaDeployment):
     """One drafter's process: model, drafting loop, gRPC."""
+
+    role = "drafter"
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any]
     ) -> None:
-        self._ending = AsyncExitStack()  # as for targets
-        log_under_serve()
+        self._begin()
         known_targets = partial(addresses, targets)
         known_targets()  # membership is read while the method loads
         config = with_own_part(config, os.environ)
@@ -245,8 +276,7 @@ class DraftDeployment:
         starting = asyncio.to_thread(start_drafter, config)
         started = await started_within(config.draft.start_timeout_s, "draft.start_timeout_s", starting)
         self._costs = started.costs
-        self._tracing = ServiceTracing(config.tracing, "drafter")
-        self._ending.push_async_callback(asyncio.to_thread, self._tracing.close)
+        tracing = self._start_tracing(config.tracing, "drafter")
         is_background = config.draft.resources.background
         self._drafter = Drafter(
             started.method,
@@ -262,13 +292,12 @@ class DraftDeployment:
             ),
             figures=MethodFigures(cost=self._costs, first_token_acceptance=published_acceptance(config.draft)),
             access=TargetAccess(credentials=credentials_of(config.trust, PeerRole.DRAFTER), known=known_targets),
-            tracer=self._tracing.sessions("draft"),
+            tracer=tracing.sessions("draft"),
         )
         self._ending.push_async_callback(self._drafter.close)
         self._method = config.draft.method
         self._report = DraftReport()  # the latest report to the autoscaling policy
-        self._counters = ReplicaCounters(lambda: drafter_counts(self._drafter))
-        self._mirror = RayMirror(self._levels)
+        self._mirror = RayMirror(self._families)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
         self._work = asyncio.create_task(run_logged("the drafting loop", self._drafter.run()))
         self._ending.push_async_callback(self._leave)
@@ -282,19 +311,16 @@ class DraftDeployment:
         return asdict(self._report)
 
     def check_health(self) -> None:
-        """Raises if the drafter has failed, and publishes counters."""
-        check_running(self._work)
+        super().check_health()
         if (stuck_s := self._drafter.stuck_s) is not None:
-            raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s, and is not done")
-        self._counters.publish()
-        self._mirror.publish()
+            raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s and is not done")
 
-    def _levels(self) -> Iterator[Metric]:
-        return drafter_levels(self._drafter.scheduler.load(), dict(self._drafter.pass_s))
+    def _families(self) -> Iterator[Metric]:
+        yield from counted_families(drafter_counts(self._drafter))
+        yield from drafter_levels(self._drafter.scheduler.load(), dict(self._drafter.pass_s))
 
-    def metrics(self) -> bytes:
-        """Returns this drafter's metric families for `/metrics`."""
-        return packed([*counted_families(drafter_counts(self._drafter)), *self._levels()])
+    def _timeline(self) -> Timeline:
+        return self._drafter.timeline
 
     def inspect(self) -> dict[str, Any]:
         """Returns what this drafter holds and has counted, for status and tests."""
@@ -313,10 +339,6 @@ class DraftDeployment:
             **self._drafter.scheduler.load(),
         }
 
-    def trace(self) -> bytes:
-        """Returns recent events, apart from `inspect`, whose answers stay small."""
-        return pack(Actor("drafter", f"drafter {os.getpid()}", self._drafter.timeline.recording()))
-
     async def sample(self) -> DraftSample:
         """Returns a sample for the live page."""
         return draft_sample(self._drafter, f"drafter {os.getpid()}", self._method)
@@ -324,23 +346,19 @@ class DraftDeployment:
     async def _leave(self) -> None:
         if self._drafter.stuck_s is None:
             await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
-        await self._server.stop()
-        self._work.cancel()
-        await asyncio.gather(self._work, return_exceptions=True)
-
-    async def __del__(self) -> None:
-        """Drains the drafter, as for targets."""
-        await self._ending.aclose()
+        await self._stop(self._server)
 
 
 @serve.ingress()
-class RouterDeployment:
+class RouterDeployment(_ReplicaDeployment):
     """The HTTP API and the router behind it."""
+
+    role = "router"
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
     ) -> None:
-        self._ending = AsyncExitStack()  # as for targets
+        self._begin()
         from serve_app.api.access import AdminAddress, ServeRequestIds
         from serve_app.api.app import create_api
         from serve_app.api.failures import RefuseWhenStopped
@@ -353,7 +371,6 @@ class RouterDeployment:
         from serve_app.page.routes import PageWatch, PoolSamples, page_routes
         from serve_app.router import Identity, Router, RouterLimits
 
-        log_under_serve()
         config = with_own_part(config, os.environ)
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
@@ -368,17 +385,15 @@ class RouterDeployment:
         audit = config.server.audit
         audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
         credentials = credentials_of(config.trust, PeerRole.ROUTER)
-        self._tracing = ServiceTracing(config.tracing, "router")
-        self._http_tracing = ServiceTracing(config.tracing, "http")
-        for tracing in (self._tracing, self._http_tracing):
-            self._ending.push_async_callback(asyncio.to_thread, tracing.close)
+        tracing = self._start_tracing(config.tracing, "router")
+        http_tracing = self._start_tracing(config.tracing, "http")
         self._router = Router(
             ServeMembership(targets, drafters),
             identity,
             limits,
             audits,
             credentials=credentials,
-            tracer=self._tracing.sessions("route"),
+            tracer=tracing.sessions("route"),
         )
         self._ending.push_async_callback(self._router.close)
         self._metrics = Metrics(
@@ -386,9 +401,7 @@ class RouterDeployment:
             handovers=lambda: self._router.handovers,
             model=config.model.name,
         )
-        self._counters = ReplicaCounters(self._counts)
-        self._mirror = RayMirror(self._levels)
-        self._whole = AggregateMetrics([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)])
+        self._mirror = RayMirror(self._families)
         watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
         self._api = create_api(
             self._router,
@@ -399,8 +412,8 @@ class RouterDeployment:
             load_defaults(str(folder)) if config.server.generation_defaults == "model" else NO_DEFAULTS,
             identity.target_model,
             page_routes(watch) if config.server.page else [],
-            request_spans(self._http_tracing),
-            self._whole,
+            request_spans(http_tracing),
+            AggregateMetrics([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)]),
         )
         self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: self._router.has_ended)
         self._api.add_middleware(ServeRequestIds)
@@ -444,21 +457,16 @@ class RouterDeployment:
             await asyncio.sleep(OWN_STOP_PERIOD_S)
 
     def check_health(self) -> None:
-        check_running(self._work)
+        super().check_health()
         check_running(self._stop_watch)
-        self._counters.publish()
-        self._mirror.publish()
 
-    def _levels(self) -> Iterator[Metric]:
+    def _families(self) -> Iterator[Metric]:
+        yield from counted_families({**audit_counts(self._router.audits), **routed_counts(self._router.routed)})
         yield from self._metrics.families()
         yield from router_levels(self._router.activity, self._model)
 
-    def _counts(self) -> Counts:
-        return {**audit_counts(self._router.audits), **routed_counts(self._router.routed)}
-
-    def metrics(self) -> bytes:
-        """Returns this router's metric families for `/metrics`."""
-        return packed([*counted_families(self._counts()), *self._levels()])
+    def _timeline(self) -> Timeline:
+        return self._router.timeline
 
     def inspect(self) -> dict[str, Any]:
         """Returns what this router holds, for status and tests."""
@@ -475,16 +483,8 @@ class RouterDeployment:
             "widest_near_tie": self._router.audits.widest_near_tie,
         }
 
-    def trace(self) -> bytes:
-        """Returns recent events, apart from `inspect`, whose answers stay small."""
-        return pack(Actor("router", f"router {os.getpid()}", self._router.timeline.recording()))
-
     async def _stop_working(self) -> None:
         tasks = (self._work, self._stop_watch)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def __del__(self) -> None:
-        """Stops the router after Serve has waited `server.drain_s` for its requests."""
-        await self._ending.aclose()

@@ -23,13 +23,10 @@ Acceptance of blocks' first tokens, by context length and whether its prefix was
       / sum by (context, prefix) (rate(ray_slipstream_draft_positions_total{position="1"}[5m]))
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
-from ray.serve import metrics
 
 from actors.attention.select_backend import AttentionReport
 from actors.drafter import Drafter
@@ -43,7 +40,6 @@ Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
 CAUSE = ("cause",)
 LABELS = {"slipstream_draft_positions": ("drafter", "method", "position", "context", "prefix", "outcome")}
 
-PERIOD_S = 5.0  # Ray itself reports every ten seconds
 HELP = {
     "slipstream_dropped_blocks": "Blocks that came and were not verified, by cause",
     "slipstream_received_draft_tokens": "Draft tokens that came in blocks: accepted, or wasted",
@@ -64,12 +60,6 @@ HELP = {
     "slipstream_refused_peers": "Streams and messages refused for who sent them, by cause",
     "slipstream_attention_fallbacks": "Ranks on a GPU that attend by the backend named, which is slow there",
 }
-
-
-class GrowingCounter(Protocol):
-    """A Prometheus counter with its family's labels."""
-
-    def inc(self, value: float, tags: dict[str, str]) -> None: ...
 
 
 def attention_counts(reports: Sequence[AttentionReport]) -> Counts:
@@ -127,11 +117,6 @@ def drafter_counts(drafter: Drafter) -> Counts:
     }
 
 
-def _ray_counter(name: str) -> GrowingCounter:
-    counter: GrowingCounter = metrics.Counter(name, HELP[name], LABELS.get(name, CAUSE))
-    return counter
-
-
 def audit_counts(audits: Audits) -> Counts:
     """Returns a router's audit outcomes."""
     return {"slipstream_audits": dict(audits.counts)}
@@ -143,41 +128,10 @@ def routed_counts(routed: Mapping[str, int]) -> Counts:
 
 
 def counted_families(counts: Counts) -> Iterator[Metric]:
-    """Returns the same counts as Prometheus families, for use without Ray."""
+    """Yields the counts as Prometheus families."""
     for name, causes in counts.items():
         labels = LABELS.get(name, CAUSE)
         family = CounterMetricFamily(name, HELP[name], labels=labels)
         for cause, value in causes.items():
             family.add_metric((cause,) if isinstance(cause, str) else cause, value)
         yield family
-
-
-class ReplicaCounters:
-    """The Ray counters of one process; create it inside that process, where Serve knows the replica."""
-
-    def __init__(
-        self,
-        counts: Callable[[], Counts],
-        make: Callable[[str], GrowingCounter] = _ray_counter,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`counts` returns current totals; `make` creates the counter of a family."""
-        self._counts = counts
-        self._clock = clock
-        self._counters = {name: make(name) for name in counts()}
-        self._published: dict[tuple[str, str | tuple[str, ...]], float] = {}
-        self._due = clock()
-
-    def publish(self) -> None:
-        """Adds the increase since the previous call."""
-        now = self._clock()
-        if now < self._due:
-            return
-        self._due = now + PERIOD_S
-        for name, causes in self._counts().items():
-            for cause, value in causes.items():
-                grown = value - self._published.get((name, cause), 0)
-                if grown > 0:
-                    labels = (cause,) if isinstance(cause, str) else cause
-                    self._counters[name].inc(grown, dict(zip(LABELS.get(name, CAUSE), labels, strict=True)))
-                    self._published[name, cause] = value

@@ -78,7 +78,7 @@ def _add(made: Table, name: str, bounds: tuple[int, int], replicas: Inspected, w
     made.add_row(name, str(len(replicas)), f"{bounds[0]} to {bounds[1]}", str(wanted.wished), wanted.why)
 
 
-REMEDIES = ("resynced", "replaced", "plain", "given up")
+REMEDIES = ("resynced", "replaced", "non_speculative", "given up")
 POSITIONS = 6  # number of positions in a block that are shown
 
 
@@ -305,7 +305,7 @@ def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapp
 
 def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates each target replica's attention backend and measured gain of speculation."""
-    made = table("Targets", "pid", "attention", "plain tokens/s", "gain by speculation", "speculation")
+    made = table("Targets", "pid", "attention", "non-speculative tokens/s", "gain by speculation", "speculation")
     for target in targets:
         speculation = target["speculation"]
         is_on = "on" if speculation["on"] else "off"

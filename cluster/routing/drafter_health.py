@@ -23,14 +23,14 @@ class RecoveryStep(Enum):
 
     RESYNCED = "resynced"
     REPLACED = "replaced"
-    PLAIN = "plain"
+    NON_SPECULATIVE = "non_speculative"
     GIVEN_UP = "given up"
 
 
 MEANING = {
     RecoveryStep.RESYNCED: "it opens the session again",
     RecoveryStep.REPLACED: "another drafter takes the session",
-    RecoveryStep.PLAIN: "the session continues without speculation",
+    RecoveryStep.NON_SPECULATIVE: "the session continues without speculation",
 }
 
 
@@ -47,7 +47,7 @@ def next_remedy(collapse: Collapse, was_replaced: bool, has_other: bool) -> Reco
     """Returns the next step for a session; `has_other`: another drafter accepts sessions."""
     if not collapse.is_resynced:
         return RecoveryStep.RESYNCED
-    return RecoveryStep.REPLACED if has_other and not was_replaced else RecoveryStep.PLAIN
+    return RecoveryStep.REPLACED if has_other and not was_replaced else RecoveryStep.NON_SPECULATIVE
 
 
 class RecoveryLog:

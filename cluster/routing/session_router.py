@@ -573,7 +573,7 @@ class SessionRouter(Generic[F]):
         if remedy is RecoveryStep.RESYNCED:
             return []  # the target has sent the drafter a Resync
         assignment.was_replaced = True
-        assignment.session.drafts = remedy is not RecoveryStep.PLAIN
+        assignment.session.drafts = remedy is not RecoveryStep.NON_SPECULATIVE
         sends = self._carry_out(assignment, assignment.session.leave_drafter())
         if other is not None and assignment.session.wants_drafter:
             sends += self._assign_drafter(assignment, other, now)

@@ -146,21 +146,21 @@ def cost_model(
     steps counts as part of a step.
     """
     targets = list(targets)
-    steps = [(ForwardCost.model_validate_json(one["costs"]), _plain(one)) for one in targets]
+    steps = [(ForwardCost.model_validate_json(one["costs"]), _non_speculative(one)) for one in targets]
     passes = [DraftCost.model_validate_json(one["costs"]) for one in drafters]
     if not (steps and passes):
         raise ClusterError("no replica has published its costs yet; expected a target and a drafter that run")
-    target, plain = sorted(steps, key=lambda costs: _one_token_s(costs[0]))[len(steps) // 2]
+    target, non_speculative = sorted(steps, key=lambda costs: _one_token_s(costs[0]))[len(steps) // 2]
     draft = sorted(passes, key=_one_token_s)[len(passes) // 2]
     found = spans(actors)
     target = target.plus(_between_steps_s(found))
-    costs = CostModel(target=target, draft=draft, plain=plain, acceptance=_acceptance(targets))
+    costs = CostModel(target=target, draft=draft, non_speculative=non_speculative, acceptance=_acceptance(targets))
     hops = [span.ended_s - span.began_s for span in found if span.name in HOPS]
     return costs.model_copy(update={"hop_s": max(0.0, median(hops))}) if hops else costs
 
 
-def _plain(target: Mapping[str, Any]) -> ForwardCost | None:
-    published = target["plain_costs"]
+def _non_speculative(target: Mapping[str, Any]) -> ForwardCost | None:
+    published = target["non_speculative_costs"]
     return None if published is None else ForwardCost.model_validate_json(published)
 
 

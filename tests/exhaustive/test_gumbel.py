@@ -31,7 +31,9 @@ async def test_a_drafter_that_turns_to_noise_is_found_replaced_and_at_last_left_
             if (bad, "given up") in steps:
                 break
         assert all(tokens == plain_greedy(g.prompt, 498) for g, tokens in texts)
-        left = [steps.get((bad, step), 0) for step in ("replaced", "plain")]  # whether or not the other takes any
+        left = [
+            steps.get((bad, step), 0) for step in ("replaced", "non_speculative")
+        ]  # whether or not the other takes any
         assert steps[bad, "resynced"] >= 1
         assert sum(left) >= 3, "one bad session could be that session's fault"
         assert steps[bad, "given up"] >= 1

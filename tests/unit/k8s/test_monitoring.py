@@ -48,7 +48,9 @@ def queries() -> Iterator[tuple[str, str]]:
 def published() -> dict[str, set[str]]:
     """Every metric of Slipstream's processes as Prometheus knows it, with its labels."""
     found = {f"ray_{family}_total": {*LABELS.get(family, CAUSE)} | SERVE_LABELS for family in HELP}
-    metrics = Metrics(remedies=lambda: {("drafter", "plain"): 1}, handovers=lambda: {("target", "planned"): 1})
+    metrics = Metrics(
+        remedies=lambda: {("drafter", "non_speculative"): 1}, handovers=lambda: {("target", "planned"): 1}
+    )
     metrics.committed(CommittedTokens((1, 2), 1, 2), 0.1, first=True)
     with metrics.request("chat") as record:
         record.status = 200

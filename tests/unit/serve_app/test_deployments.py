@@ -13,7 +13,7 @@ from cluster.errors import EngineError, ModelError
 from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
 from serve_app import deployments, startup
 from serve_app.app import application
-from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, pacing_of
+from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, pacing_policy
 from serve_app.startup import engine_of
 
 
@@ -27,7 +27,7 @@ from serve_app.startup import engine_of
     ids=["default", "adaptive", "lock_step"],
 )
 def test_the_pacing_is_the_one_that_is_named(speculation: SpeculationConfig, policy: type[PacingPolicy]) -> None:
-    assert type(pacing_of(speculation)) is policy
+    assert type(pacing_policy(speculation)) is policy
 
 
 def test_what_serve_holds_back_is_bounded_and_answered_as_the_router_answers() -> None:

@@ -1,6 +1,7 @@
 """Counters by cause that a replica publishes."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,33 +16,39 @@ from cluster.config import AuditConfig
 from cluster.draft_quality import kind_of
 from cluster.drafting.session_table import DrafterLimits
 from cluster.verification.scheduler import VerificationLimits
+from serve_app.publishing.ray_mirror import PERIOD_S, RayMirror
 from serve_app.replica_counters import (
     CAUSE,
     HELP,
     LABELS,
-    PERIOD_S,
     Counts,
-    ReplicaCounters,
     attention_counts,
     audit_counts,
+    counted_families,
     drafter_counts,
     routed_counts,
     target_counts,
 )
 from tests.unit.cluster.samples import a_block, an_open
 
+DROPPED = "slipstream_dropped_blocks"
+SECONDS = "slipstream_target_seconds"
 AUDITS = Audits(AuditConfig(), "float32", lambda _: None)
 
 
 class Recorder:
-    """A Prometheus client that adds up."""
+    """Sums what Ray's counters are given."""
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, str], float] = defaultdict(float)
         self.calls = 0
 
-    def make(self, name: str) -> "RecordedCounter":
+    def make(self, name: str, _: str, labels: tuple[str, ...]) -> "RecordedCounter":
+        assert labels == LABELS.get(name, CAUSE)
         return RecordedCounter(self, name)
+
+    def mirror(self, counts: Callable[[], Counts], clock: Callable[[], float]) -> RayMirror:
+        return RayMirror(lambda: counted_families(counts()), self.make, clock=clock)
 
 
 class RecordedCounter:
@@ -76,35 +83,34 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_counters_stand_where_the_counts_do_whenever_they_were_published(clock: Clock) -> None:
-    counts: Counts = {"a": {"late": 2}, "b": {"idle": 0.5}}
+def test_counters_follow_the_counts(clock: Clock) -> None:
+    counts: Counts = {DROPPED: {"late": 2}, SECONDS: {"idle": 0.5}}
     recorder = Recorder()
-    counters = ReplicaCounters(lambda: counts, recorder.make, clock)
+    counters = recorder.mirror(lambda: counts, clock)
     counters.publish()
-    counts = {"a": {"late": 2, "stale": 1}, "b": {"idle": 0.75}}
+    counts = {DROPPED: {"late": 2, "stale": 1}, SECONDS: {"idle": 0.75}}
     clock.now += PERIOD_S
     counters.publish()
-    assert recorder.totals == {("a", "late"): 2, ("a", "stale"): 1, ("b", "idle"): 0.75}
+    assert recorder.totals == {(DROPPED, "late"): 2, (DROPPED, "stale"): 1, (SECONDS, "idle"): 0.75}
     assert recorder.calls == 4, "what has not grown is left alone"
 
 
-def test_publishing_is_cheap_however_often_it_is_asked_for(clock: Clock) -> None:
+def test_counts_are_read_once_per_period(clock: Clock) -> None:
     asked = 0
 
     def counts() -> Counts:
         nonlocal asked
         asked += 1
-        return {"a": {"late": asked}}
+        return {DROPPED: {"late": asked}}
 
     recorder = Recorder()
-    counters = ReplicaCounters(counts, recorder.make, clock)
-    made = asked
+    counters = recorder.mirror(counts, clock)
     for clock.now in (0.0, 1.0, PERIOD_S - 0.1):
         counters.publish()
-    assert (asked - made, recorder.calls) == (1, 1)
+    assert (asked, recorder.calls) == (1, 1)
 
 
-def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock) -> None:
+def test_target_counts(clock: Clock) -> None:
     target = a_target(clock)
     scheduler = target.scheduler
     scheduler.receive("router#1", an_open(tokens=(1, 2)), 0.0)
@@ -123,7 +129,7 @@ def test_a_target_says_of_its_blocks_and_its_time_what_came_of_them(clock: Clock
     assert counts["slipstream_refused_messages"] == {"Block": 1}
 
 
-def test_a_drafter_says_how_its_guesses_fared_and_what_its_passes_were_for(clock: Clock) -> None:
+def test_drafter_counts(clock: Clock) -> None:
     method = NgramDraft(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     drafter.scheduler.counts.update(guess_hit=3, guess_miss=1, passes=5, passes_ahead=4, overtaken=2)
@@ -134,13 +140,13 @@ def test_a_drafter_says_how_its_guesses_fared_and_what_its_passes_were_for(clock
     assert drafter.scheduler.counts["guess_hit"] == 3, "the scheduler keeps its own"
 
 
-def test_positions_are_counted_by_all_that_blocks_are_told_apart_by(clock: Clock) -> None:
+def test_positions_are_counted_by_kind_of_block(clock: Clock) -> None:
     target = a_target(clock)
     kind = kind_of(5, is_prefix_cached=True)
     for accepted in (0, 1):
         target.scheduler.sentinel.tally.block_verified("d", kind, asked=2, accepted=accepted)
     recorder = Recorder()
-    counters = ReplicaCounters(lambda: target_counts(target, "lookup"), recorder.make, clock)
+    counters = recorder.mirror(lambda: target_counts(target, "lookup"), clock)
     counters.publish()
     assert recorder.totals == {
         ("slipstream_draft_positions", "d,lookup,1,4,cached,accepted"): 1,
@@ -149,15 +155,14 @@ def test_positions_are_counted_by_all_that_blocks_are_told_apart_by(clock: Clock
     }
 
 
-def test_every_family_is_there_from_the_start_and_has_a_description(clock: Clock) -> None:
-    """A counter is made once: causes may come later, families may not."""
+def test_every_family_has_a_description(clock: Clock) -> None:
     method = NgramDraft(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     target = {*target_counts(a_target(clock), "m"), *attention_counts([])}
     assert {*target, *drafter_counts(drafter), *audit_counts(AUDITS), *routed_counts({})} == HELP.keys()
 
 
-def test_ranks_that_attend_the_slow_way_on_a_gpu_are_counted() -> None:
+def test_attention_fallbacks_on_gpus_are_counted() -> None:
     tried = (Tried("gathered", 3.0), Tried("flex", None, "RuntimeError: no compiler"))
     slow = AttentionReport("gathered", tried)
     on_a_cpu = AttentionReport("gathered")

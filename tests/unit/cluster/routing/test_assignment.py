@@ -351,7 +351,7 @@ def test_where_that_was_in_vain_another_drafter_takes_the_session_and_then_none(
     desk.collapse(assignment)
     assert assignment.session.drafter is None
     assert desk.sent[-1] == ("s", second, Close("s", 1))
-    assert desk.steps() == {(first, "replaced"): 1, (second, "plain"): 1}
+    assert desk.steps() == {(first, "replaced"): 1, (second, "non_speculative"): 1}
     assert not desk.assignments.awaits_tick, "it goes on plainly to its end"
     assert f"session s: drafter {first}: target accepts tokens of 5 % of its blocks, usually 80 %" in caplog.text
     assert desk.begin("next").session.drafter is not None, "the next session tries again"
@@ -362,7 +362,7 @@ def test_where_there_is_no_other_drafter_a_session_goes_on_plainly_at_once():
     assignment = desk.begin()
     desk.collapse(assignment)
     assert assignment.session.drafter is None
-    assert desk.steps() == {("D", "plain"): 1}
+    assert desk.steps() == {("D", "non_speculative"): 1}
     desk.verdict(assignment, 4, 5)
     assert assignment.session.committed == (4, 4, 5)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
+from cluster.errors import ConfigError
 from cluster.speculation.estimators import AcceptanceCounts
 from cluster.telemetry import Actor, Event, Recording
 from serve_app.operations.ray_cluster import ClusterError, check_reachable, cost_model
@@ -17,7 +18,7 @@ NO_BLOCKS = AcceptanceCounts()
 def a_target(base_s: float, counts: AcceptanceCounts = NO_BLOCKS) -> dict[str, Any]:
     drafts = ForwardCost.linear(base_s, per_token_s=0.001)
     plain = ForwardCost.linear(0.9 * base_s)
-    costs = {"costs": drafts.model_dump_json(), "plain_costs": plain.model_dump_json()}
+    costs = {"costs": drafts.model_dump_json(), "non_speculative_costs": plain.model_dump_json()}
     return costs | {"acceptance": asdict(counts)}
 
 
@@ -34,8 +35,8 @@ def test_the_replica_in_the_middle_speaks_for_its_pool():
 
 
 def test_a_target_that_made_no_plain_step_yet_publishes_no_cost_of_it():
-    costs = cost_model([a_target(0.1) | {"plain_costs": None}], [a_drafter(0.002)], [])
-    assert costs.plain is None
+    costs = cost_model([a_target(0.1) | {"non_speculative_costs": None}], [a_drafter(0.002)], [])
+    assert costs.non_speculative is None
     assert costs.non_speculative_s(1) == costs.target.seconds(1, 1)
 
 
@@ -104,3 +105,10 @@ def test_what_is_no_address_is_refused_at_once(address):
 
 def test_ray_finds_its_own_cluster():
     check_reachable("auto")
+
+
+def test_costs_with_an_earlier_key_are_refused_with_its_new_name(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text('{"plain": null}')
+    with pytest.raises(ConfigError, match="plain is named non_speculative now"):
+        CostModel.load(path)

@@ -34,7 +34,7 @@ def test_a_serve_that_listens_elsewhere_already_is_told_of() -> None:
     reached = endpoints(details("127.0.0.1", 8000, "10.0.0.1"), config(port=9000))
     assert reached.urls == ("http://127.0.0.1:8000",)
     assert reached.differs is not None
-    assert "listens on 127.0.0.1:8000, not on 127.0.0.1:9000" in reached.differs
+    assert "running on 127.0.0.1:8000; to move it to 127.0.0.1:9000" in reached.differs
 
 
 def test_a_public_address_without_keys_is_refused_before_any_cluster_is_asked() -> None:

@@ -70,7 +70,7 @@ def test_a_target_says_whether_it_asks_for_drafts() -> None:
     assert cells([{"pid": pid, "attention": attention, "speculation": one} for pid, one in ((7, off), (8, on))]) == {
         "pid": ["7", "8"],
         "attention": ["gathered", "gathered"],
-        "plain tokens/s": ["31.7", "31.7"],
+        "non-speculative tokens/s": ["31.7", "31.7"],
         "gain by speculation": ["0.93", "1.32"],
         "speculation": ["off", "on"],
     }

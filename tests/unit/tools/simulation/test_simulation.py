@@ -57,7 +57,7 @@ def test_plain_decoding_gives_a_token_a_step():
 
 
 def test_plain_steps_have_a_cost_of_their_own_and_those_with_drafts_have_not():
-    costs = COSTS.model_copy(update={"plain": ForwardCost.linear(STEP_S / 2)})
+    costs = COSTS.model_copy(update={"non_speculative": ForwardCost.linear(STEP_S / 2)})
     assert run(0.8, 0, Mode.ADAPTIVE, costs=costs).tokens_per_s == pytest.approx(2 / STEP_S, rel=0.02)
     assert run(0.8, 5, Mode.LOCK_STEP, costs=costs).tokens_per_s == pytest.approx(
         run(0.8, 5, Mode.LOCK_STEP).tokens_per_s, rel=0.02
@@ -247,7 +247,7 @@ def test_a_drafter_that_turns_to_noise_is_found_resynchronised_replaced_and_left
     for step in ("resynced", "replaced", "given up"):
         assert report.causes[f"bad: {step}"] >= 1, step
     assert report.causes["resync"] >= 1, "the drafter has heard of it"
-    assert report.causes["bad: plain"] <= 1, "the other drafter was good"
+    assert report.causes["bad: non_speculative"] <= 1, "the other drafter was good"
     assert report.tokens_per_s > 0.9 * unhurt.tokens_per_s
     assert not [cause for cause in unhurt.causes if cause.startswith("bad")], "without noise there is no alarm"
 
@@ -259,7 +259,7 @@ def test_where_all_drafters_turn_to_noise_sessions_go_on_plainly(mode, drafters)
     plain = run(0.8, 0, mode, EIGHT)
     assert (report.sessions, report.failed) == (32, 0)
     assert report.causes["bad: resynced"] >= 1
-    assert report.causes["bad: plain"] >= 1 or mode is Mode.DRAFT_AHEAD, (
+    assert report.causes["bad: non_speculative"] >= 1 or mode is Mode.DRAFT_AHEAD, (
         "pacing may ask for nothing before it comes to that"
     )
     assert report.tokens_per_s > 0.9 * plain.tokens_per_s
@@ -401,7 +401,7 @@ def test_forward_costs_are_linear_between_points_and_go_on_beyond():
 
 @pytest.mark.parametrize("plain", [None, ForwardCost.linear(STEP_S / 2)])
 def test_costs_are_saved_and_loaded(tmp_path: Path, plain: ForwardCost | None):
-    costs = COSTS.model_copy(update={"plain": plain})
+    costs = COSTS.model_copy(update={"non_speculative": plain})
     costs.save(tmp_path / "costs.json")
     assert CostModel.load(tmp_path / "costs.json") == costs
 
