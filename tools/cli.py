@@ -15,6 +15,7 @@ from serve_app.cli.main import (
     ConfigPath,
     Overrides,
     Port,
+    RayAddress,
     Verbose,
     app,
     check_models_of,
@@ -22,7 +23,6 @@ from serve_app.cli.main import (
     load_demo,
     main,
 )
-from serve_app.cli.running import RayAddress
 from tools.drafts.command import drafts_app
 from tools.kubernetes.rendering import k8s_app
 from tools.planning.command import plan
@@ -105,9 +105,7 @@ def trace(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.001, help="Length of the window.")] = 1.0,
     ends_before: Annotated[float, typer.Option(min=0, help="Seconds from the window's end to the latest span.")] = 0.0,
-    address: Annotated[
-        str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; auto: one on this machine.")
-    ] = "auto",
+    address: RayAddress = "auto",
 ) -> None:
     """Writes what the actors of a running Slipstream did last, span by span, and shows the duration of each stage."""
     from cluster.telemetry import spans

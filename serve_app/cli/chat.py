@@ -15,9 +15,9 @@ from serve_app.cli.demo import legend, show_pieces
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, EndpointError, Piece, Turn
 
 LEAVE = "/bye"
-ANEW = "/new"
+NEW = "/new"
 ApiKey = Annotated[
-    str | None, typer.Option("--api-key", envvar="SLIPSTREAM_API_KEY", help="For a server that asks for one.")
+    str | None, typer.Option("--api-key", envvar="SLIPSTREAM_API_KEY", help="API key, if the server requires one.")
 ]
 
 
@@ -34,17 +34,17 @@ class Conversation:
 
     def question(self, prompt: str) -> ChatQuestion:
         """Returns the user's next question with all earlier messages."""
-        told = [("system", self.system)] if self.system is not None else []
+        system = [("system", self.system)] if self.system is not None else []
         return ChatQuestion(
             prompt,
             self.max_tokens,
             draft_tokens=self.draft_tokens,
             temperature=self.temperature,
-            earlier=(*told, *self.turns),
+            earlier=(*system, *self.turns),
             seed=self.seed,
         )
 
-    def said(self, prompt: str, answer: str) -> None:
+    def add(self, prompt: str, answer: str) -> None:
         """Adds an answer, even a partial one; an empty one also drops its question."""
         if answer:
             self.turns += [("user", prompt), ("assistant", answer)]
@@ -52,24 +52,24 @@ class Conversation:
 
 def chat(
     url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0: greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     draft_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Most draft tokens of a block; 0 is non-speculative decoding.")
+        int | None, typer.Option(min=0, help="Largest draft length; 0: no speculation; default: the server's.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed and questions give the same answers.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of random sampling; makes answers reproducible.")] = None,
     key: ApiKey = None,
 ) -> None:
-    """Chats with a running Slipstream; drafted text is in color. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    """Chats with a running Slipstream and colors drafted text. Ctrl-C ends an answer, Ctrl-D the conversation."""
     console = Console()
     conversation = Conversation(max_tokens, temperature, draft_tokens, seed, system)
     with asyncio.Runner() as runner:
         model = runner.run(_model(url, key))
-        console.print(f"{model} at {url}. {ANEW} begins anew, {LEAVE} or Ctrl-D ends.", markup=False)
+        console.print(f"{model} at {url}. {NEW} starts a new conversation; {LEAVE} or Ctrl-D ends.", markup=False)
         console.print(legend(console))
         while (prompt := _next_prompt(console)) is not None:
-            if prompt == ANEW:
+            if prompt == NEW:
                 conversation.turns.clear()
             elif prompt:
                 _answer(runner, url, key, model, conversation, prompt, console)
@@ -97,26 +97,26 @@ def _answer(
     console: Console,
 ) -> None:
     """Streams one answer; a failure ends the answer, not the conversation."""
-    heard: list[str] = []
+    texts: list[str] = []
 
-    def hear(pieces: Sequence[Piece]) -> None:
-        heard.extend(text for text, _ in pieces)
+    def show(pieces: Sequence[Piece]) -> None:
+        texts.extend(text for text, _ in pieces)
         show_pieces(pieces, console)
 
     async def ask() -> str:
         async with ChatEndpoint.at(url, key) as endpoint:
-            answer = await endpoint.ask(model, conversation.question(prompt), hear)
+            answer = await endpoint.ask(model, conversation.question(prompt), show)
         share = f"{answer.accepted} of {answer.tokens} tokens drafted and accepted"
         return f"[{share}, {answer.rejected} rejected, {answer.tokens / answer.latency_s:.1f} tokens/s]"
 
     try:
-        told = runner.run(ask())
+        summary = runner.run(ask())
     except KeyboardInterrupt:
-        told = "[stopped]"
+        summary = "[stopped]"
     except EndpointError as error:
-        told = f"[{error}]"
-    conversation.said(prompt, "".join(heard))
-    console.print(f"\n{told}", style="dim", markup=False, highlight=False)
+        summary = f"[{error}]"
+    conversation.add(prompt, "".join(texts))
+    console.print(f"\n{summary}", style="dim", markup=False, highlight=False)
 
 
 async def _model(url: str, key: str | None) -> str:

@@ -1,11 +1,14 @@
-"""Commands that serve: each reads the configuration, checks it and hands over. `tools/cli.py` adds the others.
+"""Commands that serve: each reads the configuration, checks it and calls the module that does the work.
+`tools/cli.py` adds the other commands.
 
 Modules that import torch or Ray are imported by the commands that need them, so that help and config stay quick.
 """
 
 import asyncio
+import hashlib
 import json
 import os
+import secrets
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,15 +17,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 from rich.console import Console
 from rich.markup import escape
 
 from cluster.config import SlipstreamConfig, load_config
 from cluster.errors import SlipstreamError
 from serve_app.cli.chat import ApiKey, chat
-from serve_app.cli.running import down, serve_yaml, up
 
 WRONG_INPUT = 2  # exit status
+KEY_BYTES = 32
 DISTRIBUTION = "slipstream-serving"
 
 app = typer.Typer(
@@ -30,21 +34,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
+config_app = typer.Typer(help="Check and print configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-app.command()(up)
-app.command()(down)
-config_app.command("serve")(serve_yaml)
 app.command()(chat)
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see `slipstream config schema`.")]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="Configuration file in YAML; `slipstream config schema` lists its keys."),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in --set target.tensor_parallel=3."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, such as target.tensor_parallel=3; repeatable."),
 ]
-Port = Annotated[int | None, typer.Option(help="HTTP port instead of server.port; 0 takes any free one.")]
+Port = Annotated[int | None, typer.Option(help="HTTP port, instead of server.port; 0: any free port.")]
 Address = Annotated[
-    str | None, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to run on; without it a local one is started.")
+    str | None, typer.Option(envvar="RAY_ADDRESS", help="Address of the Ray cluster; default: start a local one.")
+]
+RayAddress = Annotated[
+    str, typer.Option(envvar="RAY_ADDRESS", help="Address of the Ray cluster; auto finds one on this machine.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray and of every process.")]
 
@@ -75,7 +82,7 @@ def main() -> None:
 
 @app.command()
 def demo(port: Port = None, verbose: Verbose = False) -> None:
-    """Prepares the demo models, starts everything, answers three prompts and shows what speculation did."""
+    """Runs the demo: prepares its models, serves them, answers three prompts and shows what speculation gains."""
     from serve_app.cli.demo import run_demo
 
     console = Console()
@@ -89,7 +96,7 @@ def demo(port: Port = None, verbose: Verbose = False) -> None:
 
 @app.command()
 def prepare_demo() -> None:
-    """Prepares the demo's target model, once."""
+    """Prepares the demo's target model, unless it is there already."""
     from serve_app.cli.demo import demo_config, prepare_target
 
     folder = Path(demo_config().model.target)
@@ -105,7 +112,7 @@ def serve(
     address: Address = None,
     verbose: Verbose = False,
 ) -> None:
-    """Serves CONFIG until Ctrl-C, which lets running requests finish."""
+    """Serves CONFIG on this machine or a Ray cluster until Ctrl-C, then lets running requests finish."""
     console = Console(stderr=True)
     config = load(config_path, overrides, port)
     check_models_of(config, console, with_weights=address is None)
@@ -117,21 +124,60 @@ def serve(
 
 
 @app.command()
+def up(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    address: RayAddress = "auto",
+    autoscaled: Annotated[
+        bool, typer.Option("--autoscaled", help="Wait for nodes that the cluster's autoscaler adds.")
+    ] = False,
+) -> None:
+    """Deploys CONFIG to a running Ray cluster, or updates the deployment; returns once it answers requests."""
+    console = Console(stderr=True)
+    config = load(config_path, overrides)
+    with console.status("Starting") as status:
+        from serve_app.operations.rollout import up as put_up
+
+        reached = put_up(config, address, status, autoscaled=autoscaled)
+    if reached.differs is not None:
+        console.print(reached.differs, soft_wrap=True)
+    for url in reached.urls:
+        typer.echo(f"Slipstream is up: {url}/v1 (model {config.model.name})")
+
+
+@app.command()
+def down(
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="Take server.drain_s from this file; default: from the deployment."),
+    ] = None,
+    address: RayAddress = "auto",
+) -> None:
+    """Removes the deployment from a Ray cluster after its running requests have finished."""
+    drain_s = None if config_path is None else load(config_path, None).server.drain_s
+    with Console(stderr=True).status("Stopping") as status:
+        from serve_app.operations.rollout import down as take_down
+
+        take_down(address, drain_s, status)
+    typer.echo("Slipstream is down")
+
+
+@app.command()
 def status(
     url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
-    address: Annotated[
-        str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; auto: one on this machine.")
-    ] = "auto",
+    address: RayAddress = "auto",
     costs_path: Annotated[
         Path | None,
-        typer.Option("--costs", metavar="OUT", help="Write what was measured here, for `plan --costs`."),
+        typer.Option(
+            "--costs", metavar="OUT", help="Write the measured costs to this file, for `slipstream plan --costs`."
+        ),
     ] = None,
     watching: Annotated[
-        bool, typer.Option("--watch", help="Show what the live page shows, again every second, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Show the live page's content, updated every second, until Ctrl-C.")
     ] = False,
     key: ApiKey = None,
 ) -> None:
-    """Shows health, counters and deployments of a running Slipstream."""
+    """Shows the health, counters and deployments of a running Slipstream."""
     if watching:
         from serve_app.status import watch
 
@@ -160,10 +206,19 @@ def status(
 @app.command()
 def key(name: Annotated[str, typer.Argument(help="Whose key it is, as the configuration is to call it.")]) -> None:
     """Creates an API key, shown once, and prints the configuration section for it."""
-    from serve_app.cli.running import key_lines, new_key
-
     made = new_key()
     typer.echo(f"{made}\n\n{key_lines(name, made)}")
+
+
+def new_key() -> str:
+    """Returns a key of 256 random bits, so that its digest needs no salt."""
+    return f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
+
+
+def key_lines(name: str, key: str) -> str:
+    """Returns the configuration section for a key."""
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f"server:\n  keys:\n    {name}: {{sha256: {digest}}}"
 
 
 @config_app.command()
@@ -176,14 +231,25 @@ def schema() -> None:
 def check(
     config_path: ConfigPath,
     overrides: Overrides = None,
-    models: Annotated[bool, typer.Option("--models", help="Check the models that it names too.")] = False,
+    models: Annotated[bool, typer.Option("--models", help="Also check the files of its models.")] = False,
 ) -> None:
-    """Checks CONFIG, and with --models its checkpoints, and reports every problem."""
+    """Checks CONFIG, and with --models its checkpoints; reports every problem."""
     config = load(config_path, overrides)
     if models:
         for line in check_models_of(config, Console(stderr=True)):
             typer.echo(line)
     typer.echo(f"{config_path} is right")
+
+
+@config_app.command("serve")
+def serve_yaml(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Prints CONFIG as a config file for Ray's `serve deploy`."""
+    from serve_app.operations.checks import check_keys
+    from serve_app.serve_manifest import whole_file
+
+    config = load(config_path, overrides)
+    check_keys(config.server)
+    typer.echo(yaml.safe_dump(whole_file(config), sort_keys=False, width=120), nl=False)
 
 
 def load(path: Path, overrides: Sequence[str] | None, port: int | None = None) -> SlipstreamConfig:

@@ -9,7 +9,7 @@ def conversation(system: str | None = None) -> Conversation:
 
 def test_each_question_holds_all_that_was_said() -> None:
     talk = conversation("Be brief.")
-    talk.said("Hello", "Hi")
+    talk.add("Hello", "Hi")
     question = talk.question("Why?")
     assert question.messages == [
         {"role": "system", "content": "Be brief."},
@@ -22,5 +22,5 @@ def test_each_question_holds_all_that_was_said() -> None:
 
 def test_a_question_without_any_answer_was_not_asked() -> None:
     talk = conversation()
-    talk.said("Hello", "")
+    talk.add("Hello", "")
     assert talk.question("Hello").messages == [{"role": "user", "content": "Hello"}]

@@ -10,7 +10,7 @@ from cluster.config_sections import ApiKey
 from cluster.errors import CapacityError, ConfigError, RequestError
 from serve_app.api.access import Caller, Callers
 from serve_app.api.schemas import CompletionRequest
-from serve_app.cli.running import key_lines, new_key
+from serve_app.cli.main import key_lines, new_key
 from tests.asgi_front import config_of
 
 
