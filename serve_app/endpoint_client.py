@@ -4,8 +4,9 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
+from operator import add, sub
 from typing import Any, Literal, Self
 
 import httpx
@@ -47,22 +48,10 @@ class Tally:
     blocks: int = 0  # verify steps with a block; the others were non-speculative
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
-            self.tokens + other.tokens,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            self.verifies + other.verifies,
-            self.blocks + other.blocks,
-        )
+        return Tally(*map(add, astuple(self), astuple(other)))
 
     def __sub__(self, other: "Tally") -> "Tally":
-        return Tally(
-            self.tokens - other.tokens,
-            self.drafted - other.drafted,
-            self.accepted - other.accepted,
-            self.verifies - other.verifies,
-            self.blocks - other.blocks,
-        )
+        return Tally(*map(sub, astuple(self), astuple(other)))
 
     @property
     def rejected(self) -> int:

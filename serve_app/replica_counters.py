@@ -41,24 +41,24 @@ CAUSE = ("cause",)
 LABELS = {"slipstream_draft_positions": ("drafter", "method", "position", "context", "prefix", "outcome")}
 
 HELP = {
-    "slipstream_dropped_blocks": "Blocks that came and were not verified, by cause",
-    "slipstream_received_draft_tokens": "Draft tokens that came in blocks: accepted, or wasted",
+    "slipstream_dropped_blocks": "Received blocks that were not verified, by cause",
+    "slipstream_received_draft_tokens": "Received draft tokens: accepted, or wasted",
     "slipstream_draft_positions": "Positions of verified blocks, each reached only if all before it was accepted",
     "slipstream_target_seconds": "Time with sessions: in a step, or idle",
-    "slipstream_target_events": "Blocks that came late and were of use, drafters out of step, sessions preempted,"
-    " sessions whose drafter had no room for hidden states",
+    "slipstream_target_events": "Late blocks that were used, drafters out of step, preempted sessions,"
+    " sessions whose drafter could not keep hidden states",
     "slipstream_nonfinite_logits": "Sessions that a target ended because their logits were NaN or infinite",
     "slipstream_state_rows": "Hidden states sent to drafters, one row a token: with a verdict, or apart from verdicts;"
     " and tokens computed again for theirs",
-    "slipstream_guesses": "Verdicts that blocks were drafted ahead for: hit where one was right",
-    "slipstream_drafting_passes": "Drafting passes: asked for, or ahead of verdicts",
-    "slipstream_drafter_events": "What else a drafter counts",
-    "slipstream_audits": "Requests that were chosen to be decided again, by what came of it",
-    "slipstream_routed_sessions": "Sessions given to targets: by prefix, where some of their text was in the cache, as"
-    " far as the router remembered, or by load alone",
+    "slipstream_guesses": "Verdicts with a block drafted ahead: hit if it matched",
+    "slipstream_drafting_passes": "Drafting passes: requested (asked), or ahead of verdicts",
+    "slipstream_drafter_events": "Other events of a drafter",
+    "slipstream_audits": "Requests chosen for an audit, by outcome",
+    "slipstream_routed_sessions": "Sessions assigned to targets: by prefix, if part of their text was expected in the"
+    " cache, or by load alone",
     "slipstream_refused_messages": "Malformed messages, by kind",
-    "slipstream_refused_peers": "Streams and messages refused for who sent them, by cause",
-    "slipstream_attention_fallbacks": "Ranks on a GPU that attend by the backend named, which is slow there",
+    "slipstream_refused_peers": "Streams and messages refused because of their sender, by cause",
+    "slipstream_attention_fallbacks": "Ranks on a GPU that use the named slow attention backend",
 }
 
 

@@ -51,7 +51,7 @@ def deployed_bounds(details: Mapping[str, Any]) -> Bounds:
     """
     deployments = details.get("deployments", {})
     if missing := [name for name in POOLS if name not in deployments]:
-        raise ClusterError(f"Serve knows no {' and no '.join(missing)} of it any more")
+        raise ClusterError(f"Serve no longer lists its {' and '.join(missing)}")
     found = {name: deployments[name]["deployment_config"]["autoscaling_config"] for name in POOLS}
     return {name: (one["min_replicas"], one["max_replicas"]) for name, one in found.items()}
 
@@ -260,7 +260,7 @@ def _counted(application: str) -> Group | str:
         )
         bounds = deployed_bounds(serve_details()["applications"].get(application, {}))
     except (ClusterError, RayServeException, TimeoutError) as error:
-        return f"The replicas of {application} do not say what they have counted: {error}"
+        return f"The replicas of {application} do not report their counters: {error}"
     return Group(
         pools_table(targets, drafters, bounds),
         targets_table(targets),
@@ -285,7 +285,7 @@ def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapp
         for name in ("accepted_tokens", "wasted_tokens", "step_s", "idle_s", "rebased", "desyncs")
     )
     made.add_row("wasted draft tokens", _share(wasted, accepted + wasted))
-    made.add_row("late blocks of use", str(rebased))
+    made.add_row("late blocks used", str(rebased))
     dropped = sum((Counter(one["dropped"]) for one in targets), Counter[str]())
     made.add_row("dropped blocks", str(dropped.total()))
     for cause, count in dropped.most_common():

@@ -31,7 +31,7 @@ def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[st
 
 def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> None:
     """Raises ConfigError if this machine, as a cluster that cannot grow, lacks what the pools need."""
-    elsewhere = "ask for less, or give the --address of a cluster that has it"
+    elsewhere = "reserve less, or give the --address of a cluster that has it"
     needed = demand(config, lambda replicas: replicas.min)
     missing = [
         f"{amount:g} {name} where there is {offered.get(name, 0):g}"
@@ -68,7 +68,7 @@ def is_guarded(server: ServerConfig) -> bool:
 def missing_keys() -> str:
     """Returns what is missing, as the end of a sentence."""
     return (
-        "server.keys is empty: anybody would be served; set keys (`slipstream key` makes one), or say server.insecure:"
+        "server.keys is empty, so anybody would be served; set keys (`slipstream key` makes one) or server.insecure:"
         " true"
     )
 
@@ -124,10 +124,10 @@ def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
 
 
 def _pool_need(
-    pool: str, section: str, resources: Mapping[str, float], asked: Resources, replicas: Replicas
+    pool: str, section: str, resources: Mapping[str, float], options: Resources, replicas: Replicas
 ) -> ReplicaNeed:
     """Returns a pool's need; even a pool that may be empty must have room for its first replica."""
-    return ReplicaNeed(pool, section, dict(resources), asked.labels, max(replicas.min, 1))
+    return ReplicaNeed(pool, section, dict(resources), options.labels, max(replicas.min, 1))
 
 
 def carries(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
@@ -170,7 +170,7 @@ def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
         return (
             f"{need.section}.labels: {need.pool} needs a node with {_labels(need.labels)}, but of"
             f" {len(nodes)} nodes none has; the labels there are: {_all_labels(nodes)}; start a node with them"
-            " (`ray start --labels`), or change the labels asked for"
+            " (`ray start --labels`), or change the required labels"
         )
     places = sum(room(node.resources, need.resources) for node in labelled)
     if places >= need.replicas:
@@ -178,7 +178,7 @@ def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
     among = f" with {_labels(need.labels)}" if need.labels else ""
     if places:
         return (
-            f"{need.section}: {need.replicas} times {need.pool} is to be there always, but {_have(nodes)}"
+            f"{need.section}: {need.replicas} times {need.pool} must always run, but {_have(nodes)}"
             f" room for {places} of {_amounts(need.resources)} each{among}; add nodes, or lower replicas.min"
         )
     most = {name: max(node.resources.get(name, 0.0) for node in labelled) for name in need.resources}
@@ -189,9 +189,9 @@ def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
 
 def _lacking(missing: Mapping[str, float], most: Mapping[str, float], is_alone: bool) -> str:
     if not is_alone:
-        return "no node has all of it; add a node that has, or ask for less"
+        return "no node has all of it; add a node that has it, or reserve less"
     has = ", ".join(f"{most[name]:g} {name}" for name in missing)
-    return f"no node has more than {has}; add a node that has, or ask for less"
+    return f"no node has more than {has}; add a node that has it, or reserve less"
 
 
 def _too_much_together(wanted: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
@@ -204,10 +204,10 @@ def _too_much_together(wanted: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> 
     missing = [name for name, amount in total.items() if amount > offered[name] + SLACK]
     if not missing:
         return []
-    asked = _amounts({name: total[name] for name in missing})
+    needed = _amounts({name: total[name] for name in missing})
     there = _amounts({name: offered[name] for name in missing})
     return [
-        f"the pools at their least size need {asked} together, but {_have(nodes)} {there}; add nodes, or ask for less"
+        f"the pools at their minimum size need {needed} together, but {_have(nodes)} {there}; add nodes or reserve less"
     ]
 
 

@@ -56,17 +56,17 @@ def start_failure(messages: Mapping[str, str]) -> StartError:
     causes = {deployment: error[1] for deployment, error in raised.items() if error is not None} or {
         deployment: message.strip().rpartition("\n")[2] for deployment, message in messages.items()
     }
-    told = "; ".join(f"{deployment}: {cause}" for deployment, cause in causes.items())
-    return StartError(f"the application did not start: {told or 'Serve names no cause'}")
+    reasons = "; ".join(f"{deployment}: {cause}" for deployment, cause in causes.items())
+    return StartError(f"the application did not start: {reasons or 'Serve names no cause'}")
 
 
 def last_raised(message: str) -> tuple[str, str] | None:
     """Returns name and text of the last deliberate error in a traceback, if any."""
-    found = list(RAISED.finditer(message))
-    if not found:
+    matches = list(RAISED.finditer(message))
+    if not matches:
         return None
-    text = message[found[-1].end() :].strip().partition("\n\n")[0]
-    return found[-1][1], text
+    text = message[matches[-1].end() :].strip().partition("\n\n")[0]
+    return matches[-1][1], text
 
 
 def withdraw(name: str) -> None:

@@ -109,9 +109,9 @@ def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
             break
         except Exception as error:  # Ray raises this class when its processes do not start in time
             if not starts_left:
-                logs = "what its processes say is in Ray's latest logs, by default in /tmp/ray/session_latest/logs"
+                logs = "see Ray's latest logs, by default in /tmp/ray/session_latest/logs"
                 raise StartError(f"Ray did not start on this machine: {error}; {logs}") from error
-            log.warning("Ray did not start, so it is started once more: %s", error)
+            log.warning("Ray did not start; trying once more: %s", error)
     check_resources(config, ray.cluster_resources())
 
 
@@ -152,7 +152,7 @@ def _refuse_new_requests(drain_s: float) -> None:
     try:
         broadcast(deployed("Router", APPLICATION), "drain", drain_s)
     except (ClusterError, RayServeException, TimeoutError) as error:
-        log.warning("the routers were not told to take no new requests: %s", error)
+        log.warning("could not stop the routers from accepting requests: %s", error)
 
 
 def _drain(limit_s: float) -> None:
@@ -164,7 +164,7 @@ def _drain(limit_s: float) -> None:
         except TimeoutError:
             continue
         except (ClusterError, RayServeException) as error:
-            log.warning("no router answers, so nothing is waited for: %s", error)
+            log.warning("no router answers, so running requests are not waited for: %s", error)
             return
         if all(router["idle"] for router in routers):
             return

@@ -1,16 +1,10 @@
 """HTTP routes of the live page: its files, and its state as JSON.
 
-Sampling while the page is open: at most one round per second, for any number of viewers.
+Each replica makes small samples (`target_sample`, `draft_sample`): counters, and the activity of the last seconds.
+`PoolSamples` collects them through Ray Serve, and `page_state` computes the shown state from two rounds of samples.
+`PageWatch` samples only while the page is open, at most once per second for any number of viewers.
 
-Collection of samples from all replicas that answer, through Ray Serve.
-
-State of the live page, computed from two rounds of samples. Pure.
-
-Sessions appear only as counts, so nothing here identifies a request. Lists are cut for large fleets.
-
-Samples of target replicas and drafters for the live page: counters, and the activity of the last seconds.
-
-A sample is small however long its replica has run, and contains no text.
+Sessions appear only as counts and samples contain no text, so nothing here identifies a request. Long lists are cut.
 """
 
 import asyncio

@@ -1,10 +1,8 @@
 """Metrics of a whole deployment in one response, from any of its routers.
 
-Encoding of metric families as bytes, to send them from one process to another.
-
-Our metrics under vLLM's names, for dashboards, autoscalers and load generators made for vLLM.
-
-Nothing is measured twice: a family that vLLM has too is read again under vLLM's name at collection.
+`AggregateMetrics` asks every replica for its families and merges them. `pack_families` encodes families for the way
+between processes. `VllmNames` repeats families under vLLM's names, for dashboards, autoscalers and load generators made
+for vLLM; it reads them again at collection, so nothing is measured twice.
 """
 
 import asyncio
@@ -44,7 +42,7 @@ async def _asked(pool: Gather) -> Sequence[Sequence[Metric]]:
         async with asyncio.timeout(ANSWER_S):
             return await pool()
     except Exception as error:  # noqa: BLE001  # whatever failed elsewhere, the other metrics are published
-        log.warning("some replicas did not say what they have counted: %s", error or type(error).__name__)
+        log.warning("some replicas did not report metrics: %s", error or type(error).__name__)
         return ()
 
 

@@ -51,14 +51,14 @@ def test_a_pool_that_fits_but_not_as_often_as_it_must_is_told_how_often() -> Non
     (line,) = misfits(
         on_gpus(replicas={"min": 3, "max": 3}), [node("1", GPUS | {"CPU": 90.0, "GPU": 8}, pool="target")]
     )
-    assert "3 times a target replica is to be there always, but 1 node has room for 2" in line
+    assert "3 times a target replica must always run, but 1 node has room for 2" in line
 
 
 def test_pools_that_fit_alone_but_not_together_are_told_the_sums() -> None:
     crowded = config(draft={"method": "ngram", "resources": {"num_cpus": 2}})
     (line,) = misfits(crowded, [node("1", {"CPU": 3.0})])
     assert line == (
-        "the pools at their least size need 3.2 CPU together, but 1 node has 3 CPU; add nodes, or ask for less"
+        "the pools at their minimum size need 3.2 CPU together, but 1 node has 3 CPU; add nodes or reserve less"
     )
 
 

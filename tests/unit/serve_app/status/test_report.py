@@ -36,7 +36,7 @@ def test_replicas_are_summed_up() -> None:
         "drafting passes ahead of a verdict": "0.75 (15 of 20)",
         "guess hit rate": "0.75 (6 of 8)",
         "wasted draft tokens": "0.40 (40 of 100)",
-        "late blocks of use": "4",
+        "late blocks used": "4",
         "dropped blocks": "6",
         "of them late": "5",
         "of them stale": "1",
@@ -114,4 +114,4 @@ def test_an_application_that_ends_while_it_is_asked_does_not_say_what_it_has_cou
         shown = ray_status("auto", "ours")
     assert isinstance(shown, Group)
     said = str(shown.renderables[-1])
-    assert said.startswith("The replicas of ours do not say what they have counted: Serve knows no Target")
+    assert said.startswith("The replicas of ours do not report their counters: Serve no longer lists its Target")
