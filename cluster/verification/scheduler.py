@@ -1,12 +1,15 @@
-"""The verification scheduler: plans a target's next step and turns its outcomes into verdicts.
+"""Schedules the steps of a target replica and turns their outcomes into verdicts.
 
-NOTE: `plan` and `apply` alternate; between them an engine computes, and messages take effect (`receive`). A block is
-verified only at exactly the length and hash that it was drafted for. A step may wait for blocks that are worth more
-than the time (`StepDeadline`), as the speculation controller decides. The scheduler knows nothing of torch, gRPC or a
-clock; callers pass times in.
+NOTE on the algorithm. There is no separate decoding and verification phase. A session's row in a step holds the tokens
+that the cache lacks and, if one is ready, a draft block; one forward pass feeds both and decides at least one token.
+A session without a block takes part with a row of one token, so a drafter can make it faster and never block it.
 
-`Intake` handles messages, `VerificationLimits` checks requests and blocks, `TargetReporter` measures load for the
-pools' sizes and monitoring, and `DraftQualityMonitor` detects drafters whose blocks became bad.
+    plan    picks the sessions that are due, longest unserved first, up to the token budget, and reserves their pages
+    apply   commits the rows that were fed, decides each row, and learns from the step
+
+Messages take effect between the two (`receive`). A block is verified only for exactly the length and hash that it was
+drafted for, so a wrong or late one costs time and no token. A step may wait for blocks that are worth more than the
+time (`StepDeadline`). The scheduler does no I/O and reads no clock; callers pass times in.
 """
 
 import logging
@@ -51,6 +54,14 @@ from protos.messages import (
     Verdict,
 )
 from protos.prefix import Prefix
+
+log = logging.getLogger(__name__)
+
+NONFINITE_LOG_PERIOD_S = 60.0
+NONFINITE_MESSAGE = (
+    "the model computed NaN or infinite logits for this request, and would again: its weights overflow in model.dtype,"
+    " or a device is faulty; ask the operator, whose log names the replica"
+)
 
 
 class StepDeadline:
@@ -251,34 +262,43 @@ class TargetReporter:
         return tokens / step_tokens * self._pacer.load.step.drafts_s(1, step_tokens)
 
 
-class Intake:
-    """Applies peers' messages to the sessions of one target replica."""
+class VerificationScheduler:
+    """Schedules all sessions of one target replica; `memory` defaults to pages of its own."""
 
     def __init__(
         self,
         limits: VerificationLimits,
-        admission: Admission,
-        pacer: SpeculationController,
-        silent: SilentDrafters,
-        counts: TargetCounts,
-        sentinel: DraftQualityMonitor,
-        refusals: Refusals,
+        pacing: PacingPolicy | None = None,
+        step_cost: ForwardCost | None = None,
+        memory: SessionMemory | None = None,
     ) -> None:
         self._limits = limits
-        self._admission = admission
-        self._pacer = pacer
-        self._silent = silent
-        self._counts = counts
-        self._sentinel = sentinel
-        self._refusals = refusals
-        self.feeds = HiddenStateSender(limits.states, admission, limits.keeps_states)
-        self.departure = Departure(admission, self.forget)
-        self._early = OrphanBuffer(limits.buffer, counts)
+        policy = pacing or Adaptive()
+        self._pacer = SpeculationController(policy, step_cost)
+        self._silent = SilentDrafters()
+        self._timing = StepDeadline(policy, self._silent)
+        self._pages = memory or OwnPages(limits.pages, limits.page_size, secrets.token_bytes(16))
+        self._admission = Admission(limits.max_sessions, self._pages)
+        self.counts = TargetCounts()
+        self.sentinel = DraftQualityMonitor()
+        self.refusals = Refusals(log)
+        self.reporter = TargetReporter(limits, self._admission, self._pacer)
+        self.feeds = HiddenStateSender(limits.states, self._admission, limits.keeps_states)
+        self.departure = Departure(self._admission, self._forget)
+        self._early = OrphanBuffer(limits.buffer, self.counts)  # messages for sessions that are not open yet
+        self.router_of = self._admission.router_of
+        self._in_step: list[tuple[TargetSequence, Row]] = []
+        self._moves: list[SlotMove] = []  # for the latest step's accepted nodes; made before other cache changes
+        self._step_shape = StepShape(0, 0, 0)  # latest step that computed anything
+        self._free_since = 0.0  # time since which sessions could have been in a step and were in none
+        self._nonfinite_log_due = -math.inf
 
     # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Handles a message from a router's or a drafter's stream; returns the messages to send in response."""
+        if isinstance(message, Open) and not self._admission.has_sessions:
+            self._free_since = now
         match message:
             case Block():
                 self._block(peer, message, now)
@@ -309,11 +329,11 @@ class Intake:
         self._silent.on_message(peer)
         for session in self._admission:
             if session.router == peer:
-                self.forget(session.open.session)
+                self._forget(session.open.session)
             elif session.drafter == peer:
                 session.drafter = None
         self._early.drafter_gone(peer)
-        self.admit(now)
+        self._admit(now)
 
     # ------------------------------------------------------------ routers
 
@@ -326,15 +346,15 @@ class Intake:
                 continue
             session.router = router
             if (session.open.session, session.open.attempt) not in wanted:
-                self.forget(session.open.session)
-        self.admit(now)
+                self._forget(session.open.session)
+        self._admit(now)
 
     def _open(self, router: str, request: Open, now: float) -> list[Send]:
         """Serves a session from its ledger; replaces an open one unless the request is older or from another router."""
         name = request.session
         known = self._admission.find(name)
         if known is not None and known.router != router:
-            self._refusals.note(router, "an Open of another router's session", name)
+            self.refusals.note(router, "an Open of another router's session", name)
             return [(router, not_permitted(request))]
         if refused := self.departure.refuse(router, request):
             return refused
@@ -342,18 +362,18 @@ class Intake:
             return [(router, refusal)]
         if known is not None and known.open.attempt >= request.attempt:
             return []
-        self.forget(name)
+        self._forget(name)
         sends = [] if request.audit else self._end_audits()
-        buffer = BlockBuffer(self._limits.buffer.blocks, self._counts)
+        buffer = BlockBuffer(self._limits.buffer.blocks, self.counts)
         prefix = Prefix(request.hash_key, request.tokens)
         shape = self._block_shape(request)
         session = TargetSequence(request, router, prefix, buffer, shape, opened_s=now, waiting_since=now)
         if known is not None:
             session.replaced = known.drafters_so_far
         self._admission.waiting[name] = session
-        self.admit(now)
+        self._admit(now)
         if name in self._admission.waiting:
-            self.ask(session)  # so that its drafter has read the prompt when it is admitted
+            self._decide_drafting(session)  # so that its drafter has read the prompt when it is admitted
         for waiting in self._early.take(name):
             if waiting.attach is not None:
                 session.admit(waiting.drafter, waiting.attach.assignment_token)
@@ -366,15 +386,15 @@ class Intake:
         """Ends all audits, of any router, because a request has arrived."""
         audits = [session for session in self._admission if session.open.audit]
         for session in audits:
-            self.forget(session.open.session)
+            self._forget(session.open.session)
         return [(session.router, _no_time_for(session.open)) for session in audits]
 
     def _close(self, router: str, close: Close, now: float) -> None:
         """Forgets a session, unless it is unknown, another router's, or a newer attempt."""
         known = self._admission.find(close.session)
         if known is not None and known.router == router and known.open.attempt <= close.attempt:
-            self.forget(close.session)
-            self.admit(now)
+            self._forget(close.session)
+            self._admit(now)
 
     # ------------------------------------------------------------ drafters
 
@@ -386,12 +406,12 @@ class Intake:
             self._early.attach(drafter, attach, now)
             return []
         if not session.admit(drafter, attach.assignment_token):
-            self._refusals.note(drafter, "an Attach to a session that it was not assigned", attach.session)
+            self.refusals.note(drafter, "an Attach to a session that it was not assigned", attach.session)
             return []
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
         session.attached(drafter)
-        self._sentinel.attached(session, drafter)
+        self.sentinel.attached(session, drafter)
         self.feeds.attached(session, drafter, attach)
         request = (drafter, session.draft_request())
         missed = tuple(session.prefix.tokens[attach.have_len :])
@@ -403,21 +423,21 @@ class Intake:
     def _block(self, drafter: str, block: Block, now: float) -> None:
         """Stores a block until its prefix is decided; drops and counts one that can never be verified."""
         if cause := self._limits.unfit(block):
-            self._counts.drop(cause, block)
+            self.counts.drop(cause, block)
             return
         session = self._admission.find(block.session)
         if session is None:
-            self._counts.unrequested += 1
+            self.counts.unrequested += 1
             self._early.block(drafter, block, now)
             return
         if not session.admits(drafter):
-            self._counts.unrequested += 1
+            self.counts.unrequested += 1
             if drafter not in session.replaced:  # otherwise it was sent before another drafter was assigned
-                self._refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
-            self._counts.drop("not_assigned", block)
+                self.refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
+            self.counts.drop("not_assigned", block)
             return
         if session.shape is Shape.CHAIN and not block.tree.is_chain:
-            self._counts.drop("tree", block)
+            self.counts.drop("tree", block)
             return
         self._silent.on_message(drafter)
         self._note_answer(session, block, block.size, now)
@@ -447,143 +467,34 @@ class Intake:
 
     # ------------------------------------------------------------ sessions
 
-    def forget(self, name: str) -> None:
+    def _forget(self, name: str) -> None:
         self._early.ended(name)
         if (session := self._admission.find(name)) is not None:
             session.buffer.leave()
         self._admission.forget(name)
 
-    def admit(self, now: float) -> None:
+    def _admit(self, now: float) -> None:
         for session in self._admission.admit():
             session.waiting_since = now
-            self.ask(session)
+            self._decide_drafting(session)
 
-    def ask(self, session: TargetSequence) -> None:
+    def _decide_drafting(self, session: TargetSequence) -> None:
         """Decides the draft length of the drafter's next request."""
         limit = session.open.draft_tokens
         if limit > 0:
             sessions = max(1, len(self._admission.running))
             session.drafting = self._pacer.decide(session.stats, limit, sessions)
 
-    # ------------------------------------------------------------ early messages
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no message waits for a session that is not open."""
-        return not self._early
-
-    def expire(self, now: float) -> None:
-        """Drops messages that have waited too long."""
-        self._early.expire(now)
-
-    def next_expiry(self) -> float | None:
-        """Returns the time at which `expire` will have something to do; None if nothing waits."""
-        return self._early.next_expiry()
-
-    # ------------------------------------------------------------ helpers
-
-    def _block_shape(self, request: Open) -> Shape:
-        """Returns the shape of blocks that a session accepts."""
-        return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
-
-    def _refuse(self, request: Open) -> Refusal | None:
-        if request.audit and not all(session.open.audit for session in self._admission):
-            return _no_time_for(request)
-        reason = RefusalReason.INVALID
-        why = self._limits.fault_of(request, self._admission.pages.pages_for(request.max_len))
-        if not why and len(self._admission.waiting) >= self._limits.max_queued:
-            reason = RefusalReason.OVERLOADED
-            why = f"{len(self._admission.waiting)} sessions are queued already"
-        return Refusal(request.session, request.attempt, reason, why) if why else None
-
-    def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
-        """Records an answer's delay, unless the block was drafted ahead or is the first, which includes reading the
-        prompt."""
-        session.has_answered = True
-        is_read = session.is_read
-        session.is_read = True
-        delay_s = session.delay_of(answer, now)
-        if delay_s is not None and is_read:
-            session.stats.block_arrived(delay_s)
-            self._pacer.block_arrived(tokens, delay_s)
-
-
-def _no_time_for(audit: Open) -> Refusal:
-    return Refusal(audit.session, audit.attempt, RefusalReason.OVERLOADED, "requests are being served; audit later")
-
-
-log = logging.getLogger(__name__)
-
-NONFINITE_LOG_PERIOD_S = 60.0
-NONFINITE_MESSAGE = (
-    "the model computed NaN or infinite logits for this request, and would again: its weights overflow in model.dtype,"
-    " or a device is faulty; ask the operator, whose log names the replica"
-)
-
-
-class VerificationScheduler:
-    """Schedules all sessions of one target replica; `memory` defaults to pages of its own."""
-
-    def __init__(
-        self,
-        limits: VerificationLimits,
-        pacing: PacingPolicy | None = None,
-        step_cost: ForwardCost | None = None,
-        memory: SessionMemory | None = None,
-    ) -> None:
-        self._limits = limits
-        policy = pacing or Adaptive()
-        self._pacer = SpeculationController(policy, step_cost)
-        self._silent = SilentDrafters()
-        self._timing = StepDeadline(policy, self._silent)
-        self._pages = memory or OwnPages(limits.pages, limits.page_size, secrets.token_bytes(16))
-        self._admission = Admission(limits.max_sessions, self._pages)
-        self.counts = TargetCounts()
-        self.sentinel = DraftQualityMonitor()
-        self.refusals = Refusals(log)
-        self._intake = Intake(
-            limits, self._admission, self._pacer, self._silent, self.counts, self.sentinel, self.refusals
-        )
-        self.reporter = TargetReporter(limits, self._admission, self._pacer)
-        self.feeds = self._intake.feeds
-        self.departure = self._intake.departure
-        self.router_of = self._admission.router_of
-        self._in_step: list[tuple[TargetSequence, Row]] = []
-        self._moves: list[SlotMove] = []  # for the latest step's accepted nodes; made before other cache changes
-        self._step_shape = StepShape(0, 0, 0)  # latest step that computed anything
-        self._start: float | None = None  # next step, unless a message arrives before; None: to be computed
-        self._free_since = 0.0  # time since which sessions could have been in a step and were in none
-        self._nonfinite_log_due = -math.inf
-
-    # ------------------------------------------------------------ messages from peers
-
-    def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Handles a message from a router's or a drafter's stream; returns the messages to send in response."""
-        self._start = None
-        if isinstance(message, Open) and not self._admission.has_sessions:
-            self._free_since = now
-        return self._intake.receive(peer, message, now)
-
-    def gone(self, peer: str, now: float) -> None:
-        """Handles a broken stream.
-
-        A router's sessions are forgotten. A drafter's sessions continue without speculation, after the blocks that
-        arrived.
-        """
-        self._start = None
-        self._intake.gone(peer, now)
-
     # ------------------------------------------------------------ the step
 
     def plan(self, now: float) -> StepPlan | None:
         """Returns the step to compute now, or None if nothing is due (see `next_due`)."""
         assert not self._in_step, "a step is planned while another is under way"
-        self._intake.expire(now)
+        self._early.expire(now)
         self.feeds.before_step()
         copies: list[PageCopy] = []
-        dues, self._start = self._timing.dues(self._admission.running, self._pacer.load)
-        if self._start <= now:
-            self._start = None
+        dues, start = self._timing.dues(self._admission.running, self._pacer.load)
+        if start <= now:
             copies = self._fill_step(dues, now)
         closes, opens = self._admission.take_changes()
         rows = tuple(row for _, row in self._in_step)
@@ -598,10 +509,9 @@ class VerificationScheduler:
 
     def next_due(self) -> float | None:
         """Returns the time of the next step or expiry if nothing else happens; None if there will be none."""
-        if self._start is None:
-            _, self._start = self._timing.dues(self._admission.running, self._pacer.load)
-        expiry = self._intake.next_expiry()
-        due = self._start if expiry is None else min(self._start, expiry)
+        _, start = self._timing.dues(self._admission.running, self._pacer.load)
+        expiry = self._early.next_expiry()
+        due = start if expiry is None else min(start, expiry)
         return due if due < math.inf else None
 
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
@@ -609,7 +519,6 @@ class VerificationScheduler:
 
         Messages for drafters come first, since a round waits for its drafter, not for its router.
         """
-        self._start = None
         decided = {outcome.session: outcome for outcome in outcomes}
         to_drafters: list[Send] = []
         to_routers: list[Send] = []
@@ -635,7 +544,7 @@ class VerificationScheduler:
         self._learn(decided, seconds, now)
         self._in_step = []
         self._free_since = now
-        self._intake.admit(now)
+        self._admit(now)
         if self.is_idle:
             self._pages.check()
         return [*to_drafters, *to_routers]
@@ -645,7 +554,7 @@ class VerificationScheduler:
     @property
     def is_idle(self) -> bool:
         """True if nothing is held: no session, no waiting block, nothing pending for the engine."""
-        return self._admission.is_empty and self._intake.is_empty and not self._in_step
+        return self._admission.is_empty and not self._early and not self._in_step
 
     def report(self, now: float) -> TargetReport:
         """Returns the autoscaling report on the time since the previous one."""
@@ -744,7 +653,7 @@ class VerificationScheduler:
         is_over = decision.finish is not Finish.NONE
         if not is_over:
             self._moves += session.moves(row, outcome.path, self._limits.page_size)
-        self._intake.ask(session)
+        self._decide_drafting(session)
         verdict = _verdict(session, decision, outcome, drafted, collapse)
         sends: list[Send] = []
         drafter = session.drafter
@@ -755,7 +664,7 @@ class VerificationScheduler:
             session.drafter = None  # until it attaches again
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
-            self._intake.forget(request.session)
+            self._forget(request.session)
         return sends, (session.router, session.for_router(verdict, row, outcome))
 
     def _end_nonfinite(self, session: TargetSequence, now: float) -> Send:
@@ -775,9 +684,38 @@ class VerificationScheduler:
                 self.counts.nonfinite,
             )
         self._pages.withdraw(request.session)
-        self._intake.forget(request.session)
+        self._forget(request.session)
         reason = RefusalReason.NONFINITE_LOGITS
         return session.router, Refusal(request.session, request.attempt, reason, NONFINITE_MESSAGE)
+
+    def _block_shape(self, request: Open) -> Shape:
+        """Returns the shape of blocks that a session accepts."""
+        return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
+
+    def _refuse(self, request: Open) -> Refusal | None:
+        if request.audit and not all(session.open.audit for session in self._admission):
+            return _no_time_for(request)
+        reason = RefusalReason.INVALID
+        why = self._limits.fault_of(request, self._admission.pages.pages_for(request.max_len))
+        if not why and len(self._admission.waiting) >= self._limits.max_queued:
+            reason = RefusalReason.OVERLOADED
+            why = f"{len(self._admission.waiting)} sessions are queued already"
+        return Refusal(request.session, request.attempt, reason, why) if why else None
+
+    def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
+        """Records an answer's delay, unless the block was drafted ahead or is the first, which includes reading the
+        prompt."""
+        session.has_answered = True
+        is_read = session.is_read
+        session.is_read = True
+        delay_s = session.delay_of(answer, now)
+        if delay_s is not None and is_read:
+            session.stats.block_arrived(delay_s)
+            self._pacer.block_arrived(tokens, delay_s)
+
+
+def _no_time_for(audit: Open) -> Refusal:
+    return Refusal(audit.session, audit.attempt, RefusalReason.OVERLOADED, "requests are being served; audit later")
 
 
 def _verdict(
