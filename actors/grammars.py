@@ -50,7 +50,7 @@ def grammar_vocabulary(tokenizer: Any, ends: Sequence[int]) -> LLTokenizer:
     try:
         return LLTokenizer(backend.to_str(), n_vocab=id_limit(tokenizer), eos_token=list(ends))
     except ValueError as error:
-        raise ModelError(f"grammars cannot be kept to with this tokenizer: {one_line(error)}") from error
+        raise ModelError(f"grammars are not supported with this tokenizer: {one_line(error)}") from error
 
 
 _logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class TextGrammar:
         walk = _Walk(self._matcher)
         found = [None if not self._ends.isdisjoint(path) else walk.mask(path) for path in paths]
         if self._matcher.is_error() and not was_error:
-            _logger.warning("a grammar takes too much work to go on, so its text ends: %s", self._matcher.get_error())
+            _logger.warning("a grammar exceeded its work limit, so its text ends: %s", self._matcher.get_error())
         return found
 
 

@@ -68,15 +68,15 @@ class GrammarGate:
         self._limit = limit
         self._held: dict[str, HeldSession] = {}  # by session
 
-    def takes(self, router: str, message: Message) -> bool:
+    def intercept(self, router: str, message: Message) -> bool:
         """Returns whether the gate keeps or has answered the message; otherwise the message goes on."""
         if isinstance(message, Open):
-            return self._takes_open(router, message)
+            return self._intercept_open(router, message)
         if isinstance(message, Close):
             self._close(router, message)
         return False
 
-    def greeted(self, router: str, hello: Hello) -> None:
+    def on_hello(self, router: str, hello: Hello) -> None:
         """Handles a router's new stream: of its older streams' sessions, only those it lists stay."""
         wanted = {(item.session, item.attempt) for item in hello.live}
         for name, held in list(self._held.items()):
@@ -86,7 +86,7 @@ class GrammarGate:
             if (name, held.open.attempt) not in wanted:
                 self._drop(name)
 
-    def gone(self, router: str) -> None:
+    def on_disconnect(self, router: str) -> None:
         """Disowns the sessions of a broken stream."""
         for name, held in list(self._held.items()):
             if held.router == router:
@@ -96,7 +96,7 @@ class GrammarGate:
     def is_empty(self) -> bool:
         return not self._held
 
-    def _takes_open(self, router: str, request: Open) -> bool:
+    def _intercept_open(self, router: str, request: Open) -> bool:
         """Holds a session with a grammar; a later attempt replaces an earlier one."""
         name = request.session
         if (held := self._held.get(name)) is not None:
@@ -131,7 +131,7 @@ class GrammarGate:
         if why is None:
             self._admit(held.router, request)
         else:
-            message = f"the grammar cannot be kept to: {why}"
+            message = f"cannot enforce the grammar: {why}"
             self._refuse(held.router, Refusal(request.session, request.attempt, RefusalReason.INVALID, message))
 
     def _drop(self, session: str) -> None:
@@ -278,7 +278,7 @@ class TargetReplica:
     def router_up(self, hello: Hello) -> tuple[str, Outbox]:
         """Handles a router's new stream: of its sessions, only those it lists stay."""
         stream, outbox = self.drafter_up(hello)
-        self._gate.greeted(stream, hello)
+        self._gate.on_hello(stream, hello)
         self.scheduler.receive(stream, hello, self._clock())
         self._changed.set()
         return stream, outbox
@@ -314,7 +314,7 @@ class TargetReplica:
             if isinstance(message, Block):
                 self.timeline.record("block", message.session)
             self._tracer.on_received(stream, message)
-            if not self._gate.takes(stream, message):
+            if not self._gate.intercept(stream, message):
                 self._send(self.scheduler.receive(stream, message, now))
         self._changed.set()
         return self.scheduler.counts.unrequested - before
@@ -327,7 +327,7 @@ class TargetReplica:
         self._send([(stream, refusal)])
 
     def stream_down(self, stream: str) -> None:
-        self._gate.gone(stream)
+        self._gate.on_disconnect(stream)
         self.scheduler.gone(stream, self._clock())
         self._tracer.gone(stream)
         del self._outboxes[stream]

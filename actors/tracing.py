@@ -44,7 +44,7 @@ class ServiceTracing:
 
     def __init__(self, options: TracingConfig, service: str) -> None:
         """Raises ConfigError if tracing is on and the exporter is not installed."""
-        self.service = _begun(options, service) if options.is_on else None
+        self.service = TracedService.begun(options, service) if options.is_on else None
 
     def sessions(self, work: str) -> SessionTracer:
         """Returns the session tracer; `work` names what the service does for a session."""
@@ -54,11 +54,6 @@ class ServiceTracing:
         """Exports the remaining spans; may take a while."""
         if self.service is not None:
             self.service.close()
-
-
-def _begun(options: TracingConfig, service: str) -> "TracedService":
-
-    return TracedService.begun(options, service)
 
 
 MOST_SESSIONS = 4096  # most sessions traced at once; further ones are not traced
@@ -192,6 +187,6 @@ def _otlp_exporter(options: TracingConfig) -> SpanExporter:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        missing = f"tracing.endpoint is set, and what sends spans is not installed: {error}"
+        missing = f"tracing.endpoint is set, but the span exporter is not installed: {error}"
         raise ConfigError(f"{missing}; pip install 'slipstream-serving[tracing]'") from error
     return OTLPSpanExporter(endpoint=options.endpoint)

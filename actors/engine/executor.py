@@ -118,7 +118,7 @@ class StepExecutor:
             if tokens := session.scored(row):
                 top = session.open.scoring.prompt_top or 0
                 found = score(part[: len(tokens)], tokens, [top] * len(tokens))
-                assert session.prompt_scores is not None, "they are asked for"
+                assert session.prompt_scores is not None, "prompt scores were not requested"
                 session.prompt_scores[row.start :] = found  # fed again from there, after its cache slot was lost
         return torch.cat(left)
 

@@ -57,8 +57,8 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
     last = int(model.config.get_text_config().num_hidden_layers)
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
         raise ModelError(
-            f"hidden states of layers {tuple(layers)} are asked for, expected rising numbers from 0, the embeddings, to"
-            f" {last}, the last layer of {type(model).__name__}; see where the draft's configuration numbers layers"
+            f"hidden states of layers {tuple(layers)} were requested; expected ascending numbers from 0, the embeddings,"
+            f" to {last}, the last layer of {type(model).__name__}; see where the draft's configuration numbers layers"
         )
 
 
@@ -107,7 +107,7 @@ class ModelRunner:
         self._capture.cache.move(moves)
         self._capture.cache.copy(copies)
         output = self._decode(batch, self._capture.layers)
-        assert output.streams is not None, "a decoder gives the streams that it is asked for"
+        assert output.streams is not None, "the decoder returned no streams"
         self._capture.keep(batch.written, output.streams)
         return output
 

@@ -317,8 +317,8 @@ def _layer(module: Any, product: Product) -> Layer:
 
 def _window(attention: Any) -> int | None:
     """Returns a layer's window: per layer in Qwen, per model in Mistral, none in Llama."""
-    said_by = attention.config if type(attention) is MistralAttention else attention
-    window: int | None = getattr(said_by, "sliding_window", None)
+    source = attention.config if type(attention) is MistralAttention else attention
+    window: int | None = getattr(source, "sliding_window", None)
     return window
 
 

@@ -3,10 +3,8 @@
 Roles belong to streams, and frames of a stream hold only the kinds of message that its callers may send. So a role is
 enforced for each kind of message too.
 
-Counter of callers that fail the TLS handshake. gRPC reports when a handshake begins, but not how it ends.
-
-So every handshake is checked again a little later: callers that were admitted have made a call, and the others were
-refused or sent nothing. gRPC does not report who they were.
+`Handshakes` counts callers that fail the TLS handshake. gRPC reports when a handshake begins, but not how it ends or
+who the caller was, so each one is checked later: an admitted caller has made a call by then.
 """
 
 import asyncio
@@ -66,7 +64,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._credentials = credentials
         self._max_streams_per_host = max_streams_per_host
         self.streams: Counter[str] = Counter()  # open streams by host
-        self._turning_away: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._turn_away)
+        self._rejecting: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._reject)
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -75,9 +73,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self.handshakes.called()
         if self._credentials.belongs(details.invocation_metadata):
             return await continuation(details)
-        return self._turning_away
+        return self._rejecting
 
-    async def _turn_away(self, _: Any, context: Context) -> None:
+    async def _reject(self, _: Any, context: Context) -> None:
         self.refusals.note(host_of(context), "a caller without a valid token")
         await context.abort(grpc.StatusCode.UNAUTHENTICATED)
 
@@ -85,9 +83,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     async def stream(self, context: Context, role: PeerRole) -> AsyncIterator[None]:
         """Admits a caller of this role for the duration of a stream; aborts the call if it may not open one."""
         host = host_of(context)
-        held = self._credentials.roles(context.auth_context())
-        if role not in held:
-            names = ", ".join(sorted(one.value for one in held)) or "nobody"
+        roles = self._credentials.roles(context.auth_context())
+        if role not in roles:
+            names = ", ".join(sorted(one.value for one in roles)) or "nobody"
             self.refusals.note(host, f"a caller that is no {role.value}", f"its certificate is that of {names}")
             await context.abort(grpc.StatusCode.PERMISSION_DENIED)
         if self.streams[host] >= self._max_streams_per_host:

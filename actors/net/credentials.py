@@ -2,12 +2,9 @@
 
 The rest of the transport uses a `Credentials` to listen, to dial, and to check callers.
 
-Certificate files that may be replaced while in use, in cert-manager's layout.
-
-Kubernetes swaps all files of a secret at once, but a reader may run between two of them. A certificate whose key does
-not match is not used, and the previous set stays in use until the files match again.
-
-Options of every gRPC channel and server: frame size limits, and how soon a silent peer counts as gone.
+`CertificateFiles` reads cert-manager's layout and allows replacement while in use. Kubernetes swaps all files of a
+secret at once, but a reader may run between two of them: if certificate and key do not match, the previous set stays in
+use. The channel and server options limit frame sizes and set how soon a silent peer counts as gone.
 """
 
 import hmac
@@ -196,8 +193,8 @@ class TokenFile:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        said = next((value for key, value in metadata if key == AUTHORIZATION), "")
-        presented = said.encode() if isinstance(said, str) else said
+        header = next((value for key, value in metadata if key == AUTHORIZATION), "")
+        presented = header.encode() if isinstance(header, str) else header
         # Compares with all tokens, in constant time each, so that the duration reveals nothing.
         matches = [hmac.compare_digest(presented, f"Bearer {token}".encode()) for token in self._current()]
         return any(matches)

@@ -2,8 +2,6 @@
 
 The writer sends everything that is due for its peer as one frame. No peer waits for another peer's write: a queue that
 overflows means that the peer is down.
-
-Concurrent tasks of one stream (reading, writing, watching) that end together.
 """
 
 import asyncio
@@ -139,7 +137,7 @@ def decode_after_greeting(frame: ProtoMessage) -> Decoded:
     return found
 
 
-# ---------------------------------------------------------------- the side that is dialled
+# ---------------------------------------------------------------- dialed side
 
 
 def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> Hello:
@@ -210,7 +208,7 @@ async def converse(
     await until_one_ends(read(), write(), outbox.overflow())
 
 
-# ---------------------------------------------------------------- the side that dials
+# ---------------------------------------------------------------- dialing side
 
 
 class Link:
@@ -284,7 +282,7 @@ class Link:
         elif error.code() in REFUSING:
             why = error.details() or error.code().name
             if why != self.refused:
-                log.error("%s refuses to talk: %s", self.address, why)
+                log.error("%s refuses the connection: %s", self.address, why)
             self.refused = why
         else:
             log.info("stream to %s broke: %s: %s", self.address, error.code(), error.details())

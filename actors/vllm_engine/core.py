@@ -1,8 +1,7 @@
 """vLLM's EngineCore in this process, run step by step as the verification scheduler plans.
 
-Waiting and event loops are in `engine.py`. Written for the vLLM version in `arguments.VERSION`.
-
-Variants of vLLM's executors whose leading worker reserves room for hidden states before memory is measured.
+Waiting and event loops are in `engine.py`. Written for the vLLM version in `arguments.VERSION`. `with_states` makes
+vLLM's executors reserve memory for hidden states in the leading worker before they measure free memory.
 """
 
 import os
@@ -87,15 +86,15 @@ class VllmCore:
         if first_runner and capture is not None:
             raise ModelError(
                 f"draft.method {config.draft.method} reads the target's hidden states, which vLLM's first model runner"
-                " does not tell: its second one needs Triton, and VLLM_USE_V2_MODEL_RUNNER not to be 0; without, use a"
-                " method that reads none, or target.engine slipstream"
+                " does not report: its second one needs Triton, and VLLM_USE_V2_MODEL_RUNNER not to be 0; otherwise use"
+                " a method that reads none, or target.engine slipstream"
             )
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(not first_runner))
         try:
             args = EngineArgs(**engine_arguments(config, folder, vocabulary, first_runner))
             settings = args.create_engine_config()
         except (TypeError, ValueError) as error:
-            raise ModelError(f"vLLM does not take these arguments: {error}; see target.vllm") from error
+            raise ModelError(f"vLLM rejects these arguments: {error}; see target.vllm") from error
         executor = Executor.get_class(settings)
         kind = executor if capture is None else with_states(executor, capture)
         self._core = EngineCore(settings, kind, False, failed)
@@ -128,7 +127,7 @@ class VllmCore:
         self.memory.step_made(fed, self._scheduler.held_pages, self._computed())
         rows = [fed[outcome.session] for outcome in self._scheduler.outcomes]
         outcomes = riding(rows, self._scheduler.outcomes, self._states_at)
-        return self._with_what_is_told(outcomes)
+        return self._with_extra_results(outcomes)
 
     def read(self, asked: StateRead) -> bytes:
         """Returns hidden states of positions in the session's pages."""
@@ -162,7 +161,7 @@ class VllmCore:
         computed = self._scheduler.computed  # without requests that reached max_len, whose pages are free
         return {session: computed.get(name, 0) for session, name in self._names.items()}
 
-    def _with_what_is_told(self, outcomes: list[Outcome]) -> list[Outcome]:
+    def _with_extra_results(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not any(outcome.session in self._asking for outcome in outcomes):
             return outcomes
         by_rank = self._core.collective_rpc("extra_results")  # all ranks make the same decisions

@@ -1,11 +1,8 @@
 """Sampling of a session's tokens in vLLM's workers, by the rules, noise and scores of our own engine.
 
-A request carries its Open in its extra arguments, so a worker knows as much of a session as a rank of our engine. This
-module knows nothing of vLLM.
-
-Conversion of what vLLM scheduled and sampled into rows and outcomes of the verification scheduler.
-
-Pure: no vLLM types appear here.
+A request carries its Open in its extra arguments, so a worker knows as much of a session as a rank of our engine.
+`fed_row` and `outcome_of` convert what vLLM scheduled and sampled into rows and outcomes of the verification scheduler.
+No vLLM types appear here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -109,9 +106,9 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
     assert not drafted or end == len(tokens), f"{planned.session} was fed a draft in the middle of its text"
     draft = planned.draft.first(drafted) if drafted else NO_TREE
     decides = end == len(tokens)
-    wanted = planned.state_slots[: len(planned.state_slots) - planned.drafted + drafted] if decides else ()
+    state_slots = planned.state_slots[: len(planned.state_slots) - planned.drafted + drafted] if decides else ()
     fed = (*tokens[start:end], *draft.tokens)
-    return Row(planned.session, fed, start, decides, planned.pages, draft, wanted)
+    return Row(planned.session, fed, start, decides, planned.pages, draft, state_slots)
 
 
 def outcome_of(row: Row, sampled: Sequence[int]) -> Outcome | None:
@@ -120,6 +117,6 @@ def outcome_of(row: Row, sampled: Sequence[int]) -> Outcome | None:
         return None
     accepted = len(sampled) - 1
     draft = row.draft.tokens
-    assert 0 <= accepted <= len(draft), f"{row.session}: {len(sampled)} tokens came of a draft of {len(draft)}"
-    assert tuple(sampled[:-1]) == draft[:accepted], f"{row.session}: tokens stand that were not drafted"
+    assert 0 <= accepted <= len(draft), f"{row.session}: {len(sampled)} tokens returned for a draft of {len(draft)}"
+    assert tuple(sampled[:-1]) == draft[:accepted], f"{row.session}: accepted tokens that were not drafted"
     return Outcome(row.session, tuple(range(accepted)), sampled[-1])

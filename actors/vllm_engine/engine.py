@@ -1,6 +1,6 @@
 """Engine of a target replica whose forwards are vLLM's, run off the event loop that serves gRPC.
 
-Cost of a vLLM target's steps, measured once before it serves, for one row with drafts and for several rows.
+`StepProfile` measures step costs once before serving, for one row with drafts and for several rows.
 """
 
 import asyncio
@@ -143,7 +143,7 @@ class VllmEngine:
             module = importlib.import_module("actors.vllm_engine.core")
         except ImportError as error:
             raise ModelError(
-                f"target.engine is vllm, but it is not there: {error}; install the extra [vllm]"
+                f"target.engine is vllm, but vLLM cannot be imported: {error}; install the extra [vllm]"
             ) from error
         failed = partial(loop.call_soon_threadsafe, self._fail)
         self._core = module.start_core(config, folder, vocabulary, failed, capture)

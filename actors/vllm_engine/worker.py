@@ -4,9 +4,8 @@
 first (on CPUs without Triton) allows no logits processor with drafts, so its sampler is replaced. The second uses
 `noise_processor.py` and keeps drafts on the device, where they are written before each forward.
 
-Hidden states in vLLM's leading worker: which layers the model reports, and what is kept of them beside the cache.
-
-vLLM's second model runner passes them, with the slots of what it fed, to its drafting component after each step.
+`WorkerStates` keeps hidden states beside the cache in the leading worker. vLLM's second model runner passes them, with
+the slots of the fed tokens, to its drafting component after each step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ class WorkerStates:
         inner = [layer for layer in spec.layers if layer < last]
         self._has_final = spec.layers[-1] == last
         if inner:
-            _tell(runner, inner)
+            _report_layers(runner, inner)
         self._layer = ""
         self._capture: StateCapture | None = None
 
@@ -59,14 +58,14 @@ class WorkerStates:
         return self._capture.cache.read(slots)
 
 
-def _tell(runner: Any, layers: Sequence[int]) -> None:
+def _report_layers(runner: Any, layers: Sequence[int]) -> None:
     """Makes the model report the hidden states after these layers, as it does for EAGLE-3."""
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     if not supports_eagle3(runner.model):
         raise ModelError(
-            f"vLLM's {type(runner.model).__name__} tells its final states alone, those of layers {list(layers)} are"
-            " needed; use a head that reads the final ones, or target.engine slipstream"
+            f"vLLM's {type(runner.model).__name__} reports only its final hidden states, but those of layers"
+            f" {list(layers)} are needed; use a head that reads the final ones, or target.engine slipstream"
         )
     runner.model.set_aux_hidden_state_layers(tuple(layers))
     runner.use_aux_hidden_state_outputs = True
@@ -194,7 +193,7 @@ class FirstRunnerDraws:
         state = self._runner.requests[name]
         if name not in self._sessions:
             request = request_in(state.sampling_params.extra_args)
-            assert request is not None, f"request {name} says nothing of its draws"
+            assert request is not None, f"request {name} carries no Open"
             self._sessions = {known: it for known, it in self._sessions.items() if known in self._runner.requests}
             self._sessions[name] = SessionDraws.of(request, self._makers)
         return self._sessions[name].block(length, lambda begin, end: _text(state)[begin:end], drafted)

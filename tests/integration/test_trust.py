@@ -89,7 +89,7 @@ async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once
         issue_invalid(kind, tmp_path, authority, VERIFY.caller)
         (target,) = c.targets.values()
         await eventually(lambda: target._streams == 1, "the router is in")
-        c.servers[VERIFY.address(c)].gate.handshakes._look()  # at the router's
+        c.servers[VERIFY.address(c)].interceptor.handshakes._look()  # at the router's
         monkeypatch.setattr(auth_interceptor, "PASSED_S", 0)  # from here on nobody comes who belongs
         for _ in range(3):
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
@@ -107,7 +107,7 @@ async def test_who_gets_through_the_handshake_is_not_counted_however_often_it_co
         for _ in range(3):
             async with shown(c, VERIFY, tmp_path / "drafter") as stream:
                 assert await is_welcome(stream, VERIFY)
-        looked_at = c.servers[VERIFY.address(c)].gate.handshakes
+        looked_at = c.servers[VERIFY.address(c)].interceptor.handshakes
         assert looked_at._begun == 4
         for _ in range(4):
             looked_at._look()
@@ -305,7 +305,7 @@ async def test_a_router_that_is_refused_says_so_once_and_comes_in_when_its_token
             await eventually(lambda: link.is_up, "it is let in")
             assert link.refused is None
         await link.close()
-        assert len([record for record in caplog.records if "refuses to talk" in record.getMessage()]) == 1
+        assert len([record for record in caplog.records if "refuses the connection" in record.getMessage()]) == 1
 
 
 # ---------------------------------------------------------------- what is open to whom
@@ -322,7 +322,7 @@ async def test_services_are_described_only_where_that_is_asked_for():
 async def test_streams_of_a_host_are_bounded_and_free_again_once_closed(caplog):
     """One is the router's; drafters come once there is a session."""
     async with cluster(trust=TrustConfig(max_streams_per_host=3)) as c:
-        streams_of = c.servers[VERIFY.address(c)].gate.streams
+        streams_of = c.servers[VERIFY.address(c)].interceptor.streams
         async with stream_to(c, VERIFY) as one, stream_to(c, VERIFY):
             assert await is_welcome(one, VERIFY)
             await eventually(lambda: streams_of.total() == 3, "one that has not greeted counts too")

@@ -103,5 +103,5 @@ def test_what_lies_in_pages_is_of_the_text(
 def test_the_first_runner_tells_none_and_says_so(tiny_llama: Path) -> None:
     from actors.vllm_engine.core import start_core
 
-    with pytest.raises(ModelError, match="first model runner does not tell"):
+    with pytest.raises(ModelError, match="first model runner does not report"):
         start_core(config(tiny_llama), str(tiny_llama), VOCABULARY, capture=SPEC)

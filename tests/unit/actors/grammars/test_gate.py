@@ -47,7 +47,7 @@ REQUEST = opened(grammar="g")
 
 async def test_a_session_comes_to_its_target_when_its_grammar_is_compiled():
     target = Target()
-    assert target.gate.takes("r", REQUEST)
+    assert target.gate.intercept("r", REQUEST)
     await asyncio.sleep(0)
     assert target.admitted == []
     assert not target.gate.is_empty
@@ -59,19 +59,19 @@ async def test_a_session_comes_to_its_target_when_its_grammar_is_compiled():
 async def test_all_else_passes_at_once():
     target = Target()
     for message in (opened(), Hello("r", "v", "t"), Close("s", 1)):
-        assert not target.gate.takes("r", message)
+        assert not target.gate.intercept("r", message)
     assert target.gate.is_empty
 
 
 async def test_a_grammar_that_cannot_be_kept_to_refuses_its_session_alone():
     target = Target()
     other = replace(REQUEST, session="other", grammar="good")
-    assert target.gate.takes("r", REQUEST)
-    assert target.gate.takes("r", other)
+    assert target.gate.intercept("r", REQUEST)
+    assert target.gate.intercept("r", other)
     await target.ends("g", "it is malformed")
     await target.ends("good")
     assert target.refused == [
-        ("r", "s", 1, RefusalReason.INVALID, "the grammar cannot be kept to: it is malformed"),
+        ("r", "s", 1, RefusalReason.INVALID, "cannot enforce the grammar: it is malformed"),
     ]
     assert target.admitted == [("r", other)]
 
@@ -79,10 +79,10 @@ async def test_a_grammar_that_cannot_be_kept_to_refuses_its_session_alone():
 async def test_a_session_that_is_closed_or_whose_stream_broke_meanwhile_never_comes():
     target = Target()
     for name in ("closed", "gone"):
-        assert target.gate.takes(name, replace(REQUEST, session=name))
+        assert target.gate.intercept(name, replace(REQUEST, session=name))
     await asyncio.sleep(0)  # both are being compiled
-    assert not target.gate.takes("closed", Close("closed", 1))
-    target.gate.gone("gone")
+    assert not target.gate.intercept("closed", Close("closed", 1))
+    target.gate.on_disconnect("gone")
     assert target.gate.is_empty
     await target.ends("g")
     assert target.admitted == []
@@ -91,9 +91,9 @@ async def test_a_session_that_is_closed_or_whose_stream_broke_meanwhile_never_co
 async def test_of_two_attempts_the_later_one_counts_whichever_comes_first():
     target = Target()
     later = replace(REQUEST, attempt=2)
-    assert target.gate.takes("r", REQUEST)
-    assert target.gate.takes("r", later)
-    assert not target.gate.takes("r", Close("s", 1))  # of the first one: the second is still wanted
+    assert target.gate.intercept("r", REQUEST)
+    assert target.gate.intercept("r", later)
+    assert not target.gate.intercept("r", Close("s", 1))  # of the first one: the second is still wanted
     await target.ends("g")
     assert target.admitted == [("r", later)]
 
@@ -101,10 +101,10 @@ async def test_of_two_attempts_the_later_one_counts_whichever_comes_first():
 async def test_an_attempt_that_is_held_or_an_older_one_changes_nothing():
     target = Target()
     held = replace(REQUEST, attempt=2)
-    assert target.gate.takes("r", held)
+    assert target.gate.intercept("r", held)
     for attempt in (1, 2):
-        assert target.gate.takes("r", replace(REQUEST, attempt=attempt, seed=9))
-        assert target.gate.takes("r", replace(REQUEST, attempt=attempt, grammar=""))
+        assert target.gate.intercept("r", replace(REQUEST, attempt=attempt, seed=9))
+        assert target.gate.intercept("r", replace(REQUEST, attempt=attempt, grammar=""))
     await target.ends("g")
     assert target.admitted == [("r", held)]
     assert target.refused == []
@@ -112,9 +112,9 @@ async def test_an_attempt_that_is_held_or_an_older_one_changes_nothing():
 
 async def test_a_later_attempt_without_a_grammar_passes_at_once_and_alone():
     target = Target()
-    assert target.gate.takes("r", REQUEST)
+    assert target.gate.intercept("r", REQUEST)
     await asyncio.sleep(0)
-    assert not target.gate.takes("r", replace(REQUEST, attempt=2, grammar=""))
+    assert not target.gate.intercept("r", replace(REQUEST, attempt=2, grammar=""))
     assert target.gate.is_empty
     await target.ends("g")
     assert target.admitted == []
@@ -126,8 +126,8 @@ async def test_another_routers_open_of_a_held_session_is_not_permitted(attempt, 
     target = Target()
     held = replace(REQUEST, attempt=2)
     theirs = replace(REQUEST, attempt=attempt, grammar=grammar)
-    assert target.gate.takes("r", held)
-    assert target.gate.takes("stranger", theirs)
+    assert target.gate.intercept("r", held)
+    assert target.gate.intercept("stranger", theirs)
     no = not_permitted(theirs)
     assert target.refused == [("stranger", "s", attempt, no.reason, no.message)]
     assert target.refusals.counts == {"an Open of another router's session": 1}
@@ -138,8 +138,8 @@ async def test_another_routers_open_of_a_held_session_is_not_permitted(attempt, 
 
 async def test_another_router_closes_no_held_session():
     target = Target()
-    assert target.gate.takes("r", REQUEST)
-    assert not target.gate.takes("stranger", Close("s", 9))
+    assert target.gate.intercept("r", REQUEST)
+    assert not target.gate.intercept("stranger", Close("s", 9))
     await target.ends("g")
     assert target.admitted == [("r", REQUEST)]
 
@@ -149,9 +149,9 @@ async def test_a_session_that_has_passed_is_held_for_its_own_router_alone():
     target = Target()
     target.routers["s"] = "r"
     later = replace(REQUEST, attempt=2)
-    assert not target.gate.takes("stranger", later)
+    assert not target.gate.intercept("stranger", later)
     assert target.gate.is_empty
-    assert target.gate.takes("r", later)
+    assert target.gate.intercept("r", later)
     await target.ends("g")
     assert target.admitted == [("r", later)]
 
@@ -160,10 +160,10 @@ async def test_a_router_that_comes_back_keeps_the_sessions_that_it_lists():
     """Also once its older stream is known to have broken. It is answered on the new one."""
     target = Target()
     for name in ("listed", "unlisted", "of another attempt"):
-        assert target.gate.takes("r#1", replace(REQUEST, session=name, attempt=2))
-    target.gate.greeted("r#2", Hello("r", "v", "m", (LiveSession("listed", 2), LiveSession("of another attempt", 3))))
-    target.gate.gone("r#1")
-    target.gate.takes("r#1", Close("listed", 2))
+        assert target.gate.intercept("r#1", replace(REQUEST, session=name, attempt=2))
+    target.gate.on_hello("r#2", Hello("r", "v", "m", (LiveSession("listed", 2), LiveSession("of another attempt", 3))))
+    target.gate.on_disconnect("r#1")
+    target.gate.intercept("r#1", Close("listed", 2))
     await target.ends("g")
     assert [(stream, request.session) for stream, request in target.admitted] == [("r#2", "listed")]
     assert target.gate.is_empty
@@ -171,9 +171,9 @@ async def test_a_router_that_comes_back_keeps_the_sessions_that_it_lists():
 
 async def test_a_router_claims_no_session_of_another():
     target = Target()
-    assert target.gate.takes("r#1", REQUEST)
-    target.gate.greeted("stranger#2", Hello("stranger", "v", "m", (LiveSession("s", 1),)))
-    target.gate.gone("stranger#2")
+    assert target.gate.intercept("r#1", REQUEST)
+    target.gate.on_hello("stranger#2", Hello("stranger", "v", "m", (LiveSession("s", 1),)))
+    target.gate.on_disconnect("stranger#2")
     await target.ends("g")
     assert target.admitted == [("r#1", REQUEST)]
 
@@ -181,12 +181,12 @@ async def test_a_router_claims_no_session_of_another():
 async def test_as_many_are_held_as_may_be_queued():
     target = Target()
     for name in ("a", "b", "c"):
-        assert target.gate.takes("r", replace(REQUEST, session=name))
-    assert target.gate.takes("r", replace(REQUEST, session="d"))
+        assert target.gate.intercept("r", replace(REQUEST, session=name))
+    assert target.gate.intercept("r", replace(REQUEST, session="d"))
     assert target.refused == [
         ("r", "d", 1, RefusalReason.OVERLOADED, "3 sessions wait for their grammars already"),
     ]
-    assert target.gate.takes("r", replace(REQUEST, session="c", attempt=2))
+    assert target.gate.intercept("r", replace(REQUEST, session="c", attempt=2))
     await target.ends("g")
     assert [(request.session, request.attempt) for _, request in target.admitted] == [("a", 1), ("b", 1), ("c", 2)]
 
@@ -202,10 +202,10 @@ async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes
             return None
 
     target.gate = GrammarGate(prepare, target.admit, target.refuse, target.routers.get, target.refusals, limit=3)
-    assert target.gate.takes("r", REQUEST)
+    assert target.gate.intercept("r", REQUEST)
     await asyncio.sleep(0)  # it is being compiled
     later = replace(REQUEST, attempt=2, grammar="other")
-    assert target.gate.takes("r", later)
+    assert target.gate.intercept("r", later)
     await target.ends("g")
     assert target.admitted == []
     await target.ends("other")

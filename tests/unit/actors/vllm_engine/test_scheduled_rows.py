@@ -60,7 +60,7 @@ def test_what_was_sampled_says_how_much_of_the_draft_stands(sampled: list[int], 
 
 @pytest.mark.parametrize("sampled", [[], [8, 9, 7, 6]])
 def test_a_number_of_tokens_that_cannot_be_is_a_fault(sampled: list[int]) -> None:
-    with pytest.raises(AssertionError, match="came of a draft of 2"):
+    with pytest.raises(AssertionError, match="returned for a draft of 2"):
         outcome_of(PLANNED, sampled)
 
 
