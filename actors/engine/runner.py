@@ -57,8 +57,9 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
     last = int(model.config.get_text_config().num_hidden_layers)
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
         raise ModelError(
-            f"hidden states of layers {tuple(layers)} were requested, expected ascending numbers from 0, the"
-            f" embeddings, to {last}, the last layer of {type(model).__name__}; see where the draft's configuration numbers layers"
+            f"hidden states of layers {tuple(layers)} were requested, expected ascending numbers from 0,"
+            f" the embeddings, to {last}, the last layer of {type(model).__name__}; see where the draft's configuration"
+            " numbers layers"
         )
 
 
