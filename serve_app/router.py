@@ -11,6 +11,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from actors.net.credentials import Credentials, NoCredentials
 from actors.net.streams import Link
@@ -31,6 +33,14 @@ from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 log = logging.getLogger(__name__)
 
 MEMBERSHIP_PERIOD_S = 0.25
+SERVICES: Mapping[PeerRole, tuple[Any, Any]] = MappingProxyType(
+    {
+        PeerRole.TARGET: (TargetServiceStub, pb.RouterToTarget),
+        PeerRole.DRAFTER: (DraftServiceStub, pb.RouterToDrafter),
+    }
+)
+"""gRPC stub and frame type by the role of the peer."""
+
 CUT_SHORT = "this server stopped before the answer was complete; send the request again later"
 
 
@@ -149,16 +159,18 @@ class Router:
         now = self._clock()
         for message in frame.messages:
             if isinstance(message, Refusal):
-                told = {"session": message.session}
-                log.info("%s refuses session %r: %s", address, message.session, message.message, extra=told)
+                extra = {"session": message.session}
+                log.info("%s refuses session %r: %s", address, message.session, message.message, extra=extra)
             self._tracer.on_received(address, message)
             self._send(self._assignments.receive(address, message, now))
             self._send(self.audits.receive(address, message, now))
             if isinstance(message, Verdict) and message.session in self._assignments:
                 self.timeline.record("commit", message.session)
         for item in frame.malformed:
-            told = {"session": item.session}
-            log.error("malformed %s from %s for session %r: %s", item.kind, address, item.session, item.why, extra=told)
+            extra = {"session": item.session}
+            log.error(
+                "malformed %s from %s for session %r: %s", item.kind, address, item.session, item.why, extra=extra
+            )
             self._send(self._assignments.unreadable(address, item.session, item.attempt, now))
             self._send(self.audits.unreadable(address, item.session))
 
@@ -173,9 +185,9 @@ class Router:
         while True:
             members = await self._membership.current()
             self._present = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
-            await self._follow(members.targets, self._targets, self._dial_target, lambda one: one.session.target)
+            await self._follow(members.targets, self._targets, PeerRole.TARGET, lambda one: one.session.target)
             await self._follow(
-                members.drafters, self._drafters, self._dial_drafter, lambda assignment: assignment.session.drafter
+                members.drafters, self._drafters, PeerRole.DRAFTER, lambda assignment: assignment.session.drafter
             )
             self._assignments.locality.follow(members.targets, members.drafters)
             self._place_sessions()
@@ -262,13 +274,13 @@ class Router:
         self,
         endpoints: tuple[Endpoint, ...],
         links: dict[str, Link],
-        dial: Callable[[str], Link],
+        role: PeerRole,
         place: Callable[[ClientAssignment], str | None],
     ) -> None:
         """Dials new peers, and disconnects departed ones after their last session."""
         present = {endpoint.address for endpoint in endpoints}
         for address in present - links.keys():
-            links[address] = dial(address)
+            links[address] = self._dial(address, role)
         busy = {place(assignment) for assignment in self._assignments}
         for address in links.keys() - present:
             if address not in busy or not links[address].is_up:
@@ -285,26 +297,14 @@ class Router:
                     peers.down(address)
         self._send(self._assignments.tick(self._clock()))
 
-    def _dial_target(self, address: str) -> Link:
+    def _dial(self, address: str, role: PeerRole) -> Link:
+        stub, frame_type = SERVICES[role]
         return Link(
             address,
-            PeerRole.TARGET,
+            role,
             self._credentials,
-            call=lambda channel, metadata: TargetServiceStub(channel).Drive(metadata=metadata),
-            frame_type=pb.RouterToTarget,
-            hello=lambda: self._hello(self._assignments.live_at(address)),
-            on_up=self._place_sessions,
-            on_frame=lambda frame: self._receive(address, frame),
-            on_down=lambda: self._down(address),
-        )
-
-    def _dial_drafter(self, address: str) -> Link:
-        return Link(
-            address,
-            PeerRole.DRAFTER,
-            self._credentials,
-            call=lambda channel, metadata: DraftServiceStub(channel).Drive(metadata=metadata),
-            frame_type=pb.RouterToDrafter,
+            call=lambda channel, metadata: stub(channel).Drive(metadata=metadata),
+            frame_type=frame_type,
             hello=lambda: self._hello(self._assignments.live_at(address)),
             on_up=self._place_sessions,
             on_frame=lambda frame: self._receive(address, frame),
