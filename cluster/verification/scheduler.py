@@ -617,6 +617,7 @@ class VerificationScheduler:
             in_step.add(name)
             self.counts.known_tokens += row.known
             session.in_step = True
+            session.answer = session.answer_for(row)
             self._in_step.append((session, row.in_pages(self._pages.table(name), self.feeds.to_ride(session, row))))
             self._admission.order.move_to_end(name)
         self._step_shape = _shape_of(self._in_step, self._admission.running.values())

@@ -236,29 +236,33 @@ class TargetSequence:
         return replace(verdict, base_len=sent_len, prefix_hash=prefix_hash, tokens=tokens, accepted=0, drafted=0)
 
     def row(self, budget: int) -> Row:
-        """Returns the next row to feed, of at most `budget` tokens, with its pages left open; a block is never split.
-
-        Sets `answer`. A block that is too long for the budget counts as given.
-        """
+        """Returns the next row, of at most `budget` tokens, with its pages left open; a block is never split."""
         name = self.open.session
         budget = budget if self.may_share else min(budget, AUDIT_STEP_TOKENS)
-        requested_tokens = self.drafting.tokens
         tail = tuple(self.prefix.tokens[self.cached_len :])
         left = budget - len(tail)
-        self.answer = DraftAnswer.NOT_ASKED
         if left < 0:
             return Row(name, tail[:budget], self.cached_len, decide=False, pages=())
-        block = self.ready_block() if requested_tokens else None
-        if block is not None or self.has_no_draft:
-            self.answer = DraftAnswer.GIVEN
-        elif self._wants_block and (self.drafting.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
-            self.answer = DraftAnswer.MISSED  # also if the assigned drafter has not attached
         # Fewer tokens may pay now than when the block was requested. The cut depends only on the request, because under
         # rejection sampling it must not depend on the tokens.
-        draft = block.tree.first(requested_tokens) if block is not None else NO_TREE
+        block = self._usable_block()
+        draft = block.tree.first(self.requested_tokens) if block is not None else NO_TREE
         if len(draft.tokens) > left:
             draft = NO_TREE
         return Row(name, tail + draft.tokens, self.cached_len, decide=True, pages=(), draft=draft)
+
+    def answer_for(self, row: Row) -> DraftAnswer:
+        """Returns the drafter's answer for a row that was just built; a block too long for the row counts as given."""
+        if not row.decide:
+            return DraftAnswer.NOT_ASKED
+        if self.has_no_draft or self._usable_block() is not None:
+            return DraftAnswer.GIVEN
+        if self._wants_block and (self.drafting.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
+            return DraftAnswer.MISSED  # also if the assigned drafter has not attached
+        return DraftAnswer.NOT_ASKED
+
+    def _usable_block(self) -> Block | None:
+        return self.ready_block() if self.requested_tokens else None
 
     def decide(self, row: Row, outcome: Outcome, now: float) -> Decision:
         """Applies the engine's outcome for `row`."""
