@@ -263,14 +263,14 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
     if not decided:
         raise ValueError("a verdict decides no token")
     if m.accepted > m.drafted or m.accepted > decided:
-        raise ValueError(f"accepted {m.accepted} of {m.drafted} drafted and {decided} decided tokens")
+        raise ValueError(f"accepted {m.accepted} of {m.drafted} drafted and {decided} committed tokens")
     rejected = _int32_tuple(m.rejected, "rejected")
     if len(rejected) > m.drafted - m.accepted:
         raise ValueError(f"{len(rejected)} tokens rejected of {m.drafted} drafted and {m.accepted} accepted")
     margin = m.margin if m.HasField("margin") else None
     scores = _scores_from_pb(m.scores) if m.HasField("scores") else ()
     if len(scores) not in (0, decided):
-        raise ValueError(f"{len(scores)} scores of {decided} decided tokens")
+        raise ValueError(f"{len(scores)} scores of {decided} committed tokens")
     if margin is not None and not 0 <= margin < math.inf:
         raise ValueError(f"margin is {margin}, expected a finite number of 0 or more")
     return Verdict(

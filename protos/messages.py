@@ -302,7 +302,7 @@ class Verdict:
     finish: Finish = Finish.NONE
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     collapse: Collapse | None = None
-    margin: float | None = None  # of the decided token over the rival named in the Open
+    margin: float | None = None  # of the committed token over the rival named in the Open
     scores: tuple[TokenScore, ...] = ()  # of the tokens, if the Open requests them
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt from its second token on; only with the first tokens
     prefix_cached: int = 0  # tokens of the Open that were in the target's cache at admission

@@ -109,7 +109,7 @@ def timeline(bars: Sequence[Bar], begins: float, ends: float, unit: str, grey: s
 
 
 def _colours(names: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Assigns a colour of its own to each name."""
+    """Assigns each name a distinct color."""
     from matplotlib.colors import hsv_to_rgb
 
     return {name: tuple(hsv_to_rgb(((0.58 + index * GOLDEN_ANGLE) % 1, 0.6, 0.75))) for index, name in enumerate(names)}

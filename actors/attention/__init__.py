@@ -17,7 +17,7 @@ from actors.compute.kv_cache import InputRow, PagedCache
 
 
 class AttentionPlan(Protocol):
-    """The attention of one step's rows, the same in every layer.
+    """Attention plan for one step's rows, shared by all layers.
 
     `integers` are the numbers it needs on the device; `place` receives them there as int64 tensors, in the same order,
     before the first call.

@@ -1,4 +1,4 @@
-"""From logits to decided tokens.
+"""From logits to committed tokens.
 
 `processors` change logits by the text before them (penalties, bias, masks, grammars), `filters` apply temperature,
 top-k, top-p and min-p. `gumbel` is the noise: a pure function of seed, choice, position, purpose and token id, so

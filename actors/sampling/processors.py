@@ -38,7 +38,7 @@ from protos.draft_tree import DraftTree
 from protos.messages import Open, Sampling
 
 Path = tuple[int, ...]
-"""Tokens that follow the decided text."""
+"""Tokens that follow the committed text."""
 
 
 class LogitsProcessor(Protocol):

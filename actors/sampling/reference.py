@@ -111,7 +111,7 @@ def _residual(target_row: Tensor, draft_row: dict[int, float]) -> Tensor:
     ids = torch.tensor(list(draft_row), device=target_row.device)
     probs = torch.tensor(list(draft_row.values()), dtype=target_row.dtype, device=target_row.device)
     residual = target_row.index_add(0, ids, -probs).clamp_min(0)
-    # Equal distributions leave only rounding errors, so a rejection has no mass of its own.
+    # With equal distributions, the residual is only rounding error and has no mass to sample from.
     return residual if float(residual.sum()) > 0 else target_row
 
 

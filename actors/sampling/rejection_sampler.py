@@ -202,7 +202,7 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
     draft_ids = ids.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
     draft_probs = probs.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
     residual = target_rows.scatter_add(1, draft_ids, -draft_probs).clamp_min(0)
-    # Equal distributions leave only rounding errors, so a rejection has no mass of its own.
+    # With equal distributions, the residual is only rounding error and has no mass to sample from.
     left = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target_rows)
     candidates = None if target.candidates is None else target.candidates[here]
     token = _draw(left.log(), keys.view(grid.rows, -1)[row, accepted], candidates)

@@ -38,7 +38,7 @@ def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[To
 def decided_scores(
     blocks: Sequence[PendingBlock], decisions: Sequence[BlockDecision], tops: Sequence[int | None], logits: Tensor
 ) -> list[tuple[TokenScore, ...]]:
-    """Scores the decided tokens of all blocks at once; none for a block whose `top` is None.
+    """Scores the committed tokens of all blocks at once; none for a block whose `top` is None.
 
     The blocks' logits are concatenated.
     """

@@ -35,7 +35,7 @@ def request_in(args: Mapping[str, Any] | None) -> Open | None:
 
 @value
 class ExtraResults:
-    """Additional results of a step beside the decided tokens, if the session's Open requests them."""
+    """Additional results of a step beside the committed tokens, if the session's Open requests them."""
 
     scores: tuple[TokenScore, ...] = ()
     margin: float | None = None
@@ -97,7 +97,7 @@ def _margin(request: Open, block: PendingBlock, logits: Tensor) -> float | None:
 def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, drafted: int) -> Row:
     """Returns the fed part of a planned row: `scheduled` tokens from `start`, the last `drafted` of them drafts.
 
-    `tokens` are all decided tokens of the session. vLLM chunks prompts itself and recomputes what preemption has lost.
+    `tokens` are all committed tokens of the session. vLLM chunks prompts and recomputes what preemption lost.
     Hidden states are requested at the slots of the planned row, as far as it was fed.
     """
     known = scheduled - drafted

@@ -28,7 +28,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         self._sessions: dict[int, SessionDraws] = {}  # by slot
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Registers a request; called again after a preemption, when all decided text is read again."""
+        """Registers a request; called again after a preemption, when all committed text is read again."""
         request = request_in(sampling_params.extra_args)
         self._sessions.pop(req_idx, None)
         if request is not None:
@@ -58,7 +58,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         return logits
 
     def _decides(self, slot: int, length: int) -> bool:
-        """Returns whether a row of ours follows all decided text, rather than ends inside a chunked prompt."""
+        """Returns whether a row of ours follows all committed text, rather than ends inside a chunked prompt."""
         return slot in self._sessions and length >= int(self._states.prefill_len.np[slot])
 
     def _block(self, slot: int, length: int, drafted: list[int]) -> PendingBlock:

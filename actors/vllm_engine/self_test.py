@@ -84,7 +84,7 @@ class _Trial:
         )
 
     def decide(self, drafts: list[DraftTree]) -> tuple[list[int], str]:
-        """Runs one step per draft. Returns the decided tokens, and a description of a wrongly fed row, if any."""
+        """Runs one step per draft. Returns the committed tokens, and a description of a wrongly fed row, if any."""
         start = 0
         fault = ""
         opens: tuple[Open, ...] = (self._open,)

@@ -156,7 +156,7 @@ class BlockDraft:
 
     @property
     def place(self) -> tuple[int, tuple[int, ...]]:
-        """Place of the token to draft next: the number of decided tokens, and the tokens assumed to follow them."""
+        """Place of the token to draft next: the number of committed tokens, and the tokens assumed to follow them."""
         return self.request.base_len, self.outcome + self.tokens
 
     @property

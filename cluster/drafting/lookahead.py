@@ -41,7 +41,7 @@ class ForwardTime:
 
 
 Place = tuple[int, tuple[int, ...]]
-"""Number of decided tokens, and the tokens assumed to follow them."""
+"""Number of committed tokens, and the tokens assumed to follow them."""
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class PendingPositions(Generic[T]):
     def decided(self, session: str, tokens: Sequence[int]) -> list[tuple[T, int]]:
         """Returns the predictions for places that are now decided, each with the token decided there.
 
-        `tokens` is the session's whole decided text. Predictions whose path the text contradicts are forgotten.
+        `tokens` is the session's whole committed text. Predictions whose path the text contradicts are forgotten.
         """
         found = []
         still_open = {}

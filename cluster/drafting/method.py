@@ -41,7 +41,7 @@ class DraftingMethod(Protocol):
         ...
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Returns one proposal for each request; each request is for the whole decided text of its session."""
+        """Returns one proposal for each request; each request is for the whole committed text of its session."""
         ...
 
     def draft_ahead(
@@ -70,7 +70,7 @@ class ReadsStates(Protocol):
         ...
 
     def states(self, session: str, first: int, rows: bytes) -> None:
-        """Adds the target's encoded states at positions `first`, `first` + 1, ... of the session's decided text.
+        """Adds the target's encoded states at positions `first`, `first` + 1, ... of the session's committed text.
 
         The states of a session arrive in order, each once, and may begin in mid-text. The method is asked for a block
         only if it has the states of all tokens from there on except the last, which the target may not have read yet.

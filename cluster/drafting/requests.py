@@ -156,7 +156,7 @@ class UpdateCollector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionText:
-    """One session's decided text; it grows in place."""
+    """One session's committed text; it grows in place."""
 
     open: Open
     tokens: list[int]  # prompt included

@@ -5,7 +5,7 @@ drafter asks the target for the missing tokens. After a contradiction, it asks t
 
 `Capacity` limits the number of sessions. It shrinks by a quarter when most blocks of a window are late and grows slowly
 while few are (additive increase, multiplicative decrease). `StepIntervalEstimate` predicts when a verdict is due; a
-block drafted ahead is worth little after it. Pure: callers pass times in.
+block drafted ahead is of little use after that. Pure: callers pass times in.
 """
 
 import logging

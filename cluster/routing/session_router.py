@@ -178,7 +178,7 @@ class Peers:
             del self._ranked[bisect_left(self._ranked, one.rank)]
 
     def leaves(self, address: str) -> None:
-        """Records the replica's announcement that it ends soon."""
+        """Records the replica's announcement that it will shut down soon."""
         self.down(address)
         self.leaving.add(address)
 

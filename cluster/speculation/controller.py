@@ -386,9 +386,9 @@ class SpeculationController:
         self.load = replace(self.load, step=cost)
 
     def _non_speculative_s(self, step: StepShape) -> float:
-        """Returns the seconds of a non-speculative step that feeds the same prompts, and a token to each other session.
+        """Returns the duration of a non-speculative step over the same prompts plus one token per other session.
 
-        0 while that is unknown.
+        0 if it is unknown.
         """
         if not step.prompts:
             return self.load.step.non_speculative_s(step.decoding)

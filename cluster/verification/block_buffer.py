@@ -130,7 +130,7 @@ class BlockBuffer:
     def _rebased(self, block: Block, prefix: Prefix) -> Block | None:
         """Returns the part of a late block that follows the tokens decided since, or None if nothing of it is usable.
 
-        This is exact under rejection sampling too. Given the decided tokens, the rest follows the probabilities that
+        This is exact under rejection sampling too. Given the committed tokens, the rest follows the probabilities that
         were sent, and neither its use nor its length depends on its tokens.
         """
         if not prefix.matches(block.base_len, block.prefix_hash):

@@ -275,5 +275,5 @@ class HiddenStateSender:
             part = rows[at : at + size]
             begin = first + at // layout.row_bytes
             prefix_hash = session.prefix.hash_at(begin + len(part) // layout.row_bytes)
-            assert prefix_hash is not None, "states are of decided tokens"
+            assert prefix_hash is not None, "states are of committed tokens"
             yield States(session.open.session, begin, prefix_hash, layout.dtype, layout.width, part)

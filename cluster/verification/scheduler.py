@@ -383,7 +383,7 @@ class VerificationScheduler:
         return sends
 
     def _end_audits(self) -> list[Send]:
-        """Ends all audits, of any router, because a request has arrived."""
+        """Ends the audits of all routers when a request arrives."""
         audits = [session for session in self._admission if session.open.audit]
         for session in audits:
             self._forget(session.open.session)

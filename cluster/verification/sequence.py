@@ -1,4 +1,4 @@
-"""A session as its target replica holds it: decided tokens, waiting blocks, and its next row."""
+"""A session as its target replica holds it: committed tokens, waiting blocks, and its next row."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -94,7 +94,7 @@ class TargetSequence:
 
     @property
     def may_share(self) -> bool:
-        """True if the session may begin on pages that others computed.
+        """True if the session may reuse cached pages of other sessions.
 
         An audit must not, because it checks whether they were computed correctly. Scores of a prompt require that all
         of it is computed.
@@ -304,7 +304,7 @@ class TargetSequence:
 def settle(
     tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Collection[int]
 ) -> tuple[tuple[int, ...], int, Finish]:
-    """Cuts decided tokens where the session ends: after the first stop id, or at the length limit.
+    """Cuts committed tokens where the session ends: after the first stop id, or at the length limit.
 
     Returns the tokens that stand, how many of them were drafted, and why the session ended, if it did.
     """

@@ -1,6 +1,6 @@
 """The interface between a target's coordinator and its engine: one step plan, and its outcomes.
 
-One message each way per step. No torch is imported; the engine turns the plan into tensors.
+One message each way per step. This module does not import torch; the engine turns the plan into tensors.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -128,13 +128,13 @@ class Outcome:
     next_token: int
     margin: float | None = None  # lead in logits over the rival that the session's Open names
     states: bytes = b""  # states of the row's `state_slots`, without nodes off the path
-    scores: tuple[TokenScore, ...] = ()  # of the decided tokens, if the session's Open asks for them
+    scores: tuple[TokenScore, ...] = ()  # of the committed tokens, if the session's Open asks for them
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens from the second on, with the first decision
     is_finite: bool = True
 
     @property
     def token_count(self) -> int:
-        """Number of decided tokens."""
+        """Number of committed tokens."""
         return len(self.path) + 1 if self.is_finite else 0
 
     @property
@@ -143,7 +143,7 @@ class Outcome:
         return len(self.path)
 
     def tokens_of(self, row: Row) -> tuple[int, ...]:
-        """Returns the decided tokens: the accepted ones and the next one."""
+        """Returns the committed tokens: the accepted ones and the next one."""
         tokens = row.draft.tokens
         return (*[tokens[node] for node in self.path], self.next_token)
 

@@ -214,7 +214,7 @@ COMPILE_S = 5.0  # including the wait for earlier compilations
 
 
 class GrammarCheck:
-    """Compiles requested grammars as the target will, each once."""
+    """Compiles each requested grammar once, with the limits that the target uses."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         """Without a compiler (the model's texts cannot be constrained), everything is refused."""

@@ -5,7 +5,7 @@
 
 A target that is loaded once, decodes in lock step, and provides hidden states for any drafting method.
 
-Replay of a decided text, requesting drafts from a method at each position.
+Replay of a committed text, requesting drafts from a method at each position.
 
 Under Gumbel coupling the committed tokens do not depend on the drafts: the target's token is a function of the tokens
 before it and of the seed. So a verification is a comparison with the text, and many drafts are measured over one text.

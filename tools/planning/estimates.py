@@ -213,7 +213,7 @@ def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
 
     CROWD means too many.
     """
-    fed = 1 + inputs.prompt_tokens / inputs.new_tokens  # tokens fed per decided token
+    fed = 1 + inputs.prompt_tokens / inputs.new_tokens  # tokens fed per committed token
     costs = inputs.costs
 
     def step_s(rows: float) -> float:

@@ -76,7 +76,7 @@ class StatePredictor(Protocol):
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
         """Takes the target's states, (n, width), of positions from `first` on, in any order.
 
-        `length` is the number of decided tokens.
+        `length` is the number of committed tokens.
         """
         ...
 

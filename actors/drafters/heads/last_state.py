@@ -1,4 +1,4 @@
-"""Drafting with heads that read one state of the target: the one that the last decided token was sampled from.
+"""Drafting with heads that read one state of the target: the one that the last committed token was sampled from.
 
 Such heads keep nothing of the text, so a session needs one row per round, and none of its prompt. `LastRows` keeps the
 rows, `LastStatePredictor` drafts, and `last_state_drafting` creates the method. The heads are in `medusa.py` and
@@ -34,7 +34,7 @@ MOST_ROWS = 512  # per session: states may arrive before the verdicts that they 
 
 
 class LastRows:
-    """The target's states of each session, by position, from the last decided token but one on."""
+    """The target's states of each session, by position, from the last committed token but one on."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -142,7 +142,7 @@ class LastStatePredictor:
         return self._rows.at(session, _position(length)) is not None
 
     def _state(self, draft: PredictedDraft) -> Tensor:
-        """Returns the target's state, (hidden,), that the last decided token was sampled from."""
+        """Returns the target's state, (hidden,), that the last committed token was sampled from."""
         state = self._rows.at(draft.request.session, _position(draft.request.base_len))
         assert state is not None, "it is asked for nothing before"
         return state

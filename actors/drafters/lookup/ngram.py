@@ -222,7 +222,7 @@ class NgramCalibration:
         return Choices(tuple([token for token, _ in ranked]), tuple([scale * chance for _, chance in ranked]))
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
-        """Learns from the places that the session's decided text has reached."""
+        """Learns from the places that the session's committed text has reached."""
         for known, token in self._open.decided(session, tokens):
             self._learn(session, known, token)
 

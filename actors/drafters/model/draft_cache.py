@@ -1,6 +1,6 @@
 """Cache of a draft model: sessions in branches, forked for the outcomes that a verdict may bring.
 
-A session has one branch for its decided text. While a verdict is pending, it has further branches for possible
+A session has one branch for its committed text. While a verdict is pending, it has further branches for possible
 outcomes; the one that matches the verdict best then continues. Everything here can be recomputed, so when the pool runs
 out of pages, the least recently used session is dropped.
 

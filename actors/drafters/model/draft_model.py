@@ -101,7 +101,7 @@ class HeadDrafting:
         self._read.pop(session, None)
 
     def _state_before_last(self, draft: CachedDraft) -> Tensor | None:
-        """Returns the state, (hidden,), that predicted the last decided token; None if unknown or unusable."""
+        """Returns the state, (hidden,), that predicted the last committed token; None if unknown or unusable."""
         tokens = draft.text.tokens
         read = self._read.pop(draft.request.session, None)
         if read is None or read.base_len >= len(tokens) or draft.sends_probs:
@@ -109,7 +109,7 @@ class HeadDrafting:
         return read.states.get(tuple(tokens[read.base_len : -1]))
 
 
-FEW = 4  # decided tokens that may be fed again for each token beside the main path
+FEW = 4  # committed tokens that may be fed again for each token beside the main path
 
 _Considered = dict[int, list[DraftedToken]]
 """The model's candidates at a block's first positions, by hash of the text before the block."""
@@ -230,7 +230,7 @@ class DraftModel:
         return proposals(guesses)
 
     def _begin(self, request: DraftRequest | AheadRequest, unverified: tuple[int, ...], max_tokens: int) -> CachedDraft:
-        """Starts a block after the decided text, or one that reads `unverified` after it."""
+        """Starts a block after the committed text, or one that reads `unverified` after it."""
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
         first = 0 if self._feed is None else self._feed.first_of(request.session)

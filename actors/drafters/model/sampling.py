@@ -135,7 +135,7 @@ class Calibration:
         self._open.note(session, place, (kind, candidates))
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
-        """Learns from the places that the session's decided text has reached."""
+        """Learns from the places that the session's committed text has reached."""
         for (kind, candidates), token in self._open.decided(session, tokens):
             self._learn(kind, candidates, token)
 
@@ -235,7 +235,7 @@ class DraftSampler:
             self._offer(together)
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
-        """Updates the calibration with the session's decided text."""
+        """Updates the calibration with the session's committed text."""
         self._calibration.decided(session, tokens)
 
     def close(self, session: str) -> None:
@@ -356,7 +356,7 @@ class SessionProcessors:
         self._all: dict[str, tuple[SessionText, ProcessorChain | None]] = {}
 
     def of(self, text: SessionText) -> ProcessorChain | None:
-        """Returns the session's processors, advanced over its decided text; None if the request needs none."""
+        """Returns the session's processors, advanced over its committed text; None if the request needs none."""
         name = text.open.session
         known, chain = self._all.get(name, (None, None))
         if known is not text:  # new or reopened

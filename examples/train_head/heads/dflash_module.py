@@ -111,7 +111,7 @@ class DFlashModule(DraftModule):
         return F.linear(outputs, self.lm_head)
 
     def _embedded(self, anchors: Tensor) -> Tensor:
-        """Returns a block for each place, (rows, longest, size, hidden): a decided token, then masks."""
+        """Returns a block for each place, (rows, longest, size, hidden): a committed token, then masks."""
         masks = torch.full_like(anchors, self._mask_token).unsqueeze(-1).expand(-1, -1, self._tokens)
         return F.embedding(torch.cat([anchors.unsqueeze(-1), masks], dim=-1), self.get_buffer("embedding"))
 

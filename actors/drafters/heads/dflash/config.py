@@ -50,7 +50,7 @@ class DFlashConfig:
     head_dim: int
     eps: float  # of the norms
     rope: Rope
-    block_size: int  # counts the last decided token and the masks after it
+    block_size: int  # counts the last committed token and the masks after it
     mask_token: int
     vocabulary: int  # the target's
     columns: int  # of the logits as published
@@ -144,7 +144,7 @@ class _Resolution:
         found = self._size("block_size", BLOCK_SIZE)
         if found < 2:
             raise self._wrong(
-                "block_size", "expected 2 or more: the last decided token, and a mask for each drafted one"
+                "block_size", "expected at least 2: the last committed token and one mask per draft token"
             )
         return found
 

@@ -1,8 +1,8 @@
 """Drafting with a DFlash head: a whole block in one forward, given the target's states at all earlier positions.
 
-A block is the last decided token followed by masks, each at its own position. Its queries attend to keys and values of
-the context, which every layer computes from the same projected states of the target, and to those of the block itself.
-Place j of the block, counted from 1, predicts the token at that place.
+A block is the last committed token followed by masks, each at its own position. Its queries attend to keys and values
+of the context, which every layer computes from the same projected states of the target, and to those of the block
+itself. Place j of the block, counted from 1, predicts the token at that place.
 
 `DFlashContext` holds a session's states, keys and values, `DFlashDecoder` is the forward over several sessions, and
 `DFlashPredictor` drafts with it. `create` and `load_dflash` load a published head with its target.
