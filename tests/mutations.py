@@ -268,7 +268,7 @@ async def _at_target(sent: Sequence[Sent]) -> None:
     assert target.is_idle
     assert not engine.open
     assert not target._outboxes
-    early = scheduler._intake._early
+    early = scheduler._early
     assert not any((early._waiting, early._drafters, early._sessions, +early._bytes))
     assert early._all_bytes == 0
 

@@ -60,13 +60,13 @@ class ShapedTarget(TargetDeployment):
         await super().__init__(config)  # type: ignore[misc]
         self._counting = CountingEngine(self._replica._engine)
         self._replica._engine = self._counting
-        intake = self._replica.scheduler._intake
-        of_others = intake._block_shape
+        scheduler = self._replica.scheduler
+        of_others = scheduler._block_shape
 
         def shape(request: Open) -> Shape:
             return Shape.CHAIN if request.draft_tokens == CHAIN else of_others(request)
 
-        intake._block_shape = shape  # type: ignore[method-assign]
+        scheduler._block_shape = shape  # type: ignore[method-assign]
 
     def verified(self) -> dict[str, int]:
         """Blocks by what they were, since the start."""

@@ -88,5 +88,5 @@ def test_random_trees_decide_what_plain_decoding_does(sampling, schedule, pages)
 
 def test_under_ratio_a_tree_is_dropped_and_counted_and_the_session_goes_on():
     made = worlds(replace(SETTING, acceptance=Acceptance.REJECTION, altered=into_a_tree(prompt_len=3)))
-    assert all(world.verification.dropped["tree"] > 0 for world in made)
+    assert all(world.verification.counts.dropped["tree"] > 0 for world in made)
     assert all(session.committed for world in made for session in world.sessions.values())

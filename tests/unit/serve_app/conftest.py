@@ -1,10 +1,13 @@
-"""The toy tokenizer and its codec, built once."""
+"""The toy tokenizer and its codec, built once; loggers as they were before each test."""
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from serve_app.api.text import TextCodec
+from serve_app.startup import PACKAGES
 from tests.byte_tokenizer import byte_tokenizer
 
 
@@ -16,3 +19,13 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def codec(tokenizer: Any) -> TextCodec:
     return TextCodec(tokenizer, (tokenizer.eos_token_id,))
+
+
+@pytest.fixture(autouse=True)
+def _restored_loggers() -> Iterator[None]:
+    """Undoes what starting a deployment does to the packages' loggers, which other tests' `caplog` reads."""
+    loggers = [logging.getLogger(package) for package in PACKAGES]
+    parents = [logger.parent for logger in loggers]
+    yield
+    for logger, parent in zip(loggers, parents, strict=True):
+        logger.parent = parent

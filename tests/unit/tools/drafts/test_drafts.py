@@ -122,4 +122,4 @@ def test_several_drafts_are_measured_side_by_side(tmp_path: Path) -> None:
         assert 1.0 <= each["chains"]["1"] <= each["chains"]["3"] <= 4.0
     labels = {text.strip() for text in ElementTree.parse(picture).getroot().itertext()}
     lines = {f"{name}, T {heat}, {kind}" for name in methods for heat in ("0", "0.7") for kind in ("chain", "tree")}
-    assert lines | {"plain decoding", "tokens of a block", "tokens a verify"} <= labels
+    assert lines | {"non-speculative decoding", "tokens of a block", "tokens a verify"} <= labels

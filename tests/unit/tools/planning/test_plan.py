@@ -90,7 +90,7 @@ def test_useless_drafts_are_not_advised():
     recommendation = recommend(replace(SMALL, draft=DraftQuality((0.0,), runner_up=0.0)))
     assert recommendation.best.candidate == NON_SPECULATIVE
     assert recommendation.best.cost_per_million is None, "without prices"
-    assert "plain decoding" in recommendation_text(SMALL, recommendation)
+    assert "non-speculative decoding" in recommendation_text(SMALL, recommendation)
 
 
 def test_drafts_that_cost_more_than_they_bring_are_not_advised():

@@ -176,5 +176,5 @@ def test_a_head_says_how_it_was_understood(tmp_path: Path) -> None:
         "proposes 40 of 96 tokens",
         "embedding of the target, LM head of the head",
         "norm after the last layer: logits and recycled states",
-        "norm before fc: each state by itself; states enter the residual as they come",
+        "norm before fc: each state by itself; states enter the residual unchanged",
     ]
