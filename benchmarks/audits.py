@@ -56,7 +56,7 @@ def audits_of(name: str) -> Mapping[str, int]:
 
 
 def wait_for_audits(name: str) -> None:
-    """Until nothing waits and the target, which may be at the last one, has no session."""
+    """Waits until no audit is queued and the target has no session."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         (target,) = broadcast(deployed("Target", name), "inspect")

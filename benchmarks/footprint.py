@@ -1,11 +1,11 @@
-r"""What a deployment takes: seconds from the command to the first token, and memory of each process.
+"""Footprint of a deployment: seconds from the command to the first token, and memory of each process.
 
     python benchmarks/footprint.py [--starts 3] [--streams 8] [--image]
 
-Runs `slipstream serve` on the demo pair in a process of its own, so often, and each time asks until a token comes. Then
-tells the memory of each kind of process while nobody asks and while so many streams run: PSS, in which what processes
-share counts in parts, so that the sum is what the machine has less. `--image` tells what the packages of the image for
-CPUs take on disk instead: the files of each package of `k8s/images/requirements-cpu.txt`, as they are installed here.
+Starts `slipstream serve` on the demo pair several times and waits for a token each time. Then reports the memory of
+each kind of process, idle and with streams running, as PSS: shared pages count in parts, so the sum is what the machine
+has less. `--image` reports the disk use of the packages in `k8s/images/requirements-cpu.txt` instead, as installed
+here.
 """
 
 import argparse

@@ -57,7 +57,7 @@ class Load:
     runs: int  # that its report tells of
 
     def version(self) -> str:
-        """As the program's own environment has it."""
+        """Returns the version installed in the program's own environment."""
         code = "import importlib.metadata as m, sys; print({d.name: d.version for d in m.distributions()}[sys.argv[1]])"
         for package in self.packages:
             python = Path(self.command[0]).with_name("python")

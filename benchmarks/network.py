@@ -71,7 +71,7 @@ def wait_for_nodes(address: str, count: int) -> None:
 async def measure(
     url: str, model: str, link: FarLink, arguments: argparse.Namespace, prompts: Sequence[Prompt]
 ) -> list[tuple[str, BenchReport]]:
-    """On every line, in turn; those named again later are measured again, as a control."""
+    """Measures every line in turn; lines named twice are measured again, as a control."""
     reports = []
     async with ChatEndpoint.at(url) as endpoint:
         bench = Bench(endpoint, model, reference=None)
@@ -86,7 +86,7 @@ async def measure(
 
 
 def rows(line: str, report: BenchReport) -> list[str]:
-    """As Markdown, a row for each concurrency."""
+    """Formats results as Markdown, one row per concurrency."""
     arms = {(arm.concurrency, arm.arm): arm for arm in report.arms}
     found = []
     for ratio in report.speedups:

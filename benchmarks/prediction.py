@@ -173,7 +173,7 @@ class Experiment:
                 await endpoint.ask(self._model, ChatQuestion(prompt.prompt, WARM_UP_TOKENS, ignore_eos=True))
 
     async def accepted(self, prompts: Sequence[Prompt], tokens: int, block_len: int) -> list[int]:
-        """How many tokens each block was good for, in lock step; the prompt's own step and the last, cut one aside."""
+        """Returns accepted tokens per block in lock step, without the prompt's step and the last, truncated one."""
         endpoint = self._endpoints[SERVERS[Mode.LOCK_STEP]]
         found = list[int]()
         for prompt in prompts:

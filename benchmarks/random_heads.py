@@ -79,7 +79,7 @@ class Weights:
 
 
 def eagle3(weights: Weights) -> Head:
-    """Over three of the target's states, in SafeAILab's layout."""
+    """Writes a head over three of the target's states, in SafeAILab's layout."""
     hidden = weights.hidden
     tensors = {
         "fc.weight": weights.drawn(hidden, 3 * hidden),
@@ -93,7 +93,7 @@ def eagle3(weights: Weights) -> Head:
 
 
 def eagle1(weights: Weights) -> Head:
-    """Over the final state, with the target's embedding and LM head, in SafeAILab's layout."""
+    """Writes a head over the final state, with the target's embedding and LM head, in SafeAILab's layout."""
     fc = weights.drawn(weights.hidden, 2 * weights.hidden)
     return weights.config(bias=False), {"fc.weight": fc, **weights.layer("layers.0", weights.hidden)}
 
@@ -109,7 +109,7 @@ def medusa(weights: Weights) -> Head:
 
 
 def mlp_speculator(weights: Weights) -> Head:
-    """Over the final state, with the same weights in all steps but the first's projection."""
+    """Writes a head over the final state, with the same weights in all steps but the first's projection."""
     width = weights.hidden
     tensors = {
         "emb.0.weight": weights.drawn(weights.vocabulary, width),

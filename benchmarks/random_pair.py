@@ -42,7 +42,7 @@ def config_of(size: str, vocabulary: int, layers: int) -> LlamaConfig:
 
 @torch.inference_mode()
 def random_model(config: LlamaConfig, device: torch.device) -> PreTrainedModel:
-    """In bfloat16, with the walk in its embedding and output; each seed is the same walk."""
+    """Returns a model in bfloat16 with the walk in its embedding and output; each seed has the same walk."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -66,14 +66,14 @@ def successors(vocabulary: int, device: torch.device) -> Tensor:
 
 
 def disturbing_weights(model: PreTrainedModel) -> list[Tensor]:
-    """What each layer writes by; scaled, they scale what it adds."""
+    """Returns each layer's output weights; scaling them scales what the layer adds."""
     layers = model.model.layers
     return [weight for layer in layers for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)]
 
 
 @torch.inference_mode()
 def agreement(model: PreTrainedModel) -> float:
-    """How often the walk's next token is the target's greedy choice, over random prompts."""
+    """Returns how often the walk's next token is the target's greedy choice, over random prompts."""
     device = model.device
     vocabulary = int(model.config.vocab_size)
     tokens = torch.randint(vocabulary, TRIED, generator=torch.Generator().manual_seed(3)).to(device)

@@ -131,7 +131,7 @@ class FrameCounter:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """To streams that begin now: a writer that waits for its next frame has its function already."""
+        """Counts frames of streams that begin now; running writers keep their function."""
         streams.encode = self._counted  # type: ignore[assignment]
         try:
             yield

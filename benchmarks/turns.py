@@ -107,5 +107,5 @@ def speedups_of(turns: Sequence[Turn], ratios: Iterable[tuple[str, str]]) -> lis
 
 
 def idle_share(turns: Sequence[Turn]) -> float:
-    """Of one core: what the servers without the turn took."""
+    """Returns the share of one core that the idle servers used."""
     return sum(turn.idle_cpu_s for turn in turns) / sum(turn.batch.seconds for turn in turns)

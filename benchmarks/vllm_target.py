@@ -32,7 +32,7 @@ WARM_UP_TOKENS = 24
 
 
 def arms(arguments: argparse.Namespace) -> dict[str, Setup]:
-    """By name; what comes after the first word is for the reader."""
+    """Returns arms by name; only the first word has meaning."""
     longest = max(arguments.concurrency)
     own = {
         "method": "draft_model",

@@ -18,7 +18,7 @@ KIND = "copying"
 
 @dataclass(frozen=True)
 class CopyConfig:
-    """What the rows are like."""
+    """Properties of the rows."""
 
     random_share: float = 0.1  # of rows of random tokens; the others repeat real text
     edit_rate: float = 0.06  # of the repeated tokens that are replaced, left out or preceded by another

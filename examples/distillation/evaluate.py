@@ -1,11 +1,11 @@
-"""How often the draft's likeliest token is the target's greedy choice, on prompts it was not made with.
+"""Measures how often the draft's likeliest token is the target's greedy choice, on held-out prompts.
 
-The target continues each prompt greedily; one teacher-forced pass of the draft over prompt and continuation then
-tells at every position whether the draft would have been accepted there. At temperature 0 that is the acceptance
-rate of one drafted token, and it decides the tokens per verify of every block length K as well.
+The target continues each prompt greedily. One teacher-forced pass of the draft over prompt and continuation then shows
+at every position whether the draft would have been accepted. At temperature 0 that is the acceptance rate of one draft
+token, and it determines the tokens per verify of every draft length as well.
 
-With `--lookup N` the draft is asked only where the last N tokens have not occurred before in prompt and answer;
-where they have, the token that followed them then is proposed.
+With `--lookup N`, the draft is asked only where the last N tokens have not occurred before in prompt and answer;
+otherwise the token that followed them is proposed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Score:
-    """Of one kind of prompt."""
+    """Result for one kind of prompt."""
 
     positions: int
     agreement: float
@@ -94,7 +94,7 @@ def load_or_continue(path: Path | None, make: Callable[[], list[Continuation]]) 
 
 @torch.inference_mode()
 def matches(draft: PreTrainedModel, head: RecurrentHead | None, continuation: Continuation, lookup: int) -> Matches:
-    """Whether the tokens named at each position of the answer are the target's."""
+    """Returns at each position of the answer whether the predicted token is the target's."""
     prompt = continuation.prompt_ids
     answer = continuation.answer_ids
     tokens = prompt + answer

@@ -39,7 +39,7 @@ def token_rows(path: Path) -> list[np.ndarray]:
 
 
 def answers(rows: Iterable[np.ndarray], tokenizer: PreTrainedTokenizerBase, frame: ChatFrame) -> Iterator[str]:
-    """What the assistant said in each row."""
+    """Returns the assistant's messages of each row."""
     opening = tokenizer.decode(frame.after_user)
     end = opening.partition("\n")[0]
     for row in rows:
@@ -93,7 +93,7 @@ def misspelt(word: str, rng: random.Random) -> str:
 
 
 def fillers(texts: Iterable[str], rng: random.Random) -> dict[str, list[str]]:
-    """By the names that the templates use."""
+    """Returns template variables by name."""
     passages = list[str]()
     code = list[str]()
     words = Counter[str]()

@@ -1,8 +1,8 @@
-"""What makes training on a CPU faster: attention by plain matrix products, and an embedding of which few rows move.
+"""Faster training on a CPU: attention by plain matrix products, and an embedding of which few rows change.
 
-For short sequences the fused attention of PyTorch spends several times as long in its backward pass as two batched
-products do. And a step sees a few thousand of the vocabulary's rows, so gradients and optimizer states of all of them
-would be mostly memory traffic.
+For short sequences, PyTorch's fused attention spends several times as long in its backward pass as two batched products
+do. A step sees a few thousand of the vocabulary's rows, so gradients and optimizer states of all rows would be mostly
+memory traffic.
 """
 
 from __future__ import annotations

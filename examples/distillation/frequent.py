@@ -15,7 +15,7 @@ from chunks import read_chunk
 
 
 def count_tokens(paths: list[Path], vocabulary: int) -> np.ndarray:
-    """How often each token occurs, and is the target's likeliest next one."""
+    """Counts how often each token occurs and is the target's likeliest next token."""
     counts = np.zeros(vocabulary, np.int64)
     for path in paths:
         for example in read_chunk(path):

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """How much to write and how."""
+    """Amount and manner of generated text."""
 
     out: Path
     seed: int
@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def wants_choice(self) -> bool:
-        """Whether the token just fed was the last one known."""
+        """Whether the last known token was just fed."""
         return self.fed == len(self.tokens)
 
     def finished(self) -> Example:

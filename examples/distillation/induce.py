@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 @dataclass(frozen=True)
 class Quiet:
-    """How much the layers give when training of the whole draft begins."""
+    """Initial scale of the layers when training of the whole draft begins."""
 
     previous: float  # of what the first layer's attention has learnt to give
     copying: float  # of the token that the last layer's heads look at

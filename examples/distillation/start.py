@@ -19,7 +19,7 @@ ROPE_THETA = 100_000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama draft."""
+    """Shape of a Llama draft."""
 
     hidden: int
     layers: int

@@ -12,7 +12,7 @@ _USER_TEXT = "\x00user text\x00"
 
 @dataclass(frozen=True)
 class TargetSource:
-    """Where the target is."""
+    """Location of the target."""
 
     model: str
     gguf_file: str | None = None

@@ -35,7 +35,7 @@ BETAS = (0.9, 0.98)
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train."""
+    """Training parameters."""
 
     data: tuple[Path, ...]
     out: Path
@@ -229,7 +229,7 @@ class SoftTargetLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one batch."""
+    """Result of one batch."""
 
     loss: Tensor
     agreement: float  # of the likeliest tokens, over the sampled vocabulary

@@ -1,9 +1,8 @@
 """Experiment: the same prompts and answer lengths with and without speculation, interleaved.
 
 Every batch of prompts runs under all arms in direct succession, and the order rotates from batch to batch, so a
-temporary slowdown of the machine affects all arms alike.
-
-Reader of prompts in common data set layouts: JSON lines of prompts or messages, and ShareGPT conversations.
+temporary slowdown of the machine affects all arms alike. Prompts come from JSON lines of prompts or messages, or from
+ShareGPT conversations.
 """
 
 import asyncio

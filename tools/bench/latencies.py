@@ -1,9 +1,7 @@
-"""Client-side latencies at common quantiles. Pure.
+"""Measures over requests: client-side latencies, acceptance, throughput and paired speed-up. Pure.
 
 TTFT: from the request to the first text. TPOT: seconds per token after that, averaged within each answer. ITL: between
 two events of a stream that brought text, over all answers; with speculation an event may bring several tokens.
-
-Measures over requests: acceptance, throughput, paired speed-up. Pure.
 """
 
 import statistics

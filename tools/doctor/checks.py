@@ -1,8 +1,6 @@
-"""Judgement of what a cluster lacks for a configuration; each fault states how to fix it. Pure.
+"""What a cluster lacks for a configuration, from facts found on its nodes. Pure.
 
-Facts found on the nodes of a cluster, before they are judged. Data only.
-
-Terminal output of the doctor.
+Each fault names the node and states how to fix it.
 """
 
 from collections import defaultdict

@@ -1,16 +1,9 @@
 """Measurement of drafts in one process: a real target and real methods, without network or Ray.
 
-`measured_target.py` decodes texts once, `replay.py` replays each with a drafting method at every position, and
-`measures.py` computes agreement and tokens per verification. Start with `replay.py`.
-
-A target that is loaded once, decodes in lock step, and provides hidden states for any drafting method.
-
-Replay of a committed text, requesting drafts from a method at each position.
-
-Under Gumbel coupling the committed tokens do not depend on the drafts: the target's token is a function of the tokens
-before it and of the seed. So a verification is a comparison with the text, and many drafts are measured over one text.
-
-Measures of a draft over replayed texts: agreement, tokens per verification, and time.
+The target decodes texts once in lock step and provides hidden states for any drafting method. Each text is then
+replayed with a method at every position. Under Gumbel coupling the committed tokens do not depend on the drafts: the
+target's token is a function of the tokens before it and of the seed. So a verification is a comparison with the text,
+and many drafts are measured over one text.
 """
 
 import time

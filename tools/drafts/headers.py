@@ -1,14 +1,8 @@
-"""Reader of a checkpoint's folder without its weights: tensors with names, shapes and dtypes, but no memory.
+"""Facts about a draft checkpoint from its headers: layout, sizes and claimed target, without loading weights.
 
-These and the configuration determine what a head is, so functions that resolve a loaded head work on them too.
-
-Recognition of a draft checkpoint's published layout, from its content and never from its name.
-
-Facts about a draft checkpoint as one value that can be shown, serialized, and compared with a target.
-
-Collects facts from a checkpoint's headers, with the functions that resolve a head when it is loaded.
-
-Without a target, a head is resolved for the target that it claims to be made for.
+Tensors have names, shapes and dtypes, but no memory, so the functions that resolve a loaded head work on them too. A
+layout is recognized by its content and never by its name. Without a target, a head is resolved for the target that it
+claims to be made for. The facts are one value that can be shown, serialized, and compared with a target.
 """
 
 import pickle

@@ -1,14 +1,8 @@
 """Inspection of a draft checkpoint on disk: what it is, what it needs, and whether it fits a target.
 
-Only metadata is read: headers, configurations and tables of ids. `inspect.py` is the entry point.
-`header_files.py` reads a folder, `layout.py` recognizes its layout, `head_facts.py` collects the facts
-(`facts.py`), and `fit.py` with `expected_tensors.py` finds misfits.
-
-Inspection of a draft checkpoint's folder: its facts, all misfits, notes, and a suitable configuration.
-
-Checks whether a draft checkpoint is complete and fits a target; each misfit has the expected and the found value.
-
-Tensors that a head's folder must or may hold, with their shapes: the loader's requirements as data.
+Only metadata is read: headers, configurations and tables of ids (`headers.py`). The result has the facts, every
+mismatch with its expected and found value, notes, and a suitable configuration. The loader's requirements on tensors
+are data here (`ExpectedTensors`).
 """
 
 from collections.abc import Iterator, Mapping

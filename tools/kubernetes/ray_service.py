@@ -1,8 +1,7 @@
 """The RayService: the Serve application, the head, and worker groups for targets, drafters and routers. Pure.
 
-Templates of unprivileged pods: no root user, a read-only root file system, and read-only weights. Pure.
-
-Worker groups for the pools of a configuration: GPUs, CPUs, bounds and timeouts of each. Pure.
+Pods are unprivileged: no root user, a read-only root file system, and read-only weights. Each pool's worker group takes
+its GPUs, CPUs, bounds and timeouts from the configuration.
 """
 
 import math

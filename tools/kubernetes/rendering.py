@@ -1,8 +1,6 @@
-"""Rendering of all manifests of one deployment from its configuration.
+"""`slipstream k8s`: renders all manifests of one deployment from its configuration.
 
-Weights: one volume that all pods read, and the job that fills it. Pure.
-
-`slipstream k8s`: manifests of a deployment on Kubernetes.
+Weights are one volume that all pods read, and a job that fills it.
 """
 
 import os
