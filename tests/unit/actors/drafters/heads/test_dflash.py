@@ -356,7 +356,7 @@ def without(part: str) -> Change:
             {"dflash_config": NESTED | {"target_layer_ids": [1, 3, 8]}},
             r"states \[2, 4, 9\].* target states 0 to 8",
         ),
-        ("dflash", dict, {"block_size": 1}, "block_size .* is 1, expected 2 or more"),
+        ("dflash", dict, {"block_size": 1}, "block_size .* is 1, expected at least 2"),
         ("dflash", dict, {"layer_types": ["full_attention"]}, "layer_types .* each of 2 layers"),
         ("dflash", dict, {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ("dflash", dict, {"use_swa": True}, "use_swa .* but layer_types names no layer"),
