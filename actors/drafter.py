@@ -167,7 +167,7 @@ class Drafter:
             return  # the remaining sessions continue without speculation
 
     def _expected_s(self, drafting: DraftingPass) -> float | None:
-        """Estimates a pass's duration from measured costs, each prompt token as a row; None if unknown."""
+        """Estimates a pass's duration from measured costs, counting each prompt token as a row; None if unknown."""
         cost = self.timing.cost
         asked: list[DraftRequest | AheadRequest] = [*drafting.requests, *drafting.ahead]
         longest = max((request.max_tokens for request in asked), default=0)

@@ -178,7 +178,7 @@ class Replay:
         return self._ended_or(Progress.GOES_ON)
 
     def _weigh(self, verdict: Verdict, rival: int) -> Progress:
-        """Judges the margin, as computed by a target that has recomputed the preceding text as one piece."""
+        """Decides between near tie and difference; the target computed the margin over the whole prefix at once."""
         (token,) = verdict.tokens
         plain = self._plain[0]
         if token == rival and token != plain:  # it agrees with the committed token: measure the other one

@@ -46,7 +46,7 @@ CUT_SHORT = "this server stopped before the answer was complete; send the reques
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What peers must have in common to exchange tokens."""
+    """Fingerprints that peers must share to exchange tokens."""
 
     vocabulary: str
     target_model: str
@@ -229,12 +229,12 @@ class Router:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the time for running sessions is over."""
+        """True once the time for running sessions is over."""
         return self._ended
 
     @property
     def is_ready(self) -> bool:
-        """Whether new sessions are accepted: a target is reachable and the router is not draining."""
+        """True if new sessions are accepted: a target is reachable and the router is not draining."""
         return not self._draining and not self.reachable.isdisjoint(self._targets)
 
     @property

@@ -33,10 +33,9 @@ DRAFTER_ONLY_METHODS = {"draft_model", "ngram", "layer_skip", "suffix"}  # optio
 
 
 def shared_config(config: SlipstreamConfig) -> Json:
-    """Returns the part of the configuration common to all deployments, without defaults.
+    """Returns the configuration that all deployments receive, without default values.
 
-    Targets need the drafting method only if it reads their hidden states. Targets and drafters need the server's log
-    format.
+    Targets also need the drafting method if it reads hidden states; targets and drafters also need the log format.
     """
     router_keys = set(ServerConfig.model_fields) - {"log_format"}
     given: Json = config.model_dump(

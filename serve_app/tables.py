@@ -23,7 +23,7 @@ def shown(value: float | None, spec: str = ".2f") -> str:
 
 
 def tally_column(tally: Tally) -> tuple[str, ...]:
-    """Returns a tally's values for TALLY_ROWS."""
+    """Formats a tally as a column of TALLY_ROWS."""
     counts = tally.verifies, tally.blocks, tally.drafted, tally.accepted, tally.rejected
     return (*map(str, counts), shown(tally.acceptance_rate), shown(tally.acceptance_length))
 

@@ -101,7 +101,7 @@ LONG = 300  # tokens of a prompt chunk, more than one query block of a kernel
 WARM_UPS = 2
 REPEATS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Errors of libraries that are not installed, not built for this device, or unsuited to this shape.
+# Raised by libraries that are missing, not built for this device, or unsuited to this shape.
 MAY_FAIL = (
     ImportError,
     RuntimeError,
@@ -138,7 +138,7 @@ class AttentionReport:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether the gathering backend serves on a GPU, where others would read pages in place."""
+        """True if a GPU uses the gathering backend; other backends would read pages in place."""
         return bool(self.tried) and self.chosen == FALLBACK
 
 

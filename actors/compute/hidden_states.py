@@ -132,7 +132,7 @@ StateProjection = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """What the leading rank captures. Pickled, so `load_projection` must be a module-level function."""
+    """Hidden states that the leading rank captures. Pickled, so `load_projection` must be a module-level function."""
 
     layers: tuple[int, ...]
     format: StatesFormat

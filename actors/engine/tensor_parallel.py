@@ -197,7 +197,7 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank reports after loading its model."""
+    """A rank's report after loading its model."""
 
     pid: int
     pages: int  # pages that its memory has room for

@@ -217,7 +217,7 @@ class GrammarCheck:
     """Compiles each requested grammar once, with the limits that the target uses."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
-        """Without a compiler (the model's texts cannot be constrained), everything is refused."""
+        """Refuses every grammar if there is no compiler, because the model's output cannot be constrained."""
         self._compiler = compiler
 
     async def check(self, grammar: RequestedGrammar) -> None:
@@ -250,7 +250,7 @@ class OfferedCall:
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """Which calls an answer may or must have."""
+    """Calls that an answer may or must contain."""
 
     tools: Sequence[OfferedCall]
     must: bool  # the answer is calls only

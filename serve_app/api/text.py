@@ -128,7 +128,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
-        """With `keeps_stop`, the stop string itself is released too."""
+        """Takes stop strings; `keeps_stop` releases the stop string itself too."""
         self._stops = sorted(set(stops))
         self._firsts = frozenset(stop[0] for stop in self._stops)
         self._keeps_stop = keeps_stop

@@ -30,7 +30,7 @@ ANY_ADDRESS = "0.0.0.0"
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a deployment answers; `differs` names settings that the running proxies do not have, if any."""
+    """Addresses of a deployment; `differs` names settings that the running proxies do not have, if any."""
 
     urls: tuple[str, ...]
     differs: str | None

@@ -28,7 +28,7 @@ class Blow:
 
 @dataclass(frozen=True)
 class Stream:
-    """When a request began, and when its pieces arrived."""
+    """Times of a request: its start, and the arrival of each piece."""
 
     began_s: float
     came_s: Sequence[float]

@@ -201,7 +201,7 @@ class Ask:
 
     @property
     def is_told(self) -> bool:
-        """Whether the answer has a body."""
+        """True if the answer has a body."""
         return self.method != "HEAD"
 
 

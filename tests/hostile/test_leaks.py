@@ -1,4 +1,4 @@
-"""Whatever hostile clients begin ends once they leave: sessions, tasks, connections, bodies.
+"""Nothing remains of hostile clients that have left: no session, task, connection or body.
 
 Not part of the default suite: `make test-hostile`. The models are toys, so the router and the API are under test.
 """

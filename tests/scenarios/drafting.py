@@ -19,7 +19,6 @@ decided ones. `name=value` sets a field; other fields have the defaults of `an_o
 
 from collections.abc import Callable
 from dataclasses import replace
-from textwrap import dedent
 from typing import Any
 
 from cluster.drafting.requests import AheadRequest, Proposal
@@ -44,20 +43,10 @@ from protos.messages import (
     Verdict,
 )
 from protos.prefix import Prefix
+from tests.scenarios.transcript import Tokens, check, read_event, read_tokens, written
 from tests.unit.cluster.samples import KEY, an_open
 
 LIMITS = DrafterLimits(vocabulary=50, max_context=100, max_sessions=3)
-
-Tokens = tuple[int, ...]
-
-
-def read_tokens(text: str) -> Tokens:
-    return tuple(int(token) for token in text.split(",") if token)
-
-
-def written(tokens: Tokens) -> str:
-    return ",".join(map(str, tokens))
-
 
 FIELDS: dict[str, Callable[[str], Any]] = {
     "answer": lambda word: DraftAnswer[word.upper()],
@@ -87,25 +76,12 @@ class Drafter:
 
     def run(self, transcript: str) -> None:
         """Runs the events of a transcript and compares the answers."""
-        lines = [line.rstrip() for line in dedent(transcript).splitlines() if line.strip()]
-        expected = [line for line in lines if not line.startswith("# ")]
-        actual: list[str] = []
-        for line in expected:
-            if line.startswith(" "):
-                continue
-            event = line.split(" -> ")[0]
-            match self.do(event):
-                case [answer] if " -> " in line:
-                    actual.append(f"{event} -> {answer}")
-                case answers:
-                    actual += [event, *(f"    {answer}" for answer in answers)]
-        assert actual == expected
+        check(transcript, self.do)
 
     def do(self, event: str) -> list[str]:
         """Runs one event; returns the answers."""
-        words = event.split()
-        fields = {name: FIELDS[name](text) for name, is_field, text in (w.partition("=") for w in words) if is_field}
-        match [word for word in words if "=" not in word]:
+        words, fields = read_event(event, FIELDS)
+        match words:
             case ["at", now]:
                 self.now = float(now)
                 return []

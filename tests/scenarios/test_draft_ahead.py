@@ -1,4 +1,4 @@
-"""How a drafter drafts ahead of verdicts: blocks for each likely outcome of the step under way."""
+"""Drafting ahead of verdicts: blocks for each likely outcome of the current step."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""How a drafter gives up sessions while its blocks come too late, and checks its drafts against verdicts."""
+"""Back-pressure and load checks: a drafter gives up sessions while blocks are late, and checks its first drafts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How a drafter follows its targets and routers: drafts, gaps, resyncs, refusals and departures."""
+"""Drafter sessions follow targets and routers: blocks, gaps, resyncs, refusals and departures."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""How a target verifies blocks: verdicts, and blocks that are early, late, wrong or malformed."""
+"""Verification of blocks: verdicts, and blocks that are early, late, wrong or malformed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How a target serves sessions: drafters that attach and leave, waiting for blocks, queues, routers and audits."""
+"""Sessions of a target: drafters that attach and leave, waiting for blocks, queues, routers and audits."""
 
 import pytest
 

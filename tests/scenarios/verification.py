@@ -24,7 +24,6 @@ out fields that have their defaults. Events:
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from textwrap import dedent
 from typing import Any
 
 from cluster.envelope import Send
@@ -53,7 +52,7 @@ from protos.messages import (
     Verdict,
 )
 from protos.prefix import Prefix
-from tests.scenarios.drafting import Tokens, read_tokens, written
+from tests.scenarios.transcript import Tokens, check, read_event, read_tokens, written
 from tests.unit.cluster.samples import KEY, a_block, an_open
 from tests.unit.cluster.token_memory import TokenMemory
 
@@ -196,25 +195,12 @@ class Target:
 
     def run(self, transcript: str) -> None:
         """Runs the events of a transcript and compares the answers."""
-        lines = [line.rstrip() for line in dedent(transcript).splitlines() if line.strip()]
-        expected = [line for line in lines if not line.startswith("# ")]
-        actual: list[str] = []
-        for line in expected:
-            if line.startswith(" "):
-                continue
-            event = line.split(" -> ")[0]
-            match self.do(event):
-                case [answer]:
-                    actual.append(f"{event} -> {answer}")
-                case answers:
-                    actual += [event, *(f"    {answer}" for answer in answers)]
-        assert actual == expected
+        check(transcript, self.do)
 
     def do(self, event: str) -> list[str]:
         """Runs one event; returns the answers."""
-        words = event.split()
-        fields = {name: FIELDS[name](value) for name, is_field, value in (w.partition("=") for w in words) if is_field}
-        match [word for word in words if "=" not in word]:
+        words, fields = read_event(event, FIELDS)
+        match words:
             case ["at", now]:
                 self.now = float(now)
                 return []

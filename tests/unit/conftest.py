@@ -1,4 +1,4 @@
-"""What unit tests may not do, and how hypothesis runs here."""
+"""Restrictions of unit tests, and hypothesis' profile."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""What the documents say of the repository: pages that are generated, files, links, headings and commands they name."""
+"""Checks the documents against the repository: generated pages, files, links, headings and commands."""
 
 import re
 import shlex

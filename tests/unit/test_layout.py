@@ -65,7 +65,7 @@ def room_of(dotted: str) -> str:
 
 
 def rooms_imported() -> dict[str, set[str]]:
-    """By room: the other rooms that its modules import."""
+    """Returns the other folders that each folder's modules import."""
     found: dict[str, set[str]] = defaultdict(set)
     for package in LAYERS:
         for path in modules(package):

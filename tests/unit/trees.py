@@ -22,7 +22,7 @@ def grown(rng: Random, nodes: int, vocabulary: int) -> DraftTree:
 
 
 def trees(vocabulary: int, nodes: int = 8) -> st.SearchStrategy[DraftTree]:
-    """Of no node to so many."""
+    """Draws trees of zero to `most` nodes."""
     return st.builds(
         lambda seed, count: grown(Random(seed), count, vocabulary), st.integers(0, 2**32), st.integers(0, nodes)
     )

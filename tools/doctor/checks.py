@@ -1,4 +1,4 @@
-"""What a cluster lacks for a configuration, from facts found on its nodes. Pure.
+"""Checks what a cluster lacks for a configuration, from facts found on its nodes. Pure.
 
 Each fault names the node and states how to fix it.
 """

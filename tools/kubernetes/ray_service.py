@@ -29,7 +29,7 @@ SPARE = 2  # upper bound of a scaling group, as a multiple of the pods that its 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """Pods of one kind, as many as a pool's replicas need."""
+    """A worker group: pods of one kind, enough for a pool's replicas."""
 
     name: str
     role: PeerRole

@@ -367,7 +367,7 @@ def test_the_least_recently_used_goes_first_and_a_hit_counts_as_use():
 
 
 def test_a_chain_is_evicted_from_its_end():
-    """Without its first page the others would be cached in vain."""
+    """The other pages would be cached in vain without the first."""
     allocator = a_book(pages=3)
     a_computed(allocator, "s", PROMPT)
     allocator.close("s")

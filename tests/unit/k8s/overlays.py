@@ -109,13 +109,13 @@ def serve_config(service: Json) -> Json:
 
 
 def deployment_parts(service: Json) -> dict[str, Json]:
-    """What the application's deployments are given beyond its arguments."""
+    """Returns what deployments receive beyond the application's arguments."""
     (application,) = serve_config(service)["applications"]
     return {one["name"]: one for one in application["deployments"]}
 
 
 def slipstream_config(service: Json) -> SlipstreamConfig:
-    """What the application is given, with what only some of its deployments are."""
+    """Returns the application's configuration with the parts of single deployments."""
     (application,) = serve_config(service)["applications"]
     told = deployment_parts(service)
     config = validated(application["args"])

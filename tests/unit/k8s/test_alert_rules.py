@@ -1,4 +1,4 @@
-"""When alerts fire, computed by Prometheus; skipped if promtool is not installed."""
+"""Alerts fire as expected, computed by Prometheus; skipped if promtool is not installed."""
 
 import shutil
 import subprocess

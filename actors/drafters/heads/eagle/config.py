@@ -376,7 +376,7 @@ def _columns(files: HeadFiles, vocabulary: int) -> int:
 
 
 def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
-    """Determines the norm from the tensors. Raises ModelError if the configuration states otherwise."""
+    """Returns the norm that the tensors imply. Raises ModelError if the configuration contradicts them."""
     evidence = {
         FeatureNorm.ALL: ("input_norm.weight", body.get("norm_before_fc")),
         FeatureNorm.EACH: ("fc_norm.0.weight", body.get("fc_norm", body.get("use_aux_norm"))),

@@ -175,7 +175,7 @@ def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(accep
 
 
 def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is_read():
-    """As after a merge, a token of the other method has the probability that it gave."""
+    """Simulates a merge: tokens of the other method keep the probabilities that it gave."""
     runner = SpyRunner()
     method = a_method(runner)
     want = a_want((1, 2), 3)
@@ -293,7 +293,7 @@ def are_beginnings(found: list[Proposal], whole: list[Proposal]) -> bool:
 @RULES
 @pytest.mark.parametrize("passes", [0, 1, 2])
 def test_an_interruption_returns_what_there_is(acceptance, sampling, passes):
-    """Under rejection sampling too: its time does not depend on a block's own tokens."""
+    """Holds under rejection sampling too, because the interruption does not depend on a block's own tokens."""
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
     runner = PrefixRunner(scale=1.0)
@@ -416,7 +416,7 @@ def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwar
 
 @RULES
 def test_what_was_drafted_so_far_is_told_after_each_forward(acceptance, sampling):
-    """Under rejection sampling, only final blocks, because the first version to arrive counts."""
+    """Sends only final blocks under rejection sampling, because the first version to arrive counts."""
     want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
     told: list[list[Proposal]] = []
     method = a_method(runner := PrefixRunner(scale=1.0))

@@ -154,7 +154,7 @@ def within(want: Want, forwards: int) -> Want:
 @pytest.mark.parametrize("acceptance", list(Acceptance))
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_blocks_are_those_of_a_forward_each_in_fewer_forwards(length, forwards, acceptance, sampling):
-    """Under every rule, the head continues from drawn tokens, and their draft_probs match."""
+    """The head continues from drawn tokens, and their draft_probs match, under every rule."""
     want = a_want((1, 2), length, sampling=sampling, acceptance=acceptance)
     runner = SpyRunner()
     assert propose(a_method(runner, Following), [want], never) == propose(a_method(SpyRunner(), None), [want], never)
@@ -363,7 +363,7 @@ def test_where_one_session_needs_a_forward_all_have_it():
 
 
 def test_what_was_read_is_of_no_use_where_the_same_block_is_wanted_again():
-    """As after a broken stream, no token has been committed since."""
+    """Simulates a broken stream: no token has been committed since."""
     runner = SpyRunner()
     want = a_want((1, 2), 3)
     method = a_method(runner, Mistaken)

@@ -59,7 +59,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int, ours: int) -> 
     ids=["alone", "a quarter", "a quarter that others have taken from", "a half without a model"],
 )
 def test_who_shares_a_gpu_leaves_the_others_their_part(monkeypatch, share, free, ours, room):
-    """Of 1000 bytes, takes nine tenths of its remaining share, or of free memory if that is less."""
+    """Takes nine tenths of its remaining share of 1000 bytes, or of free memory if that is less."""
     device = a_gpu(monkeypatch, free, 1000, ours)
     cache = CacheConfig(page_size=1)
     assert page_count(cache, 1, sessions=10_000, context=1, device=device, gpu_share=share) == room

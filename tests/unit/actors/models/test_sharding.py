@@ -63,7 +63,7 @@ def test_split_models_give_the_logits_of_whole_ones(tmp_path, kind, ranks):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(32, 2), (32, 3), (4, 3), (1, 3)])
 def test_a_vocabulary_need_not_divide(tmp_path, vocabulary, ranks, tied):
-    """Of 4 rows over 3 ranks, the last rank has none."""
+    """The last of 3 ranks has none of 4 rows."""
     model = a_model("llama", vocab_size=vocabulary, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     tokens = torch.randint(0, vocabulary, (1, 5))

@@ -93,7 +93,7 @@ def test_greedy_accepts_what_the_target_would_have_said(rule, own, draft, expect
 
 
 def test_coupled_accepts_exactly_the_targets_own_draws():
-    """For any draft, the output is a prefix of the target's own draws."""
+    """The output is a prefix of the target's own draws, whatever the draft."""
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
     for seed in range(50):
         own = draw_chain(logits, at(seed))

@@ -1,4 +1,4 @@
-"""How many sessions a drafter takes, by whether its blocks are in time."""
+"""The number of sessions that a drafter accepts, by whether its blocks are in time."""
 
 from cluster.drafting.session_table import LEAST_WINDOW, WINDOW_BLOCKS, Capacity
 

@@ -1,4 +1,4 @@
-"""How many rows a forward may feed in some time."""
+"""The number of rows that a forward may feed within a time."""
 
 import math
 

@@ -67,7 +67,7 @@ class Desk:
         return self._next().requests
 
     def rows(self) -> dict[str, int]:
-        """How many rows the method has, by session."""
+        """Returns the number of rows that the method has, by session."""
         self._next()
         found: dict[str, int] = {}
         for session, first, rows in self.told:

@@ -1,4 +1,4 @@
-"""What drafting passes cost: a profile's shape, the passes' own scale."""
+"""The cost of drafting passes: a profile's shape, live passes' scale."""
 
 import pytest
 

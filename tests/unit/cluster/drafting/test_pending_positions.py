@@ -1,4 +1,4 @@
-"""What was thought of a place is told once, when it is decided what came there."""
+"""Predictions for a position are reported once, when its token is committed."""
 
 from cluster.drafting.lookahead import PendingPositions
 

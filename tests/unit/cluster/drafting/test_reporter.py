@@ -1,4 +1,4 @@
-"""What a drafter reports of its passes."""
+"""A drafter's report of its passes."""
 
 import pytest
 

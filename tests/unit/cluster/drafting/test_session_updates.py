@@ -1,4 +1,4 @@
-"""What a method is told of sessions before a pass, and the texts that come of it."""
+"""Session updates that a method receives before a pass, and the resulting texts."""
 
 from cluster.drafting.requests import SessionTexts, SessionUpdates, UpdateCollector
 from tests.unit.cluster.samples import an_open

@@ -1,4 +1,4 @@
-"""When the next verdict is due."""
+"""Estimates of the next verdict's time."""
 
 import random
 

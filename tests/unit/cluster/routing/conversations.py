@@ -31,7 +31,7 @@ class Conversation:
 
 @dataclass
 class Outcome:
-    """Of one run."""
+    """Result of one run."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -124,6 +124,6 @@ class Pool:
 
 
 def outcomes(targets: int, pages: int, systems: int, seed: int, steps: int = 150) -> Iterator[Outcome]:
-    """By load alone, and by load and shared beginnings."""
+    """Runs once by load alone, and once by load and shared prefixes."""
     for most_sessions in (0.0, 4.0):
         yield Pool(targets, pages, PrefixOptions(PAGE, most_sessions), systems, seed).run(steps)

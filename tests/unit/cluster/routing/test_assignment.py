@@ -93,7 +93,7 @@ class Desk:
         self.tick(self.now)
 
     def steps(self) -> dict[tuple[str, str], int]:
-        """What was done about bad drafters."""
+        """Returns the recovery steps taken against bad drafters."""
         return {(drafter, remedy.value): count for (drafter, remedy), count in self.assignments.remedies.counts.items()}
 
     def note(self, sends: list[Send]) -> None:

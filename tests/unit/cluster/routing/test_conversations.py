@@ -1,4 +1,4 @@
-"""What it brings to send conversations where their beginnings are, and what it costs in balance."""
+"""Gain and loss of balance from sending conversations to targets with cached prefixes."""
 
 from statistics import mean
 

@@ -53,7 +53,7 @@ def a_session(target: str | None = "t1", drafter: str | None = "d1", **changes: 
 
 
 def a_verdict(session: Session, *tokens: int, accepted: int = 0, **changes: Any) -> Verdict:
-    """What the current target would say next."""
+    """Returns the current target's next verdict."""
     here = Prefix(KEY, PROMPT + session.committed)
     return replace(Verdict("s", session.attempt, len(here), here.hash, tokens, accepted, accepted), **changes)
 
@@ -236,7 +236,7 @@ def test_a_resync_is_answered_with_the_ledger_to_the_current_drafter_only():
 
 @pytest.mark.parametrize(("acceptance", "seed"), [(Acceptance.COUPLED, 7), (Acceptance.REJECTION, 8)])
 def test_a_drafter_gets_the_acceptance_seed_only_where_it_must_draw_the_same(acceptance, seed):
-    """Under ratio, a drafter that knows the seed could draft what will be accepted."""
+    """A drafter that knows the seed under rejection sampling could draft what will be accepted."""
     session = a_session(target=None, drafter=None, acceptance=acceptance)
     (to_target,) = session.assign_target("t1")
     (to_drafter,) = session.assign_drafter("d1")
@@ -327,7 +327,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.attempts = 0
 
     def checked(self, before: tuple[str | None, str | None], commands: list[Command], commits: bool = False) -> None:
-        """What must hold of every answer, given target and drafter before the event."""
+        """Checks the invariants of every answer, given target and drafter before the event."""
         assert not (self.over and commands), "something was asked for after the end"
         targets = {before[0], self.session.target}
         drafters = {before[1], self.session.drafter}
@@ -349,8 +349,9 @@ class AnyOrder(RuleBasedStateMachine):
             self.over = True
 
     def lost_by_refusal(self, before: tuple[str | None, str | None], ends: list[Any]) -> set[str | None]:
-        """A target that refused the session holds nothing of it."""
-        refused = any(isinstance(end, Failed) and isinstance(end.error, RequestError) for end in ends)
+        """A target that refused the session, or ended it for its logits, holds nothing of it."""
+        by_target = RequestError | NonFiniteLogitsError
+        refused = any(isinstance(end, Failed) and isinstance(end.error, by_target) for end in ends)
         return {before[0]} if refused else set()
 
     @property

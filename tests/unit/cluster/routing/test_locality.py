@@ -1,4 +1,4 @@
-"""How much a drafter's place counts."""
+"""Weight of a drafter's location."""
 
 from cluster.routing.membership import Endpoint
 from cluster.routing.session_router import SAME_NODE, SAME_ZONE, Locality

@@ -1,4 +1,4 @@
-"""Which target is remembered to have what of a text, and for how long."""
+"""The router's memory of prefixes cached at targets, and when it forgets them."""
 
 from cluster.page_allocator import PageAllocator
 from cluster.routing.session_router import MOST_PAGES, TOKENS_A_SESSION, PrefixAffinity, PrefixOptions, page_keys
@@ -75,7 +75,7 @@ def test_no_text_is_looked_at_beyond_a_bound_and_keys_differ_by_key() -> None:
 
 
 def test_pages_of_another_salt_are_not_found() -> None:
-    """As in the targets' caches: the real allocator shares nothing between them either."""
+    """The real allocator does not share pages between salts either."""
     pages = PageAllocator(16, PAGE, KEY)
     pages.open("first", range(17), b"mine")
     pages.reserve("first", 0, 17)

@@ -1,4 +1,4 @@
-"""When a drafter is given up, probed, and trusted again."""
+"""Circuit breakers open for silent or bad drafters, probe them, and close again."""
 
 import itertools
 

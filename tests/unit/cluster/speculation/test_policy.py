@@ -1,4 +1,4 @@
-"""When drafts pay: how long to wait, how far to draft, when to stop and when to try again."""
+"""The drafting policy: draft length, waiting time, stopping and probing."""
 
 from dataclasses import replace
 
@@ -94,7 +94,7 @@ def test_a_token_that_costs_more_than_it_brings_is_not_wanted_at_all():
 
 
 def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
-    """In full steps a rejected token displaces a certain one."""
+    """A rejected token displaces a certain one in a full step."""
     blocks = a_yield(0.6, 0.36, 0.22, 0.13)
     full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # hardly a base
     lengths = [asked(blocks, 4, Load(full, sessions), ReplicaStats()).tokens for sessions in (1, 8, 100)]
@@ -132,7 +132,7 @@ def test_what_does_not_pay_is_tried_by_few_tokens_when_there_is_something_to_spe
 
 
 def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
-    """With half of the blocks accepted, three rejections in a row are common."""
+    """Three rejections in a row are common if half of the blocks are accepted."""
     blocks = SessionStats(delay_s=0.03)
     for accepted in [1, 0] * 10:
         blocks.block_verified(2, 2, range(accepted))

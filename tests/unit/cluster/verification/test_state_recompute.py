@@ -1,4 +1,4 @@
-"""Without pages for hidden states: a step's states leave before the next step, earlier ones are recomputed."""
+"""Hidden states without pages: a step's states leave before the next step, earlier ones are recomputed."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -309,7 +309,7 @@ def test_nothing_to_offer_for_a_step_under_way_says_that_the_drafter_lives_and_n
 
 
 def test_only_steps_that_compute_anything_say_what_steps_cost():
-    """While blocks are awaited, plans may only open and close sessions."""
+    """Plans may only open and close sessions while blocks are awaited."""
     desk = Target(hold=5.0)
     for name in "ab":
         desk.open(name, tokens=(1, 2))

@@ -185,7 +185,7 @@ def test_what_loses_with_a_drafter_of_its_own_is_not_tried_with_a_shared_one():
 
 
 def test_a_shared_drafter_may_be_best_where_drafters_are_dear():
-    """At equal speed it is cheaper than a drafter per target, even though it is not the best so far."""
+    """A shared drafter is cheaper at equal speed, even though it is not the best so far."""
     plain = replace(result(0, 60.0), candidate=NON_SPECULATIVE, cost_per_million=1.0)
     own = replace(result(1, 100.0), cost_per_million=1.2)
     shared = CandidateFleet(4, 1, 4, Mode.ADAPTIVE)

@@ -348,7 +348,7 @@ def read_ahead(method: DraftModel, name: str) -> tuple[tuple[int, ...], list[Pro
 
 
 def test_blocks_are_drafted_ahead_from_recycled_states(name):
-    """After the whole block and the expected token, the chain continues as if it were one."""
+    """The chain continues after the whole block and the expected token as if it were one."""
     method = a_method(name)
     block, proposals = read_ahead(method, name)
     whole = case(name)["chain_tokens"].tolist()

@@ -148,7 +148,7 @@ def test_what_is_too_unlikely_is_not_offered(medusa: StateReading) -> None:
 
 
 def test_sampled_tokens_are_foreseen_with_the_target_s_noise(medusa: StateReading) -> None:
-    """Over seeds, tokens win by the draft's log probability plus some of the noise of their position."""
+    """Tokens win by the draft's log probability plus some of the noise of their position, over seeds."""
     logits = MEDUSA["medusa_logits_last"].log_softmax(dim=-1).double()
     found = set()
     for seed in range(20):

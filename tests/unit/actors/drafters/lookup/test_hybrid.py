@@ -182,7 +182,7 @@ THEN_EAGLE: dict[str, Any] = {"method": "hybrid", "hybrid": {"then": "eagle"}}
 
 
 def test_states_pass_through_to_the_second_method() -> None:
-    """On a text without matches it drafts as the head alone does."""
+    """A text without matches is drafted as by the head alone."""
     known = case("eagle3")
     tokens = decided(known)
     draft = DraftPool.model_validate({**THEN_EAGLE, "model": str(checkpoint("eagle3")), "ngram": {"min_ngram": 4}})
