@@ -84,7 +84,9 @@ def told(message: Any) -> list[tuple[str, str]]:
 async def test_chats_call_whole_streamed_and_without_speculation(monkeypatch, fields, names, most, end):
     async with client(monkeypatch) as front:
         accepted = 0
-        for seed in SEEDS:
+        for seed in range(40):  # two, unless a busy machine kept the drafter from answering in time
+            if seed >= 2 and accepted:
+                break
             asked = {"model": "toy", "messages": USER, "tools": TOOLS, "seed": seed, **fields}
             whole = await front.chat.completions.create(**asked)
             (choice,) = whole.choices
