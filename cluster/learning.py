@@ -1,0 +1,215 @@
+"""Learning from traffic: which sessions become examples, and which trained version of the draft is promoted.
+
+Routers offer finished sessions as `Example`s. A trainer fits the draft to them, compares the candidate with the current
+version on sessions that neither has seen, and promotes it if it is better. Everything here is pure: the store, the
+trainer and the folder of versions are in `actors.learning`.
+
+* `may_learn` decides on consent. Without a configuration, nothing is ever kept.
+* `sketch` maps an answer to a few hashes; two answers that share one are near-duplicates and count once.
+* `is_held_out` sets aside a fixed share of the examples by content, so an example never changes sides.
+* `compare` and `decide` judge a candidate. The unit is a session, because its tokens are not independent.
+
+A draft never changes an answer under Gumbel coupling or greedy decoding, so a version may replace another in the middle
+of an answer.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from hashlib import blake2b
+from statistics import NormalDist, fmean, stdev
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from protos.frozen import value
+
+SHINGLE = 4  # tokens
+BANDS = 4
+HASHES_PER_BAND = 6  # answers with 90 % equal shingles share a band with probability 0.95, those with 50 % with 0.06
+HELD_OUT = 6  # one example in so many is never trained on
+
+
+class Consent(StrEnum):
+    """Whose sessions become examples."""
+
+    ALL = "all"  # unless a request or its API key opts out
+    OPTED_IN = "opted_in"  # only those of requests that opt in
+
+
+@value
+class Source:
+    """Where an example comes from; both may be unknown."""
+
+    key: str = ""  # name of the API key
+    prompt_version: str = ""
+
+
+@value
+class Example:
+    """One finished session: the target's own answer to a prompt, in token ids."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    source: Source = Source()
+
+
+def may_learn(consent: Consent, choice: str | None, key_contributes: bool) -> bool:
+    """Decides whether a request may become an example; `choice` is its `metadata.learn`, "true" or "false"."""
+    if not key_contributes or choice == "false":
+        return False
+    return consent is Consent.ALL or choice == "true"
+
+
+def _digest(*numbers: int) -> int:
+    data = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def sketch(answer: Sequence[int]) -> tuple[int, ...]:
+    """Returns one hash per band of an answer's MinHash signature (Broder, 1997), as signed 64-bit integers."""
+    width = min(SHINGLE, len(answer))
+    shingles = {_digest(*answer[start : start + width]) for start in range(len(answer) - width + 1)}
+    # One hash a shingle, permuted by multiplication with odd constants, stands for so many independent hashes.
+    factors = [2 * _digest(index) + 1 for index in range(BANDS * HASHES_PER_BAND)]
+    least = [min((shingle * factor) % (1 << 64) for shingle in shingles) for factor in factors] if shingles else [0]
+    bands = [least[first : first + HASHES_PER_BAND] for first in range(0, len(least), HASHES_PER_BAND)]
+    return tuple(_digest(index, *(each - (1 << 63) for each in band)) for index, band in enumerate(bands))
+
+
+def is_held_out(example: Example) -> bool:
+    """Returns True for examples that only evaluations may use."""
+    return _digest(*example.prompt, *example.answer) % HELD_OUT == 0
+
+
+@value
+class SessionScore:
+    """How a draft does on one example, teacher-forced."""
+
+    tokens: int  # of the answer
+    agreed: int  # those that the draft's first choice equals
+    verifies: int  # target steps that the answer takes with this draft
+
+
+def score(agreements: Sequence[bool], draft_tokens: int) -> SessionScore:
+    """Counts the target steps of an answer, given at which of its tokens the draft's first choice is right.
+
+    This is exact for greedy chains without a lookahead: while the draft agrees, its own tokens are the target's.
+    """
+    verifies = position = 0
+    while position < len(agreements):
+        accepted = 0
+        while accepted < draft_tokens and position < len(agreements) and agreements[position]:
+            accepted += 1
+            position += 1
+        position += 1  # the target's own token
+        verifies += 1
+    return SessionScore(len(agreements), sum(agreements), verifies)
+
+
+class Figures(BaseModel):
+    """Totals of an evaluation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sessions: int
+    agreement: float  # share of tokens at which the draft's first choice is the target's token
+    tokens_per_verify: float
+
+    @classmethod
+    def of(cls, scores: Sequence[SessionScore]) -> "Figures":
+        tokens = sum(each.tokens for each in scores)
+        agreed = sum(each.agreed for each in scores)
+        verifies = sum(each.verifies for each in scores)
+        return cls(
+            sessions=len(scores),
+            agreement=agreed / tokens if tokens else 0.0,
+            tokens_per_verify=tokens / verifies if verifies else 0.0,
+        )
+
+
+class Comparison(BaseModel):
+    """A candidate against the current version, on the same examples."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    before: Figures
+    after: Figures
+    low: float  # bounds of the ratio of tokens per verify, after to before, at 95 % confidence
+    high: float
+
+
+def compare(before: Sequence[SessionScore], after: Sequence[SessionScore], confidence: float = 0.95) -> Comparison:
+    """Compares two drafts' scores of the same sessions, in the same order.
+
+    The interval of the ratio is the delta method's for paired sessions: the answers are equal, so the ratio of tokens
+    per verify is that of verifies, and its error is that of the mean of `before - ratio * after`.
+    """
+    assert [each.tokens for each in before] == [each.tokens for each in after], "both drafts score the same sessions"
+    figures = Figures.of(before), Figures.of(after)
+    total = sum(each.verifies for each in after)
+    if not total:
+        return Comparison(before=figures[0], after=figures[1], low=0.0, high=math.inf)
+    ratio = sum(each.verifies for each in before) / total
+    if len(before) < 2:
+        return Comparison(before=figures[0], after=figures[1], low=0.0, high=math.inf)
+    errors = [one.verifies - ratio * other.verifies for one, other in zip(before, after, strict=True)]
+    mean = fmean(each.verifies for each in after)
+    half = NormalDist().inv_cdf((1 + confidence) / 2) * stdev(errors) / math.sqrt(len(errors)) / mean
+    return Comparison(before=figures[0], after=figures[1], low=ratio - half, high=ratio + half)
+
+
+class State(StrEnum):
+    """What became of a version."""
+
+    CURRENT = "current"
+    REJECTED = "rejected"  # it was not better, or it forgot
+    REPLACED = "replaced"  # by a later version
+    ROLLED_BACK = "rolled_back"
+
+
+@value
+class Decision:
+    """Whether a candidate is promoted, and why."""
+
+    is_better: bool
+    reason: str
+
+
+def decide(recent: Comparison, general: Comparison | None, max_general_loss: float, min_sessions: int) -> Decision:
+    """Decides on promotion by held-out recent sessions and, if there are any, general examples.
+
+    `max_general_loss` bounds the loss of agreement on general examples, in absolute terms. Figures that are not finite
+    never promote.
+    """
+    if recent.after.sessions < min_sessions:
+        return Decision(False, f"{recent.after.sessions} held-out sessions, {min_sessions} needed")
+    if not recent.low > 1:
+        return Decision(
+            False,
+            f"tokens per verify {recent.before.tokens_per_verify:.2f} -> {recent.after.tokens_per_verify:.2f},"
+            f" interval of the ratio {recent.low:.3f} to {recent.high:.3f} reaches 1",
+        )
+    if general is not None and not (loss := general.before.agreement - general.after.agreement) <= max_general_loss:
+        return Decision(False, f"agreement on general examples falls by {loss:.3f}, more than {max_general_loss:g}")
+    return Decision(
+        True, f"tokens per verify {recent.before.tokens_per_verify:.2f} -> {recent.after.tokens_per_verify:.2f}"
+    )
+
+
+class Manifest(BaseModel):
+    """The record of one version, kept beside its weights. Version 0 is the configured draft."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = Field(gt=0)
+    parent: int = Field(ge=0)
+    created: float  # Unix time, in seconds
+    state: State
+    reason: str
+    method: str  # drafting method of the weights
+    target: str  # fingerprint of the target that it learned from
+    examples: int
+    tokens: int  # of their answers
+    seconds: float  # of training
+    recent: Comparison | None = None
+    general: Comparison | None = None
