@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import ErrorDetails
 
 from cluster.config_sections import (
+    LEARNING_METHODS,
     PROJECTING_HEADS,
     SECTIONS_TAKEN,
     STATE_READERS,
@@ -37,6 +38,7 @@ from cluster.config_sections import (
     faults_of,
 )
 from cluster.errors import ConfigError
+from cluster.learning import Consent
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 
@@ -254,6 +256,51 @@ def _refuse_earlier_method(value: Any) -> Any:
     return value
 
 
+IDLE = Resources(num_cpus=0, background=True)
+
+
+def _idle_resources(value: Any) -> Any:
+    return IDLE if value == "idle" else value
+
+
+class LearningOptions(Section):
+    """Learning from traffic: finished sessions become examples, from which a trainer improves the draft.
+
+    Absent by default: nothing is kept.
+    """
+
+    folder: str = Field(
+        description="folder of examples and trained versions, which routers, trainer and drafters share: a local disk,"
+        " or a mounted volume on a cluster of several nodes"
+    )
+    consent: Consent = Field(
+        Consent.OPTED_IN,
+        description='opted_in: keep only requests with metadata.learn "true"; all: keep all but those with "false".'
+        " A key with learn: false never contributes",
+    )
+    max_tokens: Positive = Field(2_000_000, description="tokens of examples to keep; the oldest leave first")
+    max_age_days: float = Field(30, gt=0, description="days to keep an example")
+    resources: Annotated[Resources, BeforeValidator(_idle_resources)] = Field(
+        IDLE,
+        description="what the trainer's process reserves. idle: nothing; it computes only while no other process wants"
+        " its cores (CPUs only)",
+    )
+    min_examples: Positive = Field(200, description="new examples that start a training")
+    epochs: float = Field(2, gt=0, description="passes over the examples in a training")
+    learning_rate: float = Field(1.5e-4, gt=0, description="of AdamW, at its highest")
+    replay: str | None = Field(
+        None,
+        description="general examples against forgetting: a file of conversations (JSON lines), or a folder of such"
+        " files. Without it, only held-out traffic decides",
+    )
+    replay_share: float = Field(0.5, ge=0, lt=1, description="share of general examples in each batch")
+    max_general_loss: float = Field(
+        0.03, ge=0, description="most agreement on general examples that a promoted version may lose"
+    )
+    min_sessions: Positive = Field(20, description="held-out sessions that a promotion needs")
+    keep_versions: int = Field(4, ge=2, description="versions to keep on disk")
+
+
 class DraftPool(Section):
     """The pool of drafters. Each method's options are in the section of its name.
 
@@ -296,6 +343,7 @@ class DraftPool(Section):
     eagle: EagleOptions = EagleOptions()
     mtp: HeadOptions = HeadOptions()
     states: StatesOptions = StatesOptions()
+    learning: LearningOptions | None = Field(None, description="learning from traffic; default: off")
     replicas: DraftReplicas = DraftReplicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
@@ -326,7 +374,19 @@ class DraftPool(Section):
             if quantization != "none" and self.resources.num_gpus:
                 raise ValueError(f"{section}.quantization {quantization} is for CPUs; remove it")
         _check_slots(self.replicas, self.max_sessions)
+        self._check_learning()
         return self
+
+    def _check_learning(self) -> None:
+        if self.learning is None:
+            return
+        if self.model_method not in LEARNING_METHODS:
+            raise ValueError(
+                f"learning is configured, but method {self.method} does not learn; remove it, or set method to one of"
+                f" {', '.join(sorted(LEARNING_METHODS))}"
+            )
+        if self.learning.resources.background and self.resources.num_gpus:
+            raise ValueError("learning.resources is idle, which is for CPUs; give the trainer resources of its own")
 
 
 class SpeculationConfig(Section):

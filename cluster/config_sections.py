@@ -226,6 +226,9 @@ PROJECTING_HEADS = frozenset({"dflash", "eagle"})
 TAKING_MODELS = frozenset({"draft_model"}) | HEADS
 """Methods that load a checkpoint of their own; hybrid does if its model-based method does."""
 
+LEARNING_METHODS = frozenset({"draft_model"})
+"""Methods whose weights `draft.learning` trains; hybrid's if its model-based method is one of them."""
+
 
 class TrustConfig(Section):
     """Authentication of routers, drafters and targets on their gRPC streams: `certificates`, `token_file` or neither.
@@ -286,6 +289,7 @@ class ApiKey(Section):
         None,
         description="keys with the same salt share cached prompt prefixes; default: this key shares with no other key",
     )
+    learn: bool = Field(True, description="false: requests with this key never become examples for draft.learning")
 
 
 class TracingConfig(Section):

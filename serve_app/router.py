@@ -19,6 +19,7 @@ from actors.net.streams import Link
 from cluster.audit import Audits
 from cluster.envelope import Send
 from cluster.errors import CapacityError, DrainingError
+from cluster.learning import Example
 from cluster.routing.ledger import CommittedTokens, Ended, Event, Failed, Generation, Phase, Session
 from cluster.routing.membership import Endpoint, Membership
 from cluster.routing.session_router import Assignment, PrefixOptions, SessionRouter
@@ -87,6 +88,7 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         credentials: Credentials | None = None,  # presented to targets and drafters
         tracer: SessionTracer | None = None,
+        examples: Callable[[Example], None] | None = None,  # takes ended sessions that drafts may learn from
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
@@ -97,6 +99,7 @@ class Router:
         self._clock = clock
         self._credentials = credentials or NoCredentials()
         self._tracer = tracer or NoTracing()
+        self._examples = examples
         self._draining = False
         self._ended = False
         self._end: asyncio.TimerHandle | None = None
@@ -141,6 +144,13 @@ class Router:
             self._send(self._assignments.cancel(assignment))
             if not self._draining:
                 self.audits.ended(assignment.session, assignment.served_by)
+            self._offer_example(assignment.session)
+
+    def _offer_example(self, session: Session) -> None:
+        """Passes an ended session on as an example, if its request agreed."""
+        source = session.generation.learn_from
+        if self._examples is not None and source is not None and session.committed:
+            self._examples(Example(session.generation.prompt, session.committed, source))
 
     def _tell(self, assignment: ClientAssignment, event: Event) -> None:
         assignment.out.put_nowait(event)

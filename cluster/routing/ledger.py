@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from cluster.errors import NonFiniteLogitsError, RequestError, SlipstreamError, TargetLostError
+from cluster.learning import Source
 from cluster.trust import issue
 from protos.frozen import value
 from protos.messages import (
@@ -65,6 +66,7 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
     wants_rejected: bool = False  # whether `CommittedTokens` contains rejected draft tokens
+    learn_from: Source | None = None  # the origin of the example that the session becomes; None: it becomes none
 
 
 @value

@@ -37,6 +37,7 @@ class Caller:
     max_sessions: int | None = None
     max_tokens: int | None = None
     cache_salt: str = ""
+    learn: bool = True  # False: its requests never become examples
     sessions: int = 0  # sessions in flight
 
     @contextmanager
@@ -106,7 +107,7 @@ class Callers:
 
 def _caller(name: str, key: ApiKey) -> Caller:
     salt = f"key {name}" if key.cache_salt is None else f"salt {key.cache_salt}"
-    return Caller(name, key.max_sessions, key.max_tokens, salt)
+    return Caller(name, key.max_sessions, key.max_tokens, salt, key.learn)
 
 
 def _combined(key_salt: str, request_salt: str) -> str:

@@ -89,6 +89,7 @@ from serve_app.api.validation import (
     GenerationDefaults,
     bad_words_of,
     check_request,
+    learning_source,
     resolve,
     truncated,
 )
@@ -406,6 +407,7 @@ class ApiEndpoint(Generic[RequestT]):
             grammar="" if grammar is None else grammar.text,
             bad_words=bad_words_of(request, service.text),
             traceparent=record.traceparent,
+            learn_from=learning_source(request, service.config.draft.learning, caller.name or "", caller.learn),
         )
         head = Head(
             id=f"{self._format.id_prefix}{request.request_id or record.name}",

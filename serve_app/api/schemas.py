@@ -164,6 +164,7 @@ MAX_CHOICES = 128
 MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 512
 PROMPT_VERSION = "prompt_version"  # key of `metadata` that metrics and traces report
+LEARN = "learn"  # key of `metadata` by which a request opts in to or out of learning
 VERSION_PATTERN = r"[\w.:/@+-]{1,64}"
 MAX_EFFORT_CHARS = 32
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII, since a header carries it
@@ -299,6 +300,11 @@ class GenerationRequest(SamplingFields, UnservedFields):
         return (self.metadata or {}).get(PROMPT_VERSION)
 
     @property
+    def learn(self) -> str | None:
+        """Returns the client's choice in `metadata`, "true" or "false", whether drafts may learn from the answer."""
+        return (self.metadata or {}).get(LEARN)
+
+    @property
     def answer_format(self) -> AnswerFormat | None:
         """Returns `response_format`, which only chats and completions have."""
         return self.response_format
@@ -324,6 +330,8 @@ class GenerationRequest(SamplingFields, UnservedFields):
         if version is not None and re.fullmatch(VERSION_PATTERN, version) is None:
             rule = "prompt_version has to be 1 to 64 letters, digits or any of _.:/@+-"
             raise PydanticCustomError("prompt_version", rule)
+        if (value or {}).get(LEARN, "true") not in ("true", "false"):
+            raise PydanticCustomError("learn", 'learn has to be "true" or "false"')
         return value
 
     @property

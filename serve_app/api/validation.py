@@ -11,8 +11,9 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import GenerationConfig
 
-from cluster.config import SlipstreamConfig
+from cluster.config import LearningOptions, SlipstreamConfig
 from cluster.errors import ConfigError, RequestError
+from cluster.learning import Source, may_learn
 from cluster.routing.ledger import Generation
 from protos.from_pb import REPETITION_PENALTIES
 from protos.messages import Acceptance, Sampling, Scoring, TokenRules
@@ -160,6 +161,7 @@ def resolve(
     grammar: str = "",
     bad_words: tuple[tuple[int, ...], ...] = (),
     traceparent: str = "",
+    learn_from: Source | None = None,
 ) -> list[Generation]:
     """Returns the sessions of a checked request: `n` for each prompt, in the order of the answer's choices."""
     generations = []
@@ -190,10 +192,20 @@ def resolve(
                 cache_salt=request.cache_salt or "",
                 wants_rejected=request.speculation.rejected,
                 traceparent=traceparent,
+                learn_from=learn_from,
             )
             for choice in range(request.n)
         ]
     return generations
+
+
+def learning_source(
+    request: GenerationRequest, learning: LearningOptions | None, key: str, key_contributes: bool
+) -> Source | None:
+    """Returns the origin to keep with the request's sessions as examples; None if they must not become any."""
+    if learning is None or not may_learn(learning.consent, request.learn, key_contributes):
+        return None
+    return Source(key, request.prompt_version or "")
 
 
 def _check_count(request: GenerationRequest, most: int) -> None:

@@ -26,6 +26,7 @@ from cluster.config_sections import TrustConfig
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.session_table import DrafterLimits
+from cluster.learning import Example
 from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.speculation.controller import Adaptive, ReferenceLoop
@@ -183,6 +184,7 @@ async def cluster(
     grammars: GrammarCompiler | None = None,  # over the vocabulary
     sessions: int = SESSIONS,  # that each target and each drafter serves at once
     tracer: Callable[[str], SessionTracer] = lambda _: NoTracing(),  # of a service, by its name
+    examples: Callable[[Example], None] | None = None,  # takes sessions that drafts may learn from
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
     tasks: list[asyncio.Task[None]] = []
@@ -231,7 +233,13 @@ async def cluster(
     limits_of_router = RouterLimits(max_sessions=100, target_wait_s=target_wait_s)
     shown = credentials_of(trust, PeerRole.ROUTER)
     router = Router(
-        StaticMembership(members), IDENTITY, limits_of_router, audits, credentials=shown, tracer=tracer("router")
+        StaticMembership(members),
+        IDENTITY,
+        limits_of_router,
+        audits,
+        credentials=shown,
+        tracer=tracer("router"),
+        examples=examples,
     )
     tasks.append(asyncio.create_task(router.run()))
     whole = Cluster(router, pace, replicas, drafting, servers, differences)

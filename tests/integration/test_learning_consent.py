@@ -1,0 +1,104 @@
+"""Which answers become examples, from the HTTP request to the files: consent by deployment, key and request."""
+
+import hashlib
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from actors.learning.examples import ExampleStore, ExampleWriter
+from actors.models.decoder import ToyRunner
+from cluster.config import validated
+from cluster.learning import Source
+from serve_app.api.app import create_api
+from serve_app.api.metrics import Metrics
+from serve_app.api.replies import HealthReport
+from serve_app.api.text import TextCodec
+from tests.byte_tokenizer import byte_tokenizer
+from tests.integration import harness
+
+TOKENIZER = byte_tokenizer()
+VOCABULARY = len(TOKENIZER)
+LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(7))
+KEYS = {"open": {"sha256": hashlib.sha256(b"sk-open").hexdigest()}}
+KEYS["closed"] = {"sha256": hashlib.sha256(b"sk-closed").hexdigest(), "learn": False}
+
+
+def opened(folder: Path) -> ExampleStore:
+    return ExampleStore(folder, 1_000_000, 86_400.0)
+
+
+@asynccontextmanager
+async def front(monkeypatch: Any, folder: Path, consent: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A server that learns with this consent; its examples are all written when it ends."""
+    monkeypatch.setattr(harness, "VOCABULARY", VOCABULARY)
+    writer = ExampleWriter(lambda: opened(folder), "toy")
+    made = {"target_runner": lambda _: ToyRunner(LOGITS), "draft_logits": LOGITS, "examples": writer.offer}
+    async with harness.cluster(**made, lock_step=True) as c:
+        c.hurry()
+        learning = {"folder": str(folder), "consent": consent}
+        config = validated(
+            {
+                "model": {"target": "models/toy", "max_context": 512},
+                "draft": {"model": "models/draft", "learning": learning},
+                "server": {"keys": KEYS},
+            }
+        )
+
+        async def ready() -> HealthReport:
+            return HealthReport(status="ok", audit="ok")
+
+        codec = TextCodec(TOKENIZER, (TOKENIZER.eos_token_id,))
+        api = create_api(c.router, codec, config, Metrics(), ready)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://toy") as client:
+            yield client
+    writer.close()
+
+
+async def answer(client: httpx.AsyncClient, key: str, seed: int, learn: str | None) -> str:
+    metadata = {"prompt_version": "v1"} | ({} if learn is None else {"learn": learn})
+    body = {"model": "toy", "prompt": f"request {seed}", "max_tokens": 48, "seed": seed, "metadata": metadata}
+    headers = {"Authorization": f"Bearer sk-{key}"}
+    reply = await client.post("/v1/completions", json=body | {"ignore_eos": True}, headers=headers, timeout=60)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["choices"][0]["text"]
+    return text
+
+
+async def served(client: httpx.AsyncClient) -> dict[tuple[str, str | None], str]:
+    """Texts by key and choice."""
+    cases = [(key, learn) for key in ("open", "closed") for learn in (None, "true", "false")]
+    return {case: await answer(client, case[0], seed, case[1]) for seed, case in enumerate(cases)}
+
+
+def on_disk(folder: Path, prompt: str) -> bool:
+    tokens: Sequence[int] = TOKENIZER.encode(prompt, add_special_tokens=False)
+    data = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    return array("i", tokens).tobytes() in data or prompt.encode() in data
+
+
+async def test_only_agreed_answers_reach_the_disk(monkeypatch, tmp_path):
+    kept_with = {"opted_in": [("open", "true")], "all": [("open", None), ("open", "true")]}
+    for consent, kept in kept_with.items():
+        folder = tmp_path / consent
+        async with front(monkeypatch, folder, consent) as client:
+            texts = await served(client)
+        store = opened(folder)
+        examples = store.read("toy")
+        store.close()
+        assert [TOKENIZER.decode(each.answer, skip_special_tokens=True) for each in examples] == [texts[case] for case in kept]
+        assert {each.source for each in examples} == {Source("open", "v1")}
+        found = [on_disk(folder, f"request {seed}") for seed in range(6)]
+        assert found == [case in kept for case in texts]
+
+
+async def test_a_choice_that_is_no_choice_is_refused(monkeypatch, tmp_path):
+    async with front(monkeypatch, tmp_path, "all") as client:
+        body = {"model": "toy", "prompt": "x", "max_tokens": 4, "metadata": {"learn": "yes"}}
+        reply = await client.post("/v1/completions", json=body, headers={"Authorization": "Bearer sk-open"})
+    assert reply.status_code == 400
+    assert 'learn has to be "true" or "false"' in reply.json()["error"]["message"]
