@@ -64,7 +64,8 @@ class Tree:
 
     @property
     def document_words(self) -> int:
-        paths = [*self.root.glob("*.md"), *(self.root / "docs").rglob("*.md")]
+        folders = [self.root / name for name in ("docs", "examples", "k8s")]
+        paths = [*self.root.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))]
         return sum(len(path.read_text().split()) for path in paths)
 
     def request_path(self) -> list[str]:

@@ -82,13 +82,13 @@ class ModelConfig(Section):
     """The model that is served."""
 
     target: str = Field(
-        description="Hugging Face id or folder of the target model; ~ is expanded, and relative paths start at the file"
+        description="Hugging Face id or folder of the target; relative paths start at the file"
     )
     served_name: str | None = Field(None, description="model name in the API; default: the last part of target")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="weight and activation type of target and draft model"
+        "bfloat16", description="type of weights and activations, target and draft"
     )
-    max_context: Positive = Field(2048, description="most tokens of a session, prompt included")
+    max_context: Positive = Field(2048, description="tokens of a session, prompt included")
 
     @property
     def name(self) -> str:
@@ -98,21 +98,21 @@ class ModelConfig(Section):
 class Resources(Section):
     """Resources that Ray reserves for one process that runs a model."""
 
-    num_cpus: float = Field(1, ge=0, description="CPUs; may be a fraction")
+    num_cpus: float = Field(1, ge=0, description="CPUs or a fraction")
     num_gpus: float = Field(
         0,
         ge=0,
-        description="GPUs; a fraction shares one: 0.25 puts four processes on a GPU, each with a quarter of its memory",
+        description="GPUs or a fraction, which limits memory too",
     )
-    accelerator_type: str | None = Field(None, description="Ray accelerator type, such as L4 or H100; default: any")
-    custom: dict[str, float] = Field(default_factory=dict, description="amounts of custom Ray resources")
-    labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that the node must carry")
-    threads: Positive = Field(1, description="CPU threads of the model's process")
+    accelerator_type: str | None = Field(None, description="Ray accelerator type, such as L4")
+    custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
+    labels: dict[str, str] = Field(default_factory=dict, description="labels that the Ray node must have")
+    threads: Positive = Field(1, description="CPU threads of the model")
     cpu_affinity: tuple[int, ...] = Field(
-        (), description="cores that the process, or a target and its coordinator, may run on; empty: any"
+        (), description="cores to run on; empty: any"
     )
     background: bool = Field(
-        False, description="run the model at idle priority: only while no other process wants its cores"
+        False, description="run the model at idle priority"
     )
 
     @model_validator(mode="after")
@@ -134,8 +134,8 @@ class CacheConfig(Section):
     gib: float | None = Field(
         None,
         gt=0,
-        description="memory of the cache; default: enough for max_sessions sessions of max_context tokens, but at most"
-        " half of the memory that is free after loading; on a GPU, nine tenths of it or of the num_gpus fraction",
+        description="memory of the cache; default: max_sessions times max_context tokens, at most half of the free"
+        " memory; on a GPU, nine tenths of it or of the num_gpus fraction",
     )
 
 
@@ -148,10 +148,10 @@ class Replicas(Section):
         None, gt=0, description="sessions per replica that autoscaling aims for; default: half of max_sessions"
     )
     up_delay_s: float = Field(
-        10, ge=0, description="seconds that load must call for more replicas before any are added"
+        10, ge=0, description="seconds of higher demand before replicas are added"
     )
     down_delay_s: float = Field(
-        300, ge=0, description="seconds that fewer replicas must suffice before any are removed"
+        300, ge=0, description="seconds of lower demand before replicas are removed"
     )
 
     @model_validator(mode="after")
@@ -165,7 +165,7 @@ class TargetReplicas(Replicas):
     """Scaling of the target pool, which is never empty."""
 
     min: Positive = Field(1, description="fewest replicas")
-    first_token_s: Seconds = Field(2, description="seconds to first token above which queueing prompts add replicas")
+    first_token_s: Seconds = Field(2, description="seconds to first token above which waiting prompts add replicas")
 
 
 class DraftReplicas(Replicas):
@@ -174,9 +174,9 @@ class DraftReplicas(Replicas):
     It may be empty; targets then decode without speculation until drafters are started.
     """
 
-    min: Annotated[int, Field(ge=0)] = Field(1, description="fewest replicas; 0: none while there is no load")
+    min: Annotated[int, Field(ge=0)] = Field(1, description="fewest replicas; 0: none without load")
     per_target: float | None = Field(
-        None, gt=0, description="drafters per target replica, regardless of load; default: scale by load"
+        None, gt=0, description="drafters per target replica; default: scale by load"
     )
 
     @model_validator(mode="after")
@@ -200,28 +200,28 @@ class TargetPool(Section):
 
     engine: Literal["slipstream", "vllm", "mixed"] = Field(
         "slipstream",
-        description="vllm: vLLM, an optional dependency, runs the forward passes and manages the KV cache; drafts are"
-        " then chains and acceptance is coupled. mixed: every second replica uses vLLM",
+        description="vllm: vLLM computes; drafts are chains, acceptance is coupled. mixed: every second replica uses"
+        " vLLM",
     )
-    vllm: dict[str, Any] = Field(default_factory=dict, description="vLLM EngineArgs by name, such as quantization")
-    tensor_parallel: Positive = Field(1, description="tensor-parallel ranks per replica")
+    vllm: dict[str, Any] = Field(default_factory=dict, description="vLLM EngineArgs, such as quantization")
+    tensor_parallel: Positive = Field(1, description="ranks per replica")
     replicas: TargetReplicas = TargetReplicas()
     resources_per_rank: Resources = Resources()
     cache_per_rank: CacheConfig = CacheConfig()
-    max_sessions: Positive = Field(16, description="sessions that one replica runs at once; more queue")
+    max_sessions: Positive = Field(16, description="concurrent sessions per replica; more queue")
     max_step_tokens: Positive = Field(
-        512, description="most tokens of one forward pass; long prompts are prefilled in chunks"
+        512, description="tokens per forward; longer prompts are prefilled in chunks"
     )
     step_timeout_s: Seconds = Field(
         60,
-        description="seconds after which a hanging step ends the replica. A step also ends it after thirty times the"
-        " measured time for its size, but not before ten seconds",
+        description="seconds of a step after which the replica ends; also after thirty times the measured time, but"
+        " at least ten seconds",
     )
     start_timeout_s: Seconds = Field(
-        3600, description="seconds to load and measure the model; then the replica ends and Serve starts another"
+        3600, description="seconds to load and measure the model; then the replica is replaced"
     )
     drain_s: Seconds = Field(
-        30, description="seconds that a stopping replica keeps serving sessions that no other replica has a slot for"
+        30, description="seconds that a stopping replica serves sessions that fit nowhere else"
     )
 
     @model_validator(mode="after")
@@ -324,13 +324,10 @@ class DraftPool(Section):
         BeforeValidator(_refuse_earlier_method),
     ] = Field(
         "draft_model",
-        description="how drafts are made. draft_model: a small model; ngram: search the text for its last tokens;"
-        " suffix: search recent answers, too; hybrid: ngram, with a model when it finds no good match; layer_skip: some"
-        " of the target's own layers; medusa, mlp_speculator, dflash, eagle: published heads, which read the target's"
-        " hidden states; mtp: the multi-token-prediction module of the target's own checkpoint",
+        description="drafting method, see docs/drafts.md",
     )
     model: str | None = Field(
-        None, description="Hugging Face id or folder of the draft model or head, if the method has one"
+        None, description="Hugging Face id or folder of the draft model or head"
     )
     draft_model: DraftModelOptions = DraftModelOptions()
     ngram: NgramOptions = NgramOptions()
@@ -347,7 +344,7 @@ class DraftPool(Section):
     replicas: DraftReplicas = DraftReplicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
-    max_sessions: Positive = Field(64, description="sessions that one drafter serves at once")
+    max_sessions: Positive = Field(64, description="concurrent sessions per drafter")
     start_timeout_s: Seconds = Field(3600, description="as `target.start_timeout_s`")
 
     @property
@@ -399,13 +396,12 @@ class SpeculationConfig(Section):
         Literal["coupled", "rejection"], BeforeValidator(lambda value: "rejection" if value == "ratio" else value)
     ] = Field(
         "coupled",
-        description="acceptance rule. coupled: Gumbel coupling; rejection: rejection sampling (ratio is an alias)."
-        " Requests with a seed always use coupled",
+        description="Gumbel coupling or rejection sampling (alias: ratio); requests with a seed use coupled",
     )
     schedule: Literal["adaptive", "lock_step"] = Field(
         "adaptive",
-        description="adaptive: choose draft lengths and waiting times by measured benefit; lock_step: draft"
-        " draft_tokens tokens for all sessions, then verify all (the reference that adaptive is compared with)",
+        description="adaptive: lengths and waiting by measured benefit; lock_step: draft draft_tokens for all"
+        " sessions, then verify all",
     )
 
     @property
@@ -416,89 +412,86 @@ class SpeculationConfig(Section):
 class AuditConfig(Section):
     """Audits of finished requests: an idle target decides them again without speculation, and the router compares."""
 
-    share: float = Field(0.0, ge=0, le=1, description="share of requests to audit; 0: none")
+    share: float = Field(0.0, ge=0, le=1, description="share of requests to audit")
     near_tie: float | None = Field(
-        None, ge=0, description="margin in logits below which a difference counts as rounding; default: by model.dtype"
+        None, ge=0, description="margin in logits below which a difference is rounding; default: by model.dtype"
     )
-    max_waiting: Positive = Field(64, description="requests that may wait for an audit; more are dropped")
+    max_waiting: Positive = Field(64, description="waiting requests; more are dropped")
     max_waiting_tokens: Positive = Field(
-        1 << 18, description="tokens of all waiting requests together, prompts included"
+        1 << 18, description="tokens of waiting requests, prompts included"
     )
     records: str | None = Field(
-        None, description="file to which differences are appended as JSON lines; default: only logged"
+        None, description="file for differences as JSON lines; default: log only"
     )
-    max_record_bytes: Positive = Field(1 << 20, description="size of the file at which no more is appended")
+    max_record_bytes: Positive = Field(1 << 20, description="size at which the file stops growing")
 
 
 class AdminConfig(Section):
     """A separate address for `/metrics` and the live page; it serves the API, too."""
 
-    host: str = Field("127.0.0.1", description="address to listen on, on each machine with a router")
+    host: str = Field("127.0.0.1", description="address of the port below, on each machine with a router")
     port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="port for `/metrics` and the live page, which server.port then does not serve; 0: server.port"
-        " serves them",
+        description="separate port for `/metrics` and the live page; 0: server.port serves them",
     )
 
 
 class ServerConfig(Section):
     """The HTTP API and the routers."""
 
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all interfaces")
+    host: str = Field("127.0.0.1", description="address; 0.0.0.0: all interfaces")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
     routers: Positive = Field(1, description="router replicas")
-    max_body_bytes: Positive = Field(4 << 20, description="largest request body; larger ones get 413")
+    max_body_bytes: Positive = Field(4 << 20, description="largest request body; else 413")
     body_timeout_s: Seconds = Field(
-        30, description="seconds in which a request body must arrive; slower requests get 408"
+        30, description="seconds to receive a body; else 408"
     )
     request_timeout_s: Seconds | None = Field(
         None,
-        description="seconds for a whole request, answer included; slower ones get 408, or an error that ends their"
-        " stream; default: no limit",
+        description="seconds for a whole request; else 408, or an error in the stream; default: none",
     )
     keep_alive_s: Positive = Field(60, description="seconds that an idle connection stays open")
     max_requests: Positive = Field(
         1024,
-        description="sessions in flight per router, request bodies read at once, and requests queued at Serve's proxy;"
-        " more get 429",
+        description="sessions in flight per router, bodies read at once, and requests queued at Serve's proxy; else"
+        " 429",
     )
     max_request_sessions: Positive = Field(
-        128, description="sessions of one request: its prompts times n; more get 400"
+        128, description="sessions of one request: prompts times n; else 400"
     )
     generation_defaults: Literal["model", "none"] = Field(
         "model",
-        description="defaults for sampling parameters that a request omits. model: from the checkpoint's"
-        " generation_config.json, else OpenAI's; none: OpenAI's",
+        description="model: omitted sampling parameters come from generation_config.json; none: from OpenAI's"
+        " defaults",
     )
-    drain_s: Seconds = Field(30, description="seconds that running requests may continue when the server stops")
+    drain_s: Seconds = Field(30, description="seconds that running requests may continue after a stop")
     stream_interval: Positive = Field(
         1,
-        description="fewest tokens per stream event, except the first and the last. Higher values cost less CPU in"
-        " router, proxy and client, and make streams less smooth",
+        description="tokens per stream event, at least; more cost less CPU",
     )
-    target_wait_s: Seconds = Field(60, description="seconds that a request waits for a target replica before it fails")
+    target_wait_s: Seconds = Field(60, description="seconds that a request waits for a target replica")
     page: bool = Field(True, description="serve the live page at `/`")
-    served_names: tuple[str, ...] = Field((), description="additional model names that clients may use")
+    served_names: tuple[str, ...] = Field((), description="further model names")
     cors_origins: tuple[str, ...] = Field(
-        (), description="origins whose browser pages may call the API; `*`: all; empty: only this server's own pages"
+        (), description="origins whose pages may call the API; `*`: all"
     )
     stream_keep_alive_s: Seconds = Field(
-        15, description="seconds without an event after which a stream gets a comment, so that proxies keep it open"
+        15, description="seconds of silence before a stream gets a comment"
     )
     keys: dict[str, ApiKey] = Field({}, description="API keys, by names of your choice; empty: no key is needed")
-    insecure: bool = Field(False, description="allow an address beyond loopback without API keys")
+    insecure: bool = Field(False, description="allow an address beyond loopback without keys")
     allow_special_tokens_in_text: bool = Field(
-        False, description="parse control tokens spelled in chat messages as tokens, not as text"
+        False, description="parse control tokens spelled in messages"
     )
     response_template: Literal["auto", "none"] | dict[str, Any] = Field(
         "auto",
-        description="how to parse reasoning and tool calls: a transformers response template, or auto: the checkpoint's"
-        " own or transformers' one for its architecture; none: the whole answer is content",
+        description="transformers response template for reasoning and tool calls; auto: the checkpoint's or the"
+        " architecture's; none: all is content",
     )
     log_format: Literal["text", "json"] = Field(
-        "text", description="format of replicas' log lines: text, or one JSON object per line"
+        "text", description="format of log lines"
     )
     admin: AdminConfig = AdminConfig()
     audit: AuditConfig = AuditConfig()

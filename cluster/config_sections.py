@@ -39,26 +39,24 @@ class DraftModelOptions(Section):
 
     quantization: Literal["none", "int8"] = Field(
         "none",
-        description="int8: run the draft model's matrix products in 8 bits, on CPUs only; about twice as fast. This"
-        " changes the proposed tokens, never an answer",
+        description="int8: products in 8 bits, on CPUs only; about twice as fast",
     )
     min_confidence: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="a block that a target waits for ends when its estimated chance of acceptance falls below this;"
-        " ignored with rejection sampling",
+        description="estimated acceptance below which an awaited block ends; ignored with rejection sampling",
     )
     draft_probs_top_k: int = Field(
-        64, ge=1, le=1024, description="probabilities sent per draft token, for rejection sampling"
+        64, ge=1, le=1024, description="probabilities sent per token, for rejection sampling"
     )
 
 
 class NgramOptions(Section):
     """Options of the methods that search the text for its continuation: ngram and hybrid."""
 
-    max_ngram: Positive = Field(4, description="longest suffix of the text to search for, in tokens")
-    min_ngram: Positive = Field(2, description="shortest suffix of the text to search for, in tokens")
+    max_ngram: Positive = Field(4, description="longest suffix to search for, in tokens")
+    min_ngram: Positive = Field(2, description="shortest suffix to search for, in tokens")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -71,7 +69,7 @@ class LayerSkipOptions(Section):
     """Options of layer_skip, which drafts with some of the target's layers."""
 
     layers: Positive | tuple[int, ...] = Field(
-        4, description="number of the target's first layers to use, or a rising list of layer ids, from 0"
+        4, description="number of first layers, or rising layer ids from 0"
     )
 
     @model_validator(mode="after")
@@ -89,11 +87,11 @@ class LayerSkipOptions(Section):
 class SuffixOptions(NgramOptions):
     """Options of suffix, which searches the text and finished answers for the continuation."""
 
-    max_ngram: Positive = Field(16, description="longest suffix of the text to search for, in tokens")
+    max_ngram: Positive = Field(16, description="longest suffix to search for, in tokens")
     remembered_tokens: int = Field(
         1 << 17,
         ge=0,
-        description="tokens of recent answers to keep for searches, ~200 bytes each; 0: search only the text itself",
+        description="tokens of recent answers to search, ~200 bytes each; 0: the text itself only",
     )
 
 
@@ -102,7 +100,7 @@ class HybridOptions(Section):
 
     then: Literal["draft_model", "medusa", "mlp_speculator", "dflash", "eagle", "mtp"] = Field(
         "draft_model",
-        description="method used when the search finds no good match; draft.model is its checkpoint, if it has one",
+        description="method when the search finds no good match",
     )
 
 
@@ -110,12 +108,11 @@ class HeadOptions(Section):
     """Options of a method that drafts with a published head, which reads the target's hidden states."""
 
     draft_probs_top_k: int = Field(
-        64, ge=1, le=1024, description="probabilities sent per draft token, for rejection sampling"
+        64, ge=1, le=1024, description="probabilities sent per token, for rejection sampling"
     )
     quantization: Literal["none", "int8"] = Field(
         "none",
-        description="int8: run the head's matrix products in 8 bits, on CPUs only. This changes the proposed tokens,"
-        " never an answer",
+        description="int8: products in 8 bits, on CPUs only",
     )
 
 
@@ -127,24 +124,23 @@ class EagleOptions(HeadOptions):
 
     states: tuple[int, ...] | None = Field(
         None,
-        description="hidden states that an EAGLE-3 head concatenates, as rising layer counts: k is the residual stream"
-        " after k layers; default: from the head's configuration",
+        description="hidden states that EAGLE-3 concatenates: k is the residual stream after k layers; default: the"
+        " head's",
     )
     layer_ids: Literal["state", "output"] | None = Field(
         None,
-        description="meaning of a layer id k in an EAGLE-3 head's configuration: state k, or the output of layer k,"
-        " which is state k + 1. The wrong one costs most of the acceptance; default: from the head's configuration",
+        description="a layer id k in the head's configuration is state k, or the output of layer k (state k + 1)."
+        " The wrong one costs most of the acceptance; default: the head's",
     )
     output_norm: Literal["nothing", "logits", "both"] | None = Field(
         None,
-        description="what the norm after the head's last layer applies to: nothing, only the logits, or also the states"
-        " that the head continues from. Overrides norm_output, which SpecForge files from before September 2026 use"
-        " differently; default: from the head's configuration",
+        description="what the last norm applies to: nothing, the logits, or also the states that the head continues"
+        " from. Overrides norm_output; default: the head's",
     )
     max_positions: Positive | None = Field(
         None,
-        description="positions that the head supports; published heads often state 2048 although trained for more;"
-        " default: from the head's configuration",
+        description="positions of the head; published heads often state 2048 although trained for more; default: the"
+        " head's",
     )
 
     @field_validator("states")
@@ -160,30 +156,26 @@ class StatesOptions(Section):
 
     project: Literal["auto", "target", "drafter"] = Field(
         "auto",
-        description="where to apply the input projection of an EAGLE-3 or DFlash head. At the target, one hidden size"
-        " per token is kept and sent instead of one per layer; drafts are the same. auto: at the target if the head has"
-        " a projection that makes the states narrower. target is refused for heads without one",
+        description="where an EAGLE-3 or DFlash projection runs. At the target, one hidden size per token is kept"
+        " and sent instead of one per layer. auto: at the target if that is narrower",
     )
     dtype: Literal["bfloat16", "float8"] = Field(
         "bfloat16",
-        description="type of kept and sent states; float8 halves the bytes and adds one scale per token",
+        description="float8 halves the bytes, plus one scale per token",
     )
     keep: bool = Field(
         True,
-        description="keep the states beside the KV cache, for as long. If false, they take no memory, and the target"
-        " recomputes them for a new drafter and after a prefix-cache hit: the last token's for medusa and"
-        " mlp_speculator, the last `window` tokens' for eagle, dflash and mtp",
+        description="keep states beside the KV cache. Otherwise the target recomputes them for new drafters and"
+        " prefix hits: one token for medusa and mlp_speculator, `window` tokens for the others",
     )
     window: Positive = Field(
         512,
-        description="with keep: false, how many of a text's last tokens to recompute for eagle, dflash and mtp. The"
-        " head treats the text as starting there: fewer tokens cost the target less, and lose some acceptance",
+        description="last tokens to recompute without keep; fewer cost less, and lose acceptance",
     )
     kept_tokens: Positive | None = Field(
         None,
-        description="tokens whose states one drafter keeps, over all sessions. At this limit it refuses sessions that"
-        " do not fit and drops one that outgrows it; the router then looks for another drafter; default: enough for"
-        " draft.max_sessions sessions of model.max_context tokens",
+        description="tokens whose states one drafter keeps; beyond, it refuses and drops sessions; default:"
+        " max_sessions times max_context",
     )
 
     def projects_at_target(self, needed: StatesNeeded) -> bool:
@@ -238,22 +230,20 @@ class TrustConfig(Section):
 
     certificates: str | None = Field(
         None,
-        description="folder with tls.crt, tls.key and ca.crt, as cert-manager writes them, for mutual TLS with the role"
-        " in the certificate; {role} in the path stands for router, drafter or target; reread for each connection",
+        description="folder with tls.crt, tls.key and ca.crt for mutual TLS; {role} stands for router, drafter or"
+        " target",
     )
     token_file: str | None = Field(
         None,
-        description="file of shared tokens, one per line: the first is sent, all are accepted. A token proves"
-        " membership, not a role, and nothing is encrypted; reread for each stream",
+        description="shared tokens, one per line: the first is sent, all are accepted. Not encrypted",
     )
     insecure: bool = Field(
         False,
-        description="allow servers to listen beyond loopback without certificates or token_file; every peer that"
-        " connects is trusted",
+        description="allow servers beyond loopback without either; every peer is trusted",
     )
     reflection: bool = Field(False, description="enable gRPC reflection")
     max_streams_per_host: Positive = Field(
-        256, description="streams that one server accepts from one host, including those that have not greeted yet"
+        256, description="streams per server from one host"
     )
 
     @model_validator(mode="after")
@@ -276,18 +266,17 @@ class ApiKey(Section):
     No configuration holds the key itself; `slipstream key` makes a key and its digest.
     """
 
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key, in hexadecimal digits")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key, hexadecimal")
     max_sessions: Positive | None = Field(
-        None, description="sessions in flight per router for this key; more get 429; default: no limit of its own"
+        None, description="sessions in flight per router; else 429"
     )
     max_tokens: Positive | None = Field(
         None,
-        description="largest max_tokens of a request with this key; more gets 400, and a request without max_tokens"
-        " gets this limit; default: no limit of its own",
+        description="largest max_tokens, and its default; else 400",
     )
     cache_salt: str | None = Field(
         None,
-        description="keys with the same salt share cached prompt prefixes; default: this key shares with no other key",
+        description="keys with one salt share cached prefixes; default: none does",
     )
     learn: bool = Field(True, description="false: requests with this key never become examples for draft.learning")
 
@@ -300,20 +289,18 @@ class TracingConfig(Section):
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = Field(
         None,
-        description="OTLP/HTTP endpoint that receives the spans, such as http://collector:4318/v1/traces; default: no"
-        " tracing",
+        description="OTLP/HTTP endpoint, such as http://collector:4318/v1/traces",
     )
     sample: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="share of requests to trace among those without a traceparent; a traceparent's own flag decides for"
-        " the others",
+        description="share of requests to trace, among those without a traceparent",
     )
     slow_s: float = Field(
         1.0,
         ge=0,
-        description="seconds from which a traced session's spans record each round; 0: all sessions do",
+        description="seconds from which a session's spans record each round",
     )
 
     @property
@@ -375,18 +362,18 @@ Component = Literal["certificates", "monitoring", "disruption-budget", "gcs-faul
 class PodOptions(Section):
     """Options of one kind of pod."""
 
-    cpu: Quantity = Field("2", description="CPU request; there is no limit")
-    memory: Quantity = Field("8Gi", description="memory request, also used as the limit")
-    shared_memory: Quantity = Field("1Gi", description="size limit of /dev/shm, which NCCL and Ray's object store use")
-    node_selector: dict[str, str] = Field(default_factory=dict, description="labels that the Kubernetes node must have")
-    tolerations: tuple[str, ...] = Field((), description="keys of tolerated node taints, with any value")
+    cpu: Quantity = Field("2", description="CPU request; no limit")
+    memory: Quantity = Field("8Gi", description="memory request and limit")
+    shared_memory: Quantity = Field("1Gi", description="size of /dev/shm, for NCCL and Ray's object store")
+    node_selector: dict[str, str] = Field(default_factory=dict, description="labels of the Kubernetes node")
+    tolerations: tuple[str, ...] = Field((), description="keys of tolerated taints")
 
 
 class PoolPodOptions(PodOptions):
     """Options of a pool's pods. Their GPUs are not listed here: they follow from what the pool's replicas reserve."""
 
-    replicas: int = Field(1, gt=0, description="pool replicas that fit into one pod")
-    idle_s: int = Field(120, gt=0, description="seconds without replicas after which the autoscaler removes a pod")
+    replicas: int = Field(1, gt=0, description="pool replicas per pod")
+    idle_s: int = Field(120, gt=0, description="seconds without replicas before a pod is removed")
 
 
 class VolumeOptions(Section):
@@ -394,16 +381,16 @@ class VolumeOptions(Section):
 
     size: Quantity = Field("100Gi", description="storage request")
     access: Literal["ReadWriteMany", "ReadWriteOnce"] = Field(
-        "ReadWriteMany", description="access mode; ReadWriteOnce is for clusters of one node"
+        "ReadWriteMany", description="access mode; ReadWriteOnce: one node only"
     )
-    storage_class: str | None = Field(None, description="storage class; default: the cluster's default class")
+    storage_class: str | None = Field(None, description="default: the cluster's")
 
 
 class KubernetesOptions(Section):
     """Additional settings for `slipstream k8s render`, which nothing else reads."""
 
-    image: str | None = Field(None, description="container image of all pods, built from k8s/images/Dockerfile")
-    components: tuple[Component, ...] = Field((), description="folders of k8s/components to deploy too")
+    image: str | None = Field(None, description="image of all pods")
+    components: tuple[Component, ...] = Field((), description="folders of k8s/components to deploy")
     volume: VolumeOptions = VolumeOptions()
     head: PodOptions = PodOptions()
     router: PodOptions = PodOptions()

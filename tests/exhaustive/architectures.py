@@ -5,10 +5,11 @@ python -m tests.exhaustive.architectures --table      tries all and writes the t
 """
 
 import logging
+import re
 import sys
 import tempfile
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,6 +164,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+REASONS = (  # pattern in a reason, words in the table
+    (r"layers that are not supported \((.+?)\)", r"\1 layers"),
+    (r"layers that differ in (\w+)", r"layers differ in \1"),
+    (r"needs (.+?) \(", r"\1"),
+    (r"layers attend, but its config has", "cross-attention: more layers attend than the config has"),
+    (r"attends 0 times a step", "does not attend through the paged cache"),
+    (r"attends (\d+) times a step", r"attends \1 times per layer"),
+    (r"logits differ", "logits differ from transformers'"),
+    (r"no attention heads", "no attention heads"),
+    (r"sliding window by its config", "ignores its sliding window"),
+    (r"parameters are too many", "too large"),
+    (r"^(\w+): ", r"\1"),
+)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {}) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 } | VARIANTS
@@ -316,41 +330,46 @@ def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[InputR
     return InputRow(fed, start, logits, session.pages), logits_of(plain, text[:start] + fed)[-logits:], []
 
 
-def table(rows: Mapping[str, str]) -> str:
-    """Returns the section of docs/models.md with a row for each case."""
-    counts = Counter(kind_of(row) for row in rows.values())
+def table(outcomes: Mapping[str, Outcome]) -> str:
+    """Returns the section of docs/models.md with a row for each result and reason."""
+    counts = Counter(outcome.kind for outcome in outcomes.values())
     tried = f"{counts['exact']} exact, {counts['refused']} refused, {counts['not built']} not built by the sweep"
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, outcome in sorted(outcomes.items()):
+        base, _, variant = name.partition(", ")
+        groups[outcome.kind, outcome.reason].append(f"{base} ({variant})" if variant else base)
+    kinds = ("exact", "refused", "not built", "different", "failed")
     return "\n".join(
         [
             HEADING,
+            "",
             f"Results of `make model-table` with transformers {transformers.__version__}: {tried}.",
             "",
-            "| architecture | result | reason |",
+            "| result | reason | architectures |",
             "| --- | --- | --- |",
-            *(rows[name] for name in sorted(rows)),
+            *(
+                f"| {kind} | {reason} | {', '.join(names)} |"
+                for (kind, reason), names in sorted(groups.items(), key=lambda group: (kinds.index(group[0][0]), group))
+            ),
             "",
         ]
     )
 
 
-def row_of(name: str, outcome: Outcome) -> str:
-    return f"| {name} | {outcome.kind} | {short(outcome.reason)} |"
+def brief(reason: str) -> str:
+    """Returns a reason in the words of REASONS, or the reason itself if none matches."""
+    found = (match.expand(words) for pattern, words in REASONS if (match := re.search(pattern, reason)))
+    return next(found, reason.replace("|", "/"))
 
 
-def kind_of(row: str) -> str:
-    return row.split(" | ")[1]
-
-
-def short(reason: str) -> str:
-    """Returns a reason without the words that all refusals share."""
-    subject, _, problem = reason.partition("; use another model")[0].partition(" cannot be served: ")
-    return (problem or subject).replace("|", "/")
-
-
-def written_rows() -> dict[str, str]:
-    """Returns the rows of docs/models.md by case."""
-    lines = [line for line in PAGE.read_text().partition(HEADING)[2].splitlines() if line.startswith("| ")][2:]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+def written_outcomes() -> dict[str, Outcome]:
+    """Returns the outcomes in docs/models.md by case."""
+    outcomes = {}
+    for line in [line for line in PAGE.read_text().partition(HEADING)[2].splitlines() if line.startswith("| ")][2:]:
+        kind, reason, names = (cell.strip() for cell in line.strip("|").split("|"))
+        for name in names.split(", "):
+            outcomes[name.replace(" (", ", ").removesuffix(")")] = Outcome(kind, reason)
+    return outcomes
 
 
 def try_all(names: list[str]) -> Iterator[tuple[str, Outcome]]:
@@ -368,8 +387,9 @@ def main() -> None:
     outcomes = dict(try_all(names or list(CASES)))
     print(dict(Counter(outcome.kind for outcome in outcomes.values())))
     if "--table" in sys.argv:
-        rows = (written_rows() if names else {}) | {name: row_of(name, one) for name, one in outcomes.items()}
-        PAGE.write_text(PAGE.read_text().partition(HEADING)[0].rstrip() + "\n\n" + table(rows))
+        tried = {name: Outcome(one.kind, brief(one.reason)) for name, one in outcomes.items()}
+        outcomes = (written_outcomes() if names else {}) | tried
+        PAGE.write_text(PAGE.read_text().partition(HEADING)[0].rstrip() + "\n\n" + table(outcomes))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from cluster.config import MOVED, SlipstreamConfig, validated
-from docs.generate import PAGES, key_tables, page, stale_pages
+from docs.generate import PAGES, all_keys, key_tables, page, stale_pages
 from tools.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -56,9 +56,16 @@ def test_a_changed_key_would_be_noticed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_key_is_explained() -> None:
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in key_tables().splitlines() if "| `" in line]
-    assert {row[0].strip("`").partition(".")[0] for row in rows} == set(SlipstreamConfig.model_fields)
-    assert [row[0] for row in rows if not row[3]] == [], "keys without a description in cluster/config.py"
+    assert {key.section.partition(".")[0] for key in all_keys()} == set(SlipstreamConfig.model_fields)
+    assert [str(key) for key in all_keys() if not key.meaning] == [], "keys without a description in cluster/config.py"
+
+
+def test_every_key_has_a_row_or_is_part_of_a_reference() -> None:
+    rows = re.findall(r"^\| (`.+?`) \|", key_tables(), re.MULTILINE)
+    found = set()
+    for first, *others in (re.findall("`(.+?)`", row) for row in rows):
+        found |= {first, *(f"{first.rpartition('.')[0]}.{name}" for name in others)}
+    assert [str(key) for key in all_keys() if str(key) not in found and key.section not in found] == []
 
 
 @every_document
@@ -78,11 +85,10 @@ def test_every_link_leads_somewhere(document: Path) -> None:
             assert not anchor or anchor in anchors(goal), link
 
 
-def test_the_table_of_benchmarks_has_every_script_that_says_how_it_is_run() -> None:
+def test_the_page_of_benchmarks_names_every_script_that_documents_its_usage() -> None:
     names = [str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks").glob("*.py")]
     scripts = {name for name in names if f"\n    python {name}" in (ROOT / name).read_text()}
-    rows = re.findall(r"^\| \[?`(benchmarks/\w+\.py)`", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
-    assert scripts == set(rows)
+    assert scripts == set(re.findall(r"`(benchmarks/\w+\.py)`", (ROOT / "docs" / "benchmarks.md").read_text()))
 
 
 @every_document
@@ -112,7 +118,7 @@ def test_every_make_target_and_script_exists(document: Path) -> None:
 
 @every_document
 def test_every_configuration_key_that_is_named_exists(document: Path) -> None:
-    keys = {line.split("`")[1] for line in key_tables().splitlines() if line.startswith("| `")}
+    keys = {str(key) for key in all_keys()}
     sections = {".".join(key.split(".")[:depth]) for key in keys for depth in (1, 2, 3)}
     named = re.findall(rf"`((?:{'|'.join(SlipstreamConfig.model_fields)})\.[a-zA-Z0-9_.]+)", document.read_text())
     known = keys | sections | (set(MOVED) if document.name == "CHANGELOG.md" else set())
