@@ -20,18 +20,19 @@ Json = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """One key of the configuration: the section that holds it, its own name, and the cells of its row."""
+    """One key of the configuration: its section, its own name, and the cells of its row."""
 
     section: str
     name: str
     kind: str
     default: str
     meaning: str
+    note: str  # about the section, where another section uses it
 
     @property
     def content(self) -> tuple[str, ...]:
-        """All but the section."""
-        return self[1:]
+        """Everything that does not depend on the section."""
+        return self[1:5]
 
     def __str__(self) -> str:
         return f"{self.section}.{self.name}"
@@ -47,17 +48,18 @@ def all_keys() -> list[Key]:
     ]
 
 
-def _keys(schema: Json, section: Json, name: str) -> Iterator[Key]:
+def _keys(schema: Json, section: Json, name: str, note: str = "") -> Iterator[Key]:
     for key, field in section["properties"].items():
         inner = _definition(schema, field)
         each = _definition(schema, _values(field))
         if "properties" in inner:
-            yield from _keys(schema, inner, f"{name}.{key}")
+            yield from _keys(schema, inner, f"{name}.{key}", field.get("description", ""))
         elif "properties" in each:
             yield from _keys(schema, each, f"{name}.{key}.NAME")
         else:
             default = "required" if key in section.get("required", ()) else _default(field)
-            yield Key(name, key, _kind(field), default, str(field.get("description", "")))
+            kind = _kind(inner if "enum" in inner else field)
+            yield Key(name, key, kind, default, str(field.get("description", "")), note)
 
 
 def key_tables() -> str:
@@ -84,9 +86,10 @@ def _section_rows(section: str, keys: list[Key], described: Mapping[str, set[tup
     like = max(described, key=lambda other: len(described[other] & own), default="")
     shared = [key for key in keys if key.content in described.get(like, ())]
     if len(shared) > 1:
-        rest = "" if len(shared) == len(keys) else ", and the keys below"
         if len(shared) == len(described[like]):
-            yield f"| `{section}` | | | the keys of `{like}`{rest} |"
+            rest = "" if len(shared) == len(keys) else ", and the keys below"
+            note = f"; {keys[0].note}" if keys[0].note else ""
+            yield f"| `{section}` | | | the keys of `{like}`{rest}{note} |"
         else:
             names = ", ".join([f"`{shared[0]}`", *(f"`{key.name}`" for key in shared[1:])])
             yield f"| {names} | | | as in `{like}` |"
