@@ -72,7 +72,7 @@ def key_tables() -> str:
     described: dict[str, set[tuple[str, ...]]] = {}
     for name, field in schema["properties"].items():
         lines += [f"\n## `{name}`\n", f"{_definition(schema, field)['description']}\n"]
-        lines += ["| key | value | default | meaning |", "|---|---|---|---|"]
+        lines += ["| key | value (default) | meaning |", "|---|---|---|"]
         for section, keys in sections.items():
             if section.partition(".")[0] == name:
                 lines += _section_rows(section, keys, described)
@@ -89,13 +89,14 @@ def _section_rows(section: str, keys: list[Key], described: Mapping[str, set[tup
         if len(shared) == len(described[like]):
             rest = "" if len(shared) == len(keys) else ", and the keys below"
             note = f"; {keys[0].note}" if keys[0].note else ""
-            yield f"| `{section}` | | | the keys of `{like}`{rest}{note} |"
+            yield f"| `{section}` | | the keys of `{like}`{rest}{note} |"
         else:
             names = ", ".join([f"`{shared[0]}`", *(f"`{key.name}`" for key in shared[1:])])
-            yield f"| {names} | | | as in `{like}` |"
+            yield f"| {names} | | as in `{like}` |"
     for key in keys:
         if len(shared) < 2 or key not in shared:
-            yield f"| `{key}` | {key.kind} | {key.default} | {key.meaning} |"
+            default = f" ({key.default})" if key.default else ""
+            yield f"| `{key}` | {key.kind}{default} | {key.meaning} |"
 
 
 def _definition(schema: Json, field: Json) -> Json:
@@ -123,13 +124,18 @@ def _kind(field: Json) -> str:
     if field["type"] == "array":
         items = field["items"]
         return f"list of {_kind(items)}" + ("" if "enum" in items else "s")
-    return str(field["type"]) + _bounds(field)
+    return _bounded(str(field["type"]), field)
 
 
-def _bounds(field: Json) -> str:
+def _bounded(kind: str, field: Json) -> str:
+    """Returns the kind of a number with its bounds."""
     words = {"exclusiveMinimum": "> {}", "minimum": "≥ {}", "exclusiveMaximum": "< {}", "maximum": "≤ {}"}
-    limits = [words[key].format(field[key]) for key in words if key in field]
-    return f" {', '.join(limits)}" if limits else ""
+    bounds = {key: field[key] for key in words if key in field}
+    if bounds == {"exclusiveMinimum": 0}:
+        return f"positive {kind}"
+    if bounds.keys() == {"minimum", "maximum"}:
+        return f"{kind} from {bounds['minimum']} to {bounds['maximum']}"
+    return " ".join([kind, ", ".join(words[key].format(bound) for key, bound in bounds.items())]).rstrip()
 
 
 def _default(field: Json) -> str:
