@@ -81,9 +81,7 @@ Seconds = Annotated[float, Field(gt=0)]
 class ModelConfig(Section):
     """The model that is served."""
 
-    target: str = Field(
-        description="Hugging Face id or folder of the target; relative paths start at the file"
-    )
+    target: str = Field(description="Hugging Face id or folder of the target; relative paths start at the file")
     served_name: str | None = Field(None, description="model name in the API; default: the last part of target")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="type of weights and activations, target and draft"
@@ -108,12 +106,8 @@ class Resources(Section):
     custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     labels: dict[str, str] = Field(default_factory=dict, description="labels that the Ray node must have")
     threads: Positive = Field(1, description="CPU threads of the model")
-    cpu_affinity: tuple[int, ...] = Field(
-        (), description="cores to run on; empty: any"
-    )
-    background: bool = Field(
-        False, description="run the model at idle priority"
-    )
+    cpu_affinity: tuple[int, ...] = Field((), description="cores to run on; empty: any")
+    background: bool = Field(False, description="run the model at idle priority")
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:
@@ -147,12 +141,8 @@ class Replicas(Section):
     sessions_per_replica: float | None = Field(
         None, gt=0, description="sessions per replica that autoscaling aims for; default: half of max_sessions"
     )
-    up_delay_s: float = Field(
-        10, ge=0, description="seconds of higher demand before replicas are added"
-    )
-    down_delay_s: float = Field(
-        300, ge=0, description="seconds of lower demand before replicas are removed"
-    )
+    up_delay_s: float = Field(10, ge=0, description="seconds of higher demand before replicas are added")
+    down_delay_s: float = Field(300, ge=0, description="seconds of lower demand before replicas are removed")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -175,9 +165,7 @@ class DraftReplicas(Replicas):
     """
 
     min: Annotated[int, Field(ge=0)] = Field(1, description="fewest replicas; 0: none without load")
-    per_target: float | None = Field(
-        None, gt=0, description="drafters per target replica; default: scale by load"
-    )
+    per_target: float | None = Field(None, gt=0, description="drafters per target replica; default: scale by load")
 
     @model_validator(mode="after")
     def _one_rule(self) -> Self:
@@ -209,9 +197,7 @@ class TargetPool(Section):
     resources_per_rank: Resources = Resources()
     cache_per_rank: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(16, description="concurrent sessions per replica; more queue")
-    max_step_tokens: Positive = Field(
-        512, description="tokens per forward; longer prompts are prefilled in chunks"
-    )
+    max_step_tokens: Positive = Field(512, description="tokens per forward; longer prompts are prefilled in chunks")
     step_timeout_s: Seconds = Field(
         60,
         description="seconds of a step after which the replica ends; also after thirty times the measured time, but"
@@ -220,9 +206,7 @@ class TargetPool(Section):
     start_timeout_s: Seconds = Field(
         3600, description="seconds to load and measure the model; then the replica is replaced"
     )
-    drain_s: Seconds = Field(
-        30, description="seconds that a stopping replica serves sessions that fit nowhere else"
-    )
+    drain_s: Seconds = Field(30, description="seconds that a stopping replica serves sessions that fit nowhere else")
 
     @model_validator(mode="after")
     def _check_aim(self) -> Self:
@@ -326,9 +310,7 @@ class DraftPool(Section):
         "draft_model",
         description="drafting method, see docs/drafts.md",
     )
-    model: str | None = Field(
-        None, description="Hugging Face id or folder of the draft model or head"
-    )
+    model: str | None = Field(None, description="Hugging Face id or folder of the draft model or head")
     draft_model: DraftModelOptions = DraftModelOptions()
     ngram: NgramOptions = NgramOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()
@@ -417,12 +399,8 @@ class AuditConfig(Section):
         None, ge=0, description="margin in logits below which a difference is rounding; default: by model.dtype"
     )
     max_waiting: Positive = Field(64, description="waiting requests; more are dropped")
-    max_waiting_tokens: Positive = Field(
-        1 << 18, description="tokens of waiting requests, prompts included"
-    )
-    records: str | None = Field(
-        None, description="file for differences as JSON lines; default: log only"
-    )
+    max_waiting_tokens: Positive = Field(1 << 18, description="tokens of waiting requests, prompts included")
+    records: str | None = Field(None, description="file for differences as JSON lines; default: log only")
     max_record_bytes: Positive = Field(1 << 20, description="size at which the file stops growing")
 
 
@@ -445,9 +423,7 @@ class ServerConfig(Section):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
     routers: Positive = Field(1, description="router replicas")
     max_body_bytes: Positive = Field(4 << 20, description="largest request body; else 413")
-    body_timeout_s: Seconds = Field(
-        30, description="seconds to receive a body; else 408"
-    )
+    body_timeout_s: Seconds = Field(30, description="seconds to receive a body; else 408")
     request_timeout_s: Seconds | None = Field(
         None,
         description="seconds for a whole request; else 408, or an error in the stream; default: none",
@@ -458,13 +434,10 @@ class ServerConfig(Section):
         description="sessions in flight per router, bodies read at once, and requests queued at Serve's proxy; else"
         " 429",
     )
-    max_request_sessions: Positive = Field(
-        128, description="sessions of one request: prompts times n; else 400"
-    )
+    max_request_sessions: Positive = Field(128, description="sessions of one request: prompts times n; else 400")
     generation_defaults: Literal["model", "none"] = Field(
         "model",
-        description="model: omitted sampling parameters come from generation_config.json; none: from OpenAI's"
-        " defaults",
+        description="model: omitted sampling parameters come from generation_config.json; none: from OpenAI's defaults",
     )
     drain_s: Seconds = Field(30, description="seconds that running requests may continue after a stop")
     stream_interval: Positive = Field(
@@ -474,25 +447,17 @@ class ServerConfig(Section):
     target_wait_s: Seconds = Field(60, description="seconds that a request waits for a target replica")
     page: bool = Field(True, description="serve the live page at `/`")
     served_names: tuple[str, ...] = Field((), description="further model names")
-    cors_origins: tuple[str, ...] = Field(
-        (), description="origins whose pages may call the API; `*`: all"
-    )
-    stream_keep_alive_s: Seconds = Field(
-        15, description="seconds of silence before a stream gets a comment"
-    )
+    cors_origins: tuple[str, ...] = Field((), description="origins whose pages may call the API; `*`: all")
+    stream_keep_alive_s: Seconds = Field(15, description="seconds of silence before a stream gets a comment")
     keys: dict[str, ApiKey] = Field({}, description="API keys, by names of your choice; empty: no key is needed")
     insecure: bool = Field(False, description="allow an address beyond loopback without keys")
-    allow_special_tokens_in_text: bool = Field(
-        False, description="parse control tokens spelled in messages"
-    )
+    allow_special_tokens_in_text: bool = Field(False, description="parse control tokens spelled in messages")
     response_template: Literal["auto", "none"] | dict[str, Any] = Field(
         "auto",
         description="transformers response template for reasoning and tool calls; auto: the checkpoint's or the"
         " architecture's; none: all is content",
     )
-    log_format: Literal["text", "json"] = Field(
-        "text", description="format of log lines"
-    )
+    log_format: Literal["text", "json"] = Field("text", description="format of log lines")
     admin: AdminConfig = AdminConfig()
     audit: AuditConfig = AuditConfig()
 

@@ -68,9 +68,7 @@ class NgramOptions(Section):
 class LayerSkipOptions(Section):
     """Options of layer_skip, which drafts with some of the target's layers."""
 
-    layers: Positive | tuple[int, ...] = Field(
-        4, description="number of first layers, or rising layer ids from 0"
-    )
+    layers: Positive | tuple[int, ...] = Field(4, description="number of first layers, or rising layer ids from 0")
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
@@ -242,9 +240,7 @@ class TrustConfig(Section):
         description="allow servers beyond loopback without either; every peer is trusted",
     )
     reflection: bool = Field(False, description="enable gRPC reflection")
-    max_streams_per_host: Positive = Field(
-        256, description="streams per server from one host"
-    )
+    max_streams_per_host: Positive = Field(256, description="streams per server from one host")
 
     @model_validator(mode="after")
     def _at_most_one(self) -> Self:
@@ -267,9 +263,7 @@ class ApiKey(Section):
     """
 
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key, hexadecimal")
-    max_sessions: Positive | None = Field(
-        None, description="sessions in flight per router; else 429"
-    )
+    max_sessions: Positive | None = Field(None, description="sessions in flight per router; else 429")
     max_tokens: Positive | None = Field(
         None,
         description="largest max_tokens, and its default; else 400",

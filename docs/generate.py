@@ -42,9 +42,7 @@ def all_keys() -> list[Key]:
     """Returns every key in the order of the configuration; NAME stands for a name that users choose."""
     schema = SlipstreamConfig.model_json_schema()
     return [
-        key
-        for name, field in schema["properties"].items()
-        for key in _keys(schema, _definition(schema, field), name)
+        key for name, field in schema["properties"].items() for key in _keys(schema, _definition(schema, field), name)
     ]
 
 
