@@ -161,6 +161,7 @@ def compare(before: Sequence[SessionScore], after: Sequence[SessionScore], confi
 class State(StrEnum):
     """What became of a version."""
 
+    CANDIDATE = "candidate"  # added, and not promoted yet
     CURRENT = "current"
     REJECTED = "rejected"  # it was not better, or it forgot
     REPLACED = "replaced"  # by a later version
