@@ -21,6 +21,7 @@ from actors.net.credentials import Credentials, NoCredentials
 from actors.net.streams import Link, Outbox
 from cluster.autoscaling import DraftReport
 from cluster.costs import DraftCost, ForwardCost
+from cluster.draft_quality import VersionWatch
 from cluster.drafting.lookahead import DraftTiming
 from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
 from cluster.drafting.requests import AheadRequest, Proposal
@@ -53,6 +54,7 @@ class MethodFigures:
 
     cost: DraftCost = DraftCost(forward=ForwardCost.linear(0.0))
     first_token_acceptance: float | None = None  # as published in the draft's folder
+    version: int = 0  # of a learned draft; 0: the configured one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class Drafter:
         self.vocabulary = vocabulary
         self.target_model = target_model
         self.scheduler = DraftScheduler(
-            limits, draft_ahead, method.shapes, figures.first_token_acceptance, access.known
+            limits, draft_ahead, method.shapes, figures.first_token_acceptance, access.known, figures.version
         )
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(figures.cost)
@@ -155,6 +157,21 @@ class Drafter:
             if not all(proposal.is_at_once for proposal in proposals):
                 self.timing = self.timing.after(names, longest, took_s)
         return proposals
+
+    async def exchange(
+        self, exchange: Callable[[], object], version: int, published_acceptance: float | None = None
+    ) -> object:
+        """Exchanges the method's weights on the drafting thread, between two passes.
+
+        `exchange` is from `ExchangesWeights.prepare_weights`, and its result is returned. `published_acceptance` is the
+        new version's acceptance of first tokens, if known. Passes read all prompts again.
+        """
+        loop = asyncio.get_running_loop()
+        self.timing = self.timing.without(self.timing.read)  # of passes that wait for the exchange
+        earlier = await loop.run_in_executor(self._thread, exchange)
+        self.timing = self.timing.without(self.timing.read)  # of the pass before it
+        self.scheduler.exchanged(version, published_acceptance)
+        return earlier
 
     async def leave(self, within_s: float) -> None:
         """Accepts no more sessions, and drafts for the present ones until routers have moved them or time is up."""
@@ -299,6 +316,11 @@ class Drafter:
         """Returns load since the previous report, for autoscaling."""
         late = self.scheduler.counts["blocks_late"]
         return self._reporter.report(late + self.scheduler.counts["blocks_in_time"], late, self._clock())
+
+    @property
+    def version_watch(self) -> VersionWatch:
+        """Returns the acceptance of the draft's version in use and of the one before."""
+        return self.scheduler.version_watch
 
     @property
     def refusals(self) -> Refusals:

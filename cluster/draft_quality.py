@@ -7,7 +7,8 @@ position, since an average hides specific faults such as a draft that fails at l
 `CusumDetector` is the statistical test: Page's CUSUM against the session's own history. `CollapseWatch` decides on
 steps for one session, each on new evidence: its drafter opens it again, then another drafter takes it, then it
 continues without speculation. The next session tries the drafter again. `LoadCheck` compares a new drafter's first
-accepted tokens with a figure published with the draft, or else with the draft's own confidence.
+accepted tokens with a figure published with the draft, or else with the draft's own confidence. `VersionWatch` compares
+the version of a learned draft that a drafter uses with the one that it used before.
 """
 
 import math
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from cluster.speculation.estimators import AcceptanceCounts, Mean
+from cluster.speculation.estimators import AcceptanceCounts, Mean, Pairs
 from protos.frozen import value
 from protos.messages import Collapse
 
@@ -287,3 +288,96 @@ class Suspects:
         """Returns what is usual for a suspected drafter; None for any other."""
         suspicion = self._suspicions.get(drafter)
         return None if suspicion is None else suspicion.usual
+
+
+COMPARED_POSITIONS = 4  # first positions of a block that are compared: the draft length may differ between versions
+LEAST_BLOCKS = 128  # of each version, before it is judged
+LEAST_SESSIONS = 16  # likewise: blocks of one session are alike, so a session is the unit
+ERRORS = 4.0  # standard errors between the versions: 6e-4 per look by Student's t at the fewest sessions
+RECENT_SESSIONS = 256  # approximate number of sessions that a version is judged by
+
+
+class VersionAcceptance:
+    """Acceptance of one version's blocks: accepted positions of those that acceptance reached, by session.
+
+    Its error is that of a ratio over independent sessions (the delta method).
+    """
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self._ended = Pairs()  # of positions reached and accepted, one pair a session
+        self._ended_sessions = 0
+        self._open: dict[str, tuple[int, int]] = {}  # the same, of sessions that go on
+
+    def block_verified(self, session: str, accepted: int, depth: int) -> None:
+        """Records a block of `depth` positions, of which the first `accepted` were accepted."""
+        accepted = min(accepted, COMPARED_POSITIONS)
+        reached = min(accepted + 1, depth, COMPARED_POSITIONS)
+        known = self._open.get(session, (0, 0))
+        self._open[session] = known[0] + reached, known[1] + accepted
+        self.blocks += 1
+
+    def close(self, session: str) -> None:
+        """Ends a session; an unknown one is ignored."""
+        if found := self._open.pop(session, None):
+            self._ended = self._ended.after(*found, 1 / RECENT_SESSIONS)
+            self._ended_sessions += 1
+
+    @property
+    def is_enough(self) -> bool:
+        """True if there are enough blocks and sessions to judge the version."""
+        return self.blocks >= LEAST_BLOCKS and self._ended_sessions + len(self._open) >= LEAST_SESSIONS
+
+    @property
+    def sessions(self) -> Pairs:
+        """Positions reached and accepted, one pair a session; their ratio is the acceptance."""
+        found = self._ended
+        for counts in self._open.values():
+            found = found.after(*counts, 1 / RECENT_SESSIONS)
+        return found
+
+
+class VersionWatch:
+    """Acceptance of the version in use and of the one before, as one drafter sees them.
+
+    The texts of the two periods differ, so the new version is worse only if it falls below HARDER of the earlier
+    acceptance, and by several standard errors. Blocks of a version that was in use before count anew.
+    """
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self._used = VersionAcceptance()
+        self._before: VersionAcceptance | None = None
+
+    def block_verified(self, session: str, accepted: int, depth: int) -> None:
+        """Records a verified block that the version in use drafted."""
+        self._used.block_verified(session, accepted, depth)
+
+    def close(self, session: str) -> None:
+        self._used.close(session)
+
+    def exchanged(self, version: int) -> None:
+        """Begins the comparison of a new version with the one in use."""
+        self.version = version
+        self._before = self._used
+        self._used = VersionAcceptance()
+
+    @property
+    def is_worse(self) -> bool:
+        """True if the version in use is clearly worse than the one before."""
+        if self._before is None or not (self._before.is_enough and self._used.is_enough):
+            return False
+        before = self._before.sessions
+        used = self._used.sessions
+        error = math.hypot(HARDER * before.ratio_error, used.ratio_error)
+        return HARDER * before.ratio - used.ratio > ERRORS * error
+
+    def summary(self) -> dict[str, float | None]:
+        """Returns the state for display: acceptance of positions that were reached; None without blocks."""
+        before = self._before
+        return {
+            "version": self.version,
+            "blocks": self._used.blocks,
+            "acceptance": self._used.sessions.ratio if self._used.blocks else None,
+            "acceptance_before": before.sessions.ratio if before is not None and before.blocks else None,
+        }

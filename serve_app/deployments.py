@@ -21,8 +21,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.drafter import Drafter, DraftingThread, MethodFigures, TargetAccess
-from actors.drafters.loading import published_acceptance
 from actors.engine.process import compute_in_background, use_cpu
+from actors.learning.reload import DraftReload
 from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
 from actors.net.credentials import credentials_of
 from actors.servers import GrpcServer, serve_drafter, serve_target
@@ -32,6 +32,7 @@ from cluster.audit import Audits
 from cluster.autoscaling import DraftReport, Settings, TargetReport, as_numbers
 from cluster.config import SlipstreamConfig, SpeculationConfig
 from cluster.config_sections import TracingConfig
+from cluster.drafting.method import ExchangesWeights
 from cluster.errors import EngineError
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership, addresses, running_replicas
 from cluster.routing.session_router import PrefixOptions
@@ -41,7 +42,7 @@ from cluster.trust import PeerRole
 from serve_app.api.replies import HealthReport
 from serve_app.page.routes import DraftSample, TargetSample, draft_sample, target_sample
 from serve_app.publishing.aggregate_metrics import AggregateMetrics
-from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels
+from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, version_levels
 from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.publishing.serve_replicas import own_deployment, packed, replicas_metrics
 from serve_app.replica_counters import (
@@ -51,9 +52,11 @@ from serve_app.replica_counters import (
     drafter_counts,
     routed_counts,
     target_counts,
+    version_counts,
 )
 from serve_app.serve_manifest import with_own_part
 from serve_app.startup import (
+    StartedDrafter,
     engine_of,
     listening_host,
     log_under_serve,
@@ -290,7 +293,9 @@ class DraftDeployment(_ReplicaDeployment):
                 if is_background
                 else DraftingThread()
             ),
-            figures=MethodFigures(cost=self._costs, first_token_acceptance=published_acceptance(config.draft)),
+            figures=MethodFigures(
+                cost=self._costs, first_token_acceptance=started.first_token_acceptance, version=started.version
+            ),
             access=TargetAccess(credentials=credentials_of(config.trust, PeerRole.DRAFTER), known=known_targets),
             tracer=tracing.sessions("draft"),
         )
@@ -301,6 +306,19 @@ class DraftDeployment(_ReplicaDeployment):
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
         self._work = asyncio.create_task(run_logged("the drafting loop", self._drafter.run()))
         self._ending.push_async_callback(self._leave)
+        self._reload = self._start_reload(started, is_background)
+
+    def _start_reload(self, started: StartedDrafter, is_background: bool) -> DraftReload | None:
+        """Starts to follow the versions of a draft that learns."""
+        if started.learned is None:
+            return None
+        assert isinstance(started.method, ExchangesWeights), "the configuration refuses other methods"
+        prepare = compute_in_background if is_background else None
+        reload = DraftReload(started.learned, started.method, self._drafter, prepare_thread=prepare)
+        self._reloading = asyncio.create_task(run_logged("the watch on the draft's version", reload.run()))
+        self._ending.callback(reload.close)
+        self._ending.callback(self._reloading.cancel)
+        return reload
 
     def record_replica_metadata(self) -> dict[str, str]:
         return {ADDRESS: self._server.address, **place(), COSTS: self._costs.model_dump_json()}
@@ -312,12 +330,17 @@ class DraftDeployment(_ReplicaDeployment):
 
     def check_health(self) -> None:
         super().check_health()
+        if self._reload is not None:
+            check_running(self._reloading)
         if (stuck_s := self._drafter.stuck_s) is not None:
             raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s and is not done")
 
     def _families(self) -> Iterator[Metric]:
         yield from counted_families(drafter_counts(self._drafter))
         yield from drafter_levels(self._drafter.scheduler.load(), dict(self._drafter.pass_s))
+        if self._reload is not None:
+            yield from counted_families(version_counts(self._reload))
+            yield from version_levels(self._reload.summary())
 
     def _timeline(self) -> Timeline:
         return self._drafter.timeline
@@ -332,6 +355,7 @@ class DraftDeployment(_ReplicaDeployment):
             "method": self._method,
             "load_check": self._drafter.scheduler.load_check.summary(),
             "counts": dict(self._drafter.scheduler.counts),
+            "draft_version": None if self._reload is None else self._reload.summary(),
             "costs": self._drafter.timing.cost.model_dump_json(),
             "refused": dict(self._drafter.refused),
             "refusals": dict(self._drafter.refusals.counts),

@@ -30,6 +30,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
 from actors.attention.select_backend import AttentionReport
 from actors.drafter import Drafter
+from actors.learning.reload import DraftReload
 from actors.target import TargetReplica
 from cluster.audit import Audits
 from cluster.draft_quality import AcceptanceStats
@@ -53,6 +54,8 @@ HELP = {
     "slipstream_guesses": "Verdicts with a block drafted ahead: hit if it matched",
     "slipstream_drafting_passes": "Drafting passes: requested (asked), or ahead of verdicts",
     "slipstream_drafter_events": "Other events of a drafter",
+    "slipstream_draft_versions": "Versions of a learned draft at a drafter: swapped, refused, rolled back because the"
+    " target accepted clearly less; and failed looks at the folder",
     "slipstream_audits": "Requests chosen for an audit, by outcome",
     "slipstream_routed_sessions": "Sessions assigned to targets: by prefix, if part of their text was expected in the"
     " cache, or by load alone",
@@ -115,6 +118,11 @@ def drafter_counts(drafter: Drafter) -> Counts:
         "slipstream_refused_messages": dict(drafter.refused),
         "slipstream_refused_peers": dict(drafter.refusals.counts),
     }
+
+
+def version_counts(reload: DraftReload) -> Counts:
+    """Returns what became of a learned draft's versions at a drafter."""
+    return {"slipstream_draft_versions": dict(reload.counts)}
 
 
 def audit_counts(audits: Audits) -> Counts:

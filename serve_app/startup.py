@@ -6,7 +6,7 @@ replaces one that fails.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,15 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import ray
 from ray.util import get_current_placement_group
 
+from actors.drafters.loading import published_acceptance
 from actors.drafters.pass_profile import profile_drafting
 from actors.drafters.registry import DraftSetup, capture_spec, create_method, state_bounds, states_format
 from actors.engine.executor import Engine
 from actors.engine.process import run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
 from actors.grammars import grammars_of, load_grammar_vocabulary
+from actors.learning.reload import CONFIGURED, LearnedDraft, Version
+from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import (
     check_tensor_parallel,
     checkpoint_fingerprint,
@@ -29,15 +32,17 @@ from actors.models.checkpoint import (
     vocabulary_fingerprint,
 )
 from actors.vllm_engine.engine import VllmEngine
-from cluster.config import SlipstreamConfig, TargetPool
+from cluster.config import DraftPool, SlipstreamConfig, TargetPool
 from cluster.config_sections import TrustConfig
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.session_table import DrafterLimits
-from cluster.errors import EngineError
+from cluster.errors import EngineError, ModelError
 from cluster.page_allocator import SessionMemory
 from cluster.routing.ray_membership import NODE, ZONE
 from cluster.verification.scheduler import VerificationLimits
+
+log = logging.getLogger(__name__)
 
 
 class WatchedEngine(Engine, Protocol):
@@ -208,12 +213,15 @@ async def start_target(config: SlipstreamConfig, engine: str) -> tuple[TargetFil
 
 @dataclass(frozen=True, slots=True)
 class StartedDrafter:
-    """A loaded drafting method and the cost of its passes."""
+    """A loaded drafting method and the figures of its passes and of its draft."""
 
     files: TargetFiles
     method: DraftingMethod
     limits: DrafterLimits
     costs: DraftCost
+    first_token_acceptance: float | None  # published, or measured when the version was learned
+    learned: LearnedDraft | None = None
+    version: int = CONFIGURED
 
 
 def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
@@ -233,5 +241,37 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
     )
     max_sessions = config.draft.max_sessions
     limits = DrafterLimits(max(files.tokens) + 1, config.model.max_context, max_sessions, states, bounds)
-    method = create_method(config.draft, setup)
-    return StartedDrafter(files, method, limits, profile_drafting(method, limits))
+    learned = learned_draft(config.draft, files.model_print)
+    create = partial(_created, config.draft, setup)
+    method, version = create(None) if learned is None else _create_current(learned, create)
+    figure = published_acceptance(config.draft) if version is None else version.first_token_acceptance
+    number = CONFIGURED if version is None else version.number
+    return StartedDrafter(files, method, limits, profile_drafting(method, limits), figure, learned, number)
+
+
+def learned_draft(draft: DraftPool, target: str) -> LearnedDraft | None:
+    """Returns the versions of a draft that learns for the target with this fingerprint; None if it does not learn."""
+    if draft.learning is None:
+        return None
+    assert draft.model is not None, "a method that learns has a model"
+    configured = Version(CONFIGURED, local_folder(draft.model), published_acceptance(draft))
+    return LearnedDraft(VersionFolder(Path(draft.learning.folder).expanduser()), configured, target)
+
+
+_Create = Callable[[Version | None], tuple[DraftingMethod, Version | None]]
+
+
+def _created(draft: DraftPool, setup: DraftSetup, version: Version | None) -> tuple[DraftingMethod, Version | None]:
+    if version is not None:
+        draft = draft.model_copy(update={"model": str(version.folder)})
+    return create_method(draft, setup), version
+
+
+def _create_current(learned: LearnedDraft, create: _Create) -> tuple[DraftingMethod, Version | None]:
+    """Creates the method with the current version, or else with the configured draft."""
+    try:
+        if (number := learned.current()) != CONFIGURED:
+            return create(learned.find(number))
+    except ModelError as error:
+        log.error("the configured draft starts, because its current version cannot be used: %s", error)
+    return create(learned.configured)

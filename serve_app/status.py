@@ -88,7 +88,9 @@ def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
     for one in drafters:
         check = one["load_check"]
         shares = shown(check["expected"]), shown(check["reached"])
-        made.add_row(one["name"], one["address"], one["method"], *shares, _found(check))
+        version = one.get("draft_version")
+        method = one["method"] if version is None else f"{one['method']}, version {version['version']}"
+        made.add_row(one["name"], one["address"], method, *shares, _found(check))
     return made
 
 

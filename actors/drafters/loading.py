@@ -1,26 +1,34 @@
 """Creates the draft model from a checkpoint, with the optional files in its folder.
 
 The folder may hold the most frequent tokens, a recurrent head, mask tokens and a published acceptance rate, against
-which drafters check themselves.
+which drafters check themselves. Another checkpoint of the same shape, such as a version trained from the first, can
+replace it while it drafts: it is loaded beside it and takes over the memory of its cache.
 """
 
 import json
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from actors.attention.sdpa_gather import SdpaGather
+from actors.attention.select_backend import attention_shape
+from actors.compute.kv_cache import InputRow
 from actors.compute.linear import Product
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.draft_model import DraftModel, DraftWeights
 from actors.drafters.model.forwards import (
     ONE_AT_A_TIME,
+    MaskTokens,
     read_frequent_tokens,
     read_mask_tokens,
     reduce_head,
     tokens_per_forward,
 )
-from actors.drafters.model.recurrent_head import load_recurrent_head
+from actors.drafters.model.recurrent_head import DraftHead, load_recurrent_head
 from actors.drafters.model.sampling import Calibration, DraftingLimits
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
@@ -28,12 +36,13 @@ from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import check_draft, load_model, local_folder
-from actors.models.decoder import decoder_for
+from actors.models.decoder import Decoder, decoder_for
 from actors.models.layer_subset import context_length
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 
 HEAD_TOKENS = 8192  # a recurrent head chooses among the most frequent tokens: it rarely predicts others
+PROBE_TOKENS = 4  # fed to a checkpoint before it replaces another
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
@@ -61,8 +70,43 @@ def draft_with(
     beside: Path | None = None,
     calibration: Calibration | None = None,
 ) -> DraftModel:
-    """Drafts with a model, sped up by the files in its folder `beside`: frequent tokens and a recurrent head."""
+    """Drafts with a model, sped up by the files in its folder `beside`: frequent tokens and a recurrent head.
+
+    With a folder, checkpoints of the same shape can replace the model later.
+    """
     options = draft.draft_model
+    parts = _parts_of(model, product, setup, beside)
+    page_size = draft.cache.page_size
+    bytes_each = page_bytes(model, page_size)
+    share = draft.resources.gpu_share
+    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share)
+    runner = ModelRunner(model, pages, page_size, decoder=parts.decoder, context=setup.max_context)
+    limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence, max_positions=parts.max_positions)
+    return DraftModel(
+        runner,
+        parts.token_ids,
+        DraftCache(pages, page_size),
+        limits,
+        masks=parts.masks,
+        head=parts.head,
+        calibration=calibration,
+        makers=setup.makers,
+        load=_Successors(draft, setup, model, runner, pages) if beside else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A model as its drafting method uses it; columns of its logits are those of `token_ids`, (columns,)."""
+
+    decoder: Decoder
+    token_ids: Tensor
+    masks: MaskTokens
+    head: DraftHead | None
+    max_positions: int | None
+
+
+def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, beside: Path | None) -> _Parts:
     rows = int(model.config.get_text_config().vocab_size)
     frequent = read_frequent_tokens(beside, rows) if beside else None
     proposable = [token for token in (range(rows) if frequent is None else frequent) if token in setup.target_tokens]
@@ -74,18 +118,61 @@ def draft_with(
     columns = None if frequent is None else HEAD_TOKENS
     head = load_recurrent_head(beside, model, decoder, width, product, columns) if beside else None
     masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.draft_tokens)
-    page_size = draft.cache.page_size
-    bytes_each = page_bytes(model, page_size)
-    share = draft.resources.gpu_share
-    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share)
-    runner = ModelRunner(model, pages, page_size, decoder=decoder, context=setup.max_context)
-    draft_cache = DraftCache(pages, page_size)
-    limits = DraftingLimits(
-        options.draft_probs_top_k, options.min_confidence, max_positions=context_length(model.config)
-    )
-    return DraftModel(
-        runner, token_ids, draft_cache, limits, masks=masks, head=head, calibration=calibration, makers=setup.makers
-    )
+    return _Parts(decoder, token_ids, masks, head, context_length(model.config))
+
+
+class _Successors:
+    """Loads checkpoints that may replace `model`, over the pages of its `runner`."""
+
+    def __init__(
+        self, draft: DraftPool, setup: DraftSetup, model: PreTrainedModel, runner: ModelRunner, pages: int
+    ) -> None:
+        self._draft = draft
+        self._setup = setup
+        self._device = model.device
+        self._shape = attention_shape(model, draft.cache.page_size)
+        self._attention = runner.attention
+        self._cache = runner.cache
+        self._pages = pages
+
+    def __call__(self, folder: Path) -> DraftWeights:
+        """Loads, packs and tries a checkpoint. Raises ModelError if it is broken or of another shape."""
+        check_draft(self._setup.target_tokens, folder)
+        products = choose_products(self._draft.draft_model.quantization, self._setup.dtype, self._device)
+        model = load_model(folder, products.dtype_name, self._device)
+        if (shape := attention_shape(model, self._draft.cache.page_size)) != self._shape:
+            raise ModelError(
+                f"{folder} cannot replace the draft in use: its layers need {shape}, not {self._shape}; train it from"
+                " that draft"
+            )
+        parts = _parts_of(model, products.product, self._setup, folder)
+        self._try(folder, model, parts)
+        runner = ModelRunner(
+            model,
+            self._pages,
+            self._shape.page_size,
+            self._attention,
+            parts.decoder,
+            context=self._setup.max_context,
+            cache=self._cache,
+        )
+        return DraftWeights(runner, parts.token_ids, parts.masks, parts.head, parts.max_positions)
+
+    @torch.inference_mode()
+    def _try(self, folder: Path, model: PreTrainedModel, parts: _Parts) -> None:
+        """Feeds a few tokens in memory of its own. Raises ModelError if a row of logits has no finite maximum."""
+        pages = -(-PROBE_TOKENS // self._shape.page_size)
+        runner = ModelRunner(
+            model, pages, self._shape.page_size, SdpaGather(), parts.decoder, context=self._setup.max_context
+        )
+        tokens = tuple(islice(self._setup.target_tokens, PROBE_TOKENS))
+        output = runner.forward([InputRow(tokens, 0, len(tokens), tuple(range(pages)))])
+        found = [output.logits]
+        if parts.head is not None:
+            assert output.hidden is not None, "a head goes on from states"
+            found.append(parts.head.predict_next(output.hidden, tokens).logits)
+        if not all(bool(torch.isfinite(logits.amax(dim=-1)).all()) for logits in found):
+            raise ModelError(f"{folder} computes NaN or infinite logits; train it again")
 
 
 FIGURE = "first_token_acceptance"

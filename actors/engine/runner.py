@@ -67,7 +67,8 @@ class ModelRunner:
     """Runs a Hugging Face causal language model on texts of up to `context` tokens.
 
     By default `choose_attention` picks `attention` and `decoder_for` the `decoder`. With `capture` it keeps the hidden
-    states of everything it is fed. Raises ModelError for a model that cannot be proved exact, unless its class and
+    states of everything it is fed. A runner of other weights of the same shape may take over `cache`, the memory of
+    this one's pages. Raises ModelError for a model that cannot be proved exact, unless its class and
     config were checked before (`is_checked`).
     """
 
@@ -81,14 +82,15 @@ class ModelRunner:
         capture: StateCapture | None = None,
         context: int | None = None,
         is_checked: bool = False,
+        cache: PagedCache | None = None,
     ) -> None:
         if not is_checked:
             check_class(type(model), model.config, context=context)
         if capture is not None:
             check_layers(model, capture.layers)
-        self._attention = attention or choose_attention(attention_shape(model, page_size), model.device)[0]
+        self.attention = attention or choose_attention(attention_shape(model, page_size), model.device)[0]
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self._cache = PagedCache(pages, page_size, model.dtype, model.device)
+        self.cache = cache or PagedCache(pages, page_size, model.dtype, model.device)
         self._decode = decoder or decoder_for(model.eval(), context=context)
         self._capture = capture
 
@@ -100,9 +102,9 @@ class ModelRunner:
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
     ) -> ForwardOutput:
-        self._cache.move(moves)
-        self._cache.copy(copies)
-        batch = RaggedBatch(rows, self._cache, self._attention, interrupted)
+        self.cache.move(moves)
+        self.cache.copy(copies)
+        batch = RaggedBatch(rows, self.cache, self.attention, interrupted)
         if self._capture is None:
             return self._decode(batch)
         self._capture.cache.move(moves)

@@ -246,7 +246,10 @@ class VersionFolder:
         except OSError as error:
             raise _failed_write(path, error) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:  # a volume without locks
+                raise _failed_write(path, error) from error
             yield
         finally:
             os.close(descriptor)

@@ -22,6 +22,8 @@ class DraftSequence:
     served_len: int | None = None  # base length of the latest drafted block
     passed_len: int | None = None  # length at which the target went on without waiting for a block
     sent_len: int | None = None  # base length of the latest sent block
+    block: DraftTree = NO_TREE  # the latest sent block
+    counted_from: int = 0  # base length of the first block that the weights in use may have drafted
     unverified: DraftTree | None = None  # drafts of the step under way, until a pass drafts beyond it
     chances: tuple[float, ...] = ()  # probabilities of these drafts, if the method gave any
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
@@ -110,10 +112,20 @@ class DraftSequence:
                 self.chances = ()
                 self.passed_len = self.prefix.length
 
+    def exchanged(self) -> None:
+        """Excludes blocks of the weights used so far, which may still be on their way, from what is counted."""
+        self.counted_from = 1 + max(self.prefix.length, *[length for length, _ in self.guesses], self.sent_len or 0)
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the weights in use drafted the block for the current length."""
+        return self.prefix.length >= self.counted_from
+
     def sent(self, proposal: Proposal) -> None:
         """Records the block that the target will verify next."""
         self.served_len = proposal.base_len
         self.sent_len = proposal.base_len
+        self.block = proposal.tree
         self.unverified = proposal.tree
         self.chances = proposal.chances
         self.first = None if proposal.confidence is None else (proposal.tokens[0], proposal.confidence)

@@ -9,7 +9,7 @@ passes by measured passes, because other work on the machine slows drafting down
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -98,8 +98,8 @@ class DraftTiming:
         pace = pace_after(self.pace, seconds / expected_s) if known and tokens and expected_s else self.pace
         return replace(self, pace=pace, read=self.read | frozenset(sessions))
 
-    def without(self, sessions: Sequence[str]) -> "DraftTiming":
-        """Returns the timing without these sessions, which have ended."""
+    def without(self, sessions: Collection[str]) -> "DraftTiming":
+        """Returns the timing without these sessions, which have ended or whose prompts are fed again."""
         return replace(self, read=self.read - frozenset(sessions))
 
     @property

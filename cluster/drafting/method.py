@@ -1,6 +1,7 @@
 """The interface of drafting methods, live or simulated, which propose tokens; and a drafter's pass over one method."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from cluster.drafting.requests import AheadRequest, Proposal, SessionUpdates
@@ -75,6 +76,20 @@ class ReadsStates(Protocol):
         The states of a session arrive in order, each once, and may begin in mid-text. The method is asked for a block
         only if it has the states of all tokens from there on except the last, which the target may not have read yet.
         It may have the last token's states too.
+        """
+        ...
+
+
+@runtime_checkable
+class ExchangesWeights(Protocol):
+    """Additional method of a `DraftingMethod` whose weights can be exchanged while sessions are open."""
+
+    def prepare_weights(self, folder: Path) -> Callable[[], object]:
+        """Loads and checks the checkpoint in `folder`. Any thread but the drafting thread may call it during a pass.
+
+        Returns the exchange, to be called on the drafting thread between two passes. It takes well under a millisecond
+        and returns whatever the earlier weights held, so that it can be freed elsewhere. Raises ModelError if the
+        checkpoint cannot replace the one in use, which then stays.
         """
         ...
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.autoscaling import CounterDeltas, DraftReport, share
 from cluster.costs import DraftCost
-from cluster.draft_quality import LoadCheck
+from cluster.draft_quality import LoadCheck, VersionWatch
 from cluster.drafting.draft_sequence import DraftSequence
 from cluster.drafting.method import DraftingPass
 from cluster.drafting.requests import AheadRequest, Proposal, SessionUpdates, max_block_len
@@ -34,13 +34,16 @@ class DraftScheduler:
         shapes: frozenset[Shape] = frozenset(Shape),
         published_acceptance: float | None = None,  # of first tokens, if the draft's publisher states it
         known_targets: Callable[[], frozenset[str]] | None = None,  # current addresses; None: any target is accepted
+        version: int = 0,  # of a learned draft
     ) -> None:
         self.counts: Counter[str] = Counter()  # by event; `passes` serve blocks wanted now
         self.refusals = Refusals(log)
         self._draft_ahead = draft_ahead
         self._shapes = shapes  # shapes that the method can make
         self._known_targets = known_targets
-        self._sessions = SessionTable(limits, draft_ahead, self.counts, LoadCheck(published_acceptance))
+        self._sessions = SessionTable(
+            limits, draft_ahead, self.counts, LoadCheck(published_acceptance), VersionWatch(version)
+        )
 
     # ------------------------------------------------------------ messages from peers
 
@@ -71,6 +74,10 @@ class DraftScheduler:
     def leave(self) -> list[Send]:
         """Stops accepting sessions; continues to draft for the existing ones until their routers have moved them."""
         return self._sessions.leave()
+
+    def exchanged(self, version: int, published_acceptance: float | None) -> None:
+        """Handles an exchange of the method's weights: `version` of the draft has its own published acceptance."""
+        self._sessions.exchanged(version, LoadCheck(published_acceptance))
 
     # ------------------------------------------------------------ the drafting pass
 
@@ -152,6 +159,11 @@ class DraftScheduler:
     def load_check(self) -> LoadCheck:
         """State of the check that the target accepts first tokens as often as expected."""
         return self._sessions.load_check
+
+    @property
+    def version_watch(self) -> VersionWatch:
+        """Acceptance of the draft's version in use and of the one before."""
+        return self._sessions.version_watch
 
     @property
     def is_idle(self) -> bool:

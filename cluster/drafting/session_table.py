@@ -13,7 +13,7 @@ import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-from cluster.draft_quality import LoadCheck
+from cluster.draft_quality import LoadCheck, VersionWatch
 from cluster.drafting.draft_sequence import DraftSequence
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, HiddenStateReceiver, StateBounds
 from cluster.drafting.requests import Proposal, UpdateCollector
@@ -111,11 +111,19 @@ class DrafterLimits:
 class SessionTable:
     """All sessions of one drafter; `counts` counts events."""
 
-    def __init__(self, limits: DrafterLimits, draft_ahead: bool, counts: Counter[str], load_check: LoadCheck) -> None:
+    def __init__(
+        self,
+        limits: DrafterLimits,
+        draft_ahead: bool,
+        counts: Counter[str],
+        load_check: LoadCheck,
+        version_watch: VersionWatch,
+    ) -> None:
         self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # longest without a block first
         self.updates = UpdateCollector()  # for the drafting method, with the next pass
         self.ahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
         self.load_check = load_check
+        self.version_watch = version_watch
         self.is_leaving = False  # if True, new sessions are refused
         self._limits = limits
         self._draft_ahead = draft_ahead
@@ -239,6 +247,8 @@ class SessionTable:
             self._forget(verdict.session)
             return []
         was_sent = session.sent_len == verdict.base_len
+        if was_sent and verdict.drafted and session.is_counted:
+            self.version_watch.block_verified(verdict.session, verdict.accepted, session.block.depth)
         self._follow(session, new, now)
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
@@ -254,7 +264,7 @@ class SessionTable:
         if session.step_began_s is not None:
             interval = self._step_interval(session.target)
             self._step_intervals[session.target] = interval.after(now - session.step_began_s)
-        if session.first is not None and tokens:
+        if session.first is not None and tokens and session.is_counted:
             self._note_first(*session.first, tokens[0])
         guessed = bool(session.guesses)
         hit = session.extend(tokens, now)
@@ -292,6 +302,13 @@ class SessionTable:
         self._counts["resync"] += 1
         session.attached = False
         return [_resync(session)]
+
+    def exchanged(self, version: int, load_check: LoadCheck) -> None:
+        """Counts the acceptance of other weights apart, from the first blocks on that they draft."""
+        self.load_check = load_check
+        self.version_watch.exchanged(version)
+        for session in self.all.values():
+            session.exchanged()
 
     # ------------------------------------------------------------ results of passes
 
@@ -366,6 +383,7 @@ class SessionTable:
     def _forget(self, name: str) -> None:
         del self.all[name]
         self.ahead.discard(name)
+        self.version_watch.close(name)
         self.updates.closed(name)
         self._states.forget(name)
 

@@ -10,6 +10,7 @@ Time from the previous verdict to the arrival of a block at the target:
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -46,6 +47,16 @@ def drafter_levels(sessions: Mapping[str, float], pass_s: Mapping[str, float]) -
     """Yields the families of a drafter."""
     yield _gauge("slipstream_drafter_sessions", "Sessions drafted for", sessions["sessions"])
     yield _counter("slipstream_drafting_seconds", "Time in passes, requested or ahead of verdicts", pass_s, "cause")
+
+
+def version_levels(summary: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yields the families of a drafter whose draft learns."""
+    yield _gauge(
+        "slipstream_draft_version", "Version of the learned draft in use; 0: the configured one", summary["version"]
+    )
+    if (acceptance := summary["acceptance"]) is not None:
+        text = "Share of draft positions, of those that acceptance reached, that the target accepts of this version"
+        yield _gauge("slipstream_draft_version_acceptance", text, acceptance)
 
 
 def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:

@@ -32,7 +32,7 @@ class DamagedRunner:
     def forward(
         self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
     ) -> ForwardOutput:
-        for layer in self._runner._cache._layers.values():
+        for layer in self._runner.cache._layers.values():
             for row in rows:
                 if row.start >= self._length:
                     layer[row.pages[0] * PAGE_SIZE :][:PAGE_SIZE] = 0

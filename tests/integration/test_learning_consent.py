@@ -90,7 +90,9 @@ async def test_only_agreed_answers_reach_the_disk(monkeypatch, tmp_path):
         store = opened(folder)
         examples = store.read("toy")
         store.close()
-        assert [TOKENIZER.decode(each.answer, skip_special_tokens=True) for each in examples] == [texts[case] for case in kept]
+        assert [TOKENIZER.decode(each.answer, skip_special_tokens=True) for each in examples] == [
+            texts[case] for case in kept
+        ]
         assert {each.source for each in examples} == {Source("open", "v1")}
         found = [on_disk(folder, f"request {seed}") for seed in range(6)]
         assert found == [case in kept for case in texts]

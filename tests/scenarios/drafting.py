@@ -13,6 +13,7 @@ decided ones. `name=value` sets a field; other fields have the defaults of `an_o
 * `peer: Message ...` delivers a message; a Step is a Verdict and the DraftRequest for the text after it;
 * `connected peer` and `gone peer` report the state of a stream, and `at 0.5` sets the time;
 * `draft [limit]`, `ahead [limit]` and `pass` start a pass; answers list sessions closed and blocks requested;
+* `exchange 3` exchanges the method's weights for those of version 3;
 * `block` hands in a drafted block; with `outcome=...`, one for a text that ends with the assumed tokens;
 * `show name ...` reads counters and properties of the scheduler.
 """
@@ -49,10 +50,12 @@ from tests.unit.cluster.samples import KEY, an_open
 LIMITS = DrafterLimits(vocabulary=50, max_context=100, max_sessions=3)
 
 FIELDS: dict[str, Callable[[str], Any]] = {
+    "accepted": int,
     "answer": lambda word: DraftAnswer[word.upper()],
     "assignment_token": lambda word: AssignmentToken(int(word), b"proof"),
     "attempt": int,
     "confidence": float,
+    "drafted": int,
     "finish": lambda word: Finish[word.upper()],
     "hold_step": lambda word: word == "yes",
     "least_chance": float,
@@ -87,6 +90,9 @@ class Drafter:
                 return []
             case ["gone", peer]:
                 self.scheduler.gone(peer)
+                return []
+            case ["exchange", version]:
+                self.scheduler.exchanged(int(version), None)
                 return []
             case ["connected", peer]:
                 sends = self.scheduler.connected(peer)
@@ -198,4 +204,7 @@ class Drafter:
             case "checked" | "correct":
                 check = self.scheduler.load_check
                 return str(check.tokens if name == "checked" else check.accepted)
+            case "version" | "judged" | "acceptance" | "acceptance_before":
+                found = self.scheduler.version_watch.summary()["blocks" if name == "judged" else name]
+                return "none" if found is None else f"{found:g}"
         return str(self.scheduler.counts[name])

@@ -8,14 +8,16 @@ sampling stays exact.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from actors.drafters.lookup import ngram
 from actors.drafters.registry import DraftSetup, create_model_method
 from cluster.config import DraftPool
-from cluster.drafting.method import DraftingMethod, Early, ReadsStates, dismiss
+from cluster.drafting.method import DraftingMethod, Early, ExchangesWeights, ReadsStates, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from cluster.drafting.trees import merged
+from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
@@ -79,6 +81,11 @@ class HybridDraft:
             self._open.pop(session, None)
         self._lookup.close(sessions)
         self._model.close(sessions)
+
+    def prepare_weights(self, folder: Path) -> Callable[[], object]:
+        if not isinstance(self._model, ExchangesWeights):
+            raise ModelError(f"{folder} cannot replace the weights in use: this method's weights cannot be exchanged")
+        return self._model.prepare_weights(folder)
 
     # ------------------------------------------------------------ helpers
 

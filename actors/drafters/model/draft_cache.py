@@ -58,6 +58,11 @@ class DraftCache:
     def is_idle(self) -> bool:
         return not self._branches
 
+    def clear(self) -> None:
+        """Drops everything, shared prefixes too, because other weights will fill the pages."""
+        self._branches.clear()
+        self._allocator = PageAllocator(self._allocator.pages, self._allocator.page_size, secrets.token_bytes(16))
+
     def check(self) -> None:
         """Raises AssertionError unless every page is accounted for."""
         self._allocator.check()

@@ -3,11 +3,16 @@
 While a block is verified, blocks are drafted for its likely outcomes, ranked by the model's own probabilities
 (`cluster/drafting/lookahead.py`). A recurrent head (`HeadDrafting`) predicts further tokens between forwards, or
 instead of them, from the states with which blocks were read.
+
+The weights may be exchanged while sessions are open. `DraftWeights` is all that depends on them besides the caches,
+which are dropped and filled again by the passes that follow.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +29,7 @@ from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, F
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
 from cluster.drafting.trees import Choices, least_of, worth_branching
+from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
@@ -115,11 +121,34 @@ _Considered = dict[int, list[DraftedToken]]
 """The model's candidates at a block's first positions, by hash of the text before the block."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """A loaded checkpoint: what `DraftModel.exchange` replaces.
+
+    Columns of the runner's logits are those of `token_ids`, shape (columns,); the columns of `head` may be only the
+    first of them.
+    """
+
+    runner: InterruptibleRunner
+    token_ids: Tensor
+    masks: MaskTokens = ONE_AT_A_TIME
+    head: DraftHead | None = None
+    max_positions: int | None = None  # as in `DraftingLimits`
+
+    @property
+    def tokens_per_forward(self) -> int:
+        return self.masks.width if self.head is None else self.head.width
+
+
+LoadWeights = Callable[[Path], DraftWeights]
+"""Loads another checkpoint, over the pages of the first one. Raises ModelError if it does not fit."""
+
+
 class DraftModel:
     """Drafts with a model behind a `Runner`. Its logits' columns are those of `token_ids`, shape (columns,).
 
     The columns of `head` may be only the first of them. With `feed`, the model reads the target's states with the
-    tokens.
+    tokens. With `load`, its weights can be exchanged.
     """
 
     shapes = frozenset(Shape)
@@ -136,23 +165,67 @@ class DraftModel:
         calibration: Calibration | None = None,
         feed: FedStates | None = None,
         makers: Sequence[Maker] = (),  # of logits processors, in addition to those built from an Open alone
+        load: LoadWeights | None = None,
     ) -> None:
         self.needs = None if feed is None else feed.needs
-        self.tokens_per_forward = masks.width if head is None else head.width
-        self.outcomes = OUTCOMES if head is None else GUESSED
         self._cache = cache
-        self._min_confidence = limits.min_confidence
+        self._limits = limits
         self._clock = clock
-        self._forwards = DraftForwards(runner, cache, masks, limits.pass_tokens, feed, limits.max_positions)
         self._feed = feed
         self._sampler = DraftSampler(
             token_ids, runner.vocabulary, limits, calibration or Calibration(), (*MAKERS, *makers)
         )
-        self._head = None if head is None else HeadDrafting(head, self._sampler)
         self._ahead_time = ForwardTime()
         self._texts = SessionTexts()
         self._considered: dict[str, _Considered] = {}  # by session: candidates of the latest proposed blocks
         self._busy: set[str] = set()  # sessions of the current pass, whose cache pages must stay
+        self._load = load
+        self._use(DraftWeights(runner, token_ids, masks, head, limits.max_positions))
+
+    def _use(self, weights: DraftWeights) -> None:
+        self._weights = weights
+        self.tokens_per_forward = weights.tokens_per_forward
+        self.outcomes = OUTCOMES if weights.head is None else GUESSED
+        self._forwards = DraftForwards(
+            weights.runner, self._cache, weights.masks, self._limits.pass_tokens, self._feed, weights.max_positions
+        )
+        self._head = None if weights.head is None else HeadDrafting(weights.head, self._sampler)
+
+    # ------------------------------------------------------------ weights
+
+    def prepare_weights(self, folder: Path) -> Callable[[], object]:
+        if self._load is None:
+            raise ModelError(f"{folder} cannot replace the draft in use, which is not a checkpoint of its own")
+        weights = self._load(folder)
+        self._check(folder, weights)
+        return partial(self.exchange, weights)
+
+    def _check(self, folder: Path, weights: DraftWeights) -> None:
+        """Raises ModelError if passes would cost or mean something else with these weights."""
+        used = self._weights
+        for what, one, other in (
+            ("rows in its vocabulary", weights.runner.vocabulary, used.runner.vocabulary),
+            ("tokens in a forward", weights.tokens_per_forward, used.tokens_per_forward),
+        ):
+            if one != other:
+                raise ModelError(
+                    f"{folder} cannot replace the draft in use: it has {one} {what}, not {other}; train it from that"
+                    " draft, and keep the other files of its folder"
+                )
+
+    def exchange(self, weights: DraftWeights) -> DraftWeights:
+        """Replaces the weights between two passes, and returns the earlier ones.
+
+        Texts, grammar states and the fits of the calibration stay. Everything computed by the earlier weights goes, so
+        no block mixes the two. The next pass of each session reads its text again, within the limits of a pass.
+        """
+        assert self._feed is None, "states that were projected by the earlier weights would stay"
+        used = self._weights
+        self._cache.clear()
+        self._considered.clear()
+        self._sampler.exchange(weights.token_ids)
+        self._use(weights)
+        return used
 
     # ------------------------------------------------------------ sessions
 
@@ -201,7 +274,7 @@ class DraftModel:
         self._busy = _sessions(requests)
         drafts = [self._begin(request, (), request.max_tokens) for request in requests]
         for draft in drafts:
-            draft.min_confidence = 0.0 if draft.sends_probs else self._min_confidence
+            draft.min_confidence = 0.0 if draft.sends_probs else self._limits.min_confidence
         if self._head is not None:
             self._head.begin(drafts)
         active = [draft for draft in drafts if not draft.drafted]

@@ -77,7 +77,10 @@ def read_frequent_tokens(folder: Path, vocabulary: int) -> list[int] | None:
     path = folder / FILE
     if not path.is_file():
         return None
-    ids = json.loads(path.read_text())
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        ids = None
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
         raise ModelError(f"{path} must be a list of token ids from 0 to {vocabulary - 1}")
     return ids

@@ -12,12 +12,12 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.compute.linear import Product, Projection, projection
 from actors.models.decoder import Decoder, ForwardOutput, LlamaDecoder, norm_of
+from actors.models.weights import is_finite, read_tensors
 from cluster.errors import ModelError
 
 FILE = "recurrent_head.safetensors"
@@ -81,13 +81,15 @@ def load_recurrent_head(
         return None
     if not isinstance(decoder, LlamaDecoder):
         raise ModelError(f"{path} needs a model of the Llama kind, not {type(model).__name__}")
-    stored = load_file(path)
+    stored = read_tensors(path)
     hidden = int(model.config.hidden_size)
     shapes = {name: tuple(weight.shape) for name, weight in stored.items()}
     wide = shapes.get("down.weight", (0, 0))[-1]
     if shapes != dict(zip(SHAPES, ((hidden,), (hidden,), (2 * wide, 2 * hidden), (hidden, wide)), strict=True)):
         raise ModelError(f"{path} has {shapes}, expected {SHAPES} for d = {hidden}")
     weights = {name: weight.to(model.device, model.dtype) for name, weight in stored.items()}
+    if not all(is_finite(weight) for weight in weights.values()):
+        raise ModelError(f"{path} holds NaN or infinite weights; fetch it again")
     whole = model.get_output_embeddings()
     head = product(whole.weight[:columns], None if whole.bias is None else whole.bias[:columns])
     return RecurrentHead(decoder.embed, head, weights, float(model.config.rms_norm_eps), width, product)

@@ -142,6 +142,11 @@ class Calibration:
     def close(self, session: str) -> None:
         self._open.close(session)
 
+    def restart(self) -> None:
+        """Adapts to other weights of the draft: each fit goes on from where it is, as quickly as a new one."""
+        self._fits = {kind: _Fit(fit.weights) for kind, fit in self._fits.items()}
+        self._open = PendingPositions()
+
     def _learn(self, kind: DraftKind, candidates: Candidates, token: int) -> None:
         """Updates the fit with the target's token at that position."""
         places = np.flatnonzero(candidates.ids == token)
@@ -241,6 +246,12 @@ class DraftSampler:
     def close(self, session: str) -> None:
         self._calibration.close(session)
         self._processors.close(session)
+
+    def exchange(self, token_ids: Tensor) -> None:
+        """Continues with logits of other weights, whose columns are those of `token_ids`, (columns,)."""
+        self._token_ids = token_ids
+        self._calibration.restart()
+        self._has_warned = False
 
     # ------------------------------------------------------------ prediction of the target's draw
 

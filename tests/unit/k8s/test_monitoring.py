@@ -17,7 +17,7 @@ from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import FinishReason
 from serve_app.api.schemas import ChatRequest
-from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels
+from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, version_levels
 from serve_app.publishing.ray_mirror import exported
 from serve_app.replica_counters import CAUSE, HELP, LABELS
 from serve_app.router import RouterActivity
@@ -61,6 +61,7 @@ def published() -> dict[str, set[str]]:
         *router_levels(RouterActivity(1, {"drafter": True}, {("drafter", "silent"): 1}), "toy"),
         *target_levels(TargetActivity(1, 1, 0.5, 1.0, 1.0, True, {4: 1}, 1, 1.0, 1, 1), 1, "toy"),
         *drafter_levels({"sessions": 1.0}, {"asked": 1.0}),
+        *version_levels({"version": 1, "acceptance": 0.5}),
     ]
     for name, labels in exported(families).items():
         found[relabelled(name)] = labels | SERVE_LABELS

@@ -1,13 +1,14 @@
 """A draft's folder as a drafting method: with and without what may lie beside the model, and in 8 bits."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from actors.drafters import loading, products
@@ -134,3 +135,111 @@ def test_eight_bits_are_refused_where_there_are_none(folder: Path, monkeypatch: 
     monkeypatch.setattr(products, "can_round", lambda device: False)
     with pytest.raises(ModelError, match="remove the drafting method's quantization"):
         load(folder, int8=True)
+
+
+# ---------------------------------------------------------------- a checkpoint that replaces another
+
+
+WEIGHTS = "model.safetensors"
+
+
+def a_version(folder: Path, **changes: Any) -> Path:
+    """Another checkpoint, by default of the same shape."""
+    version = folder / "0001"
+    torch.manual_seed(5)
+    LlamaForCausalLM(LlamaConfig(**SHAPE | changes, initializer_range=0.5)).save_pretrained(version)
+    return version
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("with_head", [False, True], ids=["model", "with head"])
+def test_a_version_replaces_a_checkpoint_in_the_memory_of_its_cache(folder: Path, with_head: bool, int8: bool) -> None:
+    version = a_version(folder)
+    if with_head:
+        add_head(folder)
+        add_head(version)
+    method = load(folder, int8=int8)
+    before = drafted(method)
+    runner: Any = method._weights.runner
+    memory = [layer.data_ptr() for layer in runner.cache._layers.values()]
+    exchange = method.prepare_weights(version)
+    assert drafted(method) == before
+    exchange()
+    assert drafted(method) == drafted(load(version, int8=int8))
+    assert drafted(method) != before
+    runner = method._weights.runner
+    assert [layer.data_ptr() for layer in runner.cache._layers.values()] == memory
+
+
+def with_weights(change: Callable[[dict[str, torch.Tensor]], None], name: str = WEIGHTS) -> Callable[[Path], None]:
+    def edit(version: Path) -> None:
+        weights = load_file(version / name)
+        change(weights)
+        save_file(weights, version / name, metadata={"format": "pt"})
+
+    return edit
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    def edit(version: Path) -> None:
+        path = version / name
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return edit
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "NaN": (with_weights(lambda w: w["model.norm.weight"].fill_(torch.nan)), "NaN or infinite weights"),
+    "too large": (with_weights(lambda w: w["lm_head.weight"].fill_(3e38)), "computes NaN or infinite logits"),
+    "missing tensor": (with_weights(lambda w: w.pop("model.norm.weight")), "missing: model.norm.weight"),
+    "truncated": (truncate(WEIGHTS), "cannot read .*model.safetensors"),
+    "no weights": (lambda version: (version / WEIGHTS).unlink(), "fetch the whole checkpoint"),
+    "no config": (lambda version: (version / "config.json").unlink(), "config.json"),
+    "NaN head": (
+        with_weights(lambda w: w["down.weight"].fill_(torch.nan), RECURRENT_HEAD),
+        "recurrent_head.safetensors holds NaN or infinite weights",
+    ),
+    "truncated head": (truncate(RECURRENT_HEAD), "cannot read .*recurrent_head.safetensors"),
+    "frequent tokens": (
+        lambda version: (version / FREQUENT_TOKENS).write_text("[1, 2"),
+        "frequent_tokens.json must be a list of token ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_version_is_refused_and_the_method_drafts_on(folder: Path, fault: str) -> None:
+    edit, why = BROKEN[fault]
+    version = a_version(folder)
+    add_head(folder)
+    add_head(version)
+    edit(version)
+    method = load(folder)
+    before = drafted(method)
+    with pytest.raises(ModelError, match=why):
+        method.prepare_weights(version)
+    assert drafted(method) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_hidden_layers": 3}, "cannot replace the draft in use: its layers need .*layers=3"),
+        ({"num_key_value_heads": 2}, "kv_heads=2"),
+        ({"vocab_size": VOCABULARY - 1}, "39 vocabulary rows, but the target's ids go up to 39"),
+        ({"vocab_size": VOCABULARY + 1}, "41 rows in its vocabulary, not 40"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_a_version_of_another_shape_is_refused(folder: Path, changes: dict[str, int], why: str) -> None:
+    version = a_version(folder, **changes)
+    method = load(folder)
+    with pytest.raises(ModelError, match=why):
+        method.prepare_weights(version)
+
+
+def test_a_version_may_have_other_sizes_that_the_cache_does_not_hold(folder: Path) -> None:
+    version = a_version(folder, intermediate_size=32)
+    method = load(folder)
+    method.prepare_weights(version)()
+    assert drafted(method) == drafted(load(version))

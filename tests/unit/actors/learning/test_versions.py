@@ -243,8 +243,8 @@ def test_a_full_disk_keeps_the_current_version(tmp_path: Path, monkeypatch: pyte
         path.touch()
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(ModelError, match="No space left"):
-        patch.setattr(versions, "_write", no_space)
+    monkeypatch.setattr(versions, "_write", no_space)
+    with pytest.raises(ModelError, match="No space left"):
         folder.promote(2)
     assert folder.current() == 1
     assert names(tmp_path) == {"0001", "0002", CURRENT, versions.LOCK}

@@ -26,6 +26,11 @@ def test_a_drafter_far_below_its_promise_is_named_as_long_as_it_lives():
     assert [row[5] for row in shown[1:]] == ["as expected", "0 tokens so far"]
 
 
+def test_a_draft_that_learns_is_shown_with_its_version():
+    shown = rows(drafters_table([a_drafter("a", LoadCheck()) | {"draft_version": {"version": 3}}]))
+    assert shown[0][2] == "draft_model, version 3"
+
+
 def test_what_all_routers_did_is_summed_up():
     routers = [
         {"remedies": {("d", "resynced"): 2, ("d", "replaced"): 1}},

@@ -1,0 +1,176 @@
+"""Versions of the draft over real streams: texts stay as they are before, during and after every exchange."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.drafter import Drafter
+from actors.drafters.model.draft_model import DraftModel, DraftWeights
+from actors.learning.reload import DraftReload, LearnedDraft, Version
+from actors.learning.versions import VersionFolder
+from actors.models.decoder import ToyRunner
+from cluster.errors import ModelError
+from cluster.learning import Manifest, State
+from protos.codec import Decoded
+from protos.messages import Acceptance, Block, Sampling
+from tests.integration.harness import LOGITS, VOCABULARY, Cluster, cluster, plain_greedy
+
+UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # right as a rule, and unsure enough for trees
+USELESS = LOGITS.flip(1)
+TOKENS = 100
+GREEDY = Sampling(temperature=0.0)
+SEEDED = Sampling(temperature=1.0)
+TARGET = "fingerprint"
+
+
+def weights(logits: Tensor) -> DraftWeights:
+    return DraftWeights(ToyRunner(logits), torch.arange(VOCABULARY))
+
+
+def the_drafter(c: Cluster) -> tuple[Drafter, DraftModel]:
+    (drafter,) = c.drafters.values()
+    method = drafter._method
+    assert isinstance(method, DraftModel)
+    return drafter, method
+
+
+def count_trees(c: Cluster) -> list[int]:
+    """Returns counts of received blocks: chains, and trees with branches."""
+    (target,) = c.targets.values()
+    found = [0, 0]
+    receive = target.receive
+
+    def tap(stream: str, frame: Decoded) -> None:
+        for message in frame.messages:
+            if isinstance(message, Block):
+                found[not message.tree.is_chain] += 1
+        receive(stream, frame)
+
+    target.receive = tap  # type: ignore[method-assign]
+    return found
+
+
+async def swap_until(done: Callable[[], bool], c: Cluster, period_s: float = 0.02) -> int:
+    """Exchanges good and useless weights in turn; returns how often."""
+    drafter, method = the_drafter(c)
+    swaps = 0
+    while not done():
+        swaps += 1
+        exchange = partial(method.exchange, weights(USELESS if swaps % 3 == 2 else UNSURE))
+        await drafter.exchange(exchange, swaps)
+        await asyncio.sleep(period_s)
+    return swaps
+
+
+@pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda rule: rule.name.lower())
+@pytest.mark.parametrize("lock_step", [False, True], ids=["adaptive", "lock step"])
+async def test_greedy_texts_are_the_same_while_weights_are_exchanged(acceptance: Acceptance, lock_step: bool) -> None:
+    """Under coupling there are trees and chains, under rejection sampling chains alone."""
+    async with cluster(draft_logits=UNSURE, lock_step=lock_step) as c:
+        c.pace.step_s = 0.01
+        blocks = count_trees(c)
+        prompts = [(1 + i, 2) for i in range(6)]
+        asked = [
+            c.generation(prompt=p, max_len=len(p) + TOKENS, acceptance=acceptance, draft_tokens=8) for p in prompts
+        ]
+        streams = [asyncio.create_task(c.tokens(generation)) for generation in asked]
+        swaps = await swap_until(lambda: all(stream.done() for stream in streams), c)
+        for prompt, stream in zip(prompts, streams, strict=True):
+            assert await stream == plain_greedy(prompt, TOKENS)
+        assert swaps > 3
+        assert sum(blocks) > 10
+        after = await c.tokens(c.generation(prompt=(1, 2), max_len=2 + TOKENS, acceptance=acceptance))
+        assert after == plain_greedy((1, 2), TOKENS)
+
+
+async def test_seeded_texts_are_the_same_while_weights_are_exchanged() -> None:
+    async with cluster(draft_logits=UNSURE) as c:
+        c.pace.step_s = 0.01
+        blocks = count_trees(c)
+
+        def asked(seed: int, draft_tokens: int) -> asyncio.Task[list[int]]:
+            generation = c.generation(max_len=3 + TOKENS, sampling=SEEDED, seed=seed, draft_tokens=draft_tokens)
+            return asyncio.create_task(c.tokens(generation))
+
+        plain = await asyncio.gather(*[asked(seed, 0) for seed in range(6)])
+        before = await asyncio.gather(*[asked(seed, 8) for seed in range(6)])
+        streams = [asked(seed, 8) for seed in range(6)]
+        swaps = await swap_until(lambda: all(stream.done() for stream in streams), c)
+        during = await asyncio.gather(*streams)
+        after = await asyncio.gather(*[asked(seed, 8) for seed in range(6)])
+        assert before == during == after == plain
+        assert swaps > 3
+        assert min(blocks) > 0, "chains and trees"
+
+
+def manifest(parent: int) -> Manifest:
+    return Manifest(
+        version=1,
+        parent=parent,
+        created=0.0,
+        state=State.CANDIDATE,
+        reason="better",
+        method="draft_model",
+        target=TARGET,
+        examples=300,
+        tokens=17_000,
+        seconds=60.0,
+    )
+
+
+def add(versions: VersionFolder, logits: Tensor) -> None:
+    added = versions.add(manifest(versions.current()), lambda folder: torch.save(logits, folder / "logits.pt"))
+    versions.promote(added.version)
+
+
+def load(folder: Path) -> DraftWeights:
+    logits: Tensor = torch.load(folder / "logits.pt")
+    if not torch.isfinite(logits).all():
+        raise ModelError(f"{folder} holds NaN or infinite weights")
+    return weights(logits)
+
+
+async def test_a_bad_version_is_rolled_back_and_a_broken_one_refused_while_texts_stay(tmp_path: Path) -> None:
+    """The texts are right throughout; the acceptance in service tells the bad version."""
+    torch.save(UNSURE, tmp_path / "logits.pt")
+    versions = VersionFolder(tmp_path)
+    async with cluster(draft_logits=USELESS) as c:
+        drafter, method = the_drafter(c)
+        method._load = load
+        reload = DraftReload(LearnedDraft(versions, Version(0, tmp_path), TARGET), method, drafter)
+
+        async def serve() -> None:
+            asked = [c.generation(prompt=(1 + i, 2), max_len=42) for i in range(16)]
+            texts = await asyncio.gather(*[c.tokens(generation) for generation in asked])
+            assert texts == [plain_greedy((1 + i, 2), 40) for i in range(16)]
+
+        c.pace.step_s = 0.005
+        for expected, logits in ((1, UNSURE), (2, USELESS)):
+            add(versions, logits)
+            await reload.check()
+            assert reload.version == expected
+            for _ in range(3):
+                await serve()
+        await eventually_checked(reload, serve, lambda: reload.version == 1)
+        assert reload.counts == {"swapped": 3, "refused": 0, "rolled_back": 1, "failed": 0}
+        assert [each.state for each in versions.history()] == [State.CURRENT, State.ROLLED_BACK]
+        add(versions, torch.full_like(UNSURE, torch.nan))
+        await reload.check()
+        assert (reload.version, reload.counts["refused"]) == (1, 1)
+        await serve()
+    reload.close()
+
+
+async def eventually_checked(reload: DraftReload, serve: Callable[[], object], done: Callable[[], bool]) -> None:
+    """Serves until a look at the acceptance has the expected result; fails after twenty rounds."""
+    for _ in range(20):
+        await reload.check()
+        if done():
+            return
+        await serve()  # type: ignore[misc]
+    raise AssertionError(f"waited in vain: {reload.summary()}")

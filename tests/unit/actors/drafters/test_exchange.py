@@ -1,0 +1,176 @@
+"""Exchanged weights: open sessions go on, and nothing that the earlier weights computed is used again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.drafters.lookup.hybrid import hybrid
+from actors.drafters.lookup.ngram import NgramDraft
+from actors.drafters.model.draft_cache import DraftCache
+from actors.drafters.model.draft_model import DraftModel, DraftWeights
+from actors.drafters.model.forwards import MaskTokens
+from actors.drafters.model.sampling import Calibration, DraftingLimits
+from cluster.drafting.method import ExchangesWeights
+from cluster.errors import ModelError
+from protos.draft_tree import DraftTree
+from protos.messages import Acceptance, Shape
+from tests.unit.actors.drafters.drafting import (
+    LOGITS,
+    PAGE_SIZE,
+    VOCABULARY,
+    PrefixRunner,
+    SpyRunner,
+    a_method,
+    a_want,
+    never,
+)
+from tests.unit.actors.drafters.drafting_requests import Want, propose
+
+OTHER = LOGITS.flip(1)
+IDS = torch.arange(VOCABULARY)
+TEXT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def ahead_of(want: Want, tree: DraftTree) -> Want:
+    return replace(want, unverified=tree)
+
+
+def other_weights(logits: Tensor = OTHER) -> DraftWeights:
+    return DraftWeights(SpyRunner(logits), IDS)
+
+
+@pytest.mark.parametrize("acceptance", Acceptance)
+@pytest.mark.parametrize("shape", Shape)
+def test_an_exchanged_method_drafts_as_a_new_one(acceptance: Acceptance, shape: Shape) -> None:
+    """In the middle of a text, on request and ahead of a verdict."""
+    runner = PrefixRunner(scale=4.0)
+    method = a_method(SpyRunner())
+    new = a_method(PrefixRunner(scale=4.0))
+    want = a_want(TEXT, acceptance=acceptance)
+    (block,) = propose(method, [want], never)
+    propose(method, [ahead_of(want, block.tree)], never)
+    method.exchange(DraftWeights(runner, IDS))
+    for one in (want, ahead_of(want, block.tree)):
+        assert propose(method, [one], never) == propose(new, [one], never)
+    method.close(["s"])
+    assert method.is_idle
+
+
+def test_open_sessions_read_their_texts_again_from_the_start() -> None:
+    before = SpyRunner()
+    method = a_method(before)
+    propose(method, [a_want(TEXT)], never)
+    after = SpyRunner(OTHER)
+    method.exchange(DraftWeights(after, IDS))
+    assert not after.fed, "an exchange computes nothing"
+    fed = len(before.fed)
+    propose(method, [a_want(TEXT)], never)
+    assert (after.fed[0][0].start, after.fed[0][0].tokens) == (0, TEXT)
+    assert len(before.fed) == fed
+
+
+def test_prefixes_that_the_earlier_weights_computed_are_not_shared() -> None:
+    method = a_method(SpyRunner())
+    propose(method, [a_want(TEXT, session="a")], never)
+    propose(method, [a_want(TEXT, session="b")], never)
+    after = SpyRunner(OTHER)
+    method.exchange(DraftWeights(after, IDS))
+    propose(method, [a_want(TEXT, session="c")], never)
+    assert after.fed[0][0].start == 0
+    fed = len(after.fed)
+    propose(method, [a_want(TEXT, session="d")], never)
+    assert after.fed[fed][0].start == 2 * PAGE_SIZE, "those of the new weights are"
+
+
+def test_all_pages_are_free_after_an_exchange() -> None:
+    method = a_method(SpyRunner(), pages=3)
+    propose(method, [a_want(TEXT)], never)
+    after = SpyRunner(OTHER)
+    method.exchange(DraftWeights(after, IDS))
+    (proposal,) = propose(method, [a_want(TEXT[::-1], session="other")], never)
+    assert len(proposal.tokens) == 3
+    method.close(["s", "other"])
+    assert method.is_idle
+
+
+def test_other_columns_of_the_logits_are_other_tokens() -> None:
+    method = a_method(SpyRunner())
+    propose(method, [a_want((1,))], never)
+    method.exchange(DraftWeights(SpyRunner(LOGITS[:, :1]), torch.tensor([7])))
+    (proposal,) = propose(method, [a_want((1,))], never)
+    assert proposal.tokens == (7, 7, 7)
+
+
+def test_the_calibration_adapts_as_quickly_as_a_new_one() -> None:
+    calibration = Calibration()
+    method = DraftModel(SpyRunner(), IDS, DraftCache(64, PAGE_SIZE), DraftingLimits(4), calibration=calibration)
+    method.open(a_want((1,)).open)
+    text = (1,)
+    for token in (3, 4, 5):
+        propose(method, [a_want(text)], never)
+        method.committed("s", (token,))
+        text += (token,)
+    (fit,) = calibration._fits.values()
+    assert (fit.squares > 1).any()
+    weights = fit.weights.copy()
+    method.exchange(other_weights())
+    (fit,) = calibration._fits.values()
+    assert (fit.weights == weights).all()
+    assert (fit.squares == 1).all()
+
+
+# ---------------------------------------------------------------- preparing
+
+
+def exchanging(load: Callable[[Path], DraftWeights]) -> DraftModel:
+    return DraftModel(SpyRunner(), IDS, DraftCache(64, PAGE_SIZE), DraftingLimits(4), load=load)
+
+
+def test_prepared_weights_take_over_when_they_are_told_to() -> None:
+    method = exchanging(lambda folder: other_weights())
+    (before,) = propose(method, [a_want((1,))], never)
+    exchange = method.prepare_weights(Path("0001"))
+    assert propose(method, [a_want((1,))], never) == [before]
+    earlier = exchange()
+    assert isinstance(earlier, DraftWeights)
+    assert propose(method, [a_want((1,))], never) == propose(a_method(SpyRunner(OTHER)), [a_want((1,))], never)
+
+
+def wider(folder: Path) -> DraftWeights:
+    return DraftWeights(SpyRunner(), IDS, MaskTokens(0, 2))
+
+
+def larger(folder: Path) -> DraftWeights:
+    return DraftWeights(SpyRunner(torch.zeros(VOCABULARY + 1, VOCABULARY + 1)), IDS)
+
+
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [(wider, r"0001 .* it has 2 tokens in a forward, not 1"), (larger, "11 rows in its vocabulary, not 10")],
+)
+def test_weights_of_another_shape_are_refused(load: Callable[[Path], DraftWeights], why: str) -> None:
+    method = exchanging(load)
+    (before,) = propose(method, [a_want((1,))], never)
+    with pytest.raises(ModelError, match=why):
+        method.prepare_weights(Path("0001"))
+    assert propose(method, [a_want((1,))], never) == [before]
+
+
+def test_a_model_without_a_checkpoint_of_its_own_cannot_be_replaced() -> None:
+    with pytest.raises(ModelError, match="0001 cannot replace the draft in use"):
+        a_method(SpyRunner()).prepare_weights(Path("0001"))
+
+
+def test_a_hybrid_method_exchanges_the_weights_of_its_model() -> None:
+    method = hybrid(NgramDraft(3, 1), exchanging(lambda folder: other_weights()))
+    assert isinstance(method, ExchangesWeights)
+    propose(method, [a_want((1,))], never)
+    method.prepare_weights(Path("0001"))()
+    assert propose(method, [a_want((1,))], never)[0].tokens[0] == int(OTHER[1].argmax())
+    without = hybrid(NgramDraft(3, 1), NgramDraft(3, 1))
+    with pytest.raises(ModelError, match="weights cannot be exchanged"):
+        without.prepare_weights(Path("0001"))
