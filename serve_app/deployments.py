@@ -339,7 +339,7 @@ class DraftDeployment(_ReplicaDeployment):
         yield from counted_families(drafter_counts(self._drafter))
         yield from drafter_levels(self._drafter.scheduler.load(), dict(self._drafter.pass_s))
         if self._reload is not None:
-            yield from counted_families(version_counts(self._reload))
+            yield from counted_families(version_counts(self._reload.counts))
             yield from version_levels(self._reload.summary())
 
     def _timeline(self) -> Timeline:

@@ -30,7 +30,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
 from actors.attention.select_backend import AttentionReport
 from actors.drafter import Drafter
-from actors.learning.reload import DraftReload
 from actors.target import TargetReplica
 from cluster.audit import Audits
 from cluster.draft_quality import AcceptanceStats
@@ -120,9 +119,9 @@ def drafter_counts(drafter: Drafter) -> Counts:
     }
 
 
-def version_counts(reload: DraftReload) -> Counts:
+def version_counts(counts: Mapping[str, int]) -> Counts:
     """Returns what became of a learned draft's versions at a drafter."""
-    return {"slipstream_draft_versions": dict(reload.counts)}
+    return {"slipstream_draft_versions": counts}
 
 
 def audit_counts(audits: Audits) -> Counts:

@@ -86,7 +86,13 @@ def test_probabilities_of_other_weights_than_the_tokens_would_show() -> None:
 
 @pytest.mark.parametrize(
     ("variant", "schedule"),
-    [("chains", calm), ("chains", near_patience), ("interrupted", stormy), ("two a forward", stormy), ("recurrent", calm)],
+    [
+        ("chains", calm),
+        ("chains", near_patience),
+        ("interrupted", stormy),
+        ("two a forward", stormy),
+        ("recurrent", calm),
+    ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 def test_coupled_texts_are_those_of_plain_decoding(variant: str, schedule: Schedule) -> None:

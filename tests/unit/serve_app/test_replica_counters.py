@@ -28,6 +28,7 @@ from serve_app.replica_counters import (
     drafter_counts,
     routed_counts,
     target_counts,
+    version_counts,
 )
 from tests.unit.cluster.samples import a_block, an_open
 
@@ -159,7 +160,8 @@ def test_every_family_has_a_description(clock: Clock) -> None:
     method = NgramDraft(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     target = {*target_counts(a_target(clock), "m"), *attention_counts([])}
-    assert {*target, *drafter_counts(drafter), *audit_counts(AUDITS), *routed_counts({})} == HELP.keys()
+    of_drafter = {**drafter_counts(drafter), **version_counts({})}
+    assert {*target, *of_drafter, *audit_counts(AUDITS), *routed_counts({})} == HELP.keys()
 
 
 def test_attention_fallbacks_on_gpus_are_counted() -> None:
