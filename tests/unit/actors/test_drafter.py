@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +16,12 @@ from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import DraftingLimits
 from actors.models.decoder import ToyRunner
+from actors.net.streams import Outbox
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.session_table import DrafterLimits
+from cluster.trust import PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
 from protos.draft_tree import DraftTree
@@ -31,7 +35,7 @@ LIMITS = DrafterLimits(VOCABULARY, 100, SESSIONS)
 
 
 class InterruptedMethod(DraftModel):
-    """Lets the test say something to the drafter while pages are being given back."""
+    """Lets the test send something to the drafter while pages are being returned."""
 
     def __init__(self) -> None:
         runner = ToyRunner(torch.eye(VOCABULARY))
@@ -52,15 +56,40 @@ class InterruptedMethod(DraftModel):
         super().close(sessions)
 
 
-class OfflineDrafter(Drafter):
-    """Dials nobody."""
+class Nowhere:
+    """Credentials with which every target is dialed for ever."""
 
-    def _dial(self, address: str) -> None:
+    metadata = ()
+
+    def __init__(self) -> None:
+        self.dialed: list[str] = []
+
+    def dial(self, address: str, peer: PeerRole) -> "Nowhere":
+        self.dialed.append(address)
+        return self
+
+    async def __aenter__(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def __aexit__(self, *error: object) -> None:
         pass
 
 
-def a_drafter(method: Any, draft_ahead: bool = False) -> OfflineDrafter:
-    return OfflineDrafter(method, LIMITS, "v", "m", draft_ahead)
+def a_drafter(
+    method: Any, draft_ahead: bool = False, clock: Callable[[], float] = time.monotonic, **more: Any
+) -> Drafter:
+    access: Any = TargetAccess(credentials=Nowhere())  # type: ignore[arg-type]
+    return Drafter(method, LIMITS, "v", "m", draft_ahead, clock, **{"access": access} | more)
+
+
+@asynccontextmanager
+async def drafting(drafter: Drafter) -> AsyncIterator[tuple[str, Outbox]]:
+    """The drafter's loop runs; yields the stream of its router and what is due on it."""
+    loop = asyncio.create_task(drafter.run())
+    yield drafter.router_up(Hello("router", "v", "m"))
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    await drafter.close()
 
 
 def to_open(session: str) -> Open:
@@ -77,32 +106,27 @@ async def test_sessions_that_change_while_pages_come_back_find_some():
     """A full drafter whose sessions are all replaced at once still has pages for the new ones' whole blocks."""
     method = InterruptedMethod()
     drafter = a_drafter(method)
-    stream, _ = drafter.router_up(Hello("router", "v", "m"))
-    loop = asyncio.create_task(drafter.run())
-    drafter.receive(stream, Decoded((to_open("a"), to_open("b"))))
-    await until(lambda: method.proposed)
-    drafter.receive(stream, Decoded((Close("a", 1),)))
-    await until(method.closing.is_set)
-    drafter.receive(stream, Decoded((Close("b", 1), to_open("c"), to_open("d"))))
-    method.go_on.set()
-    await until(lambda: loop.done() or {"c": 4, "d": 4} in method.proposed)
-    assert not loop.done()
-    loop.cancel()
-    await drafter.close()
+    async with drafting(drafter) as (stream, _):
+        drafter.receive(stream, Decoded((to_open("a"), to_open("b"))))
+        await until(lambda: method.proposed)
+        drafter.receive(stream, Decoded((Close("a", 1),)))
+        await until(method.closing.is_set)
+        drafter.receive(stream, Decoded((Close("b", 1), to_open("c"), to_open("d"))))
+        method.go_on.set()
+        await until(lambda: {"c": 4, "d": 4} in method.proposed)
 
 
-async def test_only_known_targets_are_dialled():
-    dialled: list[str] = []
-    known = {"t1"}
-    drafter = OfflineDrafter(InterruptedMethod(), LIMITS, "v", "m", access=TargetAccess(known=lambda: frozenset(known)))
-    drafter._dial = dialled.append  # type: ignore[method-assign]
+async def test_only_known_targets_are_dialed():
+    nowhere: Any = Nowhere()
+    drafter = a_drafter(InterruptedMethod(), access=TargetAccess(credentials=nowhere, known=lambda: frozenset({"t1"})))
     stream, outbox = drafter.router_up(Hello("router", "v", "m"))
     drafter.receive(stream, Decoded((to_open("a"), replace(to_open("b"), target_address="t2"))))
-    assert dialled == ["t1"]
+    await until(lambda: nowhere.dialed)
     _, refusal = await outbox.take()
     assert isinstance(refusal, Refusal)
     assert (refusal.session, refusal.reason) == ("b", RefusalReason.OVERLOADED)
     assert drafter.refusals.counts.total() == 1
+    assert nowhere.dialed == ["t1"]
     await drafter.close()
 
 
@@ -131,41 +155,17 @@ class Stateless:
     def close(self, sessions: Sequence[str]) -> None: ...
 
 
-class EndlessMethod(Stateless):
-    """Drafts ahead until it is interrupted."""
-
-    def __init__(self) -> None:
-        self.ahead = threading.Event()
-        self.interrupted = threading.Event()
-        self.stop = threading.Event()
-        self.passes: list[tuple[str, ...]] = []
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        self.passes.append(tuple(each.session for each in requests))
-        return [Proposal(each.session, each.base_len, each.prefix_hash, DraftTree.chain((1,))) for each in requests]
-
-    def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
-    ) -> list[Proposal]:
-        self.passes.append(tuple(each.session for each in requests))
-        self.ahead.set()
-        while not interrupted() and not self.stop.is_set():
-            pass
-        self.interrupted.set()
-        return []
-
-
 class OneToken(Stateless):
-    """Drafts a token for whoever wants one, at once or by a forward."""
+    """Drafts a token for each request, at once or by a forward."""
 
-    def __init__(self, at_once: bool) -> None:
-        self.made = 0
-        self._at_once = at_once
+    def __init__(self, at_once: bool = False) -> None:
+        self.passes: list[tuple[str, ...]] = []
+        self.at_once = at_once
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        self.made += 1
+        self.passes.append(tuple(each.session for each in requests))
         block = DraftTree.chain((1,))
-        return [Proposal(e.session, e.base_len, e.prefix_hash, block, is_at_once=self._at_once) for e in requests]
+        return [Proposal(e.session, e.base_len, e.prefix_hash, block, is_at_once=self.at_once) for e in requests]
 
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
@@ -173,30 +173,29 @@ class OneToken(Stateless):
         raise AssertionError("nobody asked for drafts ahead")
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-async def test_blocks_that_took_no_forward_say_nothing_of_what_drafting_costs(at_once):
-    method = OneToken(at_once)
-    profile = DraftCost(forward=ForwardCost.linear(0.01))
-    drafter = OfflineDrafter(method, LIMITS, "v", "m", draft_ahead=False, figures=MethodFigures(cost=profile))
-    stream, _ = drafter.router_up(Hello("router", "v", "m"))
-    loop = asyncio.create_task(drafter.run())
-    drafter.receive(stream, Decoded((to_open("a"),)))
-    await until(lambda: method.made == 1)
-    drafter.receive("t1", Decoded((Verdict("a", 1, 2, Prefix(KEY, (1, 2)).hash, (3,), 0, 0),)))
-    await until(lambda: method.made == 2)
-    drafter.receive(stream, Decoded((Close("a", 1), to_open("b"))))
-    await until(lambda: method.made == 3)
-    assert (drafter.timing.pace.count > 0) is not at_once
-    loop.cancel()
-    await asyncio.gather(loop, return_exceptions=True)
-    await drafter.close()
+class EndlessMethod(OneToken):
+    """Drafts ahead until it is interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks = 0
+        self.interrupted = threading.Event()
+        self.stop = threading.Event()
+
+    def draft_ahead(
+        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+    ) -> list[Proposal]:
+        while not interrupted() and not self.stop.is_set():
+            self.checks += 1
+        self.interrupted.set()
+        return []
 
 
 class EarlyMethod(OneToken):
-    """Sends a block while its passes ahead go on, until it is told to stop."""
+    """Sends a block while its passes ahead go on, until the test stops them."""
 
     def __init__(self) -> None:
-        super().__init__(at_once=False)
+        super().__init__()
         self.stop = threading.Event()
 
     def draft_ahead(
@@ -210,43 +209,63 @@ class EarlyMethod(OneToken):
         return []
 
 
+class Astray(OneToken):
+    """Its blocks are for a session that is not there."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [replace(proposal, session="unknown") for proposal in super().draft(requests)]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_blocks_that_took_no_forward_do_not_count_in_the_cost_of_drafting(at_once):
+    method = OneToken(at_once)
+    drafter = a_drafter(method, figures=MethodFigures(cost=DraftCost(forward=ForwardCost.linear(0.01))))
+    async with drafting(drafter) as (stream, _):
+        drafter.receive(stream, Decoded((to_open("a"),)))
+        await until(lambda: len(method.passes) == 1)
+        drafter.receive("t1", Decoded((Verdict("a", 1, 2, Prefix(KEY, (1, 2)).hash, (3,), 0, 0),)))
+        await until(lambda: len(method.passes) == 2)
+        drafter.receive(stream, Decoded((Close("a", 1), to_open("b"))))
+        await until(lambda: len(method.passes) == 3)
+        assert (drafter.timing.pace.count > 0) is not at_once
+
+
 async def test_a_block_is_sent_when_it_leaves_which_may_be_before_its_pass_ends():
     method = EarlyMethod()
     drafter = a_drafter(method, draft_ahead=True)
-    stream, _ = drafter.router_up(Hello("router", "v", "m"))
-    loop = asyncio.create_task(drafter.run())
-    drafter.receive(stream, Decoded((to_open("a"),)))
-    await until(lambda: drafter.scheduler.counts["blocks"] == 2)
-    events = drafter.timeline.events()
-    assert [event.name for event in events] == ["draft", "drafted", "sent", "draft ahead", "sent"]
-    assert {event.sessions for event in events} == {("a",)}
-    loop.cancel()
-    method.stop.set()
-    await drafter.close()
+    async with drafting(drafter) as (stream, _):
+        drafter.receive(stream, Decoded((to_open("a"),)))
+        await until(lambda: drafter.scheduler.counts["blocks"] == 2)
+        events = drafter.timeline.events()
+        assert [event.name for event in events] == ["draft", "drafted", "sent", "draft ahead", "sent"]
+        assert {event.sessions for event in events} == {("a",)}
+        method.stop.set()
 
 
 async def test_a_pass_that_brings_no_block_sends_none():
-    drafter = a_drafter(OneToken(at_once=False))
-    drafter._offer([Proposal("unknown", 2, 0, DraftTree.chain((1,)))])
-    assert drafter.timeline.events() == []
-    await drafter.close()
+    method = Astray()
+    drafter = a_drafter(method)
+    async with drafting(drafter) as (stream, _):
+        for session in ("a", "b"):
+            drafter.receive(stream, Decoded((to_open(session),)))
+            await until(lambda session=session: (session,) in method.passes)
+        assert {event.name for event in drafter.timeline.events()} == {"draft", "drafted"}
 
 
-async def test_what_is_wanted_for_sure_interrupts_drafting_ahead_and_nothing_else_does():
+async def test_a_request_interrupts_drafting_ahead_and_nothing_else_does():
     method = EndlessMethod()
     drafter = a_drafter(method, draft_ahead=True)
-    stream, _ = drafter.router_up(Hello("router", "v", "m"))
-    loop = asyncio.create_task(drafter.run())
-    drafter.receive(stream, Decoded((to_open("a"),)))
-    await until(method.ahead.is_set)
-    drafter.receive(stream, Decoded((Close("unknown", 1),)))
-    drafter.receive("t1", Decoded((Verdict("unknown", 1, 2, 0, (3,), 0, 0),)))
-    assert not drafter._wanted.is_set()
-    drafter.receive(stream, Decoded((to_open("b"),)))
-    await until(method.interrupted.is_set)
-    await until(lambda: ("b",) in method.passes)
-    drafter.receive(stream, Decoded((Close("a", 1), Close("b", 1), to_open("c"))))
-    await until(lambda: ("c",) in method.passes)
-    loop.cancel()
-    method.stop.set()
-    await drafter.close()
+    async with drafting(drafter) as (stream, _):
+        drafter.receive(stream, Decoded((to_open("a"),)))
+        await until(lambda: method.checks)
+        drafter.receive(stream, Decoded((Close("unknown", 1),)))
+        drafter.receive("t1", Decoded((Verdict("unknown", 1, 2, 0, (3,), 0, 0),)))
+        checks = method.checks
+        await until(lambda: method.checks > checks + 1)
+        assert not method.interrupted.is_set()
+        drafter.receive(stream, Decoded((to_open("b"),)))
+        await until(method.interrupted.is_set)
+        await until(lambda: ("b",) in method.passes)
+        drafter.receive(stream, Decoded((Close("a", 1), Close("b", 1), to_open("c"))))
+        await until(lambda: ("c",) in method.passes)
+        method.stop.set()

@@ -1,4 +1,4 @@
-"""Loops that hang in a step or in a pass say so, by the time that is handed in; so do those that leave."""
+"""Loops report a step or a pass that hangs, by an injected clock; and leave in time."""
 
 import asyncio
 import threading
@@ -8,21 +8,22 @@ from typing import Any
 
 import pytest
 
-from actors.drafter import DraftingThread, MethodFigures
+from actors.drafter import Drafter, DraftingThread, MethodFigures
 from actors.target import TargetReplica
 from cluster.costs import DraftCost, ForwardCost
 from cluster.errors import EngineError
 from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StepPlan
-from cluster.watchdog import LEAST_S, MOST_S, TIMES
+from cluster.watchdog import TimeoutPolicy
 from protos.codec import Decoded
 from protos.messages import Close, DraftRequest, Hello, Refusal, RefusalReason, Verdict
 from protos.prefix import Prefix
-from tests.unit.actors.test_drafter import LIMITS, InterruptedMethod, OfflineDrafter, to_open, until
+from tests.unit.actors.test_drafter import InterruptedMethod, a_drafter, drafting, to_open, until
 from tests.unit.cluster.samples import KEY, an_open
 
 PASS_S = 1.0  # that a drafting pass is known to take
 STEP_S = 1.0
+PROMPT_S = TimeoutPolicy().limit_s(PASS_S + PASS_S / 4)  # limit of a pass that reads a prompt too
 
 
 class Clock:
@@ -49,36 +50,23 @@ class HangingMethod(InterruptedMethod):
 
 
 @asynccontextmanager
-async def drafting(
+async def hanging(
     method: HangingMethod, clock: Clock, working_clock: Clock | None = None
-) -> AsyncIterator[tuple[OfflineDrafter, str]]:
-    """A drafter that has been told of a session, and its router's stream."""
-    cost = DraftCost(forward=ForwardCost.linear(PASS_S / 4))
-    drafter = OfflineDrafter(
-        method,
-        LIMITS,
-        "v",
-        "m",
-        False,
-        clock,
-        thread=DraftingThread(clock=working_clock),
-        figures=MethodFigures(cost=cost),
-    )
-    stream, _ = drafter.router_up(Hello("router", "v", "m"))
-    loop = asyncio.create_task(drafter.run())
-    drafter.receive(stream, Decoded((to_open("a"),)))
-    await until(method.drafting.is_set)
-    yield drafter, stream
-    loop.cancel()
-    await asyncio.gather(loop, return_exceptions=True)
-    method.forward.set()
-    await drafter.close()
+) -> AsyncIterator[tuple[Drafter, str]]:
+    """A drafter in its first pass, and its router's stream."""
+    figures = MethodFigures(cost=DraftCost(forward=ForwardCost.linear(PASS_S / 4)))
+    drafter = a_drafter(method, clock=clock, thread=DraftingThread(clock=working_clock), figures=figures)
+    async with drafting(drafter) as (stream, _):
+        drafter.receive(stream, Decoded((to_open("a"),)))
+        await until(method.drafting.is_set)
+        yield drafter, stream
+        method.forward.set()
 
 
 async def test_a_pass_that_reads_a_prompt_has_time_for_it():
     clock = Clock()
-    async with drafting(HangingMethod(), clock) as (drafter, _):
-        clock.now = TIMES * (PASS_S + PASS_S / 4)
+    async with hanging(HangingMethod(), clock) as (drafter, _):
+        clock.now = PROMPT_S
         assert drafter.stuck_s is None
         clock.now += 1
         assert drafter.stuck_s == clock.now
@@ -87,17 +75,17 @@ async def test_a_pass_that_reads_a_prompt_has_time_for_it():
 async def test_a_pass_that_waits_for_a_core_is_not_stuck_and_one_that_computes_for_ever_is():
     clock = Clock()
     worked = Clock()
-    async with drafting(HangingMethod(), clock, worked) as (drafter, _):
+    async with hanging(HangingMethod(), clock, worked) as (drafter, _):
         clock.now = 1e6
         assert drafter.stuck_s is None
-        worked.now = TIMES * (PASS_S + PASS_S / 4) + 1
+        worked.now = PROMPT_S + 1
         assert drafter.stuck_s == worked.now
 
 
 async def test_a_later_pass_has_a_multiple_of_what_passes_were_measured_to_take():
     clock = Clock()
     method = HangingMethod()
-    async with drafting(method, clock) as (drafter, _):
+    async with hanging(method, clock) as (drafter, _):
         method.forward.set()
         await until(lambda: method.proposed)
         method.forward.clear()
@@ -106,17 +94,17 @@ async def test_a_later_pass_has_a_multiple_of_what_passes_were_measured_to_take(
         request = DraftRequest("a", 1, 3, Prefix(KEY, (1, 2, 3)).hash, max_tokens=4)
         drafter.receive("t1", Decoded((verdict, request)))
         await until(method.drafting.is_set)
-        clock.now += TIMES * PASS_S
+        clock.now += TimeoutPolicy().limit_s(PASS_S)
         assert drafter.stuck_s is None
         clock.now += 1
-        assert drafter.stuck_s == TIMES * PASS_S + 1
+        assert drafter.stuck_s == TimeoutPolicy().limit_s(PASS_S) + 1
         method.forward.set()
         await until(lambda: drafter.stuck_s is None)  # it was only slow
 
 
 async def test_a_drafter_has_left_as_soon_as_its_sessions_are_moved():
     method = HangingMethod()
-    async with drafting(method, Clock()) as (drafter, stream):
+    async with hanging(method, Clock()) as (drafter, stream):
         method.forward.set()
         leaving = asyncio.create_task(drafter.leave(within_s=1e6))
         await until(lambda: method.proposed)
@@ -146,20 +134,12 @@ def a_target(clock: Clock, step_timeout_s: float, step_cost: ForwardCost | None 
     return TargetReplica(engine, limits, "v", "m", step_timeout_s, step_cost=step_cost, clock=clock), engine
 
 
-@pytest.mark.parametrize(
-    ("step_cost", "limit_s"),
-    [
-        (None, MOST_S),
-        (ForwardCost.linear(0.001), LEAST_S),
-        (ForwardCost.linear(STEP_S), TIMES * STEP_S),
-        (ForwardCost.linear(100.0), MOST_S),
-    ],
-)
-async def test_a_step_has_a_multiple_of_what_steps_were_measured_to_take(
-    step_cost: ForwardCost | None, limit_s: float
-) -> None:
+@pytest.mark.parametrize("cost_s", [None, 0.001, STEP_S, 100.0])
+async def test_a_step_has_a_multiple_of_what_steps_were_measured_to_take(cost_s: float | None) -> None:
+    step_cost = None if cost_s is None else ForwardCost.linear(cost_s)
+    limit_s = TimeoutPolicy().limit_s(cost_s)
     clock = Clock()
-    replica, engine = a_target(clock, MOST_S, step_cost)
+    replica, engine = a_target(clock, TimeoutPolicy().most_s, step_cost)
     stream, _ = replica.router_up(Hello("router", "v", "m"))
     loop = asyncio.create_task(replica.run())
     assert replica.stuck_s is None
@@ -185,7 +165,7 @@ async def test_a_step_that_hangs_ends_the_replica() -> None:
 
 
 async def test_a_target_that_may_take_no_time_to_leave_gives_back_what_it_has() -> None:
-    replica, engine = a_target(Clock(), MOST_S)
+    replica, engine = a_target(Clock(), 60.0)
     stream, outbox = replica.router_up(Hello("router", "v", "m"))
     loop = asyncio.create_task(replica.run())
     replica.receive(stream, Decoded((an_open("a"),)))

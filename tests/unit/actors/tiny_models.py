@@ -57,3 +57,12 @@ def jittered(model: PreTrainedModel) -> PreTrainedModel:
         else:
             parameter.data += 0.2 * torch.randn_like(parameter)
     return model.eval()
+
+
+def twins(make: Callable[[], PreTrainedModel], seed: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Returns two models of the same weights: one to be run by transformers, and one by our runner."""
+    torch.manual_seed(seed)
+    model = jittered(make())
+    twin = make()
+    twin.load_state_dict(model.state_dict())
+    return model, twin.eval()

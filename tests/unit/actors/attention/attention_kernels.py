@@ -94,26 +94,26 @@ class PagedPrefill:
         counts = paged_kv_indptr.diff()
         assert int(paged_kv_indptr[-1]) == len(paged_kv_indices)
         assert bool(((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all())
-        self._queries = qo_indptr.diff().tolist()
-        self._pages = paged_kv_indices.split(counts.tolist())
-        self._lengths = ((counts - 1) * page_size + paged_kv_last_page_len).tolist()
-        self._masks: list[Tensor | None] = [None] * len(self._queries)
+        self.queries = qo_indptr.diff().tolist()
+        self.pages = paged_kv_indices.split(counts.tolist())
+        self.lengths = ((counts - 1) * page_size + paged_kv_last_page_len).tolist()
+        self.masks: list[Tensor | None] = [None] * len(self.queries)
         if custom_mask is not None:
             assert custom_mask.dtype is torch.bool
-            sizes = list(zip(self._queries, self._lengths, strict=True))
+            sizes = list(zip(self.queries, self.lengths, strict=True))
             flat = custom_mask.split([queries * keys for queries, keys in sizes])
-            self._masks = [part.view(size) for part, size in zip(flat, sizes, strict=True)]
-        self._heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type)
-        self._scale = sm_scale
-        self._window_left = window_left
+            self.masks = [part.view(size) for part, size in zip(flat, sizes, strict=True)]
+        self.heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type)
+        self.scale = sm_scale
+        self.window_left = window_left
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
         keys, values = paged_kv_cache
-        assert (q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], q.dtype) == self._heads
+        assert (q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], q.dtype) == self.heads
         assert keys.stride() == values.stride()
         assert q.stride(-1) == keys.stride(-1) == 1
-        parts = zip(q.split(self._queries), self._pages, self._lengths, self._masks, strict=True)
-        rows = [attend_to_pages(part, keys, values, p, n, self._scale, self._window_left, m) for part, p, n, m in parts]
+        parts = zip(q.split(self.queries), self.pages, self.lengths, self.masks, strict=True)
+        rows = [attend_to_pages(part, keys, values, p, n, self.scale, self.window_left, m) for part, p, n, m in parts]
         return torch.cat(rows)
 
 

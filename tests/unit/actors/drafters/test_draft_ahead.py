@@ -1,5 +1,7 @@
-"""Drafting for what a verdict may bring: which outcomes, what is fed for them, and that a right guess is as good as
-a block drafted after the verdict."""
+"""Drafting ahead of verdicts with a model: which outcomes, what is fed for them, and when it ends.
+
+`test_methods.py` has what holds for every method.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,53 +13,43 @@ from torch import Tensor
 from actors.attention.batch import Interrupted
 from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_model import DraftModel
-from cluster.drafting.lookahead import AHEAD_ROWS, OUTCOMES, ROWS_EACH
 from cluster.drafting.requests import Proposal
 from cluster.drafting.trees import Choices, accepted_chance, continuations, rejections
-from protos.draft_tree import NO_TREE, DraftTree
-from protos.messages import Acceptance, Shape
-from protos.prefix import Prefix
+from protos.draft_tree import DraftTree
+from protos.messages import Shape
 from tests.unit.actors.drafters.drafting import (
-    DRAWN,
+    COUPLED,
     LOGITS,
+    REJECTION,
+    RULES,
+    SAMPLINGS,
     VOCABULARY,
     PrefixRunner,
     SpyRunner,
+    Want,
     a_method,
     a_want,
     after_checks,
+    are_beginnings,
+    block_of,
     never,
+    propose,
 )
-from tests.unit.actors.drafters.drafting_requests import Want, propose
-from tests.unit.cluster.samples import GREEDY, KEY
 
-COUPLED, REJECTION = Acceptance
-RULES = pytest.mark.parametrize(
-    ("acceptance", "sampling"),
-    [(COUPLED, GREEDY), (COUPLED, DRAWN), (REJECTION, DRAWN)],
-    ids=["greedy", "coupled", "rejection"],
-)
 PREFIX = (1, 2, 3)
 PREFIXES = [(1, 2, last) for last in range(6)]
 
 
-def ahead_of(want: Want, proposal: Proposal) -> Want:
-    """The want for what may come of a block."""
-    return replace(want, max_tokens=want.open.draft_tokens, unverified=proposal.tree)
-
-
-def after(want: Want, *tokens: int) -> Want:
-    """The want for a block once the verdict has brought these."""
-    whole = (*want.tokens, *tokens)
-    return replace(want, tokens=whole, prefix_hash=Prefix(KEY, whole).hash)
+def new_method(**options: object) -> DraftModel:
+    return a_method(PrefixRunner(scale=1.0), **options)
 
 
 def drafted_ahead(
     method: DraftModel, want: Want, interrupted: Callable[[], bool] = never
 ) -> tuple[Proposal, list[Proposal]]:
     """The block for a want, and those for what may come of it."""
-    (block,) = propose(method, [want], never)
-    return block, propose(method, [ahead_of(want, block)], interrupted)
+    block = block_of(method, want)
+    return block, propose(method, [want.under(block.tree)], interrupted)
 
 
 # ---------------------------------------------------------------- outcomes
@@ -92,70 +84,53 @@ def test_behind_a_token_that_was_not_among_the_choices_nothing_is_likely():
 
 
 @RULES
-def test_each_likely_outcome_gets_one_block_at_its_own_address(acceptance, sampling):
+def test_each_likely_outcome_gets_a_whole_block(acceptance, sampling):
+    """After each rejection, and after none; the number of outcomes is bounded."""
     lengths: set[int] = set()
     for prefix in PREFIXES:
-        want = a_want(prefix, 3, sampling=sampling, acceptance=acceptance)
-        block, guesses = drafted_ahead(a_method(PrefixRunner(scale=3.0)), want)
-        assert 1 < len({guess.outcome for guess in guesses}) == len(guesses) <= 2 * OUTCOMES
-        for guess in guesses:
-            *stands, new = guess.outcome
-            assert tuple(stands) == block.tokens[: len(stands)]
-            assert len(stands) == 3 or new != block.tokens[len(stands)], "that would be one more accepted"
-            assert guess.base_len == len(prefix) + len(guess.outcome)
-            assert guess.prefix_hash == Prefix(KEY, (*prefix, *guess.outcome)).hash
-            assert len(guess.tokens) == want.open.draft_tokens
+        want = a_want(prefix, sampling=sampling, acceptance=acceptance)
+        _, guesses = drafted_ahead(a_method(PrefixRunner(scale=3.0)), want)
+        assert 1 < len(guesses) < 4 * VOCABULARY // 2
+        assert {len(guess.tokens) for guess in guesses} == {want.open.draft_tokens}
         lengths |= {len(guess.outcome) for guess in guesses}
-    assert lengths == {1, 2, 3, 4}, "after each rejection, and after none"
+    assert lengths == {1, 2, 3, 4}
 
 
-def test_what_is_hardly_likely_is_not_drafted_for():
+def test_an_unlikely_outcome_is_not_drafted_for():
     """A model that is sure of itself: one block, for full acceptance."""
-    want = a_want(PREFIX, 3)
-    block, guesses = drafted_ahead(a_method(SpyRunner(20 * LOGITS)), want)
+    block, guesses = drafted_ahead(a_method(SpyRunner(20 * LOGITS)), a_want(PREFIX))
     (best,) = guesses
     assert best.outcome[:-1] == block.tokens
 
 
-@pytest.mark.parametrize("sessions", [3, 6])
-def test_sessions_share_each_forward_and_get_what_they_would_get_alone(sessions):
-    runner = PrefixRunner(scale=1.0)
-    method = a_method(runner, pages=256)
-    wants = [a_want((4, i), session=f"s{i}") for i in range(sessions)]
-    blocks = propose(method, wants, never)
-    begun = len(runner.fed)
-    guesses = propose(method, [ahead_of(want, block) for want, block in zip(wants, blocks, strict=True)], never)
-    assert {len(rows) for rows in runner.fed[begun:-1]} == {max(AHEAD_ROWS, ROWS_EACH * sessions)}
-    for want in wants:
-        _, alone = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
-        assert [guess for guess in guesses if guess.session == want.open.session] == alone
+def test_more_sessions_share_wider_forwards():
+    """All forwards but the last are full, and a session's share of them never falls below a row or two."""
+    widths = []
+    for sessions in (3, 30):
+        runner = PrefixRunner(scale=1.0)
+        method = a_method(runner, pages=2048)
+        wants = [a_want((4, i), session=f"s{i}") for i in range(sessions)]
+        blocks = propose(method, wants)
+        begun = len(runner.fed)
+        propose(method, [want.under(block.tree) for want, block in zip(wants, blocks, strict=True)])
+        (width,) = {len(rows) for rows in runner.fed[begun:-1]}
+        widths.append(width)
+    assert 3 < widths[0] < 30 < widths[1] < 300
 
 
 def test_nothing_is_drafted_past_the_end():
     sizes: set[tuple[int, int]] = set()
     for prefix in PREFIXES:
-        _, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), a_want(prefix, 3, max_len=8))
+        _, guesses = drafted_ahead(new_method(), a_want(prefix, max_len=8))
         sizes |= {(len(guess.outcome), len(guess.tokens)) for guess in guesses}
     assert sizes == {(1, 3), (2, 2), (3, 1)}, "an outcome ends where it leaves room for no block"
 
 
-@RULES
-def test_blocks_ahead_are_no_longer_than_was_asked_for(acceptance, sampling):
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    for asked in (0, 2):
-        method = a_method(PrefixRunner(scale=1.0))
-        (block,) = propose(method, [want], never)
-        guesses = propose(method, [replace(ahead_of(want, block), max_tokens=asked)], never)
-        assert {len(guess.tokens) for guess in guesses} == ({asked} if asked else set())
-
-
 def test_nothing_is_drafted_behind_a_stop_id():
     """The session would be over; but other outcomes are."""
-    want = a_want(PREFIX, 3)
-    block, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
+    block, guesses = drafted_ahead(new_method(), a_want(PREFIX))
     stop = guesses[0].outcome[-1]
-    ending = a_want(PREFIX, 3, stop_ids=(stop,))
-    same, others = drafted_ahead(a_method(PrefixRunner(scale=1.0)), ending)
+    same, others = drafted_ahead(new_method(), a_want(PREFIX, stop_ids=(stop,)))
     assert same == block
     assert others
     assert stop not in {guess.outcome[-1] for guess in others}
@@ -164,13 +139,12 @@ def test_nothing_is_drafted_behind_a_stop_id():
 @RULES
 def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(acceptance, sampling):
     """It was looked up in the text: what the model would rather have at its places is found while it is read."""
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    block, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
-    looked_up = replace(want, max_tokens=4, unverified=block.tree)
+    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
+    block, guesses = drafted_ahead(new_method(), want)
     runner = PrefixRunner(scale=1.0)
-    found = propose(a_method(runner), [looked_up], never)
-    likeliest = guesses[: max(OUTCOMES, len(found))]
-    assert found == likeliest, "as if it had drafted the block itself, but all outcomes are chosen from at once"
+    found = propose(a_method(runner), [want.under(block.tree)])
+    assert found == guesses[: len(found)], "as if it had drafted the block itself, but chosen from all outcomes at once"
+    assert len(found) >= len(guesses) // 2 > 1
     assert len(runner.fed[0]) == 1 < len(runner.fed[1])
 
 
@@ -178,17 +152,15 @@ def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is
     """Simulates a merge: tokens of the other method keep the probabilities that it gave."""
     runner = SpyRunner()
     method = a_method(runner)
-    want = a_want((1, 2), 3)
-    (own,) = propose(method, [want], never)
+    want = a_want((1, 2))
+    own = block_of(method, want)
     other = next(token for token in range(VOCABULARY) if token not in own.tokens)
     main_path = (own.tokens[0], other)
-    under_way = replace(want, unverified=DraftTree.chain(main_path))
-    request = replace(under_way.ahead, chances=(own.chances[0], own.chances[0] * 0.9))
+    request = want.under(main_path, max_tokens=3, chances=(own.chances[0], own.chances[0] * 0.9)).ahead
     runner.fed.clear()
-    found = method.draft_ahead([request], never)
+    outcomes = [guess.outcome for guess in method.draft_ahead([request], never)]
     (reading,) = [row for row in runner.fed[0] if (row.start, row.tokens) == (3, (other,))]
     assert reading.logits == 1, "what may come in the place of its tokens is known"
-    outcomes = [proposal.outcome for proposal in found]
     assert any(outcome[:2] == main_path and len(outcome) == 3 for outcome in outcomes)
     assert any(len(outcome) == 1 for outcome in outcomes)
     assert (own.tokens[0], own.tokens[1]) in outcomes, "the model's own token comes if the other's is rejected"
@@ -197,37 +169,9 @@ def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is
 def test_a_block_of_which_the_model_could_only_read_the_end_is_guessed_on_from_there():
     """All before it is cached, the logits are gone."""
     method = a_method(PrefixRunner())
-    propose(method, [a_want((*PREFIX, 3), 1)], never)
-    guesses = propose(method, [replace(a_want(PREFIX, 3), unverified=DraftTree.chain((7, 7)))], never)
+    block_of(method, a_want((*PREFIX, 3), 1))
+    guesses = propose(method, [a_want(PREFIX).under((7, 7), max_tokens=3)])
     assert {guess.outcome[:1] for guess in guesses} == {(7,)}, "nothing else is known for its first place"
-
-
-# ---------------------------------------------------------------- a right guess
-
-
-@RULES
-def test_the_block_for_a_right_guess_is_what_would_have_been_drafted_after_the_verdict(acceptance, sampling):
-    """The same tokens and the same draft_probs: under ratio anything else would bias the text."""
-    for seed in range(5):
-        want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance, seed=seed)
-        _, guesses = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
-        for guess in guesses:
-            (block,) = propose(
-                a_method(PrefixRunner(scale=1.0)), [replace(after(want, *guess.outcome), max_tokens=4)], never
-            )
-            assert replace(guess, outcome=()) == block
-
-
-@RULES
-def test_a_miss_leaves_nothing_behind_that_shows(acceptance, sampling):
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    method = a_method(PrefixRunner(scale=1.0))
-    block, guesses = drafted_ahead(method, want)
-    guessed = {guess.outcome[1] for guess in guesses if len(guess.outcome) > 1}
-    missed = after(want, block.tokens[0], min({*range(VOCABULARY)} - guessed))
-    (found,) = propose(method, [missed], never)
-    (fresh,) = propose(a_method(PrefixRunner(scale=1.0)), [missed], never)
-    assert found == fresh
 
 
 # ---------------------------------------------------------------- what is fed
@@ -237,8 +181,7 @@ def test_a_miss_leaves_nothing_behind_that_shows(acceptance, sampling):
 def test_branches_are_fed_only_what_is_new(acceptance, sampling):
     """The end of the block once, for what may come after it; each outcome's own last token and its drafts."""
     runner = PrefixRunner(scale=1.0)
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    block, guesses = drafted_ahead(a_method(runner), want)
+    block, guesses = drafted_ahead(a_method(runner), a_want(PREFIX, sampling=sampling, acceptance=acceptance))
     fed = [(row.start, row.tokens) for rows in runner.fed[3:] for row in rows]
     due = [(5, block.tokens[-1:])]
     for guess in guesses:
@@ -250,7 +193,7 @@ def test_branches_are_fed_only_what_is_new(acceptance, sampling):
 @RULES
 def test_outcomes_that_are_known_do_not_wait_for_the_end_of_the_block_to_be_read(acceptance, sampling):
     runner = PrefixRunner(scale=1.0)
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
     _, guesses = drafted_ahead(a_method(runner), want, after_checks(1))
     (rows,) = runner.fed[3:]
     assert {len(guess.tokens) for guess in guesses} == {1}
@@ -263,12 +206,12 @@ def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
     """The branch that guessed right goes on, and drafting ahead with it."""
     runner = PrefixRunner(scale=1.0)
     method = a_method(runner)
-    want = a_want((1, 2, 3, 4, 5), 3, sampling=sampling, acceptance=acceptance)
+    want = a_want((1, 2, 3, 4, 5), sampling=sampling, acceptance=acceptance)
     _, guesses = drafted_ahead(method, want)
     for pick in (0, -1, 2, 1):
         hit = guesses[pick]
-        want = after(want, *hit.outcome)
-        guesses = propose(method, [ahead_of(want, hit)], never)
+        want = want.after(*hit.outcome)
+        guesses = propose(method, [want.under(hit.tree)])
         assert {guess.outcome[:-1] for guess in guesses} <= {hit.tokens[:n] for n in range(len(hit.tokens) + 1)}
         assert len(guesses) > 1
     assert len(set(runner.read)) == len(runner.read)
@@ -279,26 +222,13 @@ def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
 # ---------------------------------------------------------------- interruption
 
 
-def first(guess: Proposal, tokens: int) -> Proposal:
-    """Returns the part of a block that exists after this many passes."""
-    return replace(guess, tree=guess.tree.first(tokens))
-
-
-def are_beginnings(found: list[Proposal], whole: list[Proposal]) -> bool:
-    """Returns whether each of `found` is a prefix of the block of `whole` for its outcome."""
-    by_outcome = {guess.outcome: guess for guess in whole}
-    return found == [first(by_outcome[guess.outcome], len(guess.tokens)) for guess in found]
-
-
 @RULES
 @pytest.mark.parametrize("passes", [0, 1, 2])
-def test_an_interruption_returns_what_there_is(acceptance, sampling, passes):
+def test_an_interruption_ends_after_the_forward_under_way(acceptance, sampling, passes):
     """Holds under rejection sampling too, because the interruption does not depend on a block's own tokens."""
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
     runner = PrefixRunner(scale=1.0)
+    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
     _, found = drafted_ahead(a_method(runner), want, after_checks(passes))
-    assert are_beginnings(found, whole)
     assert max((len(guess.tokens) for guess in found), default=0) == passes
     assert len(runner.fed) == 3 + passes
 
@@ -315,15 +245,16 @@ class Ticking:
 
 
 @RULES
-def test_what_would_come_after_the_verdict_is_not_begun_and_the_likelier_outcomes_get_further(acceptance, sampling):
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    block, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want)
+def test_a_forward_that_would_end_after_the_verdict_is_not_begun(acceptance, sampling):
+    """The likelier outcomes get further."""
+    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
+    _, whole = drafted_ahead(new_method(), want)
     tokens = []
-    for until in range(60):
+    for until in range(0, 60, 3):
         clock = Ticking()
-        method = a_method(PrefixRunner(scale=1.0), clock=clock)
-        propose(method, [want], never)
-        found = propose(method, [replace(ahead_of(want, block), until=clock.now + until)], never)
+        method = new_method(clock=clock)
+        block = block_of(method, want)
+        found = propose(method, [want.under(block.tree, until=clock.now + until)])
         assert are_beginnings(found, whole)
         tokens.append(sum(len(guess.tokens) for guess in found))
         if acceptance is REJECTION:  # by the outcome alone; those after all of the block are begun later
@@ -336,53 +267,21 @@ def test_what_would_come_after_the_verdict_is_not_begun_and_the_likelier_outcome
 
 
 @RULES
-def test_a_verdict_that_is_due_ends_nobody_elses_drafting_ahead(acceptance, sampling):
+def test_a_verdict_that_is_due_ends_no_other_sessions_drafting_ahead(acceptance, sampling):
     """The steps of several targets end at different times."""
-    due, other = (
-        a_want(PREFIX, 3, session=name, sampling=sampling, acceptance=acceptance) for name in ("due", "other")
-    )
-    _, whole = drafted_ahead(a_method(PrefixRunner(scale=1.0)), other)
+    due, other = (a_want(PREFIX, session=name, sampling=sampling, acceptance=acceptance) for name in ("due", "other"))
+    _, whole = drafted_ahead(new_method(), other)
     clock = Ticking()
-    method = a_method(PrefixRunner(scale=1.0), clock=clock)
-    blocks = {block.session: block for block in propose(method, [due, other], never)}
-    wants = [replace(ahead_of(due, blocks["due"]), until=clock.now), ahead_of(other, blocks["other"])]
-    found = propose(method, wants, never)
+    method = new_method(clock=clock)
+    blocks = propose(method, [due, other])
+    found = propose(method, [due.under(blocks[0].tree, until=clock.now), other.under(blocks[1].tree)])
     assert [guess for guess in found if guess.session == "other"] == whole
     assert {guess.session for guess in found if guess.tokens} == {"other"}
 
 
-@RULES
-def test_after_a_step_without_drafts_there_is_a_block_for_each_likely_token(acceptance, sampling):
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    going_on = replace(want, max_tokens=want.open.draft_tokens, unverified=NO_TREE)
-    guesses = propose(a_method(PrefixRunner(scale=1.0)), [going_on], never)
-    assert {len(guess.outcome) for guess in guesses} == {1}
-    assert len(guesses) == len({guess.outcome for guess in guesses}) > 1
-    for guess in guesses:
-        (block,) = propose(
-            a_method(PrefixRunner(scale=1.0)),
-            [replace(after(want, *guess.outcome), max_tokens=want.open.draft_tokens)],
-            never,
-        )
-        assert replace(guess, outcome=()) == block
-
-
-@RULES
-def test_an_interrupted_session_drafts_on_as_if_nothing_had_been(acceptance, sampling):
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    method = a_method(PrefixRunner(scale=1.0))
-    block, _ = drafted_ahead(method, want, after_checks(1))
-    further = replace(after(want, *block.tokens, 9), max_tokens=4)
-    (fresh,) = propose(a_method(PrefixRunner(scale=1.0)), [further], never)
-    assert propose(method, [further], never) == [fresh]
-
-
-def test_blocks_that_are_wanted_for_sure_are_never_interrupted():
-    (block,) = propose(a_method(PrefixRunner()), [a_want(PREFIX, 3)], lambda: True)
+def test_blocks_that_are_wanted_now_are_never_interrupted():
+    (block,) = propose(a_method(PrefixRunner()), [a_want(PREFIX)], lambda: True)
     assert len(block.tokens) == 3
-
-
-# ---------------------------------------------------------------- given up within a forward
 
 
 class GivingUp(PrefixRunner):
@@ -398,34 +297,29 @@ class GivingUp(PrefixRunner):
 @pytest.mark.parametrize("forwards", range(4))
 def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwards):
     """Earlier drafts stay, and later requests give the same blocks as without it."""
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
+    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
     method = a_method(GivingUp(scale=1.0))
     block, guesses = drafted_ahead(method, want, after_checks(2 * forwards + 1))
-    _, before = drafted_ahead(a_method(PrefixRunner(scale=1.0)), want, after_checks(forwards))
-    assert guesses == before
+    assert guesses == drafted_ahead(new_method(), want, after_checks(forwards))[1]
     for last in (block.tokens[-1], 9):
-        further = replace(after(want, *block.tokens[:-1], last), max_tokens=4)
-        (fresh,) = propose(a_method(PrefixRunner(scale=1.0)), [further], never)
-        assert propose(method, [further], never) == [fresh]
+        further = want.after(*block.tokens[:-1], last, max_tokens=4)
+        assert block_of(method, further) == block_of(new_method(), further)
     method.close(["s"])
     assert method.is_idle
 
 
-# ---------------------------------------------------------------- told early
-
-
 @RULES
-def test_what_was_drafted_so_far_is_told_after_each_forward(acceptance, sampling):
+def test_blocks_so_far_are_reported_after_each_forward(acceptance, sampling):
     """Sends only final blocks under rejection sampling, because the first version to arrive counts."""
-    want = a_want(PREFIX, 3, sampling=sampling, acceptance=acceptance)
-    told: list[list[Proposal]] = []
+    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
+    reports: list[list[Proposal]] = []
     method = a_method(runner := PrefixRunner(scale=1.0))
-    (block,) = propose(method, [want], never)
+    block = block_of(method, want)
     read = len(runner.fed)
-    last = propose(method, [ahead_of(want, block)], never, told.append)
-    assert len(told) == len(runner.fed) - read
-    assert {guess.prefix_hash for guess in told[-1]} == {guess.prefix_hash for guess in last}
-    for guesses in told:
+    last = propose(method, [want.under(block.tree)], early=reports.append)
+    assert len(reports) == len(runner.fed) - read
+    assert {guess.prefix_hash for guess in reports[-1]} == {guess.prefix_hash for guess in last}
+    for guesses in reports:
         assert are_beginnings(guesses, last)
         if acceptance is REJECTION:
             assert all(guess in last for guess in guesses)
@@ -435,33 +329,28 @@ def test_what_was_drafted_so_far_is_told_after_each_forward(acceptance, sampling
 
 
 @RULES
-@pytest.mark.parametrize("pages", range(3, 12))
+@pytest.mark.parametrize("pages", range(3, 12, 2))
 def test_a_pool_too_small_for_all_branches_gives_fewer_blocks_and_no_wrong_ones(acceptance, sampling, pages):
     rules = {"sampling": sampling, "acceptance": acceptance}
     wants = {name: a_want((6, 5, i), 3, name, max_len=12, **rules) for i, name in enumerate(("a", "b"))}
-    method = a_method(PrefixRunner(scale=1.0), pages=pages)
+    method = new_method(pages=pages)
     for _ in range(4):
-        blocks = [block for block in propose(method, [*wants.values()], never) if block.tokens]
+        blocks = [block for block in propose(method, [*wants.values()]) if block.tokens]
         assert blocks, "there is always room for one"
-        for guess in propose(method, [ahead_of(wants[block.session], block) for block in blocks], never):
-            verdict = after(wants[guess.session], *guess.outcome)
-            (fresh,) = propose(
-                a_method(PrefixRunner(scale=1.0)), [replace(verdict, max_tokens=len(guess.tokens))], never
-            )
-            assert replace(guess, outcome=()) == fresh
-        wants |= {block.session: after(wants[block.session], block.tokens[0]) for block in blocks}
+        for guess in propose(method, [wants[block.session].under(block.tree) for block in blocks]):
+            later = wants[guess.session].after(*guess.outcome, max_tokens=len(guess.tokens))
+            assert replace(guess, outcome=()) == block_of(new_method(), later)
+        wants |= {block.session: wants[block.session].after(block.tokens[0]) for block in blocks}
     method.close([*wants])
     assert method.is_idle
 
 
 def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
     """Its block's choices are remembered, but its tokens are no longer cached."""
-    method = a_method(PrefixRunner(scale=1.0), pages=3)
-    lost = a_want((1, 2, 3, 4, 5), 2, session="lost")
-    (block,) = propose(method, [lost], never)
-    other = a_want((9,) * 9, 2, session="other")
-    (others,) = propose(method, [other], never)
-    guesses = propose(method, [ahead_of(other, others), ahead_of(lost, block)], never)
+    method = new_method(pages=3)
+    wants = [a_want((9,) * 9, 2, session="other"), a_want((1, 2, 3, 4, 5), 2, session="lost")]
+    lost, other = (block_of(method, want) for want in reversed(wants))
+    guesses = propose(method, [want.under(block.tree) for want, block in zip(wants, (other, lost), strict=True)])
     assert {guess.session for guess in guesses} <= {"other"}
     method.close(["lost", "other"])
     assert method.is_idle
@@ -470,41 +359,22 @@ def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
 # ---------------------------------------------------------------- trees under verification
 
 
-def branching_ahead(want: Want, method: DraftModel) -> tuple[Proposal, list[Proposal]]:
-    (block,) = propose(method, [want], never)
-    return block, propose(method, [ahead_of(want, block)], never)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
-def test_what_follows_a_token_beside_the_first_is_guessed_and_never_that_it_is_rejected(sampling):
-    accepted: set[tuple[int, ...]] = set()
-    for prefix in PREFIXES:
-        want = replace(a_want(prefix, 3, sampling=sampling), shape=Shape.TREE)
-        block, guesses = branching_ahead(want, a_method(PrefixRunner(scale=1.0)))
-        outcomes = {guess.outcome for guess in guesses}
-        siblings = block.tree.off_main_path
-        assert not set(siblings) & outcomes
-        accepted |= {outcome for outcome in outcomes if outcome[:-1] in siblings}
-    assert accepted
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
-def test_the_block_for_a_right_guess_after_a_token_beside_the_first_is_what_would_have_been_drafted(sampling):
-    """Tokens as an undisturbed model drafts them; the runner's memory checks every page that is read."""
+@SAMPLINGS
+def test_what_follows_a_token_beside_the_first_is_guessed_and_right(sampling):
+    """And never that it is rejected. Tokens are those of an undisturbed model; the memory checks every page read."""
     seen = 0
     for prefix in PREFIXES:
-        want = replace(a_want(prefix, 4, sampling=sampling), shape=Shape.TREE)
-        method = a_method(PrefixRunner(scale=1.0))
-        block, guesses = branching_ahead(want, method)
+        want = a_want(prefix, 4, sampling=sampling, shape=Shape.TREE)
+        method = new_method()
+        block, guesses = drafted_ahead(method, want)
+        siblings = block.tree.off_main_path
+        assert not set(siblings) & {guess.outcome for guess in guesses}
         for guess in [guess for guess in guesses if guess.outcome[0] in block.tree.children(-1)[1:]]:
-            later = replace(after(want, *guess.outcome), shape=Shape.CHAIN)
-            (fresh,) = propose(a_method(PrefixRunner(scale=1.0)), [later], never)
+            assert guess.outcome[:-1] in siblings
+            later = block_of(new_method(), want.after(*guess.outcome, shape=Shape.CHAIN))
             main_path = guess.tree.main_path
-            assert (guess.base_len, guess.prefix_hash, main_path) == (
-                fresh.base_len,
-                fresh.prefix_hash,
-                fresh.tokens[: len(main_path)],
-            )
+            assert (guess.base_len, guess.prefix_hash) == (later.base_len, later.prefix_hash)
+            assert main_path == later.tokens[: len(main_path)]
             seen += 1
         method.close(["s"])
         assert method.is_idle
@@ -514,16 +384,15 @@ def test_the_block_for_a_right_guess_after_a_token_beside_the_first_is_what_woul
 @RULES
 @pytest.mark.parametrize("token", range(VOCABULARY))
 def test_nonfinite_logits_after_any_token_end_blocks_ahead_there_and_nothing_else(acceptance, sampling, token):
-    """Whichever place of the step under way they are at, or of a block that is drafted for what comes of it."""
+    """Wherever it is: in the step under way, or in a block that is drafted for an outcome of it."""
     table = LOGITS.clone()
     table[token, 3] = torch.nan
     for shape in Shape if acceptance is COUPLED else (Shape.CHAIN,):
-        want = replace(a_want((1, 2), 3, sampling=sampling, acceptance=acceptance), shape=shape)
-        (block,) = propose(a_method(SpyRunner()), [want], never)
-        for guess in propose(a_method(SpyRunner(table)), [ahead_of(want, block)], never):
+        want = a_want((1, 2), sampling=sampling, acceptance=acceptance, shape=shape)
+        block = block_of(a_method(SpyRunner()), want)
+        for guess in propose(a_method(SpyRunner(table)), [want.under(block.tree)]):
             assert guess.tokens
-            before = (*want.tokens, *guess.outcome)
-            assert before[-1] != token
+            assert (*want.tokens, *guess.outcome)[-1] != token
             assert all(guess.tree.tokens[parent] != token for parent in guess.tree.parents if parent >= 0), (
                 "nothing is known of what follows it"
             )

@@ -1,12 +1,18 @@
-"""A draft model's cache: branches of sessions over one pool, all of which can be recomputed."""
+"""A draft model's cache and the states that a head is fed: branches of sessions, which can be recomputed."""
 
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from actors.drafters.model.draft_cache import CacheBranch, DraftCache
+from actors.drafters.model.draft_cache import CacheBranch, CachedDraft, DraftCache, FedStates, SessionStates
+from cluster.drafting.requests import SessionText
+from protos.messages import StatesNeeded
+from tests.unit.actors.drafters.drafting import a_want
+from tests.unit.cluster.samples import an_open
 from tests.unit.cluster.token_memory import TokenMemory
 
 PAGE_SIZE = 4
@@ -17,7 +23,7 @@ class Desk:
 
     def __init__(self, pages: int = 16) -> None:
         self.cache = DraftCache(pages, PAGE_SIZE)
-        self._memory = TokenMemory(PAGE_SIZE)
+        self.memory = TokenMemory(PAGE_SIZE)
 
     def feed(self, branch: CacheBranch, *tokens: int, busy: Sequence[str] = ()) -> bool:
         """Returns whether there was room; checks that the branch's pages hold its tokens."""
@@ -25,10 +31,10 @@ class Desk:
         if fed is None:
             return False
         row, copies = fed
-        self._memory.copy(copies)
-        self._memory.write(row.tokens, row.start, row.pages)
+        self.memory.copy(copies)
+        self.memory.write(row.tokens, row.start, row.pages)
         assert row.logits == 1
-        assert self._memory.read(row.end, row.pages) == tuple(branch.tokens)
+        assert self.memory.read(row.end, row.pages) == tuple(branch.tokens)
         self.cache.check()
         return True
 
@@ -87,7 +93,7 @@ def test_the_branch_that_guessed_best_goes_on_and_the_others_give_their_pages_ba
 
 
 def test_branches_do_not_see_each_other():
-    """Fed in turn, on pages of which they share all but the last."""
+    """Fed in turn, on pages that they share except for the last."""
     desk = Desk()
     root = desk.opened("s", (1, 2, 3, 4, 5, 6))
     branches = [desk.cache.fork(root, length) for length in (6, 5, 4, 2)]
@@ -98,7 +104,7 @@ def test_branches_do_not_see_each_other():
     assert root.tokens == [1, 2, 3, 4, 5, 6, 60]
 
 
-def test_a_dry_pool_forgets_whoever_was_not_resumed_for_longest_but_nobody_who_is_busy():
+def test_a_dry_pool_evicts_the_least_recently_resumed_session_that_is_not_busy():
     desk = Desk(pages=3)
     for name in "abc":
         desk.opened(name, (1, 2))
@@ -152,39 +158,176 @@ def test_closing_forgets_all_branches_and_ignores_the_unknown():
     desk.opened("t", tuple(range(8)))
 
 
-def test_the_check_notices_a_page_that_is_lost():
-    desk = Desk()
-    branch = desk.opened("s", (1, 2, 3))
-    desk.cache._allocator._sessions[branch.name].table.pop()
-    with pytest.raises(AssertionError):
-        desk.cache.check()
-
-
 @given(st.data())
-def test_whatever_is_resumed_forked_fed_and_closed_every_branch_reads_its_own_tokens(data):
-    """Uses a pool so small that sessions are often evicted; `Desk` reads every branch at every feed."""
+def test_every_branch_reads_its_own_tokens_whatever_is_done(data):
+    """Passes over some of the sessions, whose pages must stay; others are evicted from a pool so small.
+
+    `Desk` reads every branch at every feed.
+    """
     desk = Desk(pages=data.draw(st.integers(2, 8)))
     token = st.integers(0, 1)  # few, so that texts agree for long
-    branches: dict[str, list[CacheBranch]] = {}
-    for _ in range(60):
-        name = data.draw(st.sampled_from("abc"))
-        action = data.draw(st.sampled_from(["resume", "fork", "feed", "feed", "publish", "close"]))
-        held = desk.cache._branches
-        branches = {session: known for session, known in branches.items() if session in held}
-        if action == "resume" or name not in branches:
-            branches[name] = [desk.cache.resume(name, data.draw(st.lists(token, min_size=1, max_size=12)))]
-        elif action == "close":
-            desk.cache.close(name)
-        else:
-            branch = data.draw(st.sampled_from(branches[name]))
+    for _ in range(8):
+        busy = sorted(data.draw(st.sets(st.sampled_from("abc"), min_size=1, max_size=2)))
+        branches = {
+            name: [desk.cache.resume(name, data.draw(st.lists(token, min_size=1, max_size=12)))] for name in busy
+        }
+        for _ in range(5):
+            branch = data.draw(st.sampled_from(branches[data.draw(st.sampled_from(busy))]))
+            action = data.draw(st.sampled_from(["fork", "feed", "feed", "publish"]))
             if action == "fork" and branch.tokens:
-                branches[name].append(desk.cache.fork(branch, data.draw(st.integers(1, len(branch.tokens)))))
+                length = data.draw(st.integers(1, len(branch.tokens)))
+                branches[branch.session].append(desk.cache.fork(branch, length))
             elif action == "publish":
                 desk.cache.publish(branch, data.draw(st.integers(0, 12)))
             elif len(branch.tokens) < 12:
-                desk.feed(branch, *data.draw(st.lists(token, min_size=1, max_size=3)))
+                desk.feed(branch, *data.draw(st.lists(token, min_size=1, max_size=3)), busy=busy)
         desk.cache.check()
+        if data.draw(st.booleans()):
+            desk.cache.close(busy[0])
+            desk.cache.check()
     for name in "abc":
         desk.cache.close(name)
     assert desk.cache.is_idle
     desk.cache.check()
+
+
+# ---------------------------------------------------------------- states of sessions and branches
+
+
+def rows(*values: float) -> Tensor:
+    """A row (1,) for each; a true state is the number of its position, a predicted one has a fraction."""
+    return torch.tensor(values).unsqueeze(1)
+
+
+# ---------------------------------------------------------------- one session's rows
+
+
+def test_rows_are_found_by_position_in_whatever_order_they_came() -> None:
+    known = SessionStates()
+    assert (known.missing_from(0), known.missing_from(5), 0 in known) == (0, 5, False)
+    known.put(3, rows(3, 4))
+    known.put(0, rows(0))
+    assert [position in known for position in range(6)] == [True, False, False, True, True, False]
+    assert [known.missing_from(position) for position in range(6)] == [1, 1, 2, 5, 5, 5]
+    known.put(1, rows(1, 2, 3))
+    assert (known.missing_from(0), known.rows(0, 5).flatten().tolist()) == (5, [0, 1, 2, 3, 4])
+
+
+def test_rows_stay_as_their_room_grows() -> None:
+    known = SessionStates()
+    for position in range(40):
+        known.put(position, rows(position))
+    assert known.rows(7, 40).flatten().tolist() == list(range(7, 40))
+
+
+def test_rows_that_begin_in_mid_text_are_found_by_position_too() -> None:
+    known = SessionStates(5)
+    assert (known.missing_from(5), 5 in known, 2 in known) == (5, False, False)
+    known.put(7, rows(7))
+    known.put(5, rows(5))
+    assert [position in known for position in range(9)] == [False] * 5 + [True, False, True, False]
+    assert [known.missing_from(position) for position in (5, 6, 7)] == [6, 6, 8]
+    known.put(6, rows(6))
+    assert (known.missing_from(5), known.rows(6, 8).flatten().tolist()) == (8, [6, 7])
+
+
+# ---------------------------------------------------------------- what branches are fed
+
+
+class FedDesk:
+    """A cache and a feed, over one session."""
+
+    def __init__(self) -> None:
+        self.projected: list[int] = []  # rows each time
+        self.cache = DraftCache(16, 4, unfed=1)
+        self.feed = FedStates(StatesNeeded((3,), 1), self.project, 100)
+        self.feed.open("s")
+
+    def project(self, raw: Tensor) -> Tensor:
+        self.projected.append(len(raw))
+        return raw
+
+    def read(self, branch: CacheBranch, tokens: Sequence[int], predicted: Tensor) -> list[float]:
+        """The states that `tokens` are fed with; at the last places of them, others are predicted."""
+        draft = self.draft(branch, tokens)
+        assert self.feed.feedable(draft, len(tokens)) == len(tokens)
+        start = len(branch.tokens)
+        assert self.cache.feed(branch, tokens, {"s"}) is not None
+        found: list[float] = self.feed.states(branch, start, 0).flatten().tolist()
+        self.feed.remember(branch, predicted)
+        return found
+
+    def draft(self, branch: CacheBranch, tokens: Sequence[int]) -> CachedDraft:
+        request = a_want((1,) * 5).request
+        text = SessionText(an_open("s"), [1] * 5)
+        return CachedDraft(request=request, text=text, base_hash=0, max_tokens=3, branch=branch, pending=list(tokens))
+
+
+@pytest.fixture
+def desk() -> FedDesk:
+    return FedDesk()
+
+
+def drafted(desk: FedDesk) -> CacheBranch:
+    """Five tokens with true states, and two that were drafted after them."""
+    desk.feed.put("s", 0, rows(0, 1, 2, 3))
+    branch = desk.cache.resume("s", range(10, 15))
+    assert desk.read(branch, range(10, 15), rows(4.5)) == [0, 1, 2, 3]
+    assert desk.read(branch, [15], rows(5.5)) == [4.5]
+    assert desk.read(branch, [16], rows(6.5)) == [5.5]
+    assert (branch.exact, sorted(branch.predicted)) == (5, [5, 6, 7])
+    return branch
+
+
+def test_what_was_recycled_is_fed_again_when_the_true_states_are_there(desk: FedDesk) -> None:
+    branch = drafted(desk)
+    desk.feed.rewind(desk.cache, branch)
+    assert len(branch.tokens) == 7, "nothing is better known yet"
+    desk.feed.put("s", 4, rows(4, 5))
+    desk.feed.rewind(desk.cache, branch)
+    assert branch.tokens == list(range(10, 15))
+    assert desk.read(branch, [15, 16, 17], rows(7.5)) == [4, 5, 6.5], "and the rest as before"
+    assert (branch.exact, sorted(branch.predicted)) == (7, [7, 8]), "what true states replaced is forgotten"
+
+
+def test_a_true_state_after_a_recycled_one_makes_nothing_exact(desk: FedDesk) -> None:
+    branch = drafted(desk)
+    desk.feed.put("s", 6, rows(6))
+    assert desk.read(branch, [17], rows(7.5)) == [6]
+    assert branch.exact == 5
+
+
+def test_a_branch_that_was_cut_is_exact_no_further(desk: FedDesk) -> None:
+    branch = drafted(desk)
+    desk.cache.cut(branch, 3)
+    assert branch.exact == 3
+    forked = desk.cache.fork(branch, 2)
+    assert (branch.exact, forked.exact) == (3, 2)
+
+
+def test_a_fork_goes_on_with_what_its_parent_predicted_and_changes_nothing_of_it(desk: FedDesk) -> None:
+    branch = drafted(desk)
+    forked = desk.cache.fork(branch, 6)
+    assert desk.read(forked, [20], rows(6.25)) == [5.5]
+    assert (float(forked.predicted[7]), float(branch.predicted[7])) == (6.25, 6.5)
+
+
+def test_what_was_predicted_of_another_text_is_forgotten(desk: FedDesk) -> None:
+    """The state before the first token that differs was predicted from tokens that stand; later ones were not."""
+    branch = drafted(desk)
+    resumed = desk.cache.resume("s", [*range(10, 15), 20, 21, 22])
+    assert resumed is branch
+    assert len(branch.tokens) == 5
+    assert sorted(branch.predicted) == [5]
+    assert desk.feed.feedable(desk.draft(branch, [20, 21, 22]), 3) == 1
+
+
+def test_a_row_that_comes_twice_is_projected_once(desk: FedDesk) -> None:
+    for first, count in ((0, 3), (0, 3), (1, 2), (2, 2)):
+        desk.feed.put("s", first, rows(*range(first, first + count)))
+    assert desk.projected == [3, 2]
+
+
+def test_rows_of_another_width_are_a_mistake(desk: FedDesk) -> None:
+    with pytest.raises(AssertionError, match="rows have 2 elements, not 1"):
+        desk.feed.put("s", 0, torch.zeros(1, 2))

@@ -24,11 +24,12 @@ from tests.unit.actors.drafters.drafting import (
     VOCABULARY,
     PrefixRunner,
     SpyRunner,
+    Want,
     a_method,
     a_want,
     never,
+    propose,
 )
-from tests.unit.actors.drafters.drafting_requests import Want, propose
 
 OTHER = LOGITS.flip(1)
 IDS = torch.arange(VOCABULARY)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from actors.drafters import loading, products
-from actors.drafters.loading import load_draft_model
+from actors.drafters import products
+from actors.drafters.loading import FIGURE, load_draft_model, published_acceptance
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import FILE as FREQUENT_TOKENS
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
@@ -22,8 +21,7 @@ from cluster.config_sections import DraftModelOptions
 from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
 from protos.messages import Acceptance, Shape
-from tests.unit.actors.drafters.drafting import DRAWN, a_want, never
-from tests.unit.actors.drafters.drafting_requests import propose
+from tests.unit.actors.drafters.drafting import DRAWN, a_want, block_of, propose
 
 VOCABULARY = 40
 HIDDEN = 16
@@ -36,29 +34,31 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-CPU = torch.device("cpu")
+
+
+def a_model(folder: Path, seed: int = 3, **changes: Any) -> Path:
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(**SHAPE | changes, initializer_range=0.5)).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(3)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.5))
-    model.save_pretrained(tmp_path)
-    return tmp_path
+    return a_model(tmp_path)
 
 
-def load(folder: Path, device: torch.device = CPU, int8: bool = False) -> DraftModel:
+def load(folder: Path, int8: bool = False, vocabulary: int = VOCABULARY) -> DraftModel:
     options = DraftModelOptions(quantization="int8" if int8 else "none", draft_probs_top_k=4)
     cache = CacheConfig(page_size=4, gib=0.001)
     draft = DraftPool(model=str(folder), cache=cache, max_sessions=2, draft_model=options)
-    setup = DraftSetup("float32", 64, 4, {token: str(token) for token in range(VOCABULARY)}, "")
-    return load_draft_model(folder, draft, setup, device)
+    setup = DraftSetup("float32", 64, 4, {token: str(token) for token in range(vocabulary)}, "")
+    return load_draft_model(folder, draft, setup, torch.device("cpu"))
 
 
 def drafted(method: DraftModel) -> Proposal:
-    (proposal,) = propose(method, [a_want((1, 2, 3), max_tokens=4)], never)
+    block = block_of(method, a_want((1, 2, 3), 4))
     method.close(["s"])
-    return proposal
+    return block
 
 
 def add_head(folder: Path) -> None:
@@ -99,13 +99,14 @@ def test_only_frequent_tokens_are_proposed(folder: Path) -> None:
     assert set(drafted(load(folder)).tokens) <= set(allowed)
 
 
-def test_a_recurrent_head_chooses_among_the_most_frequent_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recurrent_head_chooses_among_the_most_frequent_tokens(tmp_path: Path) -> None:
+    vocabulary = 40_000
+    folder = a_model(tmp_path, vocab_size=vocabulary)
     add_head(folder)
-    free = drafted(load(folder)).tokens
-    others = [token for token in range(VOCABULARY) if token not in free]
+    free = drafted(load(folder, vocabulary=vocabulary)).tokens
+    others = [token for token in range(vocabulary) if token not in free]
     (folder / FREQUENT_TOKENS).write_text(json.dumps([*others, *free]))
-    monkeypatch.setattr(loading, "HEAD_TOKENS", len(others))
-    bound = drafted(load(folder)).tokens
+    bound = drafted(load(folder, vocabulary=vocabulary)).tokens
     assert bound[0] == free[0], "the forward's own token may be any"
     assert set(bound[1:3]) <= set(others)
 
@@ -121,11 +122,11 @@ def test_a_draft_with_learned_positions_drafts_up_to_its_last_one(
     method = load(tmp_path)
     found = []
     for length in range(3, 14):
-        want = replace(a_want(tuple(range(1, length + 1)), 4, sampling=DRAWN, acceptance=acceptance), shape=shape)
-        (proposal,) = propose(method, [want], never)
-        found.append(len(proposal.tree.main_path))
-        if proposal.tokens:
-            propose(method, [replace(want, unverified=proposal.tree)], never)
+        want = a_want(range(1, length + 1), 4, sampling=DRAWN, acceptance=acceptance, shape=shape)
+        block = block_of(method, want)
+        found.append(len(block.tree.main_path))
+        if block.tokens:
+            propose(method, [want.under(block.tree)])
     assert found[-5:] == [0] * 5
     if acceptance is Acceptance.REJECTION:
         assert found[:6] == [4, 4, 4, 3, 2, 1]
@@ -145,10 +146,7 @@ WEIGHTS = "model.safetensors"
 
 def a_version(folder: Path, **changes: Any) -> Path:
     """Another checkpoint, by default of the same shape."""
-    version = folder / "0001"
-    torch.manual_seed(5)
-    LlamaForCausalLM(LlamaConfig(**SHAPE | changes, initializer_range=0.5)).save_pretrained(version)
-    return version
+    return a_model(folder / "0001", seed=5, **changes)
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
@@ -243,3 +241,23 @@ def test_a_version_may_have_other_sizes_that_the_cache_does_not_hold(folder: Pat
     method = load(folder)
     method.prepare_weights(version)()
     assert drafted(method) == drafted(load(version))
+
+
+# ---------------------------------------------------------------- the published acceptance rate
+
+
+def published(folder: Path, **config: Any) -> float | None:
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 5, **config}))
+    return published_acceptance(DraftPool(method="draft_model", model=str(folder)))
+
+
+def test_published_share_is_read_if_present(tmp_path: Path) -> None:
+    assert published(tmp_path, **{FIGURE: 0.6}) == 0.6
+    assert published(tmp_path) is None
+    assert published_acceptance(DraftPool(method="ngram")) is None
+
+
+@pytest.mark.parametrize("figure", [0, 1.1, -0.5, "0.6"])
+def test_invalid_share_is_refused(tmp_path: Path, figure: object) -> None:
+    with pytest.raises(ModelError, match="expected a share above 0 and up to 1; correct it or remove it"):
+        published(tmp_path, **{FIGURE: figure})

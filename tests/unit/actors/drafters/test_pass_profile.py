@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from actors.drafters.lookup.ngram import NgramDraft
@@ -9,7 +10,7 @@ from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import MaskTokens
 from actors.drafters.model.sampling import DraftingLimits
-from actors.drafters.pass_profile import LONG, ROWS, profile_drafting
+from actors.drafters.pass_profile import profile_drafting
 from actors.models.decoder import ToyRunner
 from cluster.drafting.requests import Proposal
 from cluster.drafting.session_table import DrafterLimits
@@ -38,7 +39,7 @@ class Noting(DraftModel):
 
 
 class Reading(Noting):
-    """Drafts from states that it has to have by then."""
+    """Drafts from states, which must have arrived."""
 
     states_format = StatesFormat(4, StateDtype.FLOAT8)
 
@@ -62,24 +63,22 @@ def test_a_method_that_reads_the_targets_states_is_profiled_with_some():
     assert method.is_idle
 
 
-def test_blocks_have_the_length_asked_for_and_nothing_is_left_behind():
-    """However unlikely their tokens: a method that stops in doubt would be measured at nothing."""
-    method = Noting()
+@pytest.mark.parametrize("width", [1, 3])
+def test_forwards_and_further_tokens_are_measured_separately(width):
+    """Blocks have the length requested, however unlikely their tokens; nothing is left behind."""
+    method = Noting(width)
     cost = profile_drafting(method, DrafterLimits(VOCABULARY, 100, max_sessions=4))
-    assert {len(lengths) for lengths in method.passes} == {1, 4}
-    assert max(method.passes) == [LONG] * 4
-    assert [rows for rows, _ in cost.forward.by_tokens] == [rows for rows in ROWS if rows <= 4]
+    assert all(len(set(lengths)) == 1 for lengths in method.passes)
+    sizes = {lengths[0] for lengths in method.passes}
+    assert {1, width} < sizes
+    assert max(sizes) > width
+    assert all(size % width == 0 for size in sizes - {1})
+    assert cost.tokens_per_forward == width
+    assert cost.seconds(1, 1) <= cost.seconds(1, width) < cost.seconds(1, width + 1) == cost.seconds(1, 2 * width)
+    rows = [rows for rows, _ in cost.forward.by_tokens]
+    assert rows == [rows for rows, _ in cost.further.by_tokens] == sorted({len(lengths) for lengths in method.passes})
+    assert rows[0] == 1 < rows[-1] <= 4
     assert method.is_idle
-
-
-def test_a_forward_and_the_further_tokens_that_it_names_are_told_apart():
-    method = Noting(width=3)
-    cost = profile_drafting(method, DrafterLimits(VOCABULARY, 100, max_sessions=4))
-    assert cost.tokens_per_forward == 3
-    assert cost.seconds(1, 1) <= cost.seconds(1, 3) < cost.seconds(1, 4) == cost.seconds(1, 6)
-    assert {lengths[0] for lengths in method.passes} == {1, 3, 3 * LONG}
-    assert max(method.passes) == [3 * LONG] * 4
-    assert [rows for rows, _ in cost.further.by_tokens] == [rows for rows, _ in cost.forward.by_tokens]
 
 
 def test_a_method_without_a_model_is_measured_too():

@@ -1,4 +1,4 @@
-"""Drafting methods by name, and what a method imports."""
+"""Drafting methods by name, what a method imports, and the one made of the target's own layers."""
 
 import pickle
 import subprocess
@@ -7,17 +7,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
 from actors.drafters import registry
 from actors.drafters.registry import MODULES, DraftSetup, capture_spec, create_method, states_format, states_needed
 from cluster import config
-from cluster.config import DraftPool
-from cluster.config_sections import STATE_READERS, NgramOptions, StatesOptions
+from cluster.config import CacheConfig, DraftPool
+from cluster.config_sections import STATE_READERS, LayerSkipOptions, NgramOptions, StatesOptions
+from cluster.drafting.method import DraftingMethod
+from cluster.errors import ModelError
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
-from tests.unit.actors.drafters.drafting_requests import Want, propose
-from tests.unit.cluster.samples import an_open
+from tests.unit.actors.drafters.drafting import a_setup, a_want, block_of
 
 SETUP = DraftSetup("float32", max_context=64, draft_tokens=4, target_tokens={1: "a"}, target="org/target")
 
@@ -32,13 +34,10 @@ def test_each_can_be_created(module: str) -> None:
 
 
 def test_prompt_lookup_is_made_of_its_section() -> None:
-    tokens = (1, 2, 3, 9, 2, 3)
-    want = Want(an_open("s", tokens=tokens), tokens, 1, max_tokens=2)
     for shortest, found in ((2, (9, 2)), (3, ())):
         options = NgramOptions(max_ngram=3, min_ngram=shortest)
         method = create_method(DraftPool(method="ngram", ngram=options), SETUP)
-        (proposal,) = propose(method, [want])
-        assert proposal.tokens == found
+        assert block_of(method, a_want((1, 2, 3, 9, 2, 3), 2)).tokens == found
 
 
 def test_a_method_without_a_model_needs_no_torch() -> None:
@@ -75,7 +74,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("reader")
-def test_a_method_that_reads_states_says_which_and_projects_them_at_the_target() -> None:
+def test_a_method_that_reads_states_names_them_and_projects_them_at_the_target() -> None:
     """The rank that captures is another process."""
     draft = DraftPool(method="ngram", states=StatesOptions(dtype="float8"))
     assert states_needed(draft, TARGET) == StatesNeeded((1, 2, 3), 24, 8)
@@ -94,3 +93,30 @@ def test_or_leaves_the_projection_to_the_drafter() -> None:
     assert spec is not None
     assert spec.format == states_format(draft, TARGET) == StatesFormat(24, StateDtype.BFLOAT16)
     assert spec.load_projection is None
+
+
+# ---------------------------------------------------------------- layer skip
+
+
+HEADS = Path(__file__).parents[3] / "data" / "heads"
+CASE = np.load(HEADS / "layer_skip" / "case.npz")
+
+
+def layer_skip(layers: int | tuple[int, ...]) -> DraftingMethod:
+    draft = DraftPool(
+        method="layer_skip", layer_skip=LayerSkipOptions(layers=layers), cache=CacheConfig(page_size=4, gib=0.001)
+    )
+    return create_method(draft, a_setup(draft))
+
+
+def test_it_drafts_what_the_reference_drafts() -> None:
+    want = a_want((*CASE["input_ids"].tolist(), int(CASE["next_token"])), 5)
+    expected = tuple(CASE["chain_tokens"].tolist())
+    for layers in (3, (0, 1, 2)):
+        assert block_of(layer_skip(layers), want).tokens == expected
+    assert block_of(layer_skip((0, 1, 7)), want).tokens != expected
+
+
+def test_a_layer_that_the_target_lacks_is_refused() -> None:
+    with pytest.raises(ModelError, match="layers 0 to 7, but layers 9 are asked for"):
+        layer_skip((0, 9))

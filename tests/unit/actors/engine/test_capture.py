@@ -1,4 +1,4 @@
-"""Captured hidden states are those that transformers tells of, wherever in the pages they lie."""
+"""Captured hidden states equal those of transformers, wherever in the pages they lie."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,18 +42,21 @@ class Captured:
         torch.manual_seed(6)
         self.layers = spec.layers if spec is not None else LAYERS
         self.layout = spec.format if spec is not None else StatesFormat(len(LAYERS) * HIDDEN, StateDtype.BFLOAT16)
-        self._model: Any = jittered(MODELS[name]())
-        self._model.set_attn_implementation("eager")
+        self.model: Any = jittered(MODELS[name]())
+        self.model.set_attn_implementation("eager")
+        wanted = spec or CaptureSpec(LAYERS, self.layout)
+        capture = StateCapture(wanted, PAGES, PAGE_SIZE, CPU, wanted.projection_on(CPU))
+        self.runner, self.without = (self.new_runner(name, each) for each in (capture, None))
+
+    def new_runner(self, name: str, capture: StateCapture | None) -> ModelRunner:
         twin = MODELS[name]()
-        twin.load_state_dict(self._model.state_dict())
-        told = spec or CaptureSpec(LAYERS, self.layout)
-        capture = StateCapture(told, PAGES, PAGE_SIZE, CPU, told.projection_on(CPU))
-        self.runner = ModelRunner(twin, PAGES, PAGE_SIZE, capture=capture)
+        twin.load_state_dict(self.model.state_dict())
+        return ModelRunner(twin, PAGES, PAGE_SIZE, capture=capture)
 
     @torch.inference_mode()
     def expected(self, tokens: tuple[int, ...]) -> Tensor:
         """Returns transformers' states of the whole text, without a cache."""
-        found = self._model(input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
+        found = self.model(input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
         return torch.cat([found.hidden_states[layer][0] for layer in self.layers], dim=-1)
 
     def read(self, positions: Sequence[int], pages: Sequence[int]) -> Tensor:
@@ -125,22 +128,14 @@ def test_pages_of_another_session_and_copies_of_them_hold_its_states(captured):
 
 def test_nothing_else_of_a_forward_changes_by_capturing(captured):
     """And nothing is captured unless somebody asks."""
-    name = type(captured.runner._decode).__name__
-    tokens = tokens_of(9, 10)
-    rows = [row(A, tokens, 0, 4)]
-    found = captured.runner.forward(rows)
-    capture = captured.runner._capture
-    captured.runner._capture = None
-    try:
-        plain = captured.runner.forward(rows)
-    finally:
-        captured.runner._capture = capture
-    assert torch.equal(found.logits, plain.logits), name
+    rows = [row(A, tokens_of(9, 10), 0, 4)]
+    plain = captured.without.forward(rows)
+    assert torch.equal(captured.runner.forward(rows).logits, plain.logits)
     assert plain.streams is None
 
 
 def halves(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """A projection of two streams to one, as it is loaded on a device."""
+    """A projection of two streams to one, loaded on a device."""
     assert device == CPU
     return lambda streams: (streams[:, :HIDDEN] + streams[:, HIDDEN:]) / 2
 

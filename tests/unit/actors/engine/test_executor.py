@@ -1,5 +1,6 @@
 """The target's step: rows of mixed kinds, which logits belong to which row, and what each session was fed."""
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from actors.attention.batch import never
 from actors.compute.kv_cache import InputRow
-from actors.engine.executor import StepExecutor
+from actors.engine.executor import StepExecutor, done_within
 from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.page_allocator import PageCopy, SlotMove
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -24,10 +25,13 @@ NEXT = {token: (token * 3 + 1) % VOCABULARY for token in range(VOCABULARY)}  # g
 class SpyRunner(ToyRunner):
     """Remembers what it was fed."""
 
-    def __init__(self) -> None:
+    def __init__(self, broken: int | None = None, value: float = torch.nan) -> None:
+        """After the token `broken`, a logit has another value."""
         table = torch.zeros(VOCABULARY, VOCABULARY)
         for token, following in NEXT.items():
             table[token, following] = 1.0
+        if broken is not None:
+            table[broken, 2] = value
         super().__init__(table)
         self.fed: list[list[InputRow]] = []
         self.copied: list[tuple[PageCopy, ...]] = []
@@ -75,7 +79,7 @@ def test_rows_of_mixed_kinds_and_lengths_are_decided_each_from_its_own_logits():
     assert [row.logits for row in runner.fed[-1]] == [0, 4, 1, 1]
 
 
-def test_a_tree_is_fed_with_its_parents_and_decided_along_the_path_that_the_target_says():
+def test_a_tree_is_fed_with_its_parents_and_decided_along_the_target_s_path():
     runner = SpyRunner()
     executor = StepExecutor(runner, runner.vocabulary)
     right = NEXT[4]
@@ -142,7 +146,7 @@ def test_a_session_may_be_closed_and_opened_again_in_one_step():
     assert executor.step(StepPlan(("a",), (an_open("a", attempt=2),), (row,))) == [Outcome("a", (), NEXT[3])]
 
 
-def test_a_row_beyond_what_is_known_of_its_session_is_a_bug_and_says_so():
+def test_a_row_beyond_what_is_known_of_its_session_raises():
     executor = an_executor()
     with pytest.raises(AssertionError, match="beyond what is cached"):
         executor.step(StepPlan((), (an_open("a", tokens=(1, 2)),), (a_row("a", (1,), 3),)))
@@ -197,7 +201,7 @@ def test_noise_is_addressed_by_absolute_position():
     assert drawn(1, (1, 2)) != drawn(1, (1,))
 
 
-def test_an_audit_that_names_a_rival_hears_how_far_the_token_was_ahead_of_it():
+def test_an_audit_that_names_a_rival_gets_the_margin_to_it():
     """Includes rows without such requests, one with a draft; each has its own logits."""
     executor = an_executor()
     right = NEXT[4]
@@ -248,7 +252,7 @@ def test_scores_are_of_the_logits_as_they_are_whatever_rules_made_of_them():
     assert score.top_ids == (NEXT[4],)
 
 
-def test_a_prompt_is_scored_chunk_by_chunk_and_told_with_the_first_decision_alone():
+def test_a_prompt_is_scored_chunk_by_chunk_and_sent_with_the_first_decision_alone():
     """Also when its place in the cache was lost in between, and beside rows that are not scored."""
     prompt = (1, 6, 2, 5, 3)
     executor = an_executor()
@@ -267,18 +271,10 @@ def test_a_prompt_is_scored_chunk_by_chunk_and_told_with_the_first_decision_alon
     assert again.prompt_scores == ()
 
 
-def test_a_session_that_goes_on_elsewhere_does_not_tell_of_its_prompt_again():
+def test_a_session_that_goes_on_elsewhere_does_not_send_its_prompt_scores_again():
     request = an_open("s", tokens=(1, 2, 3), prompt_len=2, scoring=Scoring(None, 1))
     (outcome,) = an_executor().step(StepPlan((), (request,), (a_row("s", (1, 2, 3), 0),)))
     assert outcome == Outcome("s", (), NEXT[3])
-
-
-class BrokenAfter(SpyRunner):
-    """Has logits that are not finite after one token."""
-
-    def __init__(self, token: int, value: float) -> None:
-        super().__init__()
-        self._table[token, 2] = value
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -299,7 +295,7 @@ def test_nonfinite_logits_fail_their_own_session_and_no_other(value: float, samp
         for row in rows
     )
     expected = an_executor().step(StepPlan((), opens, rows))
-    executor = StepExecutor(BrokenAfter(5, value), VOCABULARY)
+    executor = StepExecutor(SpyRunner(5, value), VOCABULARY)
     found = executor.step(StepPlan((), opens, rows))
     assert [outcome.is_finite for outcome in found] == [True, False, False, True, True]
     assert [outcome for outcome in found if outcome.is_finite] == [expected[0], *expected[3:]]
@@ -312,7 +308,7 @@ def test_the_executor_checks_logits_before_rules_mask_them() -> None:
     """A rule that forbids the broken token does not hide that the model is broken."""
     rules = TokenRules(allowed=(1, 3))
     request = an_open("s", tokens=(5,), rules=rules)
-    (outcome,) = StepExecutor(BrokenAfter(5, torch.nan), VOCABULARY).step(
+    (outcome,) = StepExecutor(SpyRunner(5, torch.nan), VOCABULARY).step(
         StepPlan((), (request,), (a_row("s", (5,), 0),))
     )
     assert not outcome.is_finite
@@ -320,7 +316,7 @@ def test_the_executor_checks_logits_before_rules_mask_them() -> None:
 
 def test_nonfinite_logits_in_a_scored_prompt_fail_its_session() -> None:
     """Includes an earlier chunk, whose scores are sent with the first decision."""
-    executor = StepExecutor(BrokenAfter(5, torch.inf), VOCABULARY)
+    executor = StepExecutor(SpyRunner(5, torch.inf), VOCABULARY)
     opens = (
         an_open("s", tokens=(1, 5, 2, 3), scoring=Scoring(None, 1)),
         an_open("fine", tokens=(1, 4, 2, 3), scoring=Scoring(None, 1)),
@@ -330,3 +326,45 @@ def test_nonfinite_logits_in_a_scored_prompt_fail_its_session() -> None:
     assert bad == Outcome("s", (), 0, is_finite=False)
     assert fine.is_finite
     assert len(fine.prompt_scores) == 3
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.fixture
+async def stands_still(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Returns a list; the event loop stands still once for each appended duration."""
+    stops: list[float] = []
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + sum(stops))
+    return stops
+
+
+async def test_what_is_done_in_time_is() -> None:
+    assert await done_within(1e6, asyncio.ensure_future(asyncio.sleep(0)))
+
+
+async def test_what_is_never_done_is_given_up() -> None:
+    work = asyncio.get_running_loop().create_future()
+    assert not await done_within(0.0, work)
+    assert not work.cancelled(), "whose it is may cancel it"
+
+
+async def test_what_comes_soon_after_a_stop_has_come_in_time(stands_still: list[float]) -> None:
+    async def answer() -> None:
+        stands_still.append(1e6)
+        for _ in range(10):  # until it is read
+            await asyncio.sleep(0)
+
+    assert await done_within(10.0, asyncio.ensure_future(answer()))
+
+
+async def test_what_hangs_is_given_up_after_its_limit(stands_still: list[float]) -> None:
+    work = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(done_within(100.0, work))
+    while not waiting.done():
+        stands_still.append(0.2)
+        await asyncio.sleep(0)
+    assert not waiting.result()
+    assert 100.0 <= sum(stands_still) <= 200.0

@@ -1,4 +1,4 @@
-"""Log probabilities that a target tells of real layers, against the same model run plainly by transformers."""
+"""Log probabilities that a target returns with real layers, against the same model run plainly by transformers."""
 
 import torch
 
@@ -7,7 +7,7 @@ from actors.engine.runner import ModelRunner
 from cluster.verification.step import Row, StepPlan
 from protos.draft_tree import DraftTree
 from protos.messages import Scoring, TokenRules, TokenScore
-from tests.unit.actors.tiny_models import MODELS, VOCABULARY, jittered, tokens_of
+from tests.unit.actors.tiny_models import MODELS, VOCABULARY, tokens_of, twins
 from tests.unit.cluster.samples import an_open
 
 PROMPT = tokens_of(5, 12)
@@ -22,16 +22,13 @@ class Plain:
     """A model without a cache, and our executor over the same weights."""
 
     def __init__(self) -> None:
-        torch.manual_seed(3)
-        self._model = jittered(MODELS["llama"]())
-        twin = MODELS["llama"]()
-        twin.load_state_dict(self._model.state_dict())
+        self.model, twin = twins(MODELS["llama"], seed=3)
         self.executor = StepExecutor(ModelRunner(twin, 8, PAGE_SIZE), VOCABULARY)
 
     @torch.inference_mode()
     def log_probs(self, text: tuple[int, ...]) -> torch.Tensor:
         """Returns log probabilities after each token, (tokens, vocabulary)."""
-        return torch.log_softmax(self._model(torch.tensor([text])).logits[0], dim=-1)
+        return torch.log_softmax(self.model(torch.tensor([text])).logits[0], dim=-1)
 
     @torch.inference_mode()
     def greedy(self, text: tuple[int, ...], count: int, without: int) -> tuple[int, ...]:

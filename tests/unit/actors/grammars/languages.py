@@ -1,4 +1,4 @@
-"""A vocabulary of a few tokens of several letters each, and languages so small that masks can be told by trying all."""
+"""A vocabulary of a few tokens of several letters each, and languages so small that all words can be tried."""
 
 from collections.abc import Sequence
 

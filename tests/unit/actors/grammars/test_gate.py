@@ -15,7 +15,7 @@ from tests.unit.actors.sampling.processor_opens import opened
 
 
 class Target:
-    """Compiles when told to, and notes what reaches it."""
+    """Compiles when the test lets it, and notes what reaches it."""
 
     def __init__(self):
         self.compiled = {}
@@ -192,7 +192,7 @@ async def test_as_many_are_held_as_may_be_queued():
 
 
 async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes_on():
-    """An engine may finish what nobody waits for any more, and another attempt may be held by then."""
+    """An engine may finish a grammar that is no longer wanted, while another attempt is held."""
     target = Target()
 
     async def prepare(grammar):
@@ -218,7 +218,7 @@ async def test_a_replica_has_one_owner_for_a_session_that_is_held_and_once_it_ha
     limits = VerificationLimits(50, max_context=1000, max_sessions=4, max_step_tokens=64, max_queued=1)
     replica = TargetReplica(target, limits, "v", "m", step_timeout_s=30)
     old, _ = replica.router_up(Hello("r", "v", "m"))
-    other, told = replica.router_up(Hello("stranger", "v", "m"))
+    other, outbox = replica.router_up(Hello("stranger", "v", "m"))
     replica.receive(old, Decoded((REQUEST,)))
     new, _ = replica.router_up(Hello("r", "v", "m", (LiveSession("s", 1),)))
     replica.stream_down(old)
@@ -227,7 +227,7 @@ async def test_a_replica_has_one_owner_for_a_session_that_is_held_and_once_it_ha
     await target.ends("g")
     replica.receive(other, Decoded((theirs,)))
     assert replica.scheduler.router_of("s") == new
-    _, *refused = await told.take()
+    _, *refused = await outbox.take()
     full = Refusal("one too many", 2, RefusalReason.OVERLOADED, "1 sessions wait for their grammars already")
     assert refused == [not_permitted(theirs), full, not_permitted(theirs)]
     assert replica.refusals.counts == {"an Open of another router's session": 2}

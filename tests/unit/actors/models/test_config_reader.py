@@ -15,7 +15,7 @@ CODE = {"auto_map": {"AutoConfig": "configuration_new.NewConfig"}}
 
 
 def a_folder(folder: Path, config: Any, **files: str) -> Path:
-    """Writes config.json (text as it is), and other files by their names without .json."""
+    """Writes config.json (text verbatim), and other files by their names without .json."""
     if config is not None:
         (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     for name, content in files.items():
@@ -99,7 +99,7 @@ def test_rows_of_the_embedding(tmp_path, config, rows):
     assert embedding_rows(a_folder(tmp_path, config)) == rows
 
 
-def test_a_folder_without_a_config_is_refused_the_same_whoever_reads_it(tmp_path):
+def test_a_folder_without_a_config_is_refused_by_every_reader(tmp_path):
     for read in (read_config, embedding_rows):
         with pytest.raises(ModelError, match=r"has no config\.json"):
             read(tmp_path)

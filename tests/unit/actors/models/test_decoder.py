@@ -21,7 +21,7 @@ from actors.models.decoder import (
     decoder_for,
     is_llama_kind,
 )
-from tests.unit.actors.tiny_models import MODELS, SIZES, jittered, tokens_of
+from tests.unit.actors.tiny_models import MODELS, SIZES, tokens_of, twins
 
 LLAMA_KIND = ["llama", "qwen2", "qwen3", "mistral"]
 BFLOAT16_TOLERANCE = 0.03  # of the norm of all logits; bfloat16 keeps 8 bits, and a few roundings add up
@@ -78,17 +78,14 @@ def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
         return torch.cat([decoder(RaggedBatch(rows, cache, SdpaGather())).logits for rows in (prompts, further)])
 
 
-def twins(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
-    torch.manual_seed(5)
-    model = jittered(MODELS[name]())
-    twin = MODELS[name]()
-    twin.load_state_dict(model.state_dict())
-    return model.to(dtype), twin.to(dtype).eval()
+def both(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+    model, twin = twins(MODELS[name], seed=5)
+    return model.to(dtype), twin.to(dtype)
 
 
 @pytest.mark.parametrize("name", LLAMA_KIND)
 def test_both_decoders_give_the_same_logits(name):
-    model, twin = twins(name, torch.float32)
+    model, twin = both(name, torch.float32)
     torch.testing.assert_close(
         decode(LlamaDecoder(model), torch.float32), decode(ModelDecoder(twin), torch.float32), atol=1e-4, rtol=1e-4
     )
@@ -97,8 +94,8 @@ def test_both_decoders_give_the_same_logits(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bfloat16_the_logits_are_those_of_float32_but_for_rounding(name):
     """And with roughly the error of the model's own code in bfloat16: the decoder adds none of its own."""
-    exact = decode(decoder_for(twins(name, torch.float32)[0]), torch.float32)
-    rounded, own = twins(name, torch.bfloat16)
+    exact = decode(decoder_for(both(name, torch.float32)[0]), torch.float32)
+    rounded, own = both(name, torch.bfloat16)
     ours = decode(decoder_for(rounded), torch.bfloat16).float()
     assert (ours - exact).norm() < BFLOAT16_TOLERANCE * exact.norm()
     theirs = decode(ModelDecoder(own), torch.bfloat16).float()
@@ -107,7 +104,7 @@ def test_in_bfloat16_the_logits_are_those_of_float32_but_for_rounding(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_in_eight_bits_the_logits_are_those_of_float32_but_for_rounding(name):
-    exact, twin = twins(name, torch.float32)
+    exact, twin = both(name, torch.float32)
     rounded = decode(decoder_for(twin, EightBitProjection), torch.float32)
     expected = decode(decoder_for(exact), torch.float32)
     assert 0 < (rounded - expected).norm() < EIGHT_BIT_TOLERANCE * expected.norm()

@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "attention of its own": ("falcon", FALCON, "attends 0 times"),
     "attention twice a layer": ("diffllama", SIZES, "attends 2 times"),
     "a mask of its own": ("doge", SIZES, "logits differ"),
-    "a window that attention does not hear of": (
+    "a window that attention does not receive": (
         "phimoe",
         SIZES | {"sliding_window": 16, "num_local_experts": 4},
         "logits differ",
@@ -111,7 +111,7 @@ def test_a_class_that_would_be_computed_wrongly_is_refused_in_one_line_with_the_
     assert "\n" not in str(refused.value)
 
 
-def test_a_window_by_layer_type_that_attention_does_not_hear_of_is_refused(tmp_path):
+def test_a_window_by_layer_type_that_attention_does_not_receive_is_refused(tmp_path):
     fields = SIZES | {
         "num_experts": 4,
         "moe_intermediate_size": 16,

@@ -42,21 +42,20 @@ def logits(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
     return model(input_ids=tokens, use_cache=False, **options).logits
 
 
-def split_logits(folder: Path, ranks: int, tokens: Tensor) -> list[Tensor]:
+def check_split(folder: Path, model: PreTrainedModel, ranks: int) -> None:
+    """Every rank has the logits of the whole model."""
+    model.save_pretrained(folder)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 9))
     shares = [load(folder, "float32", CPU, group).model for group in threads(ranks)]
-    return at_once([partial(logits, share, tokens) for share in shares])
+    for found in at_once([partial(logits, share, tokens) for share in shares]):
+        torch.testing.assert_close(found, logits(model, tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_models_give_the_logits_of_whole_ones(tmp_path, kind, ranks):
     """32 vocabulary rows do not divide by 3; windows of 4 are shorter than the rows."""
-    model = a_model(kind)
-    model.save_pretrained(tmp_path)
-    tokens = torch.randint(0, 32, (2, 9))
-    expected = logits(model, tokens)
-    for found in split_logits(tmp_path, ranks, tokens):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    check_split(tmp_path, a_model(kind), ranks)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -64,19 +63,11 @@ def test_split_models_give_the_logits_of_whole_ones(tmp_path, kind, ranks):
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(32, 2), (32, 3), (4, 3), (1, 3)])
 def test_a_vocabulary_need_not_divide(tmp_path, vocabulary, ranks, tied):
     """The last of 3 ranks has none of 4 rows."""
-    model = a_model("llama", vocab_size=vocabulary, tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path)
-    tokens = torch.randint(0, vocabulary, (1, 5))
-    for found in split_logits(tmp_path, ranks, tokens):
-        torch.testing.assert_close(found, logits(model, tokens), rtol=1e-5, atol=1e-5)
+    check_split(tmp_path, a_model("llama", vocab_size=vocabulary, tie_word_embeddings=tied), ranks)
 
 
 def test_biases_are_added_once(tmp_path):
-    model = a_model("llama", attention_bias=True, mlp_bias=True)
-    model.save_pretrained(tmp_path)
-    tokens = torch.randint(0, 32, (1, 5))
-    for found in split_logits(tmp_path, 3, tokens):
-        torch.testing.assert_close(found, logits(model, tokens), rtol=1e-5, atol=1e-5)
+    check_split(tmp_path, a_model("llama", attention_bias=True, mlp_bias=True), 3)
 
 
 def test_a_rank_holds_plain_tensors_of_its_share(tmp_path):
@@ -99,7 +90,7 @@ def test_a_rank_holds_plain_tensors_of_its_share(tmp_path):
     assert {parameter.dtype for parameter in share.parameters()} == {torch.bfloat16}
 
 
-def test_a_step_speaks_to_the_others_twice_a_layer_and_once_for_the_logits(tmp_path):
+def test_a_step_communicates_twice_a_layer_and_once_for_the_logits(tmp_path):
     model = a_model("llama")
     groups = threads(2)
     sums = []

@@ -1,4 +1,4 @@
-"""Credentials on disk: read anew, kept while what is there is not whole, and refused by name where there are none."""
+"""Credentials on disk: reloaded, kept while a new set is incomplete, and refused by name where there are none."""
 
 import logging
 
@@ -34,7 +34,7 @@ def test_certificates_that_were_replaced_are_those_that_are_read(tmp_path):
 
 @pytest.mark.parametrize("name", [CERTIFICATE, KEY, AUTHORITY])
 @pytest.mark.parametrize("harm", ["gone", "empty", "of another"])
-def test_until_a_new_set_is_whole_the_old_one_serves_and_the_log_says_so_once(tmp_path, name, harm, caplog):
+def test_until_a_new_set_is_whole_the_old_one_serves_and_one_error_is_logged(tmp_path, name, harm, caplog):
     Authority().issue(tmp_path / "used", PeerRole.ROUTER)
     Authority().issue(tmp_path / "another", PeerRole.ROUTER)
     files = CertificateFiles(tmp_path / "used")
@@ -101,7 +101,7 @@ def test_loopback(host, expected):
 
 
 class Bound:
-    """Takes the place of a server that is told where to listen."""
+    """Takes the place of a server that listens."""
 
     def add_insecure_port(self, address: str) -> int:
         return 1

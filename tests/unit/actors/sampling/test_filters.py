@@ -35,19 +35,9 @@ def allowed(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     return torch.isfinite(process(logits.unsqueeze(0), sampling, ())[0]).nonzero().flatten().tolist()
 
 
-@given(SAMPLINGS, TOKENS, TOKENS)
-def test_every_position_of_a_block_is_processed_as_plain_decoding_would(sampling, generated, draft):
-    """Speculation must not change a distribution: position i sees the draft before it, and nothing after."""
-    logits = some_logits(len(draft) + 1)
-    together = process(logits, sampling, generated, DraftTree.chain(tuple(draft)))
-    for i in range(len(draft) + 1):
-        alone = process(logits[i : i + 1], sampling, [*generated, *draft[:i]])
-        assert torch.equal(together[i], alone[0])
-
-
-@given(SAMPLINGS, TOKENS, trees(VOCABULARY))
+@given(SAMPLINGS, TOKENS, trees(VOCABULARY) | TOKENS.map(lambda tokens: DraftTree.chain(tuple(tokens))))
 def test_every_node_of_a_tree_is_processed_as_after_its_own_path(sampling, generated, tree):
-    """Penalties too: what stands on other branches was never generated."""
+    """Speculation must not change a distribution: a node sees its path, and nothing after or beside it."""
     logits = some_logits(len(tree) + 1)
     together = process(logits, sampling, generated, tree)
     for node, path in enumerate(tree.paths):
@@ -148,22 +138,22 @@ def test_half_precision_logits_are_processed_in_float32():
     assert process(some_logits(1).bfloat16(), Sampling(), ()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("count", [3, 8, 1024])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(top_k=2), Sampling(top_k=6, top_p=0.8), Sampling(top_p=0.6), Sampling(min_p=0.3)]
+    "sampling", [Sampling(top_k=2), Sampling(top_k=6, top_p=0.8), Sampling(top_p=0.6), Sampling(min_p=0.3)], ids=repr
 )
-def test_where_few_candidates_are_sure_to_suffice_they_are_all_that_is_left_and_right(monkeypatch, sampling, count):
-    """A step draws among the candidates alone; coarse logits tie, at the edges too."""
-    logits = (torch.randn(40, 12, generator=torch.Generator().manual_seed(4)) * 2).round() / 2
+def test_where_few_candidates_are_sure_to_suffice_they_are_all_that_is_left_and_right(sampling):
+    """A step draws among the candidates alone. Peaked rows need few of them, flat rows all; coarse logits tie, at the
+    edges too."""
+    scales = torch.tensor([0.01, 0.1, 1.0, 4.0, 16.0]).repeat(8).unsqueeze(1)
+    logits = (2 * scales * torch.randn(40, 5000, generator=torch.Generator().manual_seed(4))).round() / 2
     exact = restrict(logits, sampling, thorough=True)
     assert exact.candidates is None
     assert exact.sure.all()
-    monkeypatch.setattr("actors.sampling.filters.CANDIDATES", count)
     quick = restrict(logits, sampling)
     torch.testing.assert_close(quick.logits[quick.sure], exact.logits[quick.sure])
+    assert quick.candidates.shape[1] < 5000
     for row, candidates, sure in zip(exact.logits, quick.candidates, quick.sure, strict=True):
         left = set(row.isfinite().nonzero().flatten().tolist())
         assert not sure or left <= set(candidates.tolist())
-    # With three candidates, or ties at the edge of top-k, some positions are not sure; with many most are.
     assert quick.sure.any()
-    assert quick.sure.all() or count < 1024 or sampling.top_k
+    assert not quick.sure.all(), "some rows need more: else this showed nothing of them"

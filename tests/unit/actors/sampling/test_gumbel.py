@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
-from actors.sampling.gumbel import Purpose, gumbel, key, uniform, uniform_scalar
+from actors.sampling.gumbel import Purpose, gumbel, gumbels, key, uniform, uniform_scalar
 
 FALSE_ALARM = 1e-6
 MASK = (1 << 64) - 1
@@ -49,7 +49,7 @@ def key_whose_bits_are(bits: int) -> int:
 
 
 def test_the_extremes_are_inside_the_open_interval():
-    """A uniform number that rounds to 1 is infinite noise: it draws its token whatever the model says."""
+    """A uniform number that rounds to 1 is infinite noise: it draws its token whatever the logits are."""
     for bits in (0, MASK):
         at = key_whose_bits_are(bits)
         assert 0.0 < uniform_scalar(at) < 1.0
@@ -97,8 +97,6 @@ def test_neighbours_and_purposes_are_independent():
 
 def test_the_gumbel_maximum_draws_from_the_softmax():
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0])
-    keys = [key(seed, 0, 0, Purpose.DRAW) for seed in range(20_000)]
-    counts = torch.bincount(
-        (logits + torch.stack([gumbel(at, torch.arange(4)) for at in keys])).argmax(dim=-1), minlength=4
-    )
+    keys = torch.tensor([key(seed, 0, 0, Purpose.DRAW) for seed in range(20_000)])
+    counts = torch.bincount((logits + gumbels(keys.unsqueeze(1), torch.arange(4))).argmax(dim=-1), minlength=4)
     assert chisquare(counts.tolist(), (torch.softmax(logits.double(), 0) * 20_000).tolist()).pvalue > FALSE_ALARM

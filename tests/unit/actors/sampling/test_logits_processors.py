@@ -1,5 +1,7 @@
 """Each logits processor against a plain reference, after any path of any tree."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -62,16 +64,6 @@ def by_transformers(processor, logits: Tensor, prompt, generated, draft: DraftTr
     return torch.stack(rows)
 
 
-@given(PROMPT, TEXT, TREE, st.floats(0.1, 3))
-def test_repetition_penalty_is_that_of_transformers(prompt, generated, tree, penalty):
-    logits = some_logits(len(tree) + 1)
-    chain = a_chain(opened(Sampling(repetition_penalty=penalty if penalty != 1 else 1.5), prompt), generated)
-    expected = by_transformers(
-        RepetitionPenaltyLogitsProcessor(penalty if penalty != 1 else 1.5), logits, prompt, generated, tree
-    )
-    torch.testing.assert_close(chain.apply(logits, paths_of(tree)), expected)
-
-
 @given(PROMPT, TEXT, TREE, st.floats(-2, 2), st.floats(-2, 2))
 def test_frequency_and_presence_penalties_are_those_of_openai(prompt, generated, tree, frequency, presence):
     """Its formula, with counts of generated tokens alone."""
@@ -86,46 +78,47 @@ def test_frequency_and_presence_penalties_are_those_of_openai(prompt, generated,
             assert found[row, token] == pytest.approx(float(expected), abs=1e-5)
 
 
-@given(TEXT, TREE, BIAS)
-def test_logit_bias_is_the_sequence_bias_of_transformers(generated, tree, bias):
+ALLOWED = st.sets(TOKEN, min_size=1, max_size=VOCABULARY - 1)
+NO_TOKEN = (VOCABULARY + 1,)  # the prompt's tokens begin no bad word, as in vLLM, and the reference needs one
+LIKE_TRANSFORMERS: dict[str, Any] = {  # changes of an Open, and transformers' processor, by a drawn parameter
+    "repetition penalty": (
+        st.floats(0.1, 3).filter(lambda penalty: penalty != 1),
+        lambda penalty, prompt: ({"sampling": Sampling(repetition_penalty=penalty)}),
+        lambda penalty, prompt: RepetitionPenaltyLogitsProcessor(penalty),
+    ),
+    "logit bias": (
+        BIAS,
+        lambda bias, prompt: {"rules": TokenRules(logit_bias=tuple(bias.items()))},
+        lambda bias, prompt: SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()}),
+    ),
+    "bad words": (
+        WORDS,
+        lambda words, prompt: {"rules": TokenRules(bad_words=words)},
+        lambda words, prompt: NoBadWordsLogitsProcessor([list(word) for word in words]),
+    ),
+    "allowed tokens": (
+        ALLOWED,
+        lambda allowed, prompt: {"rules": TokenRules(allowed=tuple(allowed))},
+        lambda allowed, prompt: SuppressTokensLogitsProcessor([t for t in range(VOCABULARY) if t not in allowed]),
+    ),
+    "min tokens": (
+        st.integers(1, 9),
+        lambda least, prompt: {"rules": TokenRules(min_len=len(prompt) + least), "stop_ids": STOPS},
+        lambda least, prompt: MinNewTokensLengthLogitsProcessor(len(prompt), least, list(STOPS)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_TRANSFORMERS)
+@given(PROMPT, TEXT, TREE, st.data())
+def test_a_processor_does_what_that_of_transformers_does(name, prompt, generated, tree, data):
+    parameters, changes, processor = LIKE_TRANSFORMERS[name]
+    drawn = data.draw(parameters)
     logits = some_logits(len(tree) + 1)
-    chain = a_chain(opened(rules=TokenRules(logit_bias=tuple(bias.items()))), generated)
-    reference = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
-    expected = by_transformers(reference, logits, (0,), generated, tree)
+    chain = a_chain(opened(prompt=prompt, **changes(drawn, prompt)), generated)
+    known = NO_TOKEN if name == "bad words" else prompt
+    expected = by_transformers(processor(drawn, prompt), logits, known, generated, tree)
     torch.testing.assert_close(chain.apply(logits, paths_of(tree)), expected)
-
-
-@given(TEXT, TREE, WORDS)
-def test_bad_words_are_those_of_transformers_but_for_the_prompt(generated, tree, words):
-    """The prompt's tokens begin no bad word, as in vLLM; the reference is told of none."""
-    logits = some_logits(len(tree) + 1)
-    chain = a_chain(opened(rules=TokenRules(bad_words=words)), generated)
-    padding = (VOCABULARY + 1,)  # it needs a token, and this one begins no word
-    expected = by_transformers(
-        NoBadWordsLogitsProcessor([list(word) for word in words]), logits, padding, generated, tree
-    )
-    torch.testing.assert_close(chain.apply(logits, paths_of(tree)), expected)
-
-
-@given(TEXT, TREE, st.sets(TOKEN, min_size=1, max_size=VOCABULARY - 1))
-def test_allowed_tokens_suppress_all_others(generated, tree, allowed):
-    logits = some_logits(len(tree) + 1)
-    chain = a_chain(opened(rules=TokenRules(allowed=tuple(allowed))), generated)
-    reference = SuppressTokensLogitsProcessor([token for token in range(VOCABULARY) if token not in allowed])
-    torch.testing.assert_close(
-        chain.apply(logits, paths_of(tree)), by_transformers(reference, logits, (0,), generated, tree)
-    )
-
-
-@given(PROMPT, TEXT, TREE, st.integers(1, 9))
-def test_no_stop_id_comes_before_min_tokens_as_in_transformers(prompt, generated, tree, least):
-    logits = some_logits(len(tree) + 1)
-    rules = TokenRules(min_len=len(prompt) + least)
-    chain = a_chain(opened(prompt=prompt, rules=rules, stop_ids=STOPS), generated)
-    reference = MinNewTokensLengthLogitsProcessor(len(prompt), least, list(STOPS))
-    torch.testing.assert_close(
-        chain.apply(logits, paths_of(tree)), by_transformers(reference, logits, prompt, generated, tree)
-    )
 
 
 @given(SAMPLINGS, RULES, PROMPT, TEXT, TREE, st.data())

@@ -82,7 +82,7 @@ def p_value(counts: Counter[int], probs: list[float]) -> float:
         ((8,), (), (0, 8)),  # test_empty_sequence
     ],
 )
-def test_greedy_accepts_what_the_target_would_have_said(rule, own, draft, expected):
+def test_greedy_accepts_the_target_s_own_tokens(rule, own, draft, expected):
     """The result is the same with and without draft_probs, under either rule."""
     probs = sparse(*({token: 1, 9: 1} for token in draft)) if draft else None
     for draft_probs in (None, probs):
@@ -113,7 +113,7 @@ def test_a_draw_depends_on_its_own_position_alone():
     )
 
 
-# ---------------------------------------------------------------- ratio
+# ---------------------------------------------------------------- rejection sampling
 
 
 def first_tokens(logits: Tensor, draft_row: dict[int, int] | None, drafts: list[int]) -> tuple[Counter[int], int]:
@@ -128,7 +128,7 @@ def first_tokens(logits: Tensor, draft_row: dict[int, int] | None, drafts: list[
     return counts, stood
 
 
-def test_ratio_keeps_the_targets_distribution_under_a_truncated_draft():
+def test_rejection_sampling_keeps_the_targets_distribution_under_a_truncated_draft():
     """The draft lacks two tokens and overrates others: all of that must cancel."""
     probs = [0.4, 0.1, 0.3, 0.15, 0.05]
     draft_row = {0: 1, 1: 4, 2: 3}
@@ -141,7 +141,7 @@ def test_ratio_keeps_the_targets_distribution_under_a_truncated_draft():
     assert p_value(Counter({0: stood, 1: 6000 - stood}), [overlap, 1 - overlap]) > FALSE_ALARM
 
 
-def test_ratio_keeps_the_targets_distribution_under_a_point_mass():
+def test_rejection_sampling_keeps_the_targets_distribution_under_a_point_mass():
     """No draft_probs: the token stands with its own probability, and is never its own replacement."""
     probs = [0.5, 0.3, 0.2]
     counts, stood = first_tokens(log_probs(probs, probs), None, [1] * 5000)
@@ -275,7 +275,7 @@ TREE = DraftTree((5, 6, 3, 6, 2), (-1, 0, -1, 2, 0))  # 5 then 6 or 2, 3 then 6
         ([2, 6, 7, 8, 9, 1], BlockDecision((), 2)),  # a token that stands elsewhere in the tree
     ],
 )
-def test_a_tree_is_walked_down_to_the_child_that_the_target_says(own, expected):
+def test_a_tree_is_walked_down_to_the_target_s_own_child(own, expected):
     assert match(own, TREE) == expected
 
 
@@ -306,6 +306,6 @@ def test_a_tree_decides_what_the_chain_of_its_right_path_does():
         assert (found.path, found.next_token) == ((1,), chain.next_token)
 
 
-def test_the_ratio_rule_refuses_a_tree():
+def test_rejection_sampling_refuses_a_tree():
     with pytest.raises(AssertionError, match="chains"):
         accept(REJECTION, False, torch.zeros(6, 9), TREE, at(1))

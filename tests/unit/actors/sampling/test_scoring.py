@@ -1,11 +1,19 @@
-"""Log probabilities of tokens, beside the logits."""
+"""Log probabilities of tokens, beside the logits; and the smallest error of logits that would decide another token."""
 
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from actors.sampling.scoring import score
+from actors.sampling.filters import process
+from actors.sampling.gumbel import Purpose, gumbel
+from actors.sampling.processors import chain_of
+from actors.sampling.reference import DrawAddress, draw
+from actors.sampling.scoring import margin, score
+from protos.draft_tree import NO_TREE
+from protos.messages import Sampling
+from tests.unit.actors.sampling.processor_opens import opened
 
 
 def test_a_score_is_the_log_softmax_of_the_logits_as_they_are():
@@ -21,11 +29,9 @@ def test_a_score_is_the_log_softmax_of_the_logits_as_they_are():
     assert [len(found.top_ids) for found in score(logits, tokens, [2, 0, 4, 1, 3])] == [2, 0, 4, 1, 3]
 
 
-def test_more_rows_than_are_worked_on_at_once_are_scored_the_same(monkeypatch):
-    logits = torch.randn(9, 6, generator=torch.Generator().manual_seed(4))
-    whole = score(logits, [1] * 9, [3] * 9)
-    monkeypatch.setattr("actors.sampling.scoring.ROWS_AT_ONCE", 2)
-    assert score(logits, [1] * 9, [3] * 9) == whole
+def test_more_rows_than_are_worked_on_at_once_are_scored_the_same():
+    logits = torch.randn(500, 6, generator=torch.Generator().manual_seed(4))
+    assert score(logits, [1] * 500, [3] * 500) == [score(row.unsqueeze(0), [1], [3])[0] for row in logits]
 
 
 def test_more_likeliest_tokens_than_there_are_is_all_of_them():
@@ -36,3 +42,120 @@ def test_more_likeliest_tokens_than_there_are_is_all_of_them():
 
 def test_nothing_is_scored_where_nothing_is_asked():
     assert score(torch.zeros(0, 4), [], []) == []
+
+
+# ---------------------------------------------------------------- near ties
+
+AT = DrawAddress(seed=3, choice=0, position=9)
+GREEDY = Sampling(temperature=0.0)
+
+
+def decided(logits: Tensor, sampling: Sampling, at: DrawAddress) -> int:
+    """Decides by the specification."""
+    processed = process(logits.unsqueeze(0), sampling, ())
+    return int(processed[0].argmax()) if sampling.greedy else draw(processed, NO_TREE, at)[0]
+
+
+def test_greedy_it_is_the_difference_of_logits():
+    logits = torch.tensor([1.0, 4.0, 3.25])
+    assert [margin(logits, GREEDY, None, AT, rival) for rival in range(3)] == [3.0, 0.0, 0.75]
+
+
+def test_penalties_count():
+    sampling = Sampling(temperature=0.0, frequency_penalty=1.0)
+    chain = chain_of(opened(sampling))
+    assert chain is not None
+    chain.follow((0, 1))
+    assert margin(torch.tensor([1.0, 4.0, 3.5]), sampling, chain, AT, 1) == pytest.approx(0.5)
+
+
+def test_sampled_it_is_the_difference_with_the_noise_in_logits():
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(1))
+    sampling = Sampling(temperature=0.5)
+    noisy = logits + 0.5 * gumbel(AT.key(0, Purpose.DRAW), torch.arange(20))
+    for rival in range(20):
+        assert margin(logits, sampling, None, AT, rival) == pytest.approx(float(noisy.max() - noisy[rival]))
+
+
+def test_a_token_beyond_the_edge_of_top_k_is_as_far_as_the_edge():
+    """The third has the noise to win; what keeps it from it is the edge."""
+    logits = torch.tensor([2.0, 1.0, 0.9])
+    sampling = Sampling(temperature=1.0, top_k=2)
+    at = next(
+        at for seed in range(99) if decided(logits, Sampling(temperature=1.0), at := DrawAddress(seed, 0, 0)) == 2
+    )
+    assert margin(logits, sampling, None, at, 2) == pytest.approx(0.1, abs=1e-6)
+
+
+def test_a_token_beyond_the_edge_of_top_p_is_as_far_as_the_probability_before_it():
+    """Three tokens; two already have a hair more than top_p: as far in logits as in the logarithm of that."""
+    probs = torch.tensor([0.5, 0.31, 0.19])
+    sampling = Sampling(temperature=1.0, top_p=0.8)
+    at = next(
+        at for seed in range(99) if decided(probs.log(), Sampling(temperature=1.0), at := DrawAddress(seed, 0, 0)) == 2
+    )
+    assert margin(probs.log(), sampling, None, at, 2) == pytest.approx(math.log(0.81 / 0.8), abs=1e-6)
+
+
+def test_the_one_ahead_may_be_left_out_instead_of_overtaken():
+    """The second token wins by its noise but is at the edge of min_p itself."""
+    logits = torch.tensor([2.0, 1.01])
+    sampling = Sampling(temperature=1.0, min_p=math.exp(-1.0))
+    at = next(at for seed in range(999) if lead(logits, at := DrawAddress(seed, 0, 0)) > 3)
+    assert margin(logits, sampling, None, at, 0) == pytest.approx(0.01, abs=1e-5)
+
+
+def lead(logits: Tensor, at: DrawAddress) -> float:
+    noisy = logits + gumbel(at.key(0, Purpose.DRAW), torch.arange(2))
+    return float(noisy[1] - noisy[0])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GREEDY,
+        Sampling(temperature=0.8),
+        Sampling(temperature=0.8, top_k=5),
+        Sampling(temperature=1.2, top_p=0.7),
+        Sampling(temperature=0.7, min_p=0.1),
+        Sampling(temperature=1.0, top_k=12, top_p=0.8, min_p=0.02),
+    ],
+    ids=str,
+)
+def test_what_an_error_of_logits_changes_is_no_further_than_the_error(sampling):
+    """An honest target's decisions differ by rounding alone, and its margins must show it."""
+    generator = torch.Generator().manual_seed(11)
+    error = 0.05
+    changed = 0
+    for seed in range(1500):
+        at = DrawAddress(seed, 0, 0)
+        logits = 2 * torch.randn(30, generator=generator)
+        wrong = logits + error * (torch.rand(30, generator=generator) - 0.5)
+        own, rival = decided(logits, sampling, at), decided(wrong, sampling, at)
+        assert margin(logits, sampling, None, at, own) == 0.0
+        if own != rival:
+            changed += 1
+            assert margin(logits, sampling, None, at, rival) <= 1.5 * error
+    assert changed > 5, "nothing changed, so this showed nothing"
+
+
+def test_another_token_is_far_as_a_rule():
+    """A fault puts any token in the place of the right one; few of them are near."""
+    generator = torch.Generator().manual_seed(12)
+    sampling = Sampling(temperature=0.8, top_p=0.9)
+    found = [
+        margin(2 * torch.randn(30, generator=generator), sampling, None, DrawAddress(seed, 0, 0), seed % 30)
+        for seed in range(500)
+    ]
+    assert sum(one > 0.5 for one in found) > 400
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=3, top_p=0.9, min_p=0.1)], ids=str)
+def test_a_model_that_computes_nonsense_is_no_reason_to_fail(sampling, nonsense):
+    assert 0 <= margin(torch.full((9,), nonsense), sampling, None, AT, 4) < math.inf
+
+
+def test_no_temperature_is_too_small():
+    sampling = Sampling(temperature=1e-6, top_p=0.9)
+    assert margin(torch.tensor([60.0, 10.0]), sampling, None, AT, 1) == pytest.approx(50, abs=1e-3)

@@ -114,8 +114,8 @@ def grown_tree(drive: Drive, known: Case) -> set[tuple[int, ...]]:
 def children(drive: Drive, logits: Tensor, node: Node, place: int, state: Tensor, count: int) -> list[Node]:
     log_probs, columns = torch.log_softmax(logits, dim=-1).topk(count)
     tokens = drive.head.token_ids[columns].tolist()
-    said = zip(tokens, log_probs.tolist(), strict=True)
-    return [Node((*node.path, token), node.score + log_prob, place, state) for token, log_prob in said]
+    likeliest = zip(tokens, log_probs.tolist(), strict=True)
+    return [Node((*node.path, token), node.score + log_prob, place, state) for token, log_prob in likeliest]
 
 
 @pytest.mark.parametrize("name", EXTENDED)

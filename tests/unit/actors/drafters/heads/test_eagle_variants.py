@@ -15,11 +15,9 @@ from actors.drafters.heads.eagle.loading import EagleRunner
 from actors.drafters.heads.eagle.method import eagle_draft_model
 from actors.drafters.model.sampling import DraftingLimits
 from actors.models.decoder import ForwardOutput
-from protos.prefix import Prefix
-from tests.unit.actors.drafters.drafting_requests import Want, propose
+from tests.unit.actors.drafters.drafting import a_want, block_of, propose
 from tests.unit.actors.drafters.heads.eagle_fixtures import TOLERANCE, Drive, loaded, off_by
 from tests.unit.actors.drafters.heads.eagle_restated import RestatedEagle, Variant
-from tests.unit.cluster.samples import GREEDY, KEY, an_open
 
 LENGTH = 9
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -122,21 +120,20 @@ def test_a_head_that_predicts_several_tokens_in_one_forward(
         mask = restated.project(restated.tensors["mask_hidden"].reshape(1, -1))
         states = torch.cat([restated.project(raw[: length - 1]), mask, mask])
         logits, _ = restated(torch.tensor([*tokens[1:], 90, 90]), states)
-        want = Want(an_open("s", sampling=GREEDY, tokens=(1,)), tokens, Prefix(KEY, tokens).hash, 3)
-        method.open(replace(want.open, tokens=want.tokens))
+        want = a_want(tokens)
+        method.open(replace(want.open, tokens=tokens))
         method.states("s", 0, raw[: length - 1])
         fed.clear()
-        (proposal,) = propose(method, [want])
-        assert proposal.tokens == tuple(logits[-3:].argmax(-1).tolist())
+        block = block_of(method, want)
+        assert block.tokens == tuple(logits[-3:].argmax(-1).tolist())
         assert len(fed) == 1, "all three tokens are of one forward"
         assert fed[0][0][-2:] == (90, 90)
-        propose(method, [replace(want, unverified=proposal.tree)])
+        propose(method, [want.under(block.tree, max_tokens=3)])
     states = torch.cat([states[:-2], restated(torch.tensor(tokens[1:]), states[:-2])[1][-1:], mask, mask])
-    tokens = (*tokens, 50)  # whose true state is late: what the text's last place predicted is fed, not what masks did
-    method.open(replace(want.open, tokens=tokens))
-    (proposal,) = method.draft([replace(want, tokens=tokens, prefix_hash=Prefix(KEY, tokens).hash).request])
-    logits, _ = restated(torch.tensor([*tokens[1:], 90, 90]), states)
-    assert proposal.tokens == tuple(logits[-3:].argmax(-1).tolist())
+    late = want.after(50)  # its true state is late: what the text's last place predicted is fed, not what masks did
+    block = block_of(method, late)
+    logits, _ = restated(torch.tensor([*late.tokens[1:], 90, 90]), states)
+    assert block.tokens == tuple(logits[-3:].argmax(-1).tolist())
 
 
 def config_of(folder: Path, variant: Variant) -> EagleConfig:
@@ -146,7 +143,7 @@ def config_of(folder: Path, variant: Variant) -> EagleConfig:
 @pytest.mark.parametrize(
     ("kind", "is_normed"), [(None, False), ("eagle3", True), ("peagle", False)], ids=["raw", "eagle3", "peagle"]
 )
-def test_where_the_residual_is_not_configured_the_kind_of_file_says(
+def test_the_kind_of_file_decides_about_a_residual_that_is_not_configured(
     tmp_path: Path, kind: str | None, is_normed: bool
 ) -> None:
     changes = {"norm_before_residual": None} | ({"speculators_model_type": kind} if kind else {})
@@ -165,7 +162,7 @@ def test_the_norm_of_hass_without_its_others_is_dropped(tmp_path: Path) -> None:
     assert torch.equal(Drive(found).feed(tokens, states, 0).logits, Drive(expected).feed(tokens, states, 0).logits)
 
 
-def test_a_head_says_how_it_was_understood(tmp_path: Path) -> None:
+def test_a_head_describes_how_it_was_understood(tmp_path: Path) -> None:
     config = config_of(tmp_path, Variant(columns=40, feature_norm="fc_norm", own_embedding=False, norm_output=True))
     assert (config.feature_norm, config.output_norm) == (FeatureNorm.EACH, OutputNorm.BOTH)
     assert (config.embedding, config.lm_head) == (WeightSource.TARGET, WeightSource.HEAD)

@@ -1,6 +1,7 @@
 """MTP modules against the equations of DeepSeek-V3's report, section 2.2, in every layout that is read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actors.compute.hidden_states import encode_rows
 from actors.drafters.heads.eagle.mtp import folder_with_mtp, load_mtp
-from actors.drafters.registry import DraftSetup, capture_spec, create_method, states_format, states_needed
+from actors.drafters.registry import capture_spec, create_method, states_needed
 from actors.models import checkpoint, weights
 from actors.models.checkpoint import INDEX
 from cluster.config import DraftPool, validated
 from cluster.drafting.method import ReadsStates
-from cluster.drafting.requests import AheadRequest
 from cluster.errors import ConfigError, ModelError
-from protos.draft_tree import DraftTree
 from protos.messages import StateDtype, StatesFormat
-from protos.prefix import Prefix
+from tests.unit.actors.drafters.drafting import a_setup, a_want, encoded
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, Drive, off_by
 from tests.unit.actors.drafters.heads.mtp_fixtures import (
     BASE,
@@ -43,8 +41,6 @@ from tests.unit.actors.drafters.heads.mtp_fixtures import (
     qwen,
     target_with,
 )
-from tests.unit.actors.drafters.heads.state_drafting import a_request
-from tests.unit.cluster.samples import KEY, an_open
 
 TOLERANCE = 1e-5
 TEXT = (5, 17, 3, 3, 60, 41, 9, 88, 2)
@@ -53,21 +49,21 @@ TEXT = (5, 17, 3, 3, 60, 41, 9, 88, 2)
 class Equations:
     """Equations 21 to 23, of depth 1: h'_i = M [RMSNorm(h_i); RMSNorm(Emb(t_{i+1}))], TRM over them, OutHead.
 
-    The report says nothing of two things, in which this follows vLLM: with `hides_first`, the first embedding is zero;
+    The report leaves two things open, in which this follows vLLM: with `hides_first`, the first embedding is zero;
     and the state that is fed for further tokens is TRM's output after the norm that OutHead begins with.
     """
 
     def __init__(self, hides_first: bool) -> None:
         self.t = module()
-        self._hides_first = hides_first
+        self.hides_first = hides_first
 
     def __call__(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and states, of tokens t_1, ... and the states h_0, ... before them."""
         embedded = EMB[tokens]
-        if self._hides_first:
+        if self.hides_first:
             embedded = torch.cat((torch.zeros(1, HIDDEN), embedded[1:]))
-        mixed = torch.cat((self._normed(states, "norm of h"), self._normed(embedded, "norm of Emb")), dim=-1)
-        normed = self._normed(self._trm(mixed @ self.t["M"].T), "last norm")
+        mixed = torch.cat((self.normed(states, "norm of h"), self.normed(embedded, "norm of Emb")), dim=-1)
+        normed = self.normed(self.trm(mixed @ self.t["M"].T), "last norm")
         return normed @ OUT_HEAD.T, normed
 
     def chain(self, text: tuple[int, ...], states: Tensor, count: int) -> tuple[int, ...]:
@@ -78,24 +74,24 @@ class Equations:
             states = torch.cat((states, own[-1:]))
         return tuple(tokens[len(text) :])
 
-    def _trm(self, x: Tensor) -> Tensor:
-        normed = self._normed(x, "input_layernorm")
+    def trm(self, x: Tensor) -> Tensor:
+        normed = self.normed(x, "input_layernorm")
         q, k, v = ((normed @ self.t[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv")
-        q = self._turned(self._normed(q, "self_attn.q_norm"))
-        k = self._turned(self._normed(k, "self_attn.k_norm")).repeat_interleave(HEADS // KV_HEADS, dim=1)
+        q = self.turned(self.normed(q, "self_attn.q_norm"))
+        k = self.turned(self.normed(k, "self_attn.k_norm")).repeat_interleave(HEADS // KV_HEADS, dim=1)
         v = v.repeat_interleave(HEADS // KV_HEADS, dim=1)
         scores = torch.einsum("ihd,jhd->hij", q, k) / HEAD_DIM**0.5
         scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
         attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
         x = x + attended @ self.t["self_attn.o_proj"].T
-        normed = self._normed(x, "post_attention_layernorm")
+        normed = self.normed(x, "post_attention_layernorm")
         gated = F.silu(normed @ self.t["mlp.gate_proj"].T) * (normed @ self.t["mlp.up_proj"].T)
         return x + gated @ self.t["mlp.down_proj"].T
 
-    def _normed(self, x: Tensor, name: str) -> Tensor:
+    def normed(self, x: Tensor, name: str) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.t[name]
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def turned(self, x: Tensor) -> Tensor:
         half = HEAD_DIM // 2
         angles = torch.arange(len(x)).unsqueeze(1) * BASE ** (-torch.arange(half) / half)
         cos = angles.cos().unsqueeze(1)
@@ -135,40 +131,31 @@ def test_another_first_embedding_would_be_noticed(tmp_path: Path, layout: str) -
     assert off_by(drive.feed(tokens, states_of(len(tokens)), 0).logits, logits) > 0.01
 
 
-def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "draft", [{"method": "mtp"}, {"method": "hybrid", "hybrid": {"then": "mtp"}}], ids=["alone", "after a lookup"]
+)
+def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path, draft: dict[str, Any]) -> None:
     """It uses the target's final state, or its own until that arrives."""
     folder = target_with(tmp_path, deepseek())
-    draft = DraftPool(method="mtp")
-    needs = states_needed(draft, folder)
+    pool = DraftPool.model_validate(draft)
+    needs = states_needed(pool, folder)
     assert needs is not None
     assert (needs.layers, needs.width) == ((LAYERS,), HIDDEN)
-    tokens = {token: str(token) for token in range(VOCABULARY)}
-    layout = StatesFormat(HIDDEN, StateDtype.BFLOAT16)
-    method: Any = create_method(draft, DraftSetup("float32", 64, 4, tokens, str(folder), layout))
-    method.open(an_open(tokens=TEXT))
-    method._method.states("s", 0, states_of(len(TEXT) - 1))
-    expected = Equations(hides_first=True).chain(TEXT, states_of(len(TEXT) - 1), 5)
-    (proposal,) = method.draft([a_request(TEXT, 3)])
-    assert proposal.tokens == expected[:3]
-    request = AheadRequest("s", len(TEXT), Prefix(KEY, TEXT).hash, 3, DraftTree.chain(expected[:1]))
-    found = {each.outcome: each.tokens for each in method.draft_ahead([request], lambda: False)}
-    assert found[expected[:2]] == expected[2:5]
-
-
-def test_after_a_lookup_it_is_asked_in_doubt(tmp_path: Path) -> None:
-    folder = target_with(tmp_path, deepseek())
-    draft = DraftPool.model_validate({"method": "hybrid", "hybrid": {"then": "mtp"}})
-    layout = states_format(draft, folder)
-    tokens = {token: str(token) for token in range(VOCABULARY)}
-    method = create_method(draft, DraftSetup("float32", 64, 4, tokens, str(folder), layout))
+    setup = a_setup(pool, folder)
+    assert setup.states == StatesFormat(HIDDEN, StateDtype.BFLOAT16)
+    method: Any = create_method(pool, setup)
     assert isinstance(method, ReadsStates)
-    assert layout == StatesFormat(HIDDEN, StateDtype.BFLOAT16)
-    states = states_of(len(TEXT) - 1).bfloat16()
     text = (*TEXT[:3], 4, *TEXT[4:])  # nothing of it twice
-    method.open(an_open(tokens=text))
-    method.states("s", 0, encode_rows(states, layout.dtype).numpy().tobytes())
-    (proposal,) = method.draft([a_request(text, 3)])
-    assert proposal.tokens == Equations(hides_first=True).chain(text, states.float(), 3)
+    states = states_of(len(text) - 1).bfloat16()
+    want = a_want(text)
+    method.open(replace(want.open, tokens=text))
+    method.states("s", 0, encoded(states, method))
+    expected = Equations(hides_first=True).chain(text, states.float(), 5)
+    (block,) = method.draft([want.request])
+    assert block.tokens == expected[:3]
+    ahead = want.under(expected[:1], max_tokens=3).ahead
+    found = {guess.outcome: guess.tokens for guess in method.draft_ahead([ahead], lambda: False)}
+    assert found[expected[:2]] == expected[2:5]
 
 
 def test_states_have_no_projection_to_go_through(tmp_path: Path) -> None:
@@ -182,7 +169,7 @@ def test_states_have_no_projection_to_go_through(tmp_path: Path) -> None:
 def test_of_a_target_on_the_hub_the_files_with_the_module_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file for each tensor, named as it is."""
+    """A file for each tensor, of the same name."""
     whole = target_with(tmp_path, mimo())
     tensors = load_file(whole / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()

@@ -8,17 +8,27 @@ import pytest
 
 from actors.drafters.lookup.hybrid import HybridDraft, hybrid
 from actors.drafters.lookup.ngram import NgramDraft
-from actors.drafters.registry import DraftSetup, create_method, states_format, states_needed
+from actors.drafters.registry import create_method, states_needed
 from cluster.config import DraftPool, validated
 from cluster.drafting.method import Early, ReadsStates, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.errors import ConfigError
 from protos.draft_tree import NO_TREE, DraftTree
-from protos.messages import Acceptance, DraftRequest, Open, Sampling, Shape
+from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import Prefix
-from tests.unit.actors.drafters.drafting_requests import Want, never, propose
+from tests.unit.actors.drafters.drafting import (
+    DRAWN,
+    REJECTION,
+    a_setup,
+    a_want,
+    block_of,
+    decided,
+    deployed_method,
+    drafted,
+    never,
+    propose,
+)
 from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET, case, checkpoint
-from tests.unit.actors.drafters.heads.state_drafting import a_deployed_method, a_request, decided
 from tests.unit.cluster.samples import KEY, an_open
 
 REPEATING = (5, 6, 7, 5, 6)
@@ -61,41 +71,28 @@ class Asked:
         self.closed += sessions
 
 
-def a_want(session: str, tokens: tuple[int, ...]) -> Want:
-    return Want(an_open(session, tokens=tokens), tokens, 1, max_tokens=2)
-
-
 def test_each_session_is_served_by_the_right_one_and_once() -> None:
     model = Asked()
     method = HybridDraft(NgramDraft(3, 2), model)
-    wants = [a_want("new", NEW), a_want("repeating", REPEATING)]
-    proposals = sorted((p.session, p.tokens) for p in propose(method, wants, never))
-    assert proposals == [("new", (9,)), ("repeating", (7, 5))]
+    wants = [a_want(NEW, 2, "new"), a_want(REPEATING, 2, "repeating")]
+    assert sorted((p.session, p.tokens) for p in propose(method, wants)) == [("new", (9,)), ("repeating", (7, 5))]
     assert model.sessions == ["new"]
-    assert propose(method, wants[1:], never)
+    assert propose(method, wants[1:])
     assert model.sessions == ["new"], "it is not even asked when there is nothing to ask it for"
 
 
 def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_be_interrupted() -> None:
     model = Asked()
-    method = HybridDraft(NgramDraft(3, 2), model)
-    copied = a_want("repeating", REPEATING)
-    new = a_want("new", NEW)
-    proposals = propose(
-        method,
-        [replace(copied, unverified=DraftTree.chain((7, 5))), replace(new, unverified=DraftTree.chain((7,)))],
-        never,
-    )
-    assert sorted((p.session, p.outcome) for p in proposals) == [("new", (7,)), ("repeating", (7, 5, 6))]
+    wants = [a_want(REPEATING, 2, "repeating").under((7, 5)), a_want(NEW, 2, "new").under((7,))]
+    found = propose(HybridDraft(NgramDraft(3, 2), model), wants, never)
+    assert sorted((p.session, p.outcome) for p in found) == [("new", (7,)), ("repeating", (7, 5, 6))]
     assert model.sessions == ["new"]
     assert model.interrupted is never
 
 
 def test_the_model_guesses_for_a_target_that_does_not_wait_where_the_text_has_no_answer() -> None:
-    model = Asked()
-    method = HybridDraft(NgramDraft(3, 2), model)
-    (proposal,) = propose(method, [replace(a_want("new", NEW), unverified=NO_TREE)], never)
-    assert proposal.tokens == (9,)
+    (guess,) = propose(HybridDraft(NgramDraft(3, 2), Asked()), [a_want(NEW).under(NO_TREE)])
+    assert guess.tokens == (9,)
 
 
 def test_what_becomes_of_sessions_reaches_both() -> None:
@@ -134,45 +131,37 @@ TREE = DraftTree.chain((9, 8))
 CHANCES = (0.4, 0.2)
 
 
-def a_tree_want(tokens: tuple[int, ...], most: int = 3, **changes: Any) -> Want:
-    return Want(an_open(tokens=tokens, **changes), tokens, Prefix(KEY, tokens).hash, most, shape=Shape.TREE)
-
-
 def test_where_trees_are_taken_candidates_of_both_make_one() -> None:
     model = Chanced()
-    (found,) = propose(HybridDraft(NgramDraft(3, 2), model), [a_tree_want(REPEATING)], never)
+    found = block_of(HybridDraft(NgramDraft(3, 2), model), a_want(REPEATING, shape=Shape.TREE))
     assert {7, 9} == set(found.tree.children(-1))
     assert len(found.tokens) == 3
     assert found.chances == tuple(sorted(found.chances, reverse=True))
     assert model.sessions == ["s"]
 
 
-def test_where_the_text_is_sure_the_model_is_spared() -> None:
+@pytest.mark.parametrize(
+    ("text", "changes", "expected"),
+    [(REPEATING * 6, {}, (5, 6, 7)), (REPEATING, {"acceptance": REJECTION, "sampling": DRAWN}, (7, 5, 6))],
+    ids=["a text that is sure", "rejection sampling"],
+)
+def test_where_the_text_suffices_the_model_is_spared(text: Any, changes: Any, expected: Any) -> None:
     model = Chanced()
-    (found,) = propose(HybridDraft(NgramDraft(3, 2), model), [a_tree_want(REPEATING * 6)], never)
-    assert found.tokens == (5, 6, 7)
-    assert model.sessions == []
-
-
-def test_under_ratio_one_of_them_drafts_though_trees_are_taken() -> None:
-    model = Chanced()
-    drawn = Sampling(temperature=1.0)
-    want = a_tree_want(REPEATING, acceptance=Acceptance.REJECTION, sampling=drawn)
-    (found,) = propose(HybridDraft(NgramDraft(3, 2), model), [want], never)
-    assert found.tree == DraftTree.chain((7, 5, 6))
+    found = block_of(HybridDraft(NgramDraft(3, 2), model), a_want(text, shape=Shape.TREE, **changes))
+    assert found.tokens == expected
+    assert found.tree.is_chain or not changes
     assert model.sessions == []
 
 
 def test_ahead_blocks_for_the_same_outcome_are_merged_and_what_is_known_leaves_early() -> None:
-    told: list[list[Proposal]] = []
-    model = Chanced()
-    want = replace(a_tree_want(REPEATING, draft_tokens=8), unverified=NO_TREE)
-    found = propose(HybridDraft(NgramDraft(3, 2), model), [want], never, told.append)
-    assert [proposal.outcome for proposal in told[0]] == [(7,)], "the text's own, before the model is asked"
-    assert 9 not in told[0][0].tree.children(-1)
-    (both,) = [proposal for proposal in found if proposal.outcome == (7,)]
+    reports: list[list[Proposal]] = []
+    want = a_want(REPEATING, draft_tokens=8, shape=Shape.TREE).under(NO_TREE, max_tokens=3)
+    found = propose(HybridDraft(NgramDraft(3, 2), Chanced()), [want], early=reports.append)
+    assert [guess.outcome for guess in reports[0]] == [(7,)], "the text's own, before the model is asked"
+    assert 9 not in reports[0][0].tree.children(-1)
+    (both,) = [guess for guess in found if guess.outcome == (7,)]
     assert set(both.tree.children(-1)) == {5, 9}
-    assert told[-1] == found
+    assert reports[-1] == found
 
 
 # ---------------------------------------------------------------- over a head that reads states
@@ -183,24 +172,17 @@ THEN_EAGLE: dict[str, Any] = {"method": "hybrid", "hybrid": {"then": "eagle"}}
 
 def test_states_pass_through_to_the_second_method() -> None:
     """A text without matches is drafted as by the head alone."""
-    known = case("eagle3")
-    tokens = decided(known)
+    want = a_want(decided(case("eagle3")), 2)
     draft = DraftPool.model_validate({**THEN_EAGLE, "model": str(checkpoint("eagle3")), "ngram": {"min_ngram": 4}})
-    layout = states_format(draft, TARGET)
-    assert layout is not None
-    setup = DraftSetup("float32", 64, 16, {token: str(token) for token in range(96)}, str(TARGET), layout)
-    both = create_method(draft, setup)
-    alone = a_deployed_method("eagle", checkpoint("eagle3"), "auto")
-    rows = bytes(range(layout.row_bytes)) * (len(tokens) - 1)
+    setup = a_setup(draft)
+    assert setup.states is not None
+    rows = bytes(range(setup.states.row_bytes)) * (len(want.tokens) - 1)
     found = []
-    for method in (both, alone):
+    for method in (create_method(draft, setup), deployed_method("eagle", checkpoint("eagle3"), "auto")):
         assert isinstance(method, ReadsStates)
-        assert method.states_format == layout
-        method.open(an_open(tokens=tokens))
-        method.states("s", 0, rows)
-        found.append(method.draft([a_request(tokens, most=2)]))
-        method.close(["s"])
-    assert found[0][0].tokens == found[1][0].tokens != ()
+        assert method.states_format == setup.states
+        found.append(drafted(method, want, rows).tokens)
+    assert found[0] == found[1] != ()
 
 
 def test_without_a_head_nothing_of_the_target_is_read() -> None:

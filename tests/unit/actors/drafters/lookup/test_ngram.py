@@ -1,36 +1,39 @@
-"""N-gram drafts: the continuation of the latest earlier occurrence of the longest suffix."""
+"""N-gram drafts: the continuation of the latest earlier occurrence of the longest suffix, and its probability."""
 
-from dataclasses import replace
+import random
 from itertools import pairwise
-from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.drafters.lookup.ngram import NgramDraft, look_up
+from actors.drafters.lookup.ngram import (
+    Continuations,
+    GrowingText,
+    NgramCalibration,
+    NgramDraft,
+    Occurrences,
+    look_up,
+    occurrences,
+)
 from cluster.drafting.requests import Proposal
+from cluster.drafting.trees import Choices
 from protos.draft_tree import NO_TREE, DraftTree
-from protos.messages import Acceptance, DraftRequest, Sampling, Shape
-from protos.prefix import Prefix
-from tests.unit.actors.drafters.drafting_requests import Want, propose
-from tests.unit.cluster.samples import KEY, an_open
+from protos.messages import DraftRequest, Shape
+from tests.unit.actors.drafters.drafting import DRAWN, REJECTION, a_want, block_of, propose
+from tests.unit.actors.drafters.lookup.test_lookups import DIVIDED
+from tests.unit.cluster.samples import an_open
+
+# ---------------------------------------------------------------- chains
 
 
 @pytest.mark.parametrize(
     ("tokens", "expected"),
-    [
-        ((1, 2, 3, 4, 9, 1, 2), (3, 4, 9)),
-        ((1, 2, 3, 1, 2, 4, 1, 2), (4, 1, 2)),  # the latest occurrence
-        ((5, 1, 2, 7, 8, 1, 2, 9, 5, 1, 2), (7, 8, 1)),  # the longest suffix, though a shorter one is later
-        ((1, 1, 1, 1), (1,)),  # an occurrence may overlap the suffix
-        ((1, 2, 3, 4), ()),
-        ((2, 3, 2), ()),  # one token is too short
-        ((1,), ()),
-    ],
-    ids=["once", "latest", "longest", "overlap", "none", "too short", "one token"],
+    [((1, 2, 3, 1, 2, 4, 1, 2), (4, 1, 2)), ((1, 1, 1, 1), (1,))],
+    ids=["latest", "overlap with the suffix"],
 )
-def test_look_up(tokens, expected):
+def test_of_equal_suffixes_the_latest_counts(tokens, expected):
     assert look_up(tokens, max_tokens=3, longest=3, shortest=2) == expected
 
 
@@ -43,66 +46,33 @@ def test_what_is_found_stands_in_the_text_after_the_same_suffix(tokens, max_toke
         assert any(tokens[i : i + len(needle)] == needle for i in range(len(tokens)))
 
 
-def test_a_proposal_answers_its_request_with_a_point_mass():
-    want = Want(an_open(), (1, 2, 3, 1, 2), prefix_hash=77, max_tokens=1)
-    assert propose(NgramDraft(3, 2), [want]) == [Proposal("s", 5, 77, DraftTree.chain((3,)))]
+def test_with_rejection_sampling_a_chain_is_the_latest_continuation():
+    want = a_want(DIVIDED, 4, acceptance=REJECTION, sampling=DRAWN)
+    assert block_of(NgramDraft(3, 2), want).tokens == look_up(DIVIDED, 4, 3, 2) == (6, 9, 1, 2)
+    assert [guess.outcome for guess in propose(NgramDraft(3, 2), [want.under((6, 9))])] == [(6, 9, 1)]
 
 
-def ahead(tokens: tuple[int, ...], unverified: tuple[int, ...], max_tokens: int = 2, **changes: Any) -> list[Proposal]:
-    want = Want(an_open(**changes), tokens, Prefix(KEY, tokens).hash, max_tokens, DraftTree.chain(unverified))
-    return propose(NgramDraft(3, 2), [want])
+def test_a_chain_has_falling_chances():
+    block = block_of(NgramDraft(3, 2), a_want(DIVIDED))
+    assert block.tree == DraftTree.chain((6, 9, 1))
+    assert 0 < block.chances[2] <= block.chances[0] < 0.9, "nothing is sure"
 
 
-@pytest.mark.parametrize("unverified", [(3, 4), (3,), ()], ids=["block", "part of it", "plain step"])
-def test_ahead_the_text_is_expected_to_go_on_as_it_did_before(unverified):
-    tokens = (1, 2, 3, 4, 5, 6, 7, 1, 2)
-    before = (3, 4, 5, 6, 7)
-    (guess,) = ahead(tokens, unverified)
-    size = len(unverified) + 1
-    whole = (*tokens, *before[:size])
-    assert guess.outcome == before[:size]
-    assert guess.tokens == before[size : size + 2]
-    assert (guess.base_len, guess.prefix_hash) == (len(whole), Prefix(KEY, whole).hash)
-    assert guess.tokens == look_up(whole, 2, 3, 2), "as if the verdict were in: a function of the prefix alone"
+# ---------------------------------------------------------------- trees
 
 
-def test_where_the_text_has_nothing_ahead_a_target_that_does_not_wait_is_told_so():
-    """Or it would take the drafter for silent; one that verifies a block has heard of it."""
-    (nothing,) = ahead((1, 2, 3, 4), ())
-    assert (nothing.base_len, nothing.tokens, nothing.outcome) == (4, (), ())
-    assert ahead((1, 2, 3, 4), (9,)) == []
+def a_tree(tokens: tuple[int, ...], most: int, least_chance: float = 0.0) -> Proposal:
+    return block_of(NgramDraft(3, 2), a_want(tokens, most, least_chance=least_chance, shape=Shape.TREE))
 
 
-def test_nothing_is_looked_up_past_the_end():
-    tokens = (1, 2, 3, 4, 5, 1, 2)
-    assert ahead(tokens, (3,), stop_ids=(4,)) == []
-    assert ahead(tokens, (3,), max_len=10) == []
-    (guess,) = ahead(tokens, (3,), max_len=11)
-    assert guess.tokens == (5,)
-
-
-DIVIDED = (1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 6, 9, 1, 2)  # 1 2 was followed by 3 4, 3 5 and 6
-DRAWN = Sampling(temperature=1.0)
-
-
-def a_tree(tokens: tuple[int, ...], most: int, least_chance: float = 0.0, **changes: Any) -> Proposal:
-    want = Want(an_open(**changes), tokens, 77, most, least_chance=least_chance, shape=Shape.TREE)
-    (found,) = propose(NgramDraft(3, 2), [want])
-    return found
-
-
-def test_several_continuations_make_a_tree_whose_chances_fall():
-    found = a_tree(DIVIDED, 30)
-    assert set(found.tree.children(-1)) == {3, 6}
-    assert set(found.tree.children(found.tokens.index(3))) == {4, 5}
-    assert len(found.chances) == len(found.tokens) == 30
-    assert all(earlier >= later for earlier, later in pairwise(found.chances))
-    assert found.chances[0] < 0.9, "nothing is sure"
-
-
-@pytest.mark.parametrize("most", range(1, 6))
-def test_the_budget_holds_and_first_nodes_are_the_best_smaller_tree(most):
-    assert a_tree(DIVIDED, most).tree == a_tree(DIVIDED, 6).tree.first(most)
+def test_a_tree_s_chances_fall_and_its_first_nodes_are_the_best_smaller_tree():
+    whole = a_tree(DIVIDED, 30)
+    assert set(whole.tree.children(whole.tokens.index(3))) == {4, 5}
+    assert len(whole.chances) == len(whole.tokens) == 30
+    assert all(earlier >= later for earlier, later in pairwise(whole.chances))
+    assert whole.chances[0] < 0.9
+    for most in range(1, 6):
+        assert a_tree(DIVIDED, most).tree == whole.tree.first(most)
 
 
 def test_shorter_suffixes_fill_what_the_longest_leaves():
@@ -118,26 +88,7 @@ def test_what_is_too_unlikely_is_not_sent():
     assert a_tree(DIVIDED, 5, least_chance=0.95).tree == NO_TREE
 
 
-def test_under_ratio_a_lookup_is_the_same_one_chain_whatever_is_asked_for():
-    for shape in Shape:
-        want = Want(
-            an_open(acceptance=Acceptance.REJECTION, sampling=DRAWN), DIVIDED, 77, 4, least_chance=0.9, shape=shape
-        )
-        (found,) = propose(NgramDraft(3, 2), [want])
-        assert found.tree == DraftTree.chain(look_up(DIVIDED, 4, 3, 2))
-    tree = DraftTree.chain((6, 9))
-    want = replace(want, unverified=tree, prefix_hash=Prefix(KEY, DIVIDED).hash)
-    assert [guess.outcome for guess in propose(NgramDraft(3, 2), [want])] == [(6, 9, 1)]
-
-
-def test_a_chain_is_the_latest_continuation_with_chances():
-    want = Want(an_open(), DIVIDED, 77, 3)
-    (found,) = propose(NgramDraft(3, 2), [want])
-    assert found.tree == DraftTree.chain((6, 9, 1))
-    assert 0 < found.chances[2] <= found.chances[0] < 0.9
-
-
-def test_a_lookup_that_is_often_wrong_says_so():
+def test_a_lookup_that_is_often_wrong_lowers_its_chances():
     method = NgramDraft(3, 2)
     method.open(an_open(tokens=DIVIDED, max_len=1000))
     length = len(DIVIDED)
@@ -150,29 +101,166 @@ def test_a_lookup_that_is_often_wrong_says_so():
     assert first[-1] < first[0] / 2
 
 
-def ahead_of(tokens: tuple[int, ...], tree: DraftTree, chances: tuple[float, ...] = ()) -> set[tuple[int, ...]]:
-    want = Want(an_open(), tokens, Prefix(KEY, tokens).hash, 3, tree, shape=Shape.TREE)
-    method = NgramDraft(3, 2)
-    method.open(replace(want.open, tokens=tokens))
-    found = method.draft_ahead([replace(want.ahead, chances=chances)], lambda: False)
-    assert all(proposal.tokens for proposal in found)
-    assert [proposal.chance for proposal in found] == sorted((p.chance for p in found), reverse=True)
-    return {proposal.outcome for proposal in found}
+# ---------------------------------------------------------------- ahead
 
 
-def test_ahead_there_is_a_block_for_each_continuation_that_the_text_knows():
-    assert {(3,), (6,)} <= ahead_of(DIVIDED, NO_TREE)
-    assert {(6, 9, 1), (3,)} <= ahead_of(DIVIDED, DraftTree.chain((6, 9)))
+def outcomes_of(tree: DraftTree | tuple[int, ...], chances: tuple[float, ...] = ()) -> set[tuple[int, ...]]:
+    found = propose(NgramDraft(3, 2), [a_want(DIVIDED, shape=Shape.TREE).under(tree, max_tokens=3, chances=chances)])
+    assert all(guess.tokens for guess in found)
+    assert [guess.chance for guess in found] == sorted((guess.chance for guess in found), reverse=True)
+    return {guess.outcome for guess in found}
 
 
 def test_ahead_nothing_is_drafted_for_a_verdict_that_cannot_come():
-    tree = DraftTree((3, 6, 4), (-1, -1, 0))
-    outcomes = ahead_of(DIVIDED, tree)
+    outcomes = outcomes_of(DraftTree((3, 6, 4), (-1, -1, 0)))
     assert not outcomes & {(3,), (6,), (3, 4)}, "a draft token is accepted, and another comes after it"
     assert {(3, 5), (6, 9), (3, 4, 9)} <= outcomes
 
 
-def test_ahead_tokens_of_another_method_are_as_likely_as_it_says():
-    outcomes = ahead_of(DIVIDED, DraftTree.chain((8, 1, 2)), chances=(0.6, 0.5, 0.5))
-    assert any(outcome[:3] == (8, 1, 2) for outcome in outcomes)
-    assert not any(outcome[:3] == (8, 1, 2) for outcome in ahead_of(DIVIDED, DraftTree.chain((8, 1, 2))))
+def test_ahead_tokens_of_another_method_keep_its_chances():
+    assert any(outcome[:3] == (8, 1, 2) for outcome in outcomes_of((8, 1, 2), (0.6, 0.5, 0.5)))
+    assert not any(outcome[:3] == (8, 1, 2) for outcome in outcomes_of((8, 1, 2)))
+
+
+# ---------------------------------------------------------------- occurrences
+
+
+def found_in(*tokens: int, longest: int = 3, shortest: int = 2) -> Occurrences:
+    return occurrences(np.array(tokens, dtype=np.int32), longest, shortest)
+
+
+def test_continuations_of_longer_suffixes_weigh_more():
+    shares = found_in(5, 1, 2, 7, 8, 1, 2, 9, 5, 1, 2).shares()
+    assert list(shares) == [7, 9], "after 5 1 2, and after 1 2 alone, though later"
+    assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_frequent_and_recent_continuations_weigh_more():
+    often = found_in(1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2, longest=2).shares()
+    assert list(often) == [3, 4]
+    late = found_in(1, 2, 3, 1, 2, 4, 1, 2, longest=2).shares()
+    assert list(late) == [4, 3]
+
+
+@pytest.mark.parametrize("tokens", [(), (1,), (1, 2), (1, 2, 3, 4), (2, 3, 2)])
+def test_a_text_without_repetition_has_no_occurrences(tokens):
+    assert len(found_in(*tokens)) == 0
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4), st.integers(0, 3))
+def test_occurrences_match_a_naive_search(tokens, shortest, more):
+    longest = shortest + more
+    plain = {}
+    for end in range(1, len(tokens)):
+        same = 0
+        while same < min(longest, end) and tokens[end - 1 - same] == tokens[-1 - same]:
+            same += 1
+        if same >= shortest:
+            plain[end] = same
+    found = found_in(*tokens, longest=longest, shortest=shortest)
+    assert len(found) == len(plain) or len(found) >= 16, "many are enough"
+    best = sorted(plain.items(), key=lambda place: (place[1], place[0]))[len(plain) - len(found) :]
+    assert dict(zip(found.ends.tolist(), found.sizes.tolist(), strict=True)) == dict(best)
+
+
+def test_longer_paths_reuse_occurrences_or_search_again():
+    text = GrowingText((1, 2, 3, 4, 1, 2, 5, 6, 1, 2))
+    known = Continuations(text, (), longest=3, shortest=2)
+    assert set(known.at(()).shares()) == {3, 5}
+    assert set(known.at((3,)).shares()) == {4}
+    assert set(known.at((5,)).shares()) == {6}
+    assert known.at((3,)).size == 3, "the drafted token lengthens the match"
+    assert len(known.at((7,))) == 0
+    assert set(known.at((7, 1, 2)).shares()) == {3, 5, 7}, "drafted tokens count as text"
+
+
+def test_continuations_come_after_the_outcome():
+    known = Continuations(GrowingText((1, 2, 3, 4, 9)), (1, 2), longest=3, shortest=2)
+    assert set(known.at(()).shares()) == {3}
+
+
+def test_a_text_grows_and_earlier_views_stay():
+    text = GrowingText((1, 2))
+    before = text.tokens
+    text.extend((3,))
+    text.extend(range(4, 100))
+    assert before.tolist() == [1, 2]
+    assert text.tokens.tolist() == list(range(1, 100))
+    assert text.followed_by((7,)).tolist() == [*range(1, 100), 7]
+
+
+# ---------------------------------------------------------------- calibration
+
+ONCE = (1, 2, 3, 9, 1, 2)  # 3 followed once
+THRICE = (1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2)
+HALVED = (1, 2, 3, 1, 2, 4, 1, 2)
+
+
+def evidence(tokens: tuple[int, ...]) -> Occurrences:
+    return occurrences(np.array(tokens, dtype=np.int32), 4, 2)
+
+
+def considered(calibration: NgramCalibration, tokens: tuple[int, ...], session: str = "s") -> Choices:
+    return calibration.consider(session, (len(tokens), ()), evidence(tokens))
+
+
+def learn(calibration: NgramCalibration, tokens: tuple[int, ...], came: int, session: str = "s") -> None:
+    considered(calibration, tokens, session)
+    calibration.decided(session, (*tokens, came))
+
+
+def test_nothing_is_sure_and_more_evidence_is_surer():
+    calibration = NgramCalibration()
+    once = considered(calibration, ONCE).chance_of(3)
+    thrice = considered(calibration, THRICE).chance_of(3)
+    assert 0.3 < once < thrice < 1.0
+
+
+def test_several_continuations_share_a_chance_and_the_likelier_is_first():
+    choices = considered(NgramCalibration(), HALVED)
+    assert choices.tokens == (4, 3)
+    assert choices.chances[0] > choices.chances[1] > 0.1
+    assert sum(choices.chances) < 0.8
+
+
+def test_a_text_without_an_answer_gives_no_choice():
+    assert considered(NgramCalibration(), (1, 2, 3)) == Choices((), ())
+
+
+def test_a_lookup_that_is_often_wrong_gets_a_low_chance_and_of_its_kind_alone():
+    calibration = NgramCalibration()
+    before = considered(calibration, THRICE, "other").chance_of(3)
+    for index in range(60):
+        learn(calibration, ONCE, came=8, session=f"s{index}")
+    assert considered(calibration, ONCE, "new").chance_of(3) < 0.1
+    assert considered(calibration, THRICE, "new").chance_of(3) == before
+
+
+def test_a_lookup_that_is_always_right_becomes_sure():
+    calibration = NgramCalibration()
+    for index in range(300):
+        learn(calibration, ONCE, came=3, session=f"s{index}")
+    assert considered(calibration, ONCE, "new").chance_of(3) > 0.9
+
+
+def test_sessions_are_calibrated_separately_and_forgotten_when_they_close():
+    calibration = NgramCalibration()
+    for _ in range(12):
+        learn(calibration, ONCE, came=8, session="free")
+        learn(calibration, ONCE, came=3, session="copying")
+    free = considered(calibration, ONCE, "free").chance_of(3)
+    copying = considered(calibration, ONCE, "copying").chance_of(3)
+    assert free < considered(calibration, ONCE, "new").chance_of(3) < copying
+    calibration.close(["free", "unknown"])
+    assert considered(calibration, ONCE, "free").chance_of(3) > free
+
+
+def test_chances_come_to_be_what_comes_of_them():
+    """Divided texts where 4 comes in half of the cases, 3 in a fifth: within 5 standard errors of 1000 draws."""
+    rng = random.Random(3)
+    calibration = NgramCalibration()
+    for index in range(1000):
+        learn(calibration, HALVED, came=rng.choices((4, 3, 8), weights=(5, 2, 3))[0], session=f"s{index}")
+    choices = considered(calibration, HALVED, "new")
+    assert choices.chance_of(4) == pytest.approx(0.5, abs=0.1)
+    assert choices.chance_of(3) == pytest.approx(0.2, abs=0.08)

@@ -1,5 +1,6 @@
-"""EAGLE heads that cannot draft for a target are refused, and told why; layer ids in all their meanings."""
+"""EAGLE heads: which are refused and why, what layer ids mean, and the options that override a head's configuration."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.drafters.heads.eagle.config import EagleOverrides, LayerIdMeaning, states_read
-from cluster.errors import ModelError
-from tests.unit.actors.drafters.heads.eagle_fixtures import Change, altered, checkpoint, loaded
+from actors.drafters.heads.eagle.config import (
+    EagleConfig,
+    EagleOverrides,
+    LayerIdMeaning,
+    OutputNorm,
+    overrides_of,
+    states_read,
+)
+from actors.drafters.heads.eagle.loading import read_eagle_config
+from actors.drafters.heads.files import head_folder
+from actors.drafters.registry import capture_spec, create_method
+from cluster.config import DraftPool, validated
+from cluster.config_sections import EagleOptions
+from cluster.errors import ConfigError, ModelError
+from tests.unit.actors.drafters.drafting import a_setup
+from tests.unit.actors.drafters.heads.eagle_fixtures import (
+    CPU,
+    TARGET,
+    Change,
+    altered,
+    case,
+    checkpoint,
+    loaded,
+    off_by,
+)
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 LAYERS = 36
@@ -33,7 +56,7 @@ LAYERS = 36
         ({"target_layer_ids": [1, 17, 32]}, (2, 18, 33)),
     ],
 )
-def test_ids_mean_what_their_key_says(config: dict[str, Any], states: tuple[int, ...]) -> None:
+def test_the_key_gives_ids_their_meaning(config: dict[str, Any], states: tuple[int, ...]) -> None:
     assert states_read(config, LAYERS, 3) == states
 
 
@@ -43,7 +66,7 @@ def test_ids_mean_what_their_key_says(config: dict[str, Any], states: tuple[int,
 def test_the_meaning_of_ids_can_be_overridden(meaning: LayerIdMeaning, states: tuple[int, ...]) -> None:
     for config in ({KEY: [1, 17, 32]}, {"eagle_config": {KEY: [1, 17, 32]}}):
         assert states_read(config, LAYERS, 3, meaning) == states
-    assert states_read({}, LAYERS, 3, meaning) == (2, 18, 33), "the default is of states, whoever reads it"
+    assert states_read({}, LAYERS, 3, meaning) == (2, 18, 33), "the default is of states in either case"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +151,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no head's head": ("eagle3", {"change": without("lm_head.weight")}, "holds no lm_head.weight for them"),
     "draft_vocab_size": ("eagle3", {"draft_vocab_size": 97}, "is 97, expected 1 to 96"),
     "norm before fc that is not there": ("eagle3", {"norm_before_fc": True}, "no tensor input_norm.weight, but"),
-    "norm before fc that is not said": (
+    "norm before fc that is not configured": (
         "eagle3_speculators",
         {"change": added("input_norm.weight", 96)},
         "a tensor input_norm.weight, but its config.json disagrees",
@@ -169,3 +192,89 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, refused: str) -> None:
     name, changes, message = REFUSED[refused]
     with pytest.raises(ModelError, match=message):
         loaded(altered(tmp_path, name, **changes))
+
+
+# ---------------------------------------------------------------- options
+
+
+def a_draft(folder: Any = None, **options: Any) -> DraftPool:
+    return DraftPool(method="eagle", model=str(folder or checkpoint("eagle3")), eagle=EagleOptions(**options))
+
+
+def layers_of(draft: DraftPool) -> tuple[int, ...]:
+    """Returns the states that the target captures."""
+    spec = capture_spec(draft, TARGET, "float32")
+    assert spec is not None
+    return spec.layers
+
+
+def config_of(draft: DraftPool, caplog: pytest.LogCaptureFixture) -> EagleConfig:
+    """Returns the configuration that the drafter resolves, which it logs."""
+    config = read_eagle_config(head_folder(draft), TARGET, overrides_of(draft.eagle))
+    with caplog.at_level(logging.INFO):
+        create_method(draft, a_setup(draft))
+    assert "\n".join(config.describe()) in caplog.text
+    return config
+
+
+def test_defaults_override_nothing() -> None:
+    assert overrides_of(EagleOptions()) == EagleOverrides()
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "layers"),
+    [
+        (None, {"states": (0, 1, 7)}, (0, 1, 7)),
+        ([1, 4, 6], {"layer_ids": "state"}, (1, 4, 6)),
+        ([1, 4, 6], {"layer_ids": "output"}, (2, 5, 7)),
+        ([1, 4, 6], {}, (1, 4, 6)),
+    ],
+)
+def test_states_and_layer_ids_select_the_states_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ids: Any, options: Any, layers: tuple[int, ...]
+) -> None:
+    draft = a_draft(altered(tmp_path, "eagle3", **{KEY: ids}) if ids else None, **options)
+    assert layers_of(draft) == config_of(draft, caplog).needs.layers == layers
+
+
+def test_the_last_norm_and_the_positions_are_overridden(caplog: pytest.LogCaptureFixture) -> None:
+    for norm in OutputNorm:
+        assert config_of(a_draft(output_norm=norm.name.lower()), caplog).output_norm is norm
+    assert config_of(a_draft(max_positions=4096), caplog).max_positions == 4096
+
+
+def test_the_target_projects_the_selected_states() -> None:
+    """The target loads the projection in its own process, with the same options."""
+    raw = case("eagle3")["features"]
+    spec = capture_spec(a_draft(states=(0, 1, 7)), TARGET, "float32")
+    usual = capture_spec(a_draft(), TARGET, "float32")
+    assert spec is not None
+    assert usual is not None
+    one = spec.projection_on(CPU)
+    other = usual.projection_on(CPU)
+    assert one is not None
+    assert other is not None
+    with torch.inference_mode():
+        assert off_by(one(raw), other(raw)) == 0.0
+
+
+def test_every_option_becomes_an_override() -> None:
+    options = EagleOptions(states=(1, 2), layer_ids="output", output_norm="both", max_positions=9)
+    assert overrides_of(options) == EagleOverrides((1, 2), LayerIdMeaning.OUTPUT, OutputNorm.BOTH, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"states": [3, 1]}, "eagle.states"),
+        ({"states": []}, "eagle.states"),
+        ({"states": [-1, 2]}, "eagle.states"),
+        ({"layer_ids": "input"}, "eagle.layer_ids"),
+        ({"output_norm": "some"}, "eagle.output_norm"),
+        ({"max_positions": 0}, "eagle.max_positions"),
+        ({"norm_output": True}, "eagle.norm_output"),
+    ],
+)
+def test_invalid_options_are_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        validated({"model": {"target": "t"}, "draft": {"method": "eagle", "model": "m", "eagle": options}})

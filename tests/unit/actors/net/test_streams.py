@@ -1,0 +1,172 @@
+"""Streams: queued messages of a peer, and links that share a connection; a fake replaces gRPC's stream."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from actors.net.streams import InvalidFrame, Link, Outbox, StatesOutbox, decode_after_greeting
+from cluster.errors import ProtocolError
+from cluster.trust import PeerRole
+from protos import speculation_pb2 as pb
+from protos.codec import encode
+from protos.messages import MAX_STATES_BYTES, Close, Hello, Message, StateDtype, States, Verdict, Welcome
+
+HALF = States("s", 0, 0, StateDtype.BFLOAT16, 8, bytes(MAX_STATES_BYTES // 2))
+
+
+async def frames(outbox: Outbox, count: int) -> list[list[Message]]:
+    return [await outbox.take() for _ in range(count)]
+
+
+async def test_a_frame_of_states_is_small_so_that_other_streams_get_their_turn():
+    """Two halves and what is around them are more than a frame."""
+    outbox = StatesOutbox()
+    for _ in range(3):
+        outbox.put(HALF)
+    assert [len(frame) for frame in await frames(outbox, 3)] == [1, 1, 1]
+    small = States("s", 0, 0, StateDtype.BFLOAT16, 8, bytes(16))
+    for _ in range(3):
+        outbox.put(small)
+    assert [len(frame) for frame in await frames(outbox, 1)] == [3]
+
+
+async def test_a_drafter_that_takes_no_states_loses_its_stream_and_not_the_targets_memory():
+    """What it has taken leaves room for as much again; what comes after the end of its stream is dropped."""
+    outbox = StatesOutbox()
+    ends = asyncio.ensure_future(outbox.overflow())
+    for _ in range(3):
+        outbox.put(HALF)
+    await frames(outbox, 3)
+    given = 0
+    while not ends.done():
+        outbox.put(HALF)
+        given += 1
+        assert given < 1000
+        await asyncio.sleep(0)
+    with pytest.raises(ProtocolError):
+        await ends
+    for _ in range(100):
+        outbox.put(HALF)
+    taken = 0
+    with suppress(TimeoutError):
+        while True:
+            async with asyncio.timeout(0):
+                taken += len(await outbox.take())
+    assert 3 < taken < given
+
+
+async def test_other_outboxes_are_bounded_by_messages_as_before():
+    outbox = Outbox(limit=2)
+    for _ in range(3):
+        outbox.put(Verdict("s", 1, 1, 0, (1,), 0, 0))
+    with pytest.raises(ProtocolError, match="2 messages behind"):
+        await asyncio.wait_for(outbox.overflow(), 10)
+
+
+async def test_a_frame_holds_no_more_messages_than_a_peer_reads_at_once():
+    outbox = Outbox()
+    closes = [Close(str(number), 1) for number in range(5000)]
+    with pytest.raises(InvalidFrame):
+        decode_after_greeting(encode(pb.RouterToTarget, closes))
+    for close in closes:
+        outbox.put(close)
+    found: list[Message] = []
+    while len(found) < len(closes):
+        frame = await outbox.take()
+        assert list(decode_after_greeting(encode(pb.RouterToTarget, frame)).messages) == frame
+        found += frame
+    assert found == closes
+
+
+# ---------------------------------------------------------------- links
+
+
+class Stream:
+    """Welcomes its caller, and then sends nothing, or breaks."""
+
+    def __init__(self, breaks: bool) -> None:
+        self.breaks = breaks
+        self.is_greeted = False
+
+    async def write(self, frame: Any) -> None:
+        pass
+
+    async def read(self) -> Any:
+        if not self.is_greeted:
+            self.is_greeted = True
+            return encode(pb.TargetToDrafter, [Welcome("target")])
+        if self.breaks:
+            raise ProtocolError("broken")
+        return await asyncio.get_running_loop().create_future()
+
+
+class Peer:
+    """Credentials, channel and stub of one peer; knows its streams only for as long as somebody else does."""
+
+    metadata = ()
+
+    def __init__(self, breaks: bool = False) -> None:
+        self.streams: list[weakref.ref[Stream]] = []
+        self.breaks = breaks
+
+    def dial(self, address: str, peer: PeerRole) -> "Peer":
+        return self
+
+    async def __aenter__(self) -> "Peer":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        pass
+
+    def call(self, channel: Any, metadata: Any) -> Stream:
+        stream = Stream(self.breaks)
+        self.streams.append(weakref.ref(stream))
+        return stream
+
+
+@pytest.fixture
+def nothing_is_collected() -> Iterator[None]:
+    """A process that rests collects nothing for hours."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def linked(peer: Any, up: asyncio.Event, down: asyncio.Event) -> Link:
+    def hello() -> Hello:
+        return Hello("drafter", "v", "m")
+
+    return Link(
+        "there", PeerRole.TARGET, peer, peer.call, pb.DrafterToTarget, hello, up.set, lambda frame: None, down.set
+    )
+
+
+@pytest.mark.usefixtures("nothing_is_collected")
+async def test_nobody_knows_of_the_stream_of_a_closed_link() -> None:
+    peer = Peer()
+    up = asyncio.Event()
+    link = linked(peer, up, asyncio.Event())
+    await up.wait()
+    assert [stream() is not None for stream in peer.streams] == [True]
+    await link.close()
+    await asyncio.sleep(0)  # until the event loop has forgotten its task
+    assert [stream() for stream in peer.streams] == [None]
+    await link.close()
+
+
+@pytest.mark.usefixtures("nothing_is_collected")
+async def test_nobody_knows_of_a_stream_that_broke() -> None:
+    peer = Peer(breaks=True)
+    down = asyncio.Event()
+    link = linked(peer, asyncio.Event(), down)
+    await down.wait()
+    await asyncio.sleep(0)  # until it waits to dial again
+    assert [stream() for stream in peer.streams] == [None]
+    await link.close()
