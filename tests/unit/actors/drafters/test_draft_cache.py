@@ -92,18 +92,6 @@ def test_the_branch_that_guessed_best_goes_on_and_the_others_give_their_pages_ba
     assert desk.feed(found, *[7] * 9), "what the others held is free again"
 
 
-def test_branches_do_not_see_each_other():
-    """Fed in turn, on pages that they share except for the last."""
-    desk = Desk()
-    root = desk.opened("s", (1, 2, 3, 4, 5, 6))
-    branches = [desk.cache.fork(root, length) for length in (6, 5, 4, 2)]
-    for token in range(6):
-        for number, branch in enumerate(branches):
-            assert desk.feed(branch, 10 * number + token)
-    assert desk.feed(root, 60)
-    assert root.tokens == [1, 2, 3, 4, 5, 6, 60]
-
-
 def test_a_dry_pool_evicts_the_least_recently_resumed_session_that_is_not_busy():
     desk = Desk(pages=3)
     for name in "abc":

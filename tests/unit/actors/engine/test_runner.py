@@ -174,7 +174,8 @@ def test_a_forward_that_nobody_wants_any_more_is_given_up_at_the_next_layer(plai
 
 
 def test_sessions_that_share_pages_and_part_give_plain_logits(plain):
-    """A prompt computed once; each goes on by itself, the page where they part copied for all but one."""
+    """A prompt computed once, whose pages are not fed again; each goes on by itself, the page where they part copied
+    for all but one."""
     prompt = tokens_of(11, 3 * PAGE_SIZE + 2)
     first = TABLES[0][:5]
     second = TABLES[1][:5]
@@ -187,15 +188,6 @@ def test_sessions_that_share_pages_and_part_give_plain_logits(plain):
     check(plain, rows, [prompt + tail for tail in tails], copies)
     again = [row(table, (7,), len(prompt + tail), 1) for table, tail in zip(forks, tails, strict=True)]
     check(plain, again, [(*prompt, *tail, 7) for tail in tails])
-
-
-def test_whole_pages_of_another_session_are_as_good_as_its_own(plain):
-    """A prefix hit: nothing of the shared pages is fed again."""
-    tokens = tokens_of(16, 2 * PAGE_SIZE)
-    other = tokens_of(17, 5)
-    plain.runner.forward([row(TABLES[0], tokens + tokens_of(18, 3), 0, 0)])
-    table = (*TABLES[0][:2], *TABLES[3][:2])
-    check(plain, [row(table, other, len(tokens), 5)], [tokens + other])
 
 
 def test_single_tokens_beyond_the_window_see_the_window_only(plain):
@@ -214,15 +206,6 @@ def test_single_tokens_of_equal_and_unequal_contexts_give_plain_logits(plain):
     for count in (2, 3):
         rows = [row(TABLES[i], whole[i][-1:], len(whole[i]) - 1, 1) for i in range(count)]
         check(plain, rows, whole[:count])
-
-
-def test_the_order_of_rows_changes_nothing(plain):
-    a = tokens_of(9, 6)
-    b = tokens_of(10, 9)
-    rows = [row(TABLES[0], a, 0, 2), row(TABLES[1], b, 0, 3)]
-    forth = plain.runner.forward(rows).logits
-    back = plain.runner.forward(rows[::-1]).logits
-    torch.testing.assert_close(torch.cat([back[3:], back[:3]]), forth, atol=1e-4, rtol=1e-4)
 
 
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {

@@ -102,23 +102,16 @@ def texts_of(language: list[str], rng: random.Random, count: int) -> list[list[i
 
 
 @pytest.mark.parametrize("pattern", LANGUAGES)
-def test_masks_are_what_trying_every_word_gives_wherever_a_text_has_got_to(pattern):
-    language = LANGUAGES[pattern]
-    for text in texts_of(language, random.Random(1), 40):
-        followed = grammar(pattern)
-        for end in range(len(text) + 1):
-            followed.advance(text[max(0, end - 1) : end])
-            assert agrees(followed.masks([()])[0], language, text[:end])
-
-
-@pytest.mark.parametrize("pattern", LANGUAGES)
-def test_every_path_of_a_draft_tree_has_its_own_mask_and_the_text_is_where_it_was(pattern):
+def test_masks_are_what_trying_every_word_gives_along_a_text_and_every_path_of_a_draft(pattern):
+    """And the text is where it was before the draft."""
     language = LANGUAGES[pattern]
     rng = random.Random(2)
     broken = 0
     for text in texts_of(language, rng, 60):
         followed = grammar(pattern)
-        followed.advance(text)
+        for end in range(len(text) + 1):
+            followed.advance(text[max(0, end - 1) : end])
+            assert agrees(followed.masks([()])[0], language, text[:end])
         paths = paths_of(grown(rng, 12, len(TOKENS)))
         for _ in range(2):
             found = followed.masks(paths)

@@ -153,18 +153,6 @@ def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():
     assert found == one_by_one(step, logits)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_nonsense_is_decided_like_anything_else_and_harms_no_other_block(value):
-    sane = a_block(Sampling(top_k=3))
-    insane = a_block(Sampling(top_k=3), Acceptance.REJECTION)
-    step = [sane, insane, a_block(Sampling()), a_block(Sampling(top_p=0.9), Acceptance.REJECTION), sane]
-    logits = some_logits(step, 2)
-    logits[3:12] = value
-    found = decide(step, logits)
-    assert (found[0], found[4]) == (one_by_one([sane], logits[:3])[0], one_by_one([sane], logits[12:])[0])
-    assert all(0 <= decision.next_token < VOCABULARY for decision in found)
-
-
 def test_a_rejection_where_rounding_leaves_no_residual_is_decided_by_the_specification_too(monkeypatch):
     """Equal distributions and noise that rejects: each draws its token from the target's row."""
     for module in ("reference", "rejection_sampler"):

@@ -96,5 +96,35 @@ class Drive:
         return self.head.token_ids[logits.argmax()]
 
 
+def check_steps(
+    drive: Drive,
+    restated: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    tokens: Tensor,
+    states: Tensor,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Compares a text, all but the last two tokens, and two further steps that are fed the head's own states."""
+    length = len(states)
+    found = drive.feed(tokens[:length], states, 0)
+    for end in (length, length + 1, length + 2):
+        logits, own = restated(tokens[:end], states)
+        assert found.hidden is not None
+        assert off_by(found.logits[-1], logits[-1]) < tolerance
+        assert off_by(found.hidden[-1], own[-1]) < tolerance
+        states = torch.cat([states, own[-1:]])
+        if end < length + 2:
+            found = drive.feed(tokens[end : end + 1], found.hidden[-1:], end)
+
+
+def without(part: str) -> Change:
+    """Drops the tensors whose names begin with this."""
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.startswith(part)}
+
+
+def added(name: str, *shape: int) -> Change:
+    """Adds or replaces a tensor."""
+    return lambda tensors: tensors | {name: torch.ones(shape)}
+
+
 def off_by(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from actors.drafters.heads.eagle.config import (
     EagleConfig,
@@ -26,12 +25,13 @@ from tests.unit.actors.drafters.drafting import a_setup
 from tests.unit.actors.drafters.heads.eagle_fixtures import (
     CPU,
     TARGET,
-    Change,
+    added,
     altered,
     case,
     checkpoint,
     loaded,
     off_by,
+    without,
 )
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -95,20 +95,6 @@ def test_the_states_themselves_can_be_given() -> None:
 
 
 # ---------------------------------------------------------------- what does not fit
-
-
-def without(name: str) -> Change:
-    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {key: tensor for key, tensor in tensors.items() if key != name}
-
-    return change
-
-
-def added(name: str, *shape: int) -> Change:
-    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return tensors | {name: torch.ones(shape)}
-
-    return change
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

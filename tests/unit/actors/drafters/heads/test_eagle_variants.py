@@ -16,7 +16,7 @@ from actors.drafters.heads.eagle.method import eagle_draft_model
 from actors.drafters.model.sampling import DraftingLimits
 from actors.models.decoder import ForwardOutput
 from tests.unit.actors.drafters.drafting import a_want, block_of, propose
-from tests.unit.actors.drafters.heads.eagle_fixtures import TOLERANCE, Drive, loaded, off_by
+from tests.unit.actors.drafters.heads.eagle_fixtures import TOLERANCE, Drive, check_steps, loaded, off_by
 from tests.unit.actors.drafters.heads.eagle_restated import RestatedEagle, Variant
 
 LENGTH = 9
@@ -82,15 +82,7 @@ def test_a_variant_of_published_heads(tmp_path: Path, variant: str) -> None:
     raw = 2 * torch.randn(LENGTH, head.config.needs.width, generator=drawn)
     states = restated.project(raw)
     assert off_by(drive.runner.project(raw), states) < TOLERANCE
-    found = drive.feed(tokens[:LENGTH], drive.runner.project(raw), 0)
-    for end in (LENGTH, LENGTH + 1, LENGTH + 2):
-        logits, recycled = restated(tokens[:end], states)
-        assert found.hidden is not None
-        assert off_by(found.logits[-1], logits[-1]) < TOLERANCE
-        assert off_by(found.hidden[-1], recycled[-1]) < TOLERANCE
-        states = torch.cat([states, recycled[-1:]])
-        if end < LENGTH + 2:
-            found = drive.feed(tokens[end : end + 1], found.hidden[-1:], end)
+    check_steps(drive, restated, tokens, states)
     assert head.token_ids.tolist() == restated.token_ids.tolist()
 
 

@@ -20,7 +20,7 @@ from cluster.drafting.method import ReadsStates
 from cluster.errors import ConfigError, ModelError
 from protos.messages import StateDtype, StatesFormat
 from tests.unit.actors.drafters.drafting import a_setup, a_want, encoded
-from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, Drive, off_by
+from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, Drive, check_steps, off_by
 from tests.unit.actors.drafters.heads.mtp_fixtures import (
     BASE,
     EMB,
@@ -42,7 +42,6 @@ from tests.unit.actors.drafters.heads.mtp_fixtures import (
     target_with,
 )
 
-TOLERANCE = 1e-5
 TEXT = (5, 17, 3, 3, 60, 41, 9, 88, 2)
 
 
@@ -109,18 +108,7 @@ def test_it_computes_the_equations(tmp_path: Path, layout: str) -> None:
     """A text, and two further tokens that are fed its own states."""
     equations = Equations(hides_first=layout != "qwen")
     drive = Drive(load_mtp(target_with(tmp_path, LAYOUTS[layout]()), torch.float32, CPU, range(VOCABULARY)))
-    tokens = torch.tensor((*TEXT[1:], 31, 7))
-    states = states_of(len(TEXT) - 1)
-    length = len(states)
-    found = drive.feed(tokens[:length], states, 0)
-    for end in (length, length + 1, length + 2):
-        logits, own = equations(tokens[:end], states)
-        assert found.hidden is not None
-        assert off_by(found.logits[-1], logits[-1]) < TOLERANCE
-        assert off_by(found.hidden[-1], own[-1]) < TOLERANCE
-        states = torch.cat((states, own[-1:]))
-        if end < length + 2:
-            found = drive.feed(tokens[end : end + 1], found.hidden[-1:], end)
+    check_steps(drive, equations, torch.tensor((*TEXT[1:], 31, 7)), states_of(len(TEXT) - 1), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["deepseek", "qwen"])

@@ -24,10 +24,12 @@ from tests.unit.actors.drafters.heads.eagle_fixtures import (
     TOLERANCE,
     Case,
     Change,
+    added,
     altered,
     case,
     checkpoint,
     off_by,
+    without,
 )
 
 MEDUSA = case("medusa")
@@ -601,14 +603,6 @@ def test_a_head_describes_how_it_was_understood(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- refusals
-
-
-def without(part: str) -> Change:
-    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.startswith(part)}
-
-
-def added(name: str, *shape: int) -> Change:
-    return lambda tensors: tensors | {name: torch.zeros(shape)}
 
 
 def nested(**config: Any) -> dict[str, Any]:

@@ -142,11 +142,6 @@ def test_frequent_and_recent_continuations_weigh_more():
     assert list(late) == [4, 3]
 
 
-@pytest.mark.parametrize("tokens", [(), (1,), (1, 2), (1, 2, 3, 4), (2, 3, 2)])
-def test_a_text_without_repetition_has_no_occurrences(tokens):
-    assert len(found_in(*tokens)) == 0
-
-
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4), st.integers(0, 3))
 def test_occurrences_match_a_naive_search(tokens, shortest, more):
     longest = shortest + more
