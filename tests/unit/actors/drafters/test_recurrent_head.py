@@ -285,12 +285,7 @@ def test_predictions_are_sent_early_and_better_ones_after_them():
 
 @pytest.mark.parametrize(
     ("under", "outcome"),
-    [
-        ((5, 6), (1,)),
-        ((5, 6), (5, 2)),
-        ((5, 6), (5, 6, 3)),
-        (DraftTree((5, 6, 7, 8), (-1, 0, -1, -1)), (8, 3)),
-    ],
+    [((5, 6), (1,)), ((5, 6), (5, 2)), ((5, 6), (5, 6, 3)), (DraftTree((5, 6, 7, 8), (-1, 0, -1, -1)), (8, 3))],
     ids=["none accepted", "one accepted", "all accepted", "a token beside the main path"],
 )
 def test_after_a_verdict_that_was_not_foreseen_the_head_makes_a_block_without_a_forward(under, outcome, alone):

@@ -86,11 +86,7 @@ def test_mixed_rows_in_one_forward_give_plain_logits(plain):
     c = tokens_of(3, 9)
     d = tokens_of(4, 6)
     at_a, at_b, at_c, at_d, _ = TABLES
-    check(
-        plain,
-        [row(at_a, a[:5], 0, 0), row(at_b, b[:7], 0, 1), row(at_c, c[:8], 0, 2)],
-        [a[:5], b[:7], c[:8]],
-    )
+    check(plain, [row(at_a, a[:5], 0, 0), row(at_b, b[:7], 0, 1), row(at_c, c[:8], 0, 2)], [a[:5], b[:7], c[:8]])
     check(
         plain,
         [row(at_a, a[5:9], 5, 0), row(at_b, b[7:], 7, 4), row(at_c, c[8:], 8, 1), row(at_d, d, 0, 6)],

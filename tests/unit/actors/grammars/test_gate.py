@@ -70,9 +70,7 @@ async def test_a_grammar_that_cannot_be_kept_to_refuses_its_session_alone():
     assert target.gate.intercept("r", other)
     await target.ends("g", "it is malformed")
     await target.ends("good")
-    assert target.refused == [
-        ("r", "s", 1, RefusalReason.INVALID, "cannot enforce the grammar: it is malformed"),
-    ]
+    assert target.refused == [("r", "s", 1, RefusalReason.INVALID, "cannot enforce the grammar: it is malformed")]
     assert target.admitted == [("r", other)]
 
 
@@ -183,9 +181,7 @@ async def test_as_many_are_held_as_may_be_queued():
     for name in ("a", "b", "c"):
         assert target.gate.intercept("r", replace(REQUEST, session=name))
     assert target.gate.intercept("r", replace(REQUEST, session="d"))
-    assert target.refused == [
-        ("r", "d", 1, RefusalReason.OVERLOADED, "3 sessions wait for their grammars already"),
-    ]
+    assert target.refused == [("r", "d", 1, RefusalReason.OVERLOADED, "3 sessions wait for their grammars already")]
     assert target.gate.intercept("r", replace(REQUEST, session="c", attempt=2))
     await target.ends("g")
     assert [(request.session, request.attempt) for _, request in target.admitted] == [("a", 1), ("b", 1), ("c", 2)]

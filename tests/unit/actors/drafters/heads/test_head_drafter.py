@@ -22,15 +22,7 @@ from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Sampling, Shape
 from protos.prefix import Prefix
-from tests.unit.actors.drafters.drafting import (
-    ALL_TOKENS,
-    a_draft,
-    a_want,
-    decided,
-    drafted,
-    head_method,
-    never,
-)
+from tests.unit.actors.drafters.drafting import ALL_TOKENS, a_draft, a_want, decided, drafted, head_method, never
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, altered, case, checkpoint
 from tests.unit.cluster.samples import KEY
 
