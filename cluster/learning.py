@@ -90,18 +90,26 @@ class SessionScore:
     verifies: int  # target steps that the answer takes with this draft
 
 
-def score(agreements: Sequence[bool], draft_tokens: int) -> SessionScore:
-    """Counts the target steps of an answer, given at which of its tokens the draft's first choice is right.
+def score(agreements: Sequence[bool], draft_tokens: int, further: Sequence[Sequence[bool]] = ()) -> SessionScore:
+    """Counts the target steps of an answer, from teacher-forced predictions of a draft.
 
-    This is exact for greedy chains without a lookahead: while the draft agrees, its own tokens are the target's.
+    `agreements[i]` states whether the draft's first choice at position i is token i of the answer. After a forward at
+    position i, a draft may predict further tokens without another one: `further[k - 1][i]` states whether its k-th
+    is token i + k, given that those before it were right.
+
+    This is exact for greedy chains of `draft_tokens` without a lookahead: while the draft agrees, its own tokens are
+    the target's.
     """
+    per_forward = 1 + len(further)
     verifies = position = 0
     while position < len(agreements):
         accepted = 0
-        while accepted < draft_tokens and position < len(agreements) and agreements[position]:
+        while accepted < draft_tokens and position + accepted < len(agreements):
+            begin, offset = position + accepted - accepted % per_forward, accepted % per_forward
+            if not (further[offset - 1][begin] if offset else agreements[begin]):
+                break
             accepted += 1
-            position += 1
-        position += 1  # the target's own token
+        position += accepted + 1  # the last one is the target's own
         verifies += 1
     return SessionScore(len(agreements), sum(agreements), verifies)
 

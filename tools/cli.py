@@ -25,6 +25,7 @@ from serve_app.cli.main import (
 )
 from tools.drafts.command import drafts_app
 from tools.kubernetes.rendering import k8s_app
+from tools.learn import learn_app
 from tools.planning.command import plan
 
 __all__ = ["app", "main"]
@@ -33,6 +34,7 @@ UNWELL = 1  # exit status of `slipstream doctor` when a check fails
 
 app.add_typer(drafts_app, name="drafts")
 app.add_typer(k8s_app, name="k8s")
+app.add_typer(learn_app, name="learn")
 app.command()(plan)
 
 

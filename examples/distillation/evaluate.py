@@ -19,12 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from recurrent import FILE, RecurrentHead
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from target import ChatFrame, TargetSource, end_of_turn_ids
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from actors.drafters.model.recurrent_head import FILE
+from actors.learning.recurrent_head import TrainableRecurrentHead
 
 DEFAULT_PROMPTS = Path(__file__).with_name("heldout_prompts.jsonl")
 ALL_KINDS = "all"
@@ -93,7 +95,9 @@ def load_or_continue(path: Path | None, make: Callable[[], list[Continuation]]) 
 
 
 @torch.inference_mode()
-def matches(draft: PreTrainedModel, head: RecurrentHead | None, continuation: Continuation, lookup: int) -> Matches:
+def matches(
+    draft: PreTrainedModel, head: TrainableRecurrentHead | None, continuation: Continuation, lookup: int
+) -> Matches:
     """Returns at each position of the answer whether the predicted token is the target's."""
     prompt = continuation.prompt_ids
     answer = continuation.answer_ids
@@ -146,7 +150,7 @@ def score(answers: list[Matches]) -> Score:
 
 
 def evaluate(
-    draft: PreTrainedModel, head: RecurrentHead | None, continuations: Iterable[Continuation], lookup: int = 0
+    draft: PreTrainedModel, head: TrainableRecurrentHead | None, continuations: Iterable[Continuation], lookup: int = 0
 ) -> dict[str, Score]:
     """Scores by kind, and over all."""
     by_kind: dict[str, list[Matches]] = defaultdict(list)
@@ -205,7 +209,7 @@ def main() -> None:
     folder = Path(arguments.draft)
     console = Console()
     has_head = (folder / FILE).exists() and not arguments.without_head
-    head = RecurrentHead.load(folder).to(torch.bfloat16) if has_head else None
+    head = TrainableRecurrentHead.load(folder).to(torch.bfloat16) if has_head else None
     console.print(table_of(evaluate(draft, head, continuations, arguments.lookup)))
     if arguments.time:
         target_ms = step_ms(source.load_model(torch.bfloat16))

@@ -23,11 +23,13 @@ from chunks import Example, read_chunk
 from copying import CopyConfig, CopyRows
 from fast import ATTENTION, AttentionObserver, VocabularyRows
 from guide import Guide
-from recurrent import FILE, RecurrentHead
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from actors.drafters.model.recurrent_head import FILE
+from actors.learning.recurrent_head import TrainableRecurrentHead
 
 POSITIONS_AT_ONCE = 256
 BETAS = (0.9, 0.98)
@@ -241,7 +243,7 @@ def distillation_loss(
     rows: VocabularyRows,
     batch: Batch,
     config: TrainConfig,
-    recurrent: RecurrentHead | None = None,
+    recurrent: TrainableRecurrentHead | None = None,
     observe: AttentionObserver | None = None,
 ) -> StepResult:
     """Cross-entropy against the sharpened teacher, over the sampled vocabulary."""
@@ -280,7 +282,7 @@ def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tens
 
 
 def optimizers_for(
-    model: PreTrainedModel, head: RecurrentHead | None, config: TrainConfig
+    model: PreTrainedModel, head: TrainableRecurrentHead | None, config: TrainConfig
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices if wanted, AdamW for the rest; `VocabularyRows` looks after the embedding."""
     embedding = model.get_input_embeddings().weight
@@ -303,7 +305,7 @@ def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
     return config.learning_rate * min(1.0, (step + 1) / config.warmup_steps) * cosine
 
 
-def save(model: PreTrainedModel, folder: Path, head: RecurrentHead | None = None, further: int = 0) -> None:
+def save(model: PreTrainedModel, folder: Path, head: TrainableRecurrentHead | None = None, further: int = 0) -> None:
     """Write the bfloat16 draft beside its place, then move each file there."""
     partial = folder.with_name(folder.name + ".partial")
     copy = type(model)(model.config).to(torch.bfloat16)
@@ -319,7 +321,7 @@ def save(model: PreTrainedModel, folder: Path, head: RecurrentHead | None = None
     partial.rmdir()
 
 
-def train(model: PreTrainedModel, head: RecurrentHead | None, data: Data, config: TrainConfig) -> None:
+def train(model: PreTrainedModel, head: TrainableRecurrentHead | None, data: Data, config: TrainConfig) -> None:
     """Step until the time is over; save now and then, and at the end."""
     optimizers = optimizers_for(model, head, config)
     rows = VocabularyRows(model.get_input_embeddings().weight, BETAS)
@@ -365,12 +367,16 @@ def train(model: PreTrainedModel, head: RecurrentHead | None, data: Data, config
     save(model, config.out, head, config.further)
 
 
-def recurrent_head(folder: Path, model: PreTrainedModel, config: TrainConfig) -> RecurrentHead | None:
+def recurrent_head(folder: Path, model: PreTrainedModel, config: TrainConfig) -> TrainableRecurrentHead | None:
     """The one in the folder, or a new one."""
     if not config.further:
         return None
     known = (folder / FILE).exists()
-    return RecurrentHead.load(folder) if known else RecurrentHead(model.config.hidden_size, config.head_width)
+    return (
+        TrainableRecurrentHead.load(folder)
+        if known
+        else TrainableRecurrentHead(model.config.hidden_size, config.head_width)
+    )
 
 
 def training_options(parser: argparse.ArgumentParser) -> None:

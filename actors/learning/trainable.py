@@ -1,0 +1,382 @@
+"""A draft model with trainable weights, and the batches that it is trained on and scored by.
+
+Training and evaluation share one forward: float32, teacher-forced, with logits only at the positions of answers, and
+only for the tokens that the draft may propose (`frequent_tokens.json`). On a small draft the LM head over the whole
+vocabulary would be most of the cost.
+
+On one core of an AMD EPYC (AVX2), float32 is the fastest type, attention by two batched matrix products is faster than
+the fused kernel for rows of up to some hundred tokens, and a loss computed a slice of positions at a time, with its
+gradient in the same pass, saves writing and reading all logits twice.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from actors.drafters.loading import HEAD_TOKENS
+from actors.drafters.model.forwards import read_frequent_tokens, tokens_per_forward
+from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
+from actors.drafters.model.recurrent_head import load_recurrent_head
+from actors.learning.recurrent_head import TrainableRecurrentHead
+from actors.models.checkpoint import load_model
+from actors.models.decoder import decoder_for, is_llama_kind
+from actors.models.layer_subset import context_length
+from actors.models.weights import INDEX, SINGLE, is_finite, stored_tensors
+from cluster.errors import ModelError
+from cluster.learning import Example
+from protos.frozen import value
+
+POSITIONS_AT_ONCE = 256  # positions of one slice of logits
+ATTENTION = "slipstream_training"
+FUSED_FROM = 512  # tokens of a row; the scores of longer ones would take too much memory
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """Lengths of the rows that examples are cut into, in tokens.
+
+    A prompt is cut from the left. A longer answer becomes several rows, each after the end of what precedes it.
+    """
+
+    prompt_tokens: int = 512
+    answer_tokens: int = 256
+
+    def within(self, positions: int | None) -> "RowLimits":
+        """Returns limits whose rows a model with so many positions can read."""
+        if positions is None or self.prompt_tokens + self.answer_tokens <= positions:
+            return self
+        answer = max(1, min(self.answer_tokens, positions // 2))
+        return RowLimits(max(1, positions - answer), answer)
+
+
+@value
+class Row:
+    """A part of an example: tokens to feed, and how many of the last ones are predicted.
+
+    The last token is only predicted, the others are fed.
+    """
+
+    tokens: tuple[int, ...]
+    predicted: int
+
+
+def rows_of(example: Example, limits: RowLimits) -> list[Row]:
+    """Cuts an example into rows; none for an empty answer. The first token of a text cannot be predicted."""
+    text = (*example.prompt, *example.answer)
+    found = []
+    for first in range(len(example.prompt), len(text), limits.answer_tokens):
+        end = min(first + limits.answer_tokens, len(text))
+        tokens = text[max(0, first - limits.prompt_tokens) : end]
+        predicted = min(end - first, len(tokens) - 1)
+        if predicted:
+            found.append(Row(tokens, predicted))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Rows of one forward, padded at the end, with all predicted positions in one dimension."""
+
+    tokens: Tensor  # (rows, longest) fed
+    rows: Tensor  # (positions,) row of each predicted position
+    columns: Tensor  # (positions,) index of the last token fed before it
+    labels: Tensor  # (positions,) token ids
+    remaining: Tensor  # (positions,) predicted positions of the same row that follow
+    sizes: tuple[int, ...]  # predicted positions of each row
+
+
+def collate(rows: Sequence[Row], device: torch.device) -> Pass:
+    """Pads rows to one length."""
+    longest = max(len(row.tokens) for row in rows) - 1
+    tokens = np.zeros((len(rows), longest), np.int64)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row.tokens) - 1] = row.tokens[:-1]
+    sizes = tuple(row.predicted for row in rows)
+    columns = [np.arange(len(row.tokens) - 1 - row.predicted, len(row.tokens) - 1) for row in rows]
+    labels = [np.array(row.tokens[-row.predicted :], np.int64) for row in rows]
+    remaining = [np.arange(size - 1, -1, -1) for size in sizes]
+
+    def put(values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return Pass(
+        put(tokens),
+        put(np.repeat(np.arange(len(rows)), sizes)),
+        put(np.concatenate(columns)),
+        put(np.concatenate(labels)),
+        put(np.concatenate(remaining)),
+        sizes,
+    )
+
+
+def grouped(rows: Sequence[Row], pass_tokens: int) -> Iterator[list[int]]:
+    """Yields indices of rows of similar length, of at most `pass_tokens` tokens with their padding, or of one row."""
+    group: list[int] = []
+    for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens)):
+        if group and (len(group) + 1) * (len(rows[group[0]].tokens) - 1) > pass_tokens:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+# ---------------------------------------------------------------- model
+
+
+class TrainableDraft(nn.Module):
+    """A draft model in float32 and, if its folder has one, its recurrent head.
+
+    `columns`, (tokens,), are the token ids that it proposes; None: all. `column_of`, (vocabulary,), is the inverse, -1
+    for tokens that are never proposed. The head chooses among the first `head_columns` of them.
+    """
+
+    columns: Tensor | None
+    column_of: Tensor
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: TrainableRecurrentHead | None,
+        columns: Sequence[int] | None,
+        width: int,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        self.width = width if head is not None else 1  # tokens predicted by one forward
+        self.vocabulary = int(model.config.vocab_size)
+        proposed = range(self.vocabulary) if columns is None else columns
+        column_of = torch.full((self.vocabulary,), -1)
+        column_of[list(proposed)] = torch.arange(len(proposed))
+        self.head_columns = len(proposed) if columns is None else min(len(proposed), HEAD_TOKENS)
+        self.register_buffer("columns", None if columns is None else torch.tensor(columns), persistent=False)
+        self.register_buffer("column_of", column_of, persistent=False)
+        self.to(model.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.column_of.device
+
+    @property
+    def lm_head(self) -> Tensor:
+        """Weights of the tokens that the draft proposes, (columns, hidden)."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight if self.columns is None else F.embedding(self.columns, weight)
+
+    def states(self, batch: Pass) -> Tensor:
+        """Returns the hidden states that predict the answers' tokens, (positions, hidden)."""
+        hidden: Tensor = self.model.get_decoder()(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        return hidden[batch.rows, batch.columns]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the input embeddings of tokens, (tokens, hidden)."""
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        return embedded
+
+    def following(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Returns the recurrent head's states after `tokens`, (tokens,), which were taken after `states`."""
+        assert self.head is not None, "only a draft with a recurrent head predicts further tokens"
+        found: Tensor = self.head(states, self.embed(tokens))
+        return found
+
+    def rows(self, examples: Iterable[Example], limits: RowLimits) -> list[list[Row]]:
+        """Cuts examples into rows that the model can read. Raises ModelError for a token id that it lacks."""
+        limits = limits.within(context_length(self.model.config))
+        found = []
+        for example in examples:
+            if unknown := [token for token in (*example.prompt, *example.answer) if not 0 <= token < self.vocabulary]:
+                raise ModelError(
+                    f"an example has token {unknown[0]}, but the draft's vocabulary has {self.vocabulary} tokens; train"
+                    " on examples of the draft's own target"
+                )
+            found.append(rows_of(example, limits))
+        return found
+
+    def check_finite(self, step: int) -> None:
+        """Raises ModelError if a weight is NaN or infinite."""
+        for name, weight in self.named_parameters():
+            if not is_finite(weight):
+                raise diverged(step, f"{name} has NaN or infinite weights")
+
+
+def diverged(step: int, what: str) -> ModelError:
+    return ModelError(f"training diverged at step {step}: {what}; lower draft.learning.learning_rate")
+
+
+def load_trainable(folder: Path, device: torch.device) -> TrainableDraft:
+    """Loads a draft checkpoint of the Llama kind to train it.
+
+    Raises ModelError if the checkpoint cannot be loaded, or is not of a kind that can be trained.
+    """
+    model = load_model(folder, "float32", device)
+    output = model.get_output_embeddings()
+    if not is_llama_kind(model) or output.bias is not None or getattr(model.config, "logit_scale", None):
+        raise ModelError(
+            f"{folder} holds a {type(model).__name__}, which cannot be trained; use a draft model of the Llama kind"
+        )
+    columns = read_frequent_tokens(folder, int(model.config.vocab_size))
+    width = tokens_per_forward(model.config, 1)
+    head = None
+    if load_recurrent_head(folder, model, decoder_for(model), width) is not None:  # refuses a head that does not fit
+        head = TrainableRecurrentHead.load(folder, float(model.config.rms_norm_eps)).to(device)
+    for weight in model.parameters():
+        weight.data = weight.data.clone()  # loaded weights may be mapped from the file
+        weight.requires_grad_(True)
+    has_windows = bool(getattr(model.config, "sliding_window", None))
+    model.set_attn_implementation(ATTENTION if device.type == "cpu" and not has_windows else "sdpa")
+    return TrainableDraft(model.eval(), head, columns, width)
+
+
+def _causal_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attends causally: query (rows, heads, tokens, dim); key and value (rows, key-value heads, tokens, dim).
+
+    Padding is at the end, so causality hides it. Returns (rows, tokens, heads, dim).
+    """
+    rows, heads, length, dim = query.shape
+    groups = heads // key.shape[1]
+    if length >= FUSED_FROM:
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return mixed.transpose(1, 2), None
+    packed = (query * scaling).reshape(rows * key.shape[1], groups * length, dim)
+    scores = torch.bmm(packed, key.reshape(-1, length, dim).transpose(1, 2))
+    later = torch.full((length, length), -torch.inf, device=query.device).triu(1)
+    weights = torch.softmax(scores.view(-1, groups, length, length) + later, dim=-1)
+    mixed = torch.bmm(weights.view(-1, groups * length, length), value.reshape(-1, length, dim))
+    return mixed.view(rows, heads, length, dim).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _causal_attention)
+
+
+# ---------------------------------------------------------------- loss and choices
+
+
+class SlicedCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropies of softmax(states @ weight.T) against one label per row.
+
+    Loss and gradients are computed a slice of rows at a time in one pass: all logits at once would be hundreds of
+    megabytes, and reading them back for the gradient takes as long as the products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, states: Tensor, weight: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Takes states (rows, hidden), weight (columns, hidden) and labels (rows,).
+
+        Returns the loss, and whether the likeliest column is the label, (rows,).
+        """
+        states_grad = torch.empty_like(states)
+        weight_grad = torch.zeros_like(weight)
+        losses = states.new_empty(len(states))
+        agreed = torch.empty_like(labels, dtype=torch.bool)
+        for first in range(0, len(states), POSITIONS_AT_ONCE):
+            part = slice(first, first + POSITIONS_AT_ONCE)
+            logits = states[part] @ weight.T
+            highest, likeliest = logits.max(dim=1, keepdim=True)
+            expected = labels[part, None]
+            agreed[part] = (likeliest == expected)[:, 0]
+            at_label = logits.gather(1, expected)
+            powers = logits.sub_(highest).exp_()
+            total = powers.sum(dim=1, keepdim=True)
+            losses[part] = (highest + total.log() - at_label)[:, 0]
+            gradient = powers.div_(total)
+            gradient.scatter_add_(1, expected, torch.full_like(at_label, -1.0))
+            torch.mm(gradient, weight, out=states_grad[part])
+            weight_grad.addmm_(gradient.T, states[part])
+        ctx.save_for_backward(states_grad, weight_grad)
+        ctx.mark_non_differentiable(agreed)
+        return losses.sum(), agreed
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        states_grad, weight_grad = ctx.saved_tensors  # type: ignore[attr-defined]
+        return states_grad * upstream[0], weight_grad * upstream[0], None
+
+
+def cross_entropy(states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Applies `SlicedCrossEntropy`."""
+    loss, agreed = SlicedCrossEntropy.apply(states, weight, labels)  # type: ignore[no-untyped-call]
+    return loss, agreed
+
+
+def first_choices(states: Tensor, weight: Tensor) -> Tensor:
+    """Returns the likeliest column at each of `states`, (rows, hidden); weight is (columns, hidden)."""
+    parts = [(part @ weight.T).argmax(dim=1) for part in torch.split(states, POSITIONS_AT_ONCE)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=states.device)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class Checkpoint:
+    """A draft's folder as a form to fill: trained weights are written under the stored names and in the stored types.
+
+    All other files, such as the configuration, the tokenizer and the frequent tokens, are copied.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._types: dict[str, torch.dtype] = {}
+        for key, stored in stored_tensors(folder).items():
+            with safe_open(stored.path, framework="pt") as file:
+                self._types[key] = file.get_tensor(stored.key).dtype
+        self._head_type = torch.float32
+        if (folder / RECURRENT_HEAD).is_file():
+            with safe_open(folder / RECURRENT_HEAD, framework="pt") as file:
+                self._head_type = file.get_tensor("down.weight").dtype
+
+    def rounded(self, draft: TrainableDraft) -> "Weights":
+        """Returns copies of a draft's weights in the types in which they are stored."""
+        held = draft.model.state_dict()
+        model = {key: held[key].to("cpu", kind, copy=True) for key, kind in self._types.items() if key in held}
+        head = {} if draft.head is None else draft.head.state_dict()
+        return Weights(model, {name: weight.to("cpu", self._head_type, copy=True) for name, weight in head.items()})
+
+    def write(self, weights: "Weights", out: Path) -> None:
+        """Writes a complete draft to the folder `out`, its config.json last."""
+        out.mkdir(parents=True, exist_ok=True)
+        replaced = {INDEX, RECURRENT_HEAD, *(path.name for path in self.folder.glob("model*.safetensors"))}
+        others = [path for path in self.folder.iterdir() if path.is_file() and path.name not in replaced]
+        save_file(weights.model, out / SINGLE, metadata={"format": "pt"})
+        if weights.head:
+            save_file(weights.head, out / RECURRENT_HEAD)
+        for path in sorted(others, key=lambda path: path.name == "config.json"):
+            shutil.copyfile(path, out / path.name)
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the folder's weights and configuration."""
+        digest = hashlib.blake2b(digest_size=16)
+        for path in sorted((*self.folder.glob("*.safetensors"), *self.folder.glob("*.json"))):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights of a model and of its recurrent head (empty: none), on the CPU, by their stored names."""
+
+    model: dict[str, Tensor]
+    head: dict[str, Tensor]

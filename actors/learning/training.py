@@ -1,0 +1,426 @@
+"""Trains a draft model, and its recurrent head, on the target's own answers.
+
+A step takes some recent answers and some replay examples, which keep the draft from forgetting the rest of what it
+knows (rehearsal: Robins, 1995). The loss is the cross-entropy of the answers' tokens, plus that of the recurrent head's
+predictions after a sample of positions. All weights are trained, with AdamW.
+
+A step runs in passes of a few rows, so that a trainer in the background can yield often: `pause` is called before each
+pass, and `should_stop` too. Every random choice is a function of the seed and the step, so the saved state holds only
+weights, the optimizer's moments, and counters. A killed trainer continues from the last saved step.
+
+Training stops early: the held-out examples are scored several times per epoch, the best weights are kept, and training
+ends once they have not improved for some evaluations.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from actors.learning.evaluation import CPU, LIMITS, do_nothing, score_loaded
+from actors.learning.trainable import (
+    Checkpoint,
+    Pass,
+    Row,
+    RowLimits,
+    TrainableDraft,
+    Weights,
+    collate,
+    cross_entropy,
+    diverged,
+    grouped,
+    load_trainable,
+)
+from cluster.errors import ModelError
+from cluster.learning import Example, Figures
+
+STATE = "state.safetensors"
+COUNTERS = ("step", "best_step", "stale", "seconds")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """Parameters of a training."""
+
+    epochs: float = 2.0  # passes over the recent examples
+    learning_rate: float = 2e-4  # of AdamW, for all weights
+    batch: int = 8  # recent answers, or parts of long ones, per step
+    replay_share: float = 0.5  # of a step's rows, taken from the replay examples; 0 to below 1
+    limits: RowLimits = LIMITS
+    draft_tokens: int = 4  # length of the blocks that the held-out examples are scored with
+    evaluations: int = 2  # per epoch
+    patience: int = 3  # evaluations without improvement before training ends
+    warmup_steps: int = 8
+    head_weight: float = 0.5  # of the recurrent head's mean loss; the draft's own has weight 1
+    head_positions: int = 16  # of a row, at which the recurrent head is trained
+    clip: float = 1.0  # norm of a step's gradient
+    pass_tokens: int = 1024  # most tokens of one forward and backward, padding included
+    save_every_s: float = 30.0
+    seed: int = 0
+
+    @property
+    def replay_rows(self) -> int:
+        """Replay rows per step."""
+        return round(self.batch * self.replay_share / (1 - self.replay_share))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """Where a training is after a step."""
+
+    step: int
+    steps: int  # in total, unless training stops early
+    loss: float  # of the step, per token
+    agreement: float  # of the step: share of tokens that the draft's first choice equals
+    seconds: float  # of training so far, interrupted parts included
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """Outcome of a training."""
+
+    is_complete: bool  # False: stopped on request, nothing was written
+    steps: int  # done
+    best_step: int  # whose weights were written; 0: those of the start
+    seconds: float
+    before: Figures  # of the start, on the held-out examples
+    after: Figures  # of the best weights, on the held-out examples
+
+
+def train(
+    start: Path,
+    out: Path,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    replay: Sequence[Example],
+    options: TrainingOptions,
+    *,
+    progress: Callable[[TrainingProgress], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    pause: Callable[[], None] = do_nothing,
+    state: Path | None = None,
+    device: torch.device = CPU,
+) -> TrainingResult:
+    """Trains the draft in folder `start` and writes a complete draft to folder `out`.
+
+    The number of threads is the caller's. `pause` is called before each pass and may block. If `should_stop` returns
+    True, the state is saved and nothing is written. With a folder `state`, training continues from there if it was
+    interrupted, also if examples have come or gone since; the state of another start or of other options is discarded.
+    Without held-out examples the last weights are written.
+
+    Raises ModelError if the draft cannot be loaded or trained, if there are no examples, or if loss or weights become
+    NaN or infinite; nothing is written then. OSError (a full disk) passes through.
+    """
+    if not 0 <= options.replay_share < 1:
+        raise ModelError(f"replay_share is {options.replay_share:g}; set it from 0 to below 1")
+    training = _Training(start, examples, held_out, replay, options, pause, device)
+    saved = None if state is None else _SavedState(state, f"{training.checkpoint.fingerprint()} {asdict(options)}")
+    done = training.run(progress, should_stop, saved)
+    if not done:
+        return training.result(is_complete=False)
+    training.checkpoint.write(training.best, out)
+    if saved is not None:
+        saved.remove()
+    return training.result(is_complete=True)
+
+
+class _Training:
+    """One training: its model, data, optimizer and best weights so far."""
+
+    def __init__(
+        self,
+        start: Path,
+        examples: Sequence[Example],
+        held_out: Sequence[Example],
+        replay: Sequence[Example],
+        options: TrainingOptions,
+        pause: Callable[[], None],
+        device: torch.device,
+    ) -> None:
+        self._options = options
+        self._pause = pause
+        self._held_out = [example for example in held_out if example.answer]
+        self.checkpoint = Checkpoint(start)
+        self._draft = load_trainable(start, device)
+        self._rows = _flat(self._draft.rows(examples, options.limits))
+        self._replay = _flat(self._draft.rows(replay, options.limits))
+        if not self._rows:
+            raise ModelError("there are no examples to train on; collect some, or name a file with --examples")
+        self._parameters = list(self._draft.parameters())
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=options.learning_rate, weight_decay=0.0, fused=True)
+        self._steps_per_epoch = math.ceil(len(self._rows) / options.batch)
+        self._step = 0
+        self._seconds = 0.0
+        self._before = self._figures()
+        self.best = self.checkpoint.rounded(self._draft)
+        self._best_figures = self._before
+        self._best_step = 0
+        self._stale = 0  # evaluations since the best one
+
+    @property
+    def _steps(self) -> int:
+        return max(1, round(self._options.epochs * self._steps_per_epoch))
+
+    def result(self, *, is_complete: bool) -> TrainingResult:
+        return TrainingResult(is_complete, self._step, self._best_step, self._seconds, self._before, self._best_figures)
+
+    def run(
+        self,
+        progress: Callable[[TrainingProgress], None],
+        should_stop: Callable[[], bool],
+        saved: "_SavedState | None",
+    ) -> bool:
+        """Trains to the end; returns False if it was stopped."""
+        if saved is not None and (found := saved.load()) is not None:
+            self._resume(found)
+        before = self._seconds
+        started = time.monotonic()
+        last_save = started
+        evaluate_every = max(1, self._steps_per_epoch // self._options.evaluations)
+        while self._step < self._steps and self._stale < self._options.patience:
+            losses = None if should_stop() else self._run_step(should_stop)
+            self._seconds = before + time.monotonic() - started
+            if losses is None:
+                if saved is not None:
+                    saved.save(self._state())
+                return False
+            progress(TrainingProgress(self._step, self._steps, *losses, self._seconds))
+            if self._step % evaluate_every == 0 or self._step == self._steps:
+                self._evaluate()
+            self._seconds = before + time.monotonic() - started
+            if saved is not None and time.monotonic() - last_save >= self._options.save_every_s:
+                saved.save(self._state())
+                last_save = time.monotonic()
+        return True
+
+    # ------------------------------------------------------------ steps
+
+    def _run_step(self, should_stop: Callable[[], bool]) -> tuple[float, float] | None:
+        """Runs a step; returns its loss and agreement, or None, with nothing changed, if it was stopped."""
+        options = self._options
+        rng = np.random.default_rng((options.seed, self._step))
+        rows = self._rows_of_step()
+        passes = [
+            _TrainingPass(self._draft, [rows[index] for index in group], options.head_positions, rng)
+            for group in grouped(rows, options.pass_tokens)
+        ]
+        positions = max(1, sum(each.positions for each in passes))
+        further = max(1, sum(each.further for each in passes))
+        gathered = self._draft.lm_head
+        lm_head = gathered.detach().requires_grad_(True)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = agreed = 0.0
+        for each in passes:
+            self._pause()
+            if should_stop():
+                return None
+            own, head, right = each.losses(lm_head)
+            torch.autograd.backward(own / positions + options.head_weight * head / further)
+            loss += float(own.detach()) / positions
+            agreed += right
+        if not math.isfinite(loss):
+            raise diverged(self._step + 1, f"the loss is {loss}")
+        torch.autograd.backward(gathered, lm_head.grad)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, options.clip))
+        if not math.isfinite(norm):
+            raise diverged(self._step + 1, f"the gradient's norm is {norm}")
+        for group in self._optimizer.param_groups:
+            group["lr"] = options.learning_rate * self._rate(self._step)
+        self._optimizer.step()
+        self._step += 1
+        return loss, agreed / positions
+
+    def _rate(self, step: int) -> float:
+        """Returns the share of the learning rate at a step: a linear warm-up."""
+        return min(1.0, (step + 1) / self._options.warmup_steps)
+
+    def _rows_of_step(self) -> list[Row]:
+        """Returns the recent rows of this step, each once per epoch, and replay rows, each once before any again."""
+        epoch, index = divmod(self._step, self._steps_per_epoch)
+        batch = self._options.batch
+        order = np.random.default_rng((self._options.seed, epoch, 0)).permutation(len(self._rows))
+        found = [self._rows[place] for place in order[index * batch : (index + 1) * batch]]
+        for place in range(self._step * self._options.replay_rows, (self._step + 1) * self._options.replay_rows):
+            if self._replay:
+                turn, at = divmod(place, len(self._replay))
+                shuffled = np.random.default_rng((self._options.seed, turn, 1)).permutation(len(self._replay))
+                found.append(self._replay[shuffled[at]])
+        return found
+
+    # ------------------------------------------------------------ early stopping
+
+    def _evaluate(self) -> None:
+        """Scores the held-out examples and keeps the weights if they are the best so far."""
+        self._draft.check_finite(self._step)
+        figures = self._figures()
+        if not self._held_out or figures.tokens_per_verify > self._best_figures.tokens_per_verify:
+            self.best = self.checkpoint.rounded(self._draft)
+            self._best_figures = figures
+            self._best_step = self._step
+            self._stale = 0
+        else:
+            self._stale += 1
+
+    def _figures(self) -> Figures:
+        options = self._options
+        return Figures.of(
+            score_loaded(
+                self._draft,
+                self._held_out,
+                options.draft_tokens,
+                limits=options.limits,
+                pass_tokens=options.pass_tokens,
+                pause=self._pause,
+            )
+        )
+
+    # ------------------------------------------------------------ saved state
+
+    def _state(self) -> "_State":
+        tensors = {f"draft.{name}": weight.detach() for name, weight in self._draft.named_parameters()}
+        for index, moments in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": moment for name, moment in moments.items()}
+        tensors |= {f"best_model.{name}": weight for name, weight in self.best.model.items()}
+        tensors |= {f"best_head.{name}": weight for name, weight in self.best.head.items()}
+        return _State(tensors, self._step, self._best_step, self._stale, self._seconds)
+
+    def _resume(self, found: "_State") -> None:
+        """Continues from a state. The best weights are scored again, since the held-out examples may differ."""
+        self.best = Weights(found.of("best_model"), found.of("best_head"))
+        self._draft.model.load_state_dict(self.best.model, strict=False)  # tied weights are stored once
+        if self._draft.head is not None:
+            self._draft.head.load_state_dict(self.best.head)
+        self._best_figures = self._figures()
+        self._draft.load_state_dict(found.of("draft"), strict=False)
+        moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for name, moment in found.of("optimizer").items():
+            index, _, kind = name.partition(".")
+            moments[int(index)][kind] = moment
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": dict(moments), "param_groups": groups})
+        self._step, self._best_step = found.step, found.best_step
+        self._stale, self._seconds = found.stale, found.seconds
+        log.info("training continues after step %d", self._step)
+
+
+class _TrainingPass:
+    """Rows of one forward and backward, with the positions at which the recurrent head is trained."""
+
+    def __init__(
+        self, draft: TrainableDraft, rows: Sequence[Row], head_positions: int, rng: np.random.Generator
+    ) -> None:
+        self._draft = draft
+        self._batch = collate(rows, draft.device)
+        self._labels = draft.column_of[self._batch.labels]
+        self._learned = (self._labels >= 0).nonzero()[:, 0]  # a token that is never proposed teaches nothing
+        begins = _sampled(self._batch, head_positions, draft.width, rng)
+        self._begins = torch.from_numpy(begins).to(draft.device)
+        self.positions = len(self._learned)
+        self.further = sum(len(self._targets(distance)[1]) for distance in range(1, draft.width))
+
+    def losses(self, lm_head: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Returns the summed losses of the draft and of its recurrent head, and how many first choices are right."""
+        batch = self._batch
+        states = self._draft.states(batch)
+        labels = self._labels[self._learned]
+        own, agreed = cross_entropy(states[self._learned], lm_head, labels)
+        begun = states[self._begins]
+        further: list[Tensor] = []
+        targets: list[Tensor] = []
+        for distance in range(1, self._draft.width):
+            begun = self._draft.following(begun, batch.labels[self._begins + distance - 1])
+            kept, wanted = self._targets(distance)
+            further.append(begun[kept])
+            targets.append(wanted)
+        if not targets or not len(wanted := torch.cat(targets)):
+            return own, own.new_zeros(()), int(agreed.sum())
+        columns = lm_head[: self._draft.head_columns]
+        head, _ = cross_entropy(torch.cat(further), columns, wanted)
+        return own, head, int(agreed.sum())
+
+    def _targets(self, distance: int) -> tuple[Tensor, Tensor]:
+        """Returns the begins whose prediction at this distance is trained, as indices, and its columns."""
+        labels = self._labels[self._begins + distance]
+        kept = ((labels >= 0) & (labels < self._draft.head_columns)).nonzero()[:, 0]
+        return kept, labels[kept]
+
+
+def _sampled(batch: Pass, count: int, width: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Draws up to `count` positions of each row that `width` - 1 others follow."""
+    found = []
+    first = 0
+    for size in batch.sizes:
+        possible = max(0, size - width + 1)
+        found.append(first + rng.permutation(possible)[:count])
+        first += size
+    return np.concatenate(found)
+
+
+def _flat(rows: Sequence[Sequence[Row]]) -> list[Row]:
+    return [row for each in rows for row in each]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What an interrupted training continues from."""
+
+    tensors: dict[str, Tensor]
+    step: int
+    best_step: int
+    stale: int
+    seconds: float
+
+    def of(self, part: str) -> dict[str, Tensor]:
+        """Returns the tensors whose names begin with `part`, without it."""
+        return {
+            name.removeprefix(f"{part}."): each for name, each in self.tensors.items() if name.startswith(f"{part}.")
+        }
+
+
+class _SavedState:
+    """A training's state in a folder, replaced atomically; the state of another training is ignored."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self._path = folder / STATE
+        self._fingerprint = fingerprint
+
+    def save(self, state: _State) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        partial.touch(mode=0o600)
+        counters = {name: getattr(state, name) for name in COUNTERS}
+        save_file(state.tensors, partial, {"fingerprint": self._fingerprint, "counters": json.dumps(counters)})
+        os.replace(partial, self._path)
+
+    def load(self) -> _State | None:
+        """Returns the state, or None if there is none, it cannot be read, or it belongs to another training."""
+        if not self._path.is_file():
+            return None
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            log.warning("training starts over: %s cannot be read: %s", self._path, error)
+            return None
+        if metadata.get("fingerprint") != self._fingerprint:
+            log.info("training starts over: the state in %s belongs to another draft or other options", self._path)
+            return None
+        return _State(tensors, **json.loads(metadata["counters"]))
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)

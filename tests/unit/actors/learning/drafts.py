@@ -1,0 +1,56 @@
+"""Tiny drafts on disk: a Llama, some with a recurrent head and a list of frequent tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actors.drafters.model.forwards import FILE as FREQUENT_TOKENS
+from actors.learning.recurrent_head import TrainableRecurrentHead
+from cluster.learning import Example
+
+VOCABULARY = 40
+HIDDEN = 16
+WIDE = 8
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CPU = torch.device("cpu")
+
+
+def write_draft(
+    folder: Path,
+    *,
+    width: int = 1,
+    frequent: list[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    tied: bool = True,
+) -> Path:
+    """Writes a draft with random weights that predicts `width` tokens per forward."""
+    torch.manual_seed(3)
+    config = LlamaConfig(**SHAPE, initializer_range=0.3, tie_word_embeddings=tied)
+    if width > 1:
+        config.tokens_per_forward = width
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    if width > 1:
+        head = TrainableRecurrentHead(HIDDEN, WIDE, config.rms_norm_eps)
+        torch.nn.init.normal_(head.down.weight, std=0.5)
+        head.save(folder, dtype)
+    if frequent is not None:
+        (folder / FREQUENT_TOKENS).write_text(json.dumps(frequent))
+    return folder
+
+
+def some_examples(count: int, seed: int = 0, answer: int = 12) -> list[Example]:
+    """Draws prompts and answers at random."""
+    drawn = torch.Generator().manual_seed(seed)
+    texts = torch.randint(VOCABULARY, (count, 6 + answer), generator=drawn).tolist()
+    return [Example(tuple(text[: 3 + index % 4]), tuple(text[6:])) for index, text in enumerate(texts)]
