@@ -23,13 +23,14 @@ from tests.mutations import (
 )
 
 FRAMES = 12  # of an example
-
-
-@pytest.mark.parametrize(
+SERVICES = pytest.mark.parametrize(
     ("frames", "service"),
     [(TO_TARGET, at_target), (TO_DRAFTER, at_drafter), (TO_ROUTER, at_router)],
     ids=["target", "drafter", "router"],
 )
+
+
+@SERVICES
 def test_mutated_frames_cost_nobody_else_anything(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
     @settings(max_examples=150)
     @given(st.lists(mutated(tuple(frames)), min_size=FRAMES, max_size=FRAMES))
@@ -40,11 +41,7 @@ def test_mutated_frames_cost_nobody_else_anything(frames: dict[type, str], servi
     check()
 
 
-@pytest.mark.parametrize(
-    ("frames", "service"),
-    [(TO_TARGET, at_target), (TO_DRAFTER, at_drafter), (TO_ROUTER, at_router)],
-    ids=["target", "drafter", "router"],
-)
+@SERVICES
 def test_what_mutations_are_made_of_is_taken_too(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
     """Each as it is, and all of them one after the other, so that the mutated ones have something to hit."""
     everything = [Sent(frame, data) for frame in frames for data in SENSIBLE[frame]]

@@ -36,12 +36,6 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _flex_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Called plainly it would still be traced, which takes seconds."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     return BACKENDS[request.param]()

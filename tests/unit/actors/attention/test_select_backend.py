@@ -33,12 +33,6 @@ CPU = torch.device("cpu")
 SHAPE = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=8, page_size=16, dtype=torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def _flex_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Called plainly it would still be traced, which takes seconds."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
 class Clock:
     """Time passes only as backends are made to take it."""
 
@@ -193,7 +187,7 @@ def steps_of_a_server() -> list[list[InputRow]]:
     blocks = [InputRow((1,) * (1 + at % 4), 13 * at + 2, 0, pages) for at in range(12)]
     trees = [InputRow((1,) * (1 + at % 6), 7 * at + 3, 0, pages, tree[: at % 6]) for at in range(1, 9)]
     prompts = [InputRow((1,) * length, 0, 0, pages) for length in (1, 2, 17, 129, 400)]
-    alone = [[row] for row in (*prompts, *blocks[:2], *trees[1:4])]
+    alone = [[row] for row in (*prompts, *blocks[:4], *trees)]
     return [*alone, blocks, trees, blocks + trees, [*blocks, prompts[3]], [*trees, prompts[4]], [*prompts, *blocks]]
 
 

@@ -77,24 +77,20 @@ def test_sampled_it_is_the_difference_with_the_noise_in_logits():
         assert margin(logits, sampling, None, AT, rival) == pytest.approx(float(noisy.max() - noisy[rival]))
 
 
-def test_a_token_beyond_the_edge_of_top_k_is_as_far_as_the_edge():
-    """The third has the noise to win; what keeps it from it is the edge."""
-    logits = torch.tensor([2.0, 1.0, 0.9])
-    sampling = Sampling(temperature=1.0, top_k=2)
-    at = next(
-        at for seed in range(99) if decided(logits, Sampling(temperature=1.0), at := DrawAddress(seed, 0, 0)) == 2
-    )
-    assert margin(logits, sampling, None, at, 2) == pytest.approx(0.1, abs=1e-6)
-
-
-def test_a_token_beyond_the_edge_of_top_p_is_as_far_as_the_probability_before_it():
-    """Three tokens; two already have a hair more than top_p: as far in logits as in the logarithm of that."""
-    probs = torch.tensor([0.5, 0.31, 0.19])
-    sampling = Sampling(temperature=1.0, top_p=0.8)
-    at = next(
-        at for seed in range(99) if decided(probs.log(), Sampling(temperature=1.0), at := DrawAddress(seed, 0, 0)) == 2
-    )
-    assert margin(probs.log(), sampling, None, at, 2) == pytest.approx(math.log(0.81 / 0.8), abs=1e-6)
+@pytest.mark.parametrize(
+    ("logits", "sampling", "distance"),
+    [
+        ([2.0, 1.0, 0.9], Sampling(temperature=1.0, top_k=2), 0.1),
+        ([math.log(share) for share in (0.5, 0.31, 0.19)], Sampling(temperature=1.0, top_p=0.8), math.log(0.81 / 0.8)),
+    ],
+    ids=["top_k", "top_p"],
+)
+def test_a_token_beyond_an_edge_is_as_far_as_the_edge(logits, sampling, distance):
+    """The third has the noise to win. With top_p, two tokens already have a hair more: as far in logits as in the
+    logarithm of that."""
+    row = torch.tensor(logits)
+    at = next(at for seed in range(99) if decided(row, Sampling(temperature=1.0), at := DrawAddress(seed, 0, 0)) == 2)
+    assert margin(row, sampling, None, at, 2) == pytest.approx(distance, abs=1e-6)
 
 
 def test_the_one_ahead_may_be_left_out_instead_of_overtaken():

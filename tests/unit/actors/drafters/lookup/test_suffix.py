@@ -188,8 +188,7 @@ def test_answers_are_known_to_sessions_with_their_own_cache_salt_alone():
     method = a_method()
     answer(method, (1, 2, 3, 4, 5), cache_salt="key a")
     for salt, known in (("key a", (3, 4, 5)), ("key b", ()), ("", ())):
-        proposal = block_of(method, a_want((9, 1, 2), cache_salt=salt))
-        assert proposal.tokens == known
+        assert block_of(method, a_want((9, 1, 2), cache_salt=salt)).tokens == known
 
 
 def test_prompts_are_not_remembered_but_for_where_the_answer_begins():
@@ -197,10 +196,8 @@ def test_prompts_are_not_remembered_but_for_where_the_answer_begins():
     method.open(an_open("before", tokens=(20, 21, 22, 23, 1, 2)))
     method.committed("before", (3, 4))
     method.close(["before"])
-    found = block_of(method, a_want((1, 2)))
-    assert found.tokens == (3, 4)
-    nothing = block_of(method, a_want((20, 21)))
-    assert nothing.tokens == ()
+    assert block_of(method, a_want((1, 2))).tokens == (3, 4)
+    assert block_of(method, a_want((20, 21))).tokens == ()
 
 
 def test_an_answer_drawn_by_rejection_sampling_is_not_remembered():
@@ -212,8 +209,7 @@ def test_an_answer_drawn_by_rejection_sampling_is_not_remembered():
     ):
         method = a_method()
         answer(method, (1, 2, 3), sampling=sampling, acceptance=acceptance)
-        proposal = block_of(method, a_want((1, 2)))
-        assert (proposal.tokens == (3,)) == is_known
+        assert (block_of(method, a_want((1, 2))).tokens == (3,)) == is_known
 
 
 def test_a_session_s_text_is_found_in_as_it_grows():
@@ -247,8 +243,7 @@ def test_a_chain_has_the_most_frequent_tokens():
 def test_unlikely_tokens_are_not_sent_except_with_rejection_sampling():
     """Half of the chance is at first that of something new; of the rest, two thirds are the token's that came twice."""
     for least, tokens in ((0.3, (4,)), (0.16, (4, 3)), (0.35, ())):
-        proposal = block_of(a_method(), a_want(TWICE, shape=Shape.TREE, least_chance=least))
-        assert proposal.tokens == tokens
+        assert block_of(a_method(), a_want(TWICE, shape=Shape.TREE, least_chance=least)).tokens == tokens
     drawn = {"sampling": DRAWN, "acceptance": Acceptance.REJECTION}
     assert block_of(a_method(), a_want(TWICE, least_chance=0.9, **drawn)).tokens == (4, 9, 1)
 
