@@ -1,9 +1,12 @@
 """Exchanged weights: open sessions go on, and nothing that the earlier weights computed is used again."""
 
+import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +16,7 @@ from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel, DraftWeights
 from actors.drafters.model.forwards import MaskTokens
-from actors.drafters.model.sampling import Calibration, DraftingLimits
+from actors.drafters.model.sampling import Calibration, Candidates, DraftingLimits, DraftKind
 from cluster.drafting.method import ExchangesWeights
 from cluster.errors import ModelError
 from protos.draft_tree import DraftTree
@@ -30,6 +33,7 @@ from tests.unit.actors.drafters.drafting import (
     never,
     propose,
 )
+from tests.unit.cluster.samples import GREEDY
 
 OTHER = LOGITS.flip(1)
 IDS = torch.arange(VOCABULARY)
@@ -115,13 +119,19 @@ def test_the_calibration_adapts_as_quickly_as_a_new_one() -> None:
         propose(method, [a_want(text)], never)
         method.committed("s", (token,))
         text += (token,)
-    (fit,) = calibration._fits.values()
-    assert (fit.squares > 1).any()
-    weights = fit.weights.copy()
+    kind = DraftKind.of(GREEDY, is_further=False)
+    candidates = Candidates(np.arange(3), np.log([0.5, 0.3, 0.1]), np.zeros(3), math.log(0.1))
+    unchanged = deepcopy(calibration)
+    before = calibration.chances(kind, candidates)
+    assert before.tolist() != Calibration().chances(kind, candidates).tolist(), "it has learned"
     method.exchange(other_weights())
-    (fit,) = calibration._fits.values()
-    assert (fit.weights == weights).all()
-    assert (fit.squares == 1).all()
+    assert calibration.chances(kind, candidates).tolist() == before.tolist()
+    steps = []
+    for each in (calibration, unchanged):
+        each.note("other", (1, ()), kind, candidates)
+        each.decided("other", [0, 2])
+        steps.append(np.abs(each.chances(kind, candidates) - before).sum())
+    assert steps[0] > steps[1]
 
 
 # ---------------------------------------------------------------- preparing

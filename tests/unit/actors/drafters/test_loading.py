@@ -158,15 +158,16 @@ def test_a_version_replaces_a_checkpoint_in_the_memory_of_its_cache(folder: Path
         add_head(version)
     method = load(folder, int8=int8)
     before = drafted(method)
-    runner: Any = method._weights.runner
-    memory = [layer.data_ptr() for layer in runner.cache._layers.values()]
-    exchange = method.prepare_weights(version)
+    exchange: Any = method.prepare_weights(version)
     assert drafted(method) == before
-    exchange()
+    earlier = exchange()
     assert drafted(method) == drafted(load(version, int8=int8))
     assert drafted(method) != before
-    runner = method._weights.runner
-    assert [layer.data_ptr() for layer in runner.cache._layers.values()] == memory
+    later = method.exchange(earlier)
+    assert drafted(method) == before
+    for layer in range(2):
+        one, other = (weights.runner.cache.layer(layer, 1, HIDDEN // 2) for weights in (earlier, later))
+        assert one.data_ptr() == other.data_ptr()
 
 
 def with_weights(change: Callable[[dict[str, torch.Tensor]], None], name: str = WEIGHTS) -> Callable[[Path], None]:
