@@ -11,7 +11,7 @@ gradient in the same pass, saves writing and reading all logits twice.
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,6 +135,10 @@ def grouped(rows: Sequence[Row], pass_tokens: int) -> Iterator[list[int]]:
 # ---------------------------------------------------------------- model
 
 
+Embed = Callable[[Tensor], Tensor]
+"""Maps token ids, (...), to input embeddings, (..., hidden)."""
+
+
 class TrainableDraft(nn.Module):
     """A draft model in float32 and, if its folder has one, its recurrent head.
 
@@ -175,20 +179,21 @@ class TrainableDraft(nn.Module):
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight if self.columns is None else F.embedding(self.columns, weight)
 
-    def states(self, batch: Pass) -> Tensor:
+    def states(self, batch: Pass, embed: "Embed | None" = None) -> Tensor:
         """Returns the hidden states that predict the answers' tokens, (positions, hidden)."""
-        hidden: Tensor = self.model.get_decoder()(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        inputs = (embed or self.embed)(batch.tokens)
+        hidden: Tensor = self.model.get_decoder()(inputs_embeds=inputs, use_cache=False).last_hidden_state
         return hidden[batch.rows, batch.columns]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Returns the input embeddings of tokens, (tokens, hidden)."""
+        """Returns the input embeddings of tokens, (..., hidden)."""
         embedded: Tensor = self.model.get_input_embeddings()(tokens)
         return embedded
 
-    def following(self, states: Tensor, tokens: Tensor) -> Tensor:
+    def following(self, states: Tensor, tokens: Tensor, embed: "Embed | None" = None) -> Tensor:
         """Returns the recurrent head's states after `tokens`, (tokens,), which were taken after `states`."""
         assert self.head is not None, "only a draft with a recurrent head predicts further tokens"
-        found: Tensor = self.head(states, self.embed(tokens))
+        found: Tensor = self.head(states, (embed or self.embed)(tokens))
         return found
 
     def rows(self, examples: Iterable[Example], limits: RowLimits) -> list[list[Row]]:
@@ -209,6 +214,27 @@ class TrainableDraft(nn.Module):
         for name, weight in self.named_parameters():
             if not is_finite(weight):
                 raise diverged(step, f"{name} has NaN or infinite weights")
+
+
+class VocabularyRows:
+    """The rows of embedding and LM head that one step uses, with gradients of their own.
+
+    A gradient of the whole vocabulary for each lookup and pass would be a quarter of a step's time.
+    """
+
+    def __init__(self, draft: TrainableDraft, tokens: Tensor) -> None:
+        """`tokens`, (...), are all that will be embedded in this step."""
+        self._ids = tokens.unique()
+        self._gathered = (draft.lm_head, draft.embed(self._ids))
+        self.lm_head, self._embedding = (rows.detach().requires_grad_(True) for rows in self._gathered)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the input embeddings of tokens, (..., hidden)."""
+        return F.embedding(torch.searchsorted(self._ids, tokens), self._embedding)
+
+    def backward(self) -> None:
+        """Adds the gradients of this step to those of the draft's weights."""
+        torch.autograd.backward(self._gathered, (self.lm_head.grad, self._embedding.grad))
 
 
 def diverged(step: int, what: str) -> ModelError:
