@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,12 +13,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cluster.errors import ConfigError
+from protos.frozen import value
 from serve_app.cli.main import ConfigPath, Overrides, load
 from serve_app.tables import table
 
 if TYPE_CHECKING:
+    import torch
+
     from actors.learning.training import TrainingOptions
+    from cluster.config import LearningOptions
     from cluster.learning import Comparison, Example
+
+SCORED = 400  # most held-out examples of a kind
 
 learn_app = typer.Typer(help="Train drafts on the target's own answers.", no_args_is_help=True)
 
@@ -29,7 +36,10 @@ def run(
         Path,
         typer.Option(help="Recorded conversations: JSON lines of messages, ShareGPT, or token ids."),
     ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the trained draft to.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="New folder for the draft; default: a version in draft.learning.folder."),
+    ] = None,
     answer: Annotated[
         bool, typer.Option("--answer", help="Let the target write the answers itself, greedily; takes longer.")
     ] = False,
@@ -43,17 +53,23 @@ def run(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one per core.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Trains CONFIG's draft model on recorded conversations and writes a new draft folder.
+    """Trains CONFIG's draft model on recorded conversations; writes a draft folder, or adds a version.
 
-    One example in six is held out: training stops when the score on these no longer improves, and the table compares
-    them before and after. Conversations with the target itself work best, because a draft learns to predict its target;
-    with --answer the target writes the answers of other conversations anew. An interrupted run continues if it is
-    started again with the same options.
+    One example in six is held out: training stops when the score on half of these no longer improves, and the table
+    compares the other half before and after. Conversations with the target itself work best, because a draft learns to
+    predict its target; with --answer the target writes the answers of other conversations anew. A version is added as a
+    candidate, which serves once it is promoted. An interrupted run continues if it is started again with the same
+    options.
     """
     config = load(config_path, overrides)
     if config.draft.method != "draft_model" or config.draft.model is None:
         raise ConfigError(f"draft.method is {config.draft.method}; set it to draft_model, the only one that is trained")
-    if out.exists():
+    learning = config.draft.learning
+    if out is None and learning is None:
+        raise ConfigError(
+            "there is no place for the trained draft; name a new folder with --out, or set draft.learning"
+        )
+    if out is not None and out.exists():
         raise ConfigError(f"{out} exists; name a new folder with --out")
     import torch
 
@@ -66,14 +82,68 @@ def run(
     recent = _read(target, examples, limit, answer_tokens if answer else None, console)
     general = [] if replay is None else _read(target, replay, limit, None, console)
     options = TrainingOptions(epochs=epochs, learning_rate=learning_rate, draft_tokens=config.speculation.draft_tokens)
-    _train(local_folder(config.draft.model), out, recent, general, options, console)
-    typer.echo(f"The trained draft is in {out}; to serve it, set draft.model to this folder")
+    start = local_folder(config.draft.model)
+    if out is not None:
+        _train(start, out, recent, general, options, console)
+        typer.echo(f"The trained draft is in {out}; to serve it, set draft.model to this folder")
+        return
+    assert learning is not None, "checked above"
+    version = _add_version(learning, start, target, recent, general, options, console)
+    typer.echo(f"It is version {version} in {learning.folder}; to serve it, run `slipstream learn promote`")
+
+
+def _add_version(
+    learning: "LearningOptions",
+    configured: Path,
+    target: Path,
+    recent: "Sequence[Example]",
+    general: "Sequence[Example]",
+    options: "TrainingOptions",
+    console: Console,
+) -> int:
+    """Trains from the current version, or from the configured draft, and adds the result; returns its number."""
+    from actors.learning.versions import VersionFolder
+    from actors.models.checkpoint import checkpoint_fingerprint
+    from cluster.learning import Manifest, State, decide
+
+    fingerprint = checkpoint_fingerprint(target)
+    folder = Path(learning.folder).expanduser()
+    versions = VersionFolder(folder)
+    current = versions.current()
+    parent = current if current and versions.manifest_of(current).target == fingerprint else 0
+    start = versions.folder_of(parent) if parent else configured
+    candidate = folder / "training" / "offline"
+    shutil.rmtree(candidate, ignore_errors=True)
+    trained = _train(start, candidate, recent, general, options, console)
+    reason = "no held-out examples"
+    if trained.recent is not None:
+        reason = decide(trained.recent, trained.general, learning.max_general_loss, learning.min_sessions).reason
+    manifest = Manifest(
+        version=1,  # the folder assigns the number
+        parent=parent,
+        created=time.time(),
+        state=State.CANDIDATE,
+        reason=f"offline: {reason}",
+        method="draft_model",
+        target=fingerprint,
+        examples=trained.examples,
+        tokens=trained.tokens,
+        seconds=trained.seconds,
+        recent=trained.recent,
+        general=trained.general,
+    )
+
+    def copy(out: Path) -> None:
+        shutil.copytree(candidate, out, dirs_exist_ok=True)
+
+    try:
+        return versions.add(manifest, copy).version
+    finally:
+        shutil.rmtree(candidate, ignore_errors=True)
 
 
 def _read(target: Path, path: Path, limit: int, answer_tokens: int | None, console: Console) -> "list[Example]":
     """Reads the examples of a file; with `answer_tokens`, the target writes their answers, of at most that length."""
-    import torch
-
     from actors.learning.conversations import answered, read_examples
     from actors.models.checkpoint import load_model
     from actors.models.tokenizer_reader import end_ids, load_tokenizer
@@ -84,12 +154,23 @@ def _read(target: Path, path: Path, limit: int, answer_tokens: int | None, conso
         return found
     prompts = [example.prompt for example in found]
     with console.status("Loading the target"):
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = _device()
         # On most CPUs, float32 is faster than bfloat16 in a batch.
         model = load_model(target, "float32" if device.type == "cpu" else "bfloat16", device)
     with _bar(console) as progress:
         task = progress.add_task("The target answers", total=len(prompts), note="")
         return answered(model, prompts, ends, answer_tokens, advance=lambda count: progress.advance(task, count))
+
+
+@value
+class Trained:
+    """What a training used, and how the draft did on held-out examples before and after; None: there were none."""
+
+    examples: int
+    tokens: int  # of their answers
+    seconds: float
+    recent: "Comparison | None"
+    general: "Comparison | None"
 
 
 def _train(
@@ -99,18 +180,17 @@ def _train(
     general: "Sequence[Example]",
     options: "TrainingOptions",
     console: Console,
-) -> None:
+) -> Trained:
     """Trains, then prints the scores of start and result on examples that the draft was not trained on."""
-    import torch
-
     from actors.learning.evaluation import score_draft
     from actors.learning.training import TrainingProgress, train
     from cluster.learning import compare, is_held_out
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     held_out = [example for example in recent if is_held_out(example)]
+    stopping, judged = held_out[::2][:SCORED], held_out[1::2][:SCORED]
     trained = [example for example in recent if not is_held_out(example)]
-    unseen = [example for example in general if is_held_out(example)]
+    unseen = [example for example in general if is_held_out(example)][:SCORED]
     rehearsed = [example for example in general if not is_held_out(example)]
     state = out.with_name(f".{out.name}.training")
     with _bar(console) as bar:
@@ -120,22 +200,31 @@ def _train(
             note = f"loss {progress.loss:.3f}, agreement {progress.agreement:.3f}"
             bar.update(task, total=progress.steps, completed=progress.step, note=note)
 
-        result = train(start, out, trained, held_out, rehearsed, options, progress=show, state=state, device=device)
+        result = train(start, out, trained, stopping, rehearsed, options, progress=show, state=state, device=device)
     shutil.rmtree(state, ignore_errors=True)
     console.print(
         f"{result.steps} steps in {result.seconds:.0f} s over {len(trained)} examples; the weights are those after step"
         f" {result.best_step}"
     )
+
+    def compared(examples: "Sequence[Example]") -> "Comparison | None":
+        if not examples:
+            return None
+        before, after = (score_draft(draft, examples, options.draft_tokens, device=device) for draft in (start, out))
+        return compare(before, after)
+
     with console.status("Scoring"):
-        rows = {
-            name: compare(
-                score_draft(start, examples, options.draft_tokens, device=device),
-                score_draft(out, examples, options.draft_tokens, device=device),
-            )
-            for name, examples in (("recent", held_out), ("general", unseen))
-            if examples
-        }
+        of_recent, of_general = compared(judged), compared(unseen)
+    rows = {name: each for name, each in (("recent", of_recent), ("general", of_general)) if each is not None}
     console.print(comparison_table(rows))
+    tokens = sum(len(example.answer) for example in trained)
+    return Trained(len(trained), tokens, result.seconds, of_recent, of_general)
+
+
+def _device() -> "torch.device":
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def comparison_table(rows: "Mapping[str, Comparison]") -> Table:

@@ -29,6 +29,7 @@ from actors.drafters.model.forwards import read_frequent_tokens, tokens_per_forw
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
 from actors.drafters.model.recurrent_head import load_recurrent_head
 from actors.learning.recurrent_head import TrainableRecurrentHead
+from actors.learning.versions import MANIFEST
 from actors.models.checkpoint import load_model
 from actors.models.decoder import decoder_for, is_llama_kind
 from actors.models.layer_subset import context_length
@@ -224,7 +225,7 @@ class VocabularyRows:
 
     def __init__(self, draft: TrainableDraft, tokens: Tensor) -> None:
         """`tokens`, (...), are all that will be embedded in this step."""
-        self._ids = tokens.unique()
+        self._ids = torch.unique(tokens)
         self._gathered = (draft.lm_head, draft.embed(self._ids))
         self.lm_head, self._embedding = (rows.detach().requires_grad_(True) for rows in self._gathered)
 
@@ -359,7 +360,8 @@ def first_choices(states: Tensor, weight: Tensor) -> Tensor:
 class Checkpoint:
     """A draft's folder as a form to fill: trained weights are written under the stored names and in the stored types.
 
-    All other files, such as the configuration, the tokenizer and the frequent tokens, are copied.
+    All other files, such as the configuration, the tokenizer and the frequent tokens, are copied, except a version's
+    manifest.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -383,7 +385,7 @@ class Checkpoint:
     def write(self, weights: "Weights", out: Path) -> None:
         """Writes a complete draft to the folder `out`, its config.json last."""
         out.mkdir(parents=True, exist_ok=True)
-        replaced = {INDEX, RECURRENT_HEAD, *(path.name for path in self.folder.glob("model*.safetensors"))}
+        replaced = {INDEX, RECURRENT_HEAD, MANIFEST, *(path.name for path in self.folder.glob("model*.safetensors"))}
         others = [path for path in self.folder.iterdir() if path.is_file() and path.name not in replaced]
         save_file(weights.model, out / SINGLE, metadata={"format": "pt"})
         if weights.head:

@@ -8,7 +8,9 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import load_model
+from cluster.learning import State
 from tests.byte_tokenizer import byte_tokenizer
 from tests.unit.actors.learning.drafts import CPU, SHAPE
 from tools.cli import app
@@ -54,6 +56,22 @@ def test_it_trains_a_draft_and_shows_both(
     assert not list(tmp_path.glob(".*training"))
     again = runner.invoke(app, given)
     assert "name a new folder with --out" in str(again.exception)
+
+
+def test_without_a_folder_it_adds_a_version(config: Path, conversations: Path, tmp_path: Path) -> None:
+    given = ["learn", "run", str(config), "--examples", str(conversations), "--epochs", "1", "--threads", "1"]
+    refused = runner.invoke(app, given)
+    assert "name a new folder with --out, or set draft.learning" in str(refused.exception)
+    for number in (1, 2):
+        done = runner.invoke(app, [*given, "--set", f"draft.learning.folder={tmp_path / 'learned'}"])
+        assert done.exit_code == 0, done.output
+        assert f"It is version {number} in" in done.output
+        VersionFolder(tmp_path / "learned").promote(number)
+    first, second = VersionFolder(tmp_path / "learned").history()
+    assert (first.parent, first.state) == (0, State.REPLACED)
+    assert (second.parent, second.examples) == (1, first.examples)
+    load_model(VersionFolder(tmp_path / "learned").folder_of(2), "float32", CPU)
+    assert not list((tmp_path / "learned" / "training").iterdir())
 
 
 def test_other_methods_are_refused(config: Path, conversations: Path, tmp_path: Path) -> None:
