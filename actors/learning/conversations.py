@@ -34,14 +34,18 @@ Message = dict[str, str]
 def read_examples(path: Path, tokenizer: Any, ends: Sequence[int], limit: int | None = None) -> list[Example]:
     """Reads the examples of a file, at most `limit`, with the chat template of the target's tokenizer.
 
+    Of a folder, all .json and .jsonl files are read, in the order of their names.
+
     An answer ends with the first of the target's end-of-text ids `ends`. Answers without text are left out. Raises
     ConfigError, naming the entry, for a file that cannot be read or that the template refuses.
     """
     found: list[Example] = []
-    for where, entry in _entries(path):
-        if limit is not None and len(found) >= limit:
-            break
-        found += _examples(entry, f"{path}, {where}", tokenizer, ends)
+    files = sorted((*path.glob("*.json"), *path.glob("*.jsonl"))) if path.is_dir() else [path]
+    for file in files:
+        for where, entry in _entries(file):
+            if limit is not None and len(found) >= limit:
+                break
+            found += _examples(entry, f"{file}, {where}", tokenizer, ends)
     if not found:
         raise ConfigError(f"{path} holds no answer of an assistant; {EXPECTED}")
     return found if limit is None else found[:limit]

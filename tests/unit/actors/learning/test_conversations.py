@@ -73,6 +73,15 @@ def test_a_json_list_and_a_limit(tmp_path: Path) -> None:
     assert len(read_examples(path, TOKENIZER, (), limit=3)) == 3
 
 
+def test_a_folder_of_files(tmp_path: Path) -> None:
+    write_examples(tmp_path / "b.jsonl", [Example((1,), (2,))])
+    (tmp_path / "a.json").write_text(json.dumps([{"messages": CHAT}]))
+    (tmp_path / "notes.txt").write_text("not examples")
+    found = read_examples(tmp_path, TOKENIZER, ())
+    assert len(found) == 3
+    assert found[2] == Example((1,), (2,))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
