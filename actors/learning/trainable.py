@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -376,22 +376,44 @@ class Checkpoint:
                 self._head_type = file.get_tensor("down.weight").dtype
 
     def rounded(self, draft: TrainableDraft) -> "Weights":
-        """Returns copies of a draft's weights in the types in which they are stored."""
+        """Returns copies of a draft's weights in the types in which they are stored.
+
+        Raises ModelError if the folder stores weights under other names than the model's.
+        """
         held = draft.model.state_dict()
-        model = {key: held[key].to("cpu", kind, copy=True) for key, kind in self._types.items() if key in held}
+        known = {key: held[key] for key in self._types if key in held}
+        places = {weight.data_ptr() for weight in known.values()}
+        if missing := [name for name, each in draft.model.named_parameters() if each.data_ptr() not in places]:
+            raise ModelError(
+                f"{self.folder} stores {missing[0]} under another name; save the draft with transformers'"
+                " save_pretrained() to train it"
+            )
+        model = {key: weight.to("cpu", self._types[key], copy=True) for key, weight in known.items()}
         head = {} if draft.head is None else draft.head.state_dict()
         return Weights(model, {name: weight.to("cpu", self._head_type, copy=True) for name, weight in head.items()})
 
     def write(self, weights: "Weights", out: Path) -> None:
-        """Writes a complete draft to the folder `out`, its config.json last."""
-        out.mkdir(parents=True, exist_ok=True)
+        """Writes a complete draft to the folder `out`, its config.json last.
+
+        Raises ModelError if that fails; `out` is then as it was.
+        """
         replaced = {INDEX, RECURRENT_HEAD, MANIFEST, *(path.name for path in self.folder.glob("model*.safetensors"))}
         others = [path for path in self.folder.iterdir() if path.is_file() and path.name not in replaced]
-        save_file(weights.model, out / SINGLE, metadata={"format": "pt"})
-        if weights.head:
-            save_file(weights.head, out / RECURRENT_HEAD)
-        for path in sorted(others, key=lambda path: path.name == "config.json"):
-            shutil.copyfile(path, out / path.name)
+        partial = out.with_name(f".{out.name}.partial")
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            save_file(weights.model, partial / SINGLE, metadata={"format": "pt"})
+            if weights.head:
+                save_file(weights.head, partial / RECURRENT_HEAD)
+            for path in others:
+                shutil.copyfile(path, partial / path.name)
+            out.mkdir(exist_ok=True)
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+                path.replace(out / path.name)
+        except (OSError, SafetensorError) as error:
+            raise cannot_write(out, error) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def fingerprint(self) -> str:
         """Returns a hash of the folder's weights and configuration."""
@@ -400,6 +422,10 @@ class Checkpoint:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
         return digest.hexdigest()
+
+
+def cannot_write(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path} cannot be written: {error}; check free space and permissions")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from actors.learning.trainable import (
     TrainableDraft,
     VocabularyRows,
     Weights,
+    cannot_write,
     collate,
     cross_entropy,
     diverged,
@@ -124,7 +125,7 @@ def train(
     Without held-out examples the last weights are written.
 
     Raises ModelError if the draft cannot be loaded or trained, if there are no examples, or if loss or weights become
-    NaN or infinite; nothing is written then. OSError (a full disk) passes through.
+    NaN or infinite, or if a file cannot be written, as on a full disk; `out` is then as it was.
     """
     if not 0 <= options.replay_share < 1:
         raise ModelError(f"replay_share is {options.replay_share:g}; set it from 0 to below 1")
@@ -404,12 +405,17 @@ class _SavedState:
         self._fingerprint = fingerprint
 
     def save(self, state: _State) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")
-        partial.touch(mode=0o600)
         counters = {name: getattr(state, name) for name in COUNTERS}
-        save_file(state.tensors, partial, {"fingerprint": self._fingerprint, "counters": json.dumps(counters)})
-        os.replace(partial, self._path)
+        metadata = {"fingerprint": self._fingerprint, "counters": json.dumps(counters)}
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial.touch(mode=0o600)
+            save_file(state.tensors, partial, metadata)
+            os.replace(partial, self._path)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise cannot_write(self._path, error) from error
 
     def load(self) -> _State | None:
         """Returns the state, or None if there is none, it cannot be read, or it belongs to another training."""

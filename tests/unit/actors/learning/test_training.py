@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
-from actors.learning import training
+from actors.learning import trainable, training
 from actors.learning.evaluation import score_draft
-from actors.learning.trainable import POSITIONS_AT_ONCE, cross_entropy, load_trainable
+from actors.learning.trainable import POSITIONS_AT_ONCE, Checkpoint, cross_entropy, load_trainable
 from actors.learning.training import STATE, TrainingOptions, TrainingProgress, TrainingResult, train
 from cluster.errors import ModelError
 from cluster.learning import Example, Figures
-from tests.unit.actors.learning.drafts import CPU, some_examples, write_draft
+from tests.unit.actors.learning.drafts import CPU, HIDDEN, some_examples, write_draft
 
 QUICK = TrainingOptions(epochs=3, learning_rate=5e-3, batch=2, warmup_steps=2, pass_tokens=40)
 
@@ -252,3 +253,28 @@ def test_bad_input_is_refused(start: Path, tmp_path: Path) -> None:
     (start / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
     with pytest.raises(ModelError, match="cannot be trained; use a draft model of the Llama kind"):
         trained(start, tmp_path / "out", some_examples(2))
+
+
+@pytest.mark.parametrize("module", [trainable, training])
+def test_a_full_disk_raises_and_leaves_nothing_partial(
+    module: Any, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: Any, path: Path, metadata: Any = None) -> None:
+        path.write_bytes(b"some of it")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(ModelError, match="cannot be written: No space left on device"):
+        trained(start, tmp_path / "out", some_examples(4), ALWAYS, state=tmp_path / "state")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.rglob("*partial*"))
+
+
+def test_weights_under_other_names_are_refused(start: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(start)
+    draft = load_trainable(start, CPU)
+    draft.model.model.norm.weight = torch.nn.Parameter(torch.ones(HIDDEN))
+    checkpoint.rounded(draft)
+    draft.model.model.further = torch.nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"stores model\.further\.weight under another name"):
+        checkpoint.rounded(draft)
