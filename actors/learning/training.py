@@ -131,8 +131,13 @@ def train(
         raise ModelError(f"replay_share is {options.replay_share:g}; set it from 0 to below 1")
     training = _Training(start, examples, held_out, replay, options, pause, device)
     saved = None if state is None else _SavedState(state, f"{training.checkpoint.fingerprint()} {asdict(options)}")
-    done = training.run(progress, should_stop, saved)
-    if not done:
+    try:
+        is_done = training.run(progress, should_stop, saved)
+    except ModelError:
+        if saved is not None:
+            saved.remove()  # the same steps would diverge again
+        raise
+    if not is_done:
         return training.result(is_complete=False)
     training.checkpoint.write(training.best, out)
     if saved is not None:

@@ -238,10 +238,11 @@ def test_it_pauses_before_every_pass(start: Path, tmp_path: Path) -> None:
 
 
 def test_a_diverging_training_raises_and_writes_nothing(start: Path, tmp_path: Path) -> None:
-    options = replace(QUICK, learning_rate=1e30, clip=1e30)
+    options = replace(ALWAYS, learning_rate=1e30, clip=1e30)
     with pytest.raises(ModelError, match="training diverged at step"):
-        trained(start, tmp_path / "out", some_examples(8), options)
+        trained(start, tmp_path / "out", some_examples(8), options, state=tmp_path / "state")
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "state" / STATE).exists(), "the next training starts over"
 
 
 def test_bad_input_is_refused(start: Path, tmp_path: Path) -> None:
