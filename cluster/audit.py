@@ -6,7 +6,7 @@ counts of equal, nearly tied and different results, and an alarm for each differ
 `Replay` is one audit. It decides an ended request again, one token per step, and needs no ledger of its own: until
 non-speculative decoding gives another token, its text is a prefix of the committed one, so an audit that had to leave
 its target continues elsewhere from there. At another token the audit asks for its margin. After a near tie it continues
-with the committed token, because only then do both texts go on alike. Any other margin is a difference, and the audit
+with the committed token, because only then do both texts agree afterwards. Any other margin is a difference, and the audit
 ends after recording how non-speculative decoding continues.
 
 `Audits` selects requests and targets. One audit runs at a time, on a target without other sessions of this router. The
@@ -55,8 +55,8 @@ class Difference:
 class Progress(Enum):
     """State of the audit after a verdict."""
 
-    GOES_ON = "goes on"
-    OPENS_ANEW = "opens anew"
+    CONTINUES = "continues"
+    REOPENS = "reopens"
     ENDED = "ended"
 
 
@@ -99,7 +99,7 @@ class Replay:
         return bool(self._plain) and self._rival is None
 
     def open(self) -> Open:
-        """Returns the message that has a target continue the audit, under a new attempt."""
+        """Returns the message that makes a target continue the audit, under a new attempt."""
         generation = self._generation
         self.attempt += 1
         tokens = (*generation.prompt, *self._committed[: self._agreed])
@@ -133,13 +133,13 @@ class Replay:
         """Applies a target's verdict; ignores one of another attempt or for other tokens."""
         here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
         if verdict.attempt != self.attempt or not here:
-            return Progress.GOES_ON
+            return Progress.CONTINUES
         self._prefix.extend(verdict.tokens)
         if self._rival is not None:
             return self._weigh(verdict, self._rival)
         if self._plain:
             self._plain += verdict.tokens
-            return Progress.GOES_ON if verdict.finish is Finish.NONE else Progress.ENDED
+            return Progress.CONTINUES if verdict.finish is Finish.NONE else Progress.ENDED
         return self._compare(verdict.tokens)
 
     def difference(self, audited_by: str) -> Difference:
@@ -173,9 +173,9 @@ class Replay:
             if token != committed:
                 self._plain = (token,)
                 self._rival = committed
-                return Progress.OPENS_ANEW
+                return Progress.REOPENS
             self._agreed += 1
-        return self._ended_or(Progress.GOES_ON)
+        return self._ended_or(Progress.CONTINUES)
 
     def _weigh(self, verdict: Verdict, rival: int) -> Progress:
         """Decides between near tie and difference; the target computed the margin over the whole prefix at once."""
@@ -183,17 +183,17 @@ class Replay:
         plain = self._plain[0]
         if token == rival and token != plain:  # it agrees with the committed token: measure the other one
             self._rival = plain
-            return Progress.OPENS_ANEW
+            return Progress.REOPENS
         self._rival = None
         self._margin = verdict.margin
         if verdict.margin is not None and verdict.margin < self._near_tie:
             self.near_ties.append(verdict.margin)
             self._plain = ()
             self._agreed += 1
-            return self._ended_or(Progress.OPENS_ANEW)
+            return self._ended_or(Progress.REOPENS)
         at_end = len(self._generation.prompt) + self._agreed + 1 == self._recorded_len
         is_over = at_end or plain in self._generation.stop_ids
-        return Progress.ENDED if is_over else Progress.OPENS_ANEW
+        return Progress.ENDED if is_over else Progress.REOPENS
 
     def _ended_or(self, progress: Progress) -> Progress:
         return Progress.ENDED if self._agreed == len(self._committed) else progress
@@ -324,9 +324,9 @@ class Audits:
 
     def _progress(self, replay: Replay, progress: Progress) -> list[Send]:
         match progress:
-            case Progress.GOES_ON:
+            case Progress.CONTINUES:
                 return []
-            case Progress.OPENS_ANEW:
+            case Progress.REOPENS:
                 return [(self._target, replay.open())]
             case Progress.ENDED:
                 self._running = None

@@ -147,7 +147,7 @@ class Need:
 
 
 def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need | None:
-    """Returns the need of the target pool with `present` replicas; None until one of them has reported."""
+    """Returns the target pool's demand with `present` replicas; None until one of them has reported."""
     if not reports:
         return None
     return _largest(_places(reports, scaling), _cache(reports), _prompts(reports, scaling, present))
@@ -156,7 +156,7 @@ def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present
 def draft_need(
     targets: Sequence[TargetReport], drafters: Sequence[DraftReport], scaling: DraftScaling, present: int
 ) -> Need | None:
-    """Returns the need of the draft pool with `present` replicas; None until a target has reported the demand.
+    """Returns the draft pool's demand with `present` replicas; None until a target has reported the demand.
 
     Sessions without a drafter, because there is none or because drafters refused them, count like those with one. So a
     pool can grow from zero, and one that sheds sessions grows.
@@ -181,7 +181,7 @@ def draft_need(
 
 
 def coupled_need(targets: int | None, per_target: float) -> Need | None:
-    """Returns the need of a draft pool that follows only the size of the target pool; None while that is unknown."""
+    """Returns the demand of a draft pool that follows the size of the target pool; None while that is unknown."""
     if targets is None:
         return None
     return Need(per_target * targets, f"{per_target:g} for each of {targets} target replicas")

@@ -26,7 +26,7 @@ from protos.frozen import value
 SHINGLE = 4  # tokens
 BANDS = 4
 HASHES_PER_BAND = 6  # answers with 90 % equal shingles share a band with probability 0.95, those with 50 % with 0.06
-HELD_OUT = 6  # one example in so many is never trained on
+HELD_OUT = 6  # one example in this many is never trained on
 
 
 class Consent(StrEnum):
@@ -69,7 +69,7 @@ def sketch(answer: Sequence[int]) -> tuple[int, ...]:
     """Returns one hash per band of an answer's MinHash signature (Broder, 1997), as signed 64-bit integers."""
     width = min(SHINGLE, len(answer))
     shingles = {_digest(*answer[start : start + width]) for start in range(len(answer) - width + 1)}
-    # One hash a shingle, permuted by multiplication with odd constants, stands for so many independent hashes.
+    # One hash a shingle, permuted by multiplication with odd constants, replaces as many independent hashes.
     factors = [2 * _digest(index) + 1 for index in range(BANDS * HASHES_PER_BAND)]
     least = [min((shingle * factor) % (1 << 64) for shingle in shingles) for factor in factors] if shingles else [0]
     bands = [least[first : first + HASHES_PER_BAND] for first in range(0, len(least), HASHES_PER_BAND)]

@@ -8,7 +8,7 @@ long-lived, and every message is a frame: all sessions of one step for one peer.
 refused there, and no protobuf type travels past them. `codec.py` packs frames and bounds their size.
 
 Blocks are addressed by content: `(session, base_len, prefix_hash)`. `prefix.py` computes the rolling 64-bit keyed hash
-over every token before the block, so a target can tell whether a block was drafted for exactly the text it holds.
+over every token before the block, so a target knows whether a block was drafted for exactly the text it holds.
 `draft_tree.py` holds draft tokens as a tree (a chain is the simplest one) with their probabilities.
 
 A peer of another protocol version is refused when it connects, so a change needs no code for old peers.

@@ -70,7 +70,7 @@ log = logging.getLogger("ray.serve")
 
 MOST_AHEAD = 0.25  # share of its slots by which a target's cached prefix may outweigh load
 OWN_STOP_PERIOD_S = 0.5
-DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another drafter, targets go on alone
+DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another, targets continue alone
 
 
 def pacing_policy(speculation: SpeculationConfig) -> PacingPolicy:

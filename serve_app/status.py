@@ -110,7 +110,7 @@ def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates sessions that left a target or a drafter before their end, planned or because it was lost."""
-    made = table("Sessions that went on elsewhere", "pool", PLANNED, LOST)
+    made = table("Sessions that moved", "pool", PLANNED, LOST)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
         counts.update(one["handovers"])

@@ -1,4 +1,4 @@
-"""Attention by torch's FlexAttention, with a block mask that tells which pages each row reads.
+"""Attention by torch's FlexAttention, with a block mask of the pages that each row reads.
 
 On a GPU it compiles to one kernel that reads pages in place. Uncompiled, as on a CPU, it computes every score of the
 whole pool and is only good for tests.

@@ -325,7 +325,7 @@ Wanted = Callable[[Collection[str]], Collection[str]]
 
 
 def folder_with(name: str, wanted: Wanted) -> Path:
-    """Returns a checkpoint's folder with the wanted tensors, and maybe without others; a local folder is used as it is.
+    """Returns a checkpoint's folder with at least the wanted tensors; a local folder is used unchanged.
 
     A checkpoint in one file is fetched whole. Raises ModelError as `local_folder` does.
     """

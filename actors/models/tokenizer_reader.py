@@ -84,8 +84,8 @@ class EndOfText:
 def end_of_text(folder: Path) -> EndOfText:
     """Takes the ids from generation_config.json, else from config.json, else from the tokenizer.
 
-    A file that says null or [], or only ids that the model cannot produce, names none, and the next one is read. Raises
-    ModelError for a file that is broken.
+    A file that contains null or [], or only ids that the model cannot produce, names none, and the next one is read.
+    Raises ModelError for a broken file.
     """
     folder = Path(folder)
     rows = embedding_rows(folder) if (folder / CONFIG).is_file() else None

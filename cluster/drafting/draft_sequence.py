@@ -20,7 +20,7 @@ class DraftSequence:
     shape: Shape = Shape.CHAIN  # shape that the target can verify
     attached: bool = False
     served_len: int | None = None  # base length of the latest drafted block
-    passed_len: int | None = None  # length at which the target went on without waiting for a block
+    passed_len: int | None = None  # length at which the target continued without waiting for a block
     sent_len: int | None = None  # base length of the latest sent block
     block: DraftTree = NO_TREE  # the latest sent block
     counted_from: int = 0  # base length of the first block that the weights in use may have drafted
@@ -105,7 +105,7 @@ class DraftSequence:
         if decided_s is None:
             return  # no verdict came before this request, so it does not show a step's start
         is_served = self.served_len == self.prefix.length
-        if is_served or not request.hold_step:  # the target goes on at once, with or without a block
+        if is_served or not request.hold_step:  # the target continues at once, with or without a block
             self.step_began_s = decided_s if self.requested_tokens else None
             if not is_served and goes_ahead:
                 self.unverified = NO_TREE

@@ -27,7 +27,7 @@ class DraftedToken:
     ids: tuple[int, ...] = ()  # of draft_probs, under rejection sampling; `weights` likewise
     weights: tuple[int, ...] = ()
     by_head: bool = False  # a draft head predicted it, without a forward pass of the model
-    state: Any = None  # private to the method: what the token was drawn from, if a draft head may go on from there
+    state: Any = None  # private to the method: what the token was drawn from, if a draft head may continue from there
 
 
 @dataclass(kw_only=True, eq=False)
@@ -156,7 +156,7 @@ class BlockDraft:
 
     @property
     def place(self) -> tuple[int, tuple[int, ...]]:
-        """Place of the token to draft next: the number of committed tokens, and the tokens assumed to follow them."""
+        """Position of the token to draft next: the number of committed tokens, and the tokens assumed after them."""
         return self.request.base_len, self.outcome + self.tokens
 
     @property

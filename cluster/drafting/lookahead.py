@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class PendingPositions(Generic[T]):
-    """Predictions by session and place."""
+    """Predictions by session and position."""
 
     def __init__(self) -> None:
         self._open: defaultdict[str, dict[Place, T]] = defaultdict(dict)

@@ -18,7 +18,7 @@ from protos.messages import Open, Shape
 
 @value
 class AheadRequest:
-    """A session whose current step has no verdict yet, over the draft tokens `unverified` or over none.
+    """A session whose current step, with the draft tokens `unverified` or none, has no verdict yet.
 
     The method drafts one block for each likely outcome of the step, and finishes by `until`. It omits tokens whose
     cumulative acceptance probability, by its own estimate, is below `least_chance`. Under rejection sampling it omits
@@ -75,8 +75,8 @@ class Proposal:
 def nothing_ahead(requests: Sequence[AheadRequest]) -> list[Proposal]:
     """Returns the answer of a method that has no blocks ahead of these verdicts.
 
-    A target that goes on without a block is answered with an empty proposal, or it would count the drafter as silent. A
-    target that is verifying a block has had an answer already.
+    A target that continues without a block is answered with an empty proposal, or it would count the drafter as silent.
+    A target that is verifying a block has had an answer already.
     """
     waiting = [request for request in requests if not len(request.unverified)]
     return [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]

@@ -126,7 +126,7 @@ class DraftScheduler:
 
     @property
     def is_ahead_vain(self) -> bool:
-        """True once all verdicts that the latest requests ahead were made for have arrived."""
+        """True once every verdict that the latest requests anticipate has arrived."""
         return not self._sessions.ahead
 
     def proposed(self, proposals: Sequence[Proposal], now: float) -> list[Send]:

@@ -49,7 +49,7 @@ GROW = 0.125  # share of sessions to add: smaller than SHED, or the number would
 
 
 class Capacity:
-    """The number of sessions that a drafter takes, at most `most`."""
+    """Limits the number of sessions of a drafter, to `most` or fewer."""
 
     def __init__(self, most: int) -> None:
         self.sessions = most

@@ -89,7 +89,7 @@ TokenPath = tuple[int, ...]
 class Branch:
     """A branch of a growing tree: the tokens after the path `stem`, which has the probability `chance`.
 
-    Each of `tokens` was chosen from the entry of `choices` at its place.
+    `choices` holds, for each of `tokens`, the candidates from which it was chosen.
     """
 
     stem: TokenPath

@@ -322,7 +322,7 @@ class TargetChoice:
 log = logging.getLogger(__name__)
 
 PREFIXES = PrefixOptions()
-GONE = "%s %s; %d sessions go on elsewhere or without it"
+GONE = "%s %s; %d sessions continue elsewhere or without it"
 PLANNED = "planned"  # reasons for a handover: the peer announced that it leaves
 LOST = "lost"
 
@@ -362,7 +362,7 @@ class SessionRouter(Generic[F]):
         self.locality = Locality()
         self._choice = TargetChoice(self.targets, prefixes)
         self.routed = self._choice.routed  # sessions by the reason for their target
-        self.handovers: Counter[tuple[str, str]] = Counter()  # of sessions, by the pool that they left and the reason
+        self.handovers: Counter[tuple[str, str]] = Counter()  # moved sessions, by the pool they left and the reason
         self._target_wait_s = target_wait_s
         self._tell = tell
         self._assignments: dict[str, F] = {}  # by session

@@ -149,7 +149,7 @@ class CircuitBreakers:
     def note(self, address: str, session: str, answer: DraftAnswer, has_drafted: bool, now: float) -> bool:
         """Records a drafter's answer for a session; `has_drafted` is False until the drafter's first answer for it.
 
-        Returns True if the drafter is given up as silent now; its sessions are then to be moved.
+        Returns True if the drafter is given up as silent now; the router then moves its sessions.
         """
         if answer is DraftAnswer.MISSED:
             opens = self._breakers[address].missed(now, SILENT_S if has_drafted else FIRST_BLOCK_S)

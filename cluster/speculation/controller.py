@@ -239,7 +239,7 @@ class KillSwitch:
         self._owed = 0.0  # rounds, of any sessions, until the latest trials are paid for
 
     def is_on(self, sessions: int) -> bool:
-        """Returns True if drafts are to be requested at this load."""
+        """Returns True if drafts should be requested at this load."""
         return self._at(sessions).off_for == 0
 
     def gain(self, sessions: int) -> float:

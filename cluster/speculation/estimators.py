@@ -192,7 +192,7 @@ class SessionStats:
             self.missed_rounds = 0
 
     def non_speculative_round(self) -> None:
-        """Records that the target went on without a block."""
+        """Records that the target continued without a block."""
         self.missed_rounds += 1
 
     def decided(self, is_asked: bool, is_awaited: bool, is_trial: bool) -> None:

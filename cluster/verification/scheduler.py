@@ -456,7 +456,7 @@ class VerificationScheduler:
                 self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
 
     def _detach(self, drafter: str, detach: Detach) -> None:
-        """Records that the drafter left the session, which goes on without speculation.
+        """Records that the drafter left the session, which continues without speculation.
 
         Blocks that arrived stay valid.
         """

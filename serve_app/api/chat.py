@@ -24,7 +24,7 @@ def check_features(request: ChatRequest, template: ChatTemplate, *, reads_answer
 
 
 def check_call_form(request: ChatRequest, form: CallForm | None) -> None:
-    """Raises RequestError if calls are to be constrained and the model's call format (`form`) is unknown."""
+    """Raises RequestError if calls must be constrained and the model's call format (`form`) is unknown."""
     if form is not None:
         return
     unknown = "is not supported: no grammar is known for this model's tool calls"

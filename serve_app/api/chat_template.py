@@ -41,7 +41,7 @@ Render = Callable[[Rendering], str]
 
 
 class TemplateFailure(Exception):
-    """A template raised, or exceeded a limit; the message says which."""
+    """A template raised, or exceeded a limit, which the message names."""
 
 
 def render_here(rendering: Rendering) -> str:
@@ -93,7 +93,7 @@ class Templates:
 def templates_of(tokenizer: Any) -> Templates | None:
     """Returns the tokenizer's templates, None if it has none.
 
-    Raises ModelError for several named templates of which none is the default.
+    Raises ModelError for several named templates without a default.
     """
     found = tokenizer.chat_template
     if not found:

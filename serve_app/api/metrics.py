@@ -76,7 +76,7 @@ class Metrics:
         registry.register(self._versions)
         text = "Steps taken because the blocks of a drafter had become bad"
         registry.register(CountsCollector("slipstream_drafter_remedies", text, ("drafter", "remedy"), remedies))
-        text = "Sessions that went on elsewhere, by the pool of who had them: planned where it left, or it was lost"
+        text = "Sessions that moved, by the pool they left: planned, or their replica was lost"
         registry.register(CountsCollector("slipstream_handovers", text, ("pool", "cause"), handovers))
         self._clock = clock
         self._requests = Counter(

@@ -111,8 +111,8 @@ def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: b
 def check_draft_positions(draft: Path, max_context: int) -> int:
     """Returns how many tokens of a session the draft reads at most.
 
-    A draft with rotary positions drafts up to its own length; longer sessions go on without it. Raises ModelError for a
-    table of learned positions that is shorter than the longest session.
+    A draft with rotary positions drafts up to its own length; longer sessions continue without it. Raises ModelError
+    for a table of learned positions that is shorter than the longest session.
     """
     config = read_config(draft)
     context = context_length(config)

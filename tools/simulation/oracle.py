@@ -125,7 +125,7 @@ class DraftQuality:
     branches: bool = False
 
     def chances(self, index: int) -> tuple[float, float]:
-        """Returns the probabilities that the first and the second choice are right at this place of a block."""
+        """Returns the probabilities that the first and the second choice are right at this position of a block."""
         acceptance = self.acceptances[min(index, len(self.acceptances) - 1)]
         return acceptance, (1 - acceptance) * self.runner_up
 

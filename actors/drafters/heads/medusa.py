@@ -1,7 +1,7 @@
 """Medusa heads: each predicts one of the next tokens from the target's final state, whatever tokens come between.
 
 Medusa: Cai et al. 2024, arXiv 2401.10774. Head i, counted from 0, predicts the token i + 1 places after the last
-decided one. The tensors' names tell the layout: FasterDecoding's first (`{i}.{j}.linear.weight`) and second (the same
+decided one. The tensors' names show the layout: FasterDecoding's first (`{i}.{j}.linear.weight`) and second (the same
 under `medusa_head.` in a merged model), or vLLM's (`blocks.{i}.layers.{j}.weight`), whose vocabulary may be smaller.
 """
 

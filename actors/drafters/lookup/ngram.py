@@ -4,8 +4,8 @@ They need no model and no GPU. A chain is the continuation of the latest occurre
 Its tokens are point masses: under rejection sampling each is accepted with its target probability. A tree holds the
 likeliest of all continuations found in the text:
 
-* `Occurrences` are the earlier places of the text's suffixes, and the tokens that followed. One search finds those of
-  all suffixes.
+* `Occurrences` are the earlier positions of the text's suffixes, and the tokens that followed. One search finds them
+  for all suffixes.
 * `Continuations` reads longer paths off the same search. It searches again only where no occurrence continues (after
   REST: He et al. 2023, arXiv 2311.08252).
 * `NgramCalibration` turns a token's share among the continuations into a probability. Shares predict better the longer
@@ -206,7 +206,7 @@ class NgramCalibration:
         self._open: PendingPositions[Known] = PendingPositions()
 
     def consider(self, session: str, place: Place, found: Occurrences) -> Choices:
-        """Returns the candidates at a place with their probabilities, likeliest first.
+        """Returns the candidates at a position with their probabilities, likeliest first.
 
         Notes them, to learn once the target decides the place.
         """
@@ -359,7 +359,7 @@ class NgramDraft:
         return [self._root(request, path) for path in (main_path, *beside[:ROOTS])]
 
     def _root(self, request: AheadRequest, path: TokenPath) -> NgramBlock:
-        """Makes a root that reads these tokens; each may be replaced where the text has an alternative."""
+        """Makes a root from the tokens of `path`, with the alternatives that the text has at each position."""
         root = self._begin(request, (), 1.0, len(path) + 1)
         root.unverified = path
         for token in path:

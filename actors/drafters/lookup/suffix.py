@@ -296,7 +296,7 @@ class SuffixLookup:
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: AheadRequest) -> list[BlockDraft]:
-        """Returns the block under verification, with alternatives at each of its places."""
+        """Returns the block under verification, with alternatives at each position."""
         block = request.unverified.main_path
         root = self._begin(request, len(block) + 1)
         root.unverified = block

@@ -147,8 +147,8 @@ LoadWeights = Callable[[Path], DraftWeights]
 class DraftModel:
     """Drafts with a model behind a `Runner`. Its logits' columns are those of `token_ids`, shape (columns,).
 
-    The columns of `head` may be only the first of them. With `feed`, the model reads the target's states with the
-    tokens. With `load`, its weights can be exchanged.
+    `head` may cover only the first columns. With `feed`, the model reads the target's states with the tokens. With
+    `load`, its weights can be exchanged.
     """
 
     shapes = frozenset(Shape)

@@ -131,7 +131,7 @@ class Calibration:
         return candidates.chances(self._fit(kind).weights)
 
     def note(self, session: str, place: Place, kind: DraftKind, candidates: Candidates) -> None:
-        """Records the candidates considered at a place."""
+        """Records the candidates considered at a position."""
         self._open.note(session, place, (kind, candidates))
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:

@@ -34,7 +34,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options, and the value
 class DFlashLayerKind:
     """Attention pattern of one layer."""
 
-    is_causal: bool  # whether a place of the block sees no later place
+    is_causal: bool  # whether a position of the block sees no later one
     window: int | None  # visible positions backwards, itself included, and as many ahead; None: all
 
 

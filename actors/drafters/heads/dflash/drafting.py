@@ -2,7 +2,7 @@
 
 A block is the last committed token followed by masks, each at its own position. Its queries attend to keys and values
 of the context, which every layer computes from the same projected states of the target, and to those of the block
-itself. Place j of the block, counted from 1, predicts the token at that place.
+itself. Position j of the block, counted from 1, predicts the token at that position.
 
 `DFlashContext` holds a session's states, keys and values, `DFlashDecoder` is the forward over several sessions, and
 `DFlashPredictor` drafts with it. `create` and `load_dflash` load a published head with its target.
@@ -206,14 +206,14 @@ def _attend(
 
 
 def _mask(kind: DFlashLayerKind, start: int, size: int, first: int) -> Tensor:
-    """Returns which positions from `first` on each place of the block sees, (block, positions)."""
+    """Returns which positions from `first` each position of the block sees, (block, positions)."""
     ahead = torch.arange(first, start + size) - torch.arange(start, start + size).unsqueeze(1)
     seen = ahead <= 0 if kind.is_causal else torch.ones_like(ahead, dtype=torch.bool)
     return seen if kind.window is None else seen & (ahead.abs() < kind.window)
 
 
 class DFlashPredictor:
-    """A `StatePredictor`. Blocks ahead of a verdict come from further places of the block before them.
+    """A `StatePredictor`. Blocks ahead of a verdict come from later positions of the block before them.
 
     Rows arrive as the target has them or, with `is_projected`, already projected by the target.
     """
@@ -234,7 +234,7 @@ class DFlashPredictor:
         return self._decoder.config.needs
 
     def reach(self, depth: int) -> int:
-        """Returns the places left in the block after `depth` tokens.
+        """Returns the number of positions left in the block after `depth` tokens.
 
         A block's context holds only the target's states, so after the last place the head waits for new ones.
         """

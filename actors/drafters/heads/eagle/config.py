@@ -182,7 +182,7 @@ class EagleOverrides:
     states: tuple[int, ...] | None = None  # states of the target to read
     layer_ids: LayerIdMeaning | None = None
     output_norm: OutputNorm | None = None  # SpecForge's norm_output meant something else before September 2026
-    max_positions: int | None = None  # published configurations often say 2048, whatever the head was trained for
+    max_positions: int | None = None  # published configurations often state 2048 although the head was trained for more
 
 
 def overrides_of(options: EagleOptions) -> EagleOverrides:
