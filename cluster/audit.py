@@ -6,8 +6,8 @@ counts of equal, nearly tied and different results, and an alarm for each differ
 `Replay` is one audit. It decides an ended request again, one token per step, and needs no ledger of its own: until
 non-speculative decoding gives another token, its text is a prefix of the committed one, so an audit that had to leave
 its target continues elsewhere from there. At another token the audit asks for its margin. After a near tie it continues
-with the committed token, because only then do both texts agree afterwards. Any other margin is a difference, and the audit
-ends after recording how non-speculative decoding continues.
+with the committed token, because only then do both texts agree afterwards. Any other margin is a difference, and the
+audit ends after recording how non-speculative decoding continues.
 
 `Audits` selects requests and targets. One audit runs at a time, on a target without other sessions of this router. The
 target refuses it while it serves other routers' sessions, and ends it as soon as a request arrives; it then waits and

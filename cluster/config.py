@@ -253,44 +253,32 @@ class LearningOptions(Section):
     Absent by default: nothing is kept.
     """
 
-    folder: str = Field(
-        description="folder of examples and trained versions, which routers, trainer and drafters share: a local disk,"
-        " or a mounted volume on a cluster of several nodes"
-    )
+    folder: str = Field(description="folder of examples and trained versions, shared by routers, trainer and drafters")
     consent: Consent = Field(
         Consent.OPTED_IN,
-        description='opted_in: keep only requests with metadata.learn "true"; all: keep all but those with "false".'
-        " A key with learn: false never contributes",
+        description='opted_in: keep requests with metadata.learn "true"; all: keep those without "false"',
     )
     max_tokens: Positive = Field(2_000_000, description="tokens of examples to keep; the oldest leave first")
     max_age_days: float = Field(30, gt=0, description="days to keep an example")
     resources: Annotated[Resources, BeforeValidator(_idle_resources)] = Field(
         IDLE,
-        description="what the trainer's process reserves. idle: nothing; it computes only while no other process wants"
-        " its cores (CPUs only)",
+        description="reserved for the trainer; idle: nothing, it computes on idle cores (CPUs only)",
     )
-    min_examples: Positive = Field(200, description="new examples that start a training")
-    epochs: float = Field(2, gt=0, description="passes over the examples in a training")
+    min_examples: Positive = Field(200, description="new examples that start training")
+    epochs: float = Field(2, gt=0, description="passes over the examples")
     learning_rate: float = Field(1.5e-4, gt=0, description="of AdamW, at its highest")
     replay: str | None = Field(
         None,
-        description="general examples against forgetting: a file of conversations (JSON lines), or a folder of such"
-        " files. Without it, only held-out traffic decides",
+        description="file or folder of general conversations (JSON lines), against forgetting",
     )
     replay_share: float = Field(0.5, ge=0, lt=1, description="share of general examples in each batch")
-    max_general_loss: float = Field(
-        0.03, ge=0, description="most agreement on general examples that a promoted version may lose"
-    )
+    max_general_loss: float = Field(0.03, ge=0, description="agreement on general examples that a promotion may cost")
     min_sessions: Positive = Field(20, description="held-out sessions that a promotion needs")
     keep_versions: int = Field(4, ge=2, description="versions to keep on disk")
 
 
 class DraftPool(Section):
-    """The pool of drafters. Each method's options are in the section of its name.
-
-    `model` is the checkpoint that drafters load, for every method that has one. A draft model is checked against the
-    target's vocabulary before anything starts, and a head against the target's sizes when it is loaded.
-    """
+    """The pool of drafters. Each method's options are in the section of its name."""
 
     method: Annotated[
         Literal[

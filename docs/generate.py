@@ -118,7 +118,7 @@ def _kind(field: Json) -> str:
         return "mapping"
     if field["type"] == "object":
         values = field["additionalProperties"]
-        return "mapping" if values is True else f"mapping of names to {_kind(values)}s"
+        return "mapping" if values is True else f"mapping to {_kind(values)}s"
     if field["type"] == "array":
         items = field["items"]
         return f"list of {_kind(items)}" + ("" if "enum" in items else "s")
