@@ -1,4 +1,4 @@
-"""The HTTP application without a socket: OpenAI's client in front of it, a scripted generator behind it."""
+"""The HTTP application without a socket: clients in front of it, and a scripted or real generator behind it."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -9,22 +9,77 @@ import httpx
 import openai
 from fastapi import FastAPI
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.routing.ledger import CommittedTokens
+from serve_app.api.access import ADMIN_PORT
 from serve_app.api.app import create_api
+from serve_app.api.generation import Generator
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
 from serve_app.api.text import TextCodec
 from serve_app.api.validation import NO_DEFAULTS, GenerationDefaults
-from tests.integration.scripted_generator import Script, ScriptedGenerator
+from tests.byte_tokenizer import byte_tokenizer
+from tests.scripted_generator import Script, ScriptedGenerator
 
 MODEL = "toy"
 
 
+def config_of(server: Mapping[str, Any], context: int = 4096, **sections: Any) -> SlipstreamConfig:
+    """Returns a configuration with this section `server`."""
+    model = {"target": f"models/{MODEL}", "max_context": context}
+    return validated({"model": model, "draft": {"method": "ngram"}, "server": dict(server)} | sections)
+
+
+def codec_of(tokenizer: Any) -> TextCodec:
+    return TextCodec(tokenizer, (tokenizer.eos_token_id,))
+
+
+def byte_codec() -> TextCodec:
+    return codec_of(byte_tokenizer())
+
+
+async def healthy() -> HealthReport:
+    return HealthReport(status="ok", audit="off")
+
+
+def toy_api(
+    generator: Generator,
+    codec: TextCodec,
+    config: SlipstreamConfig | None = None,
+    metrics: Metrics | None = None,
+    **options: Any,
+) -> FastAPI:
+    """Returns the application of a healthy router; `options` are `create_api`'s."""
+    return create_api(generator, codec, config or config_of({}), metrics or Metrics(), healthy, **options)
+
+
+def http_client(app: ASGIApp) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60)
+
+
+def operators_client(app: ASGIApp) -> httpx.AsyncClient:
+    """Returns a client of the admin port."""
+
+    async def at_admin_port(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, ADMIN_PORT: True}, receive, send)
+
+    return http_client(at_admin_port)
+
+
+@asynccontextmanager
+async def openai_client(app: ASGIApp, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        http_client(app) as behind,
+        openai.AsyncOpenAI(base_url="http://test/v1", api_key=key, max_retries=0, http_client=behind) as client,
+    ):
+        yield client
+
+
 @dataclass
 class AsgiFront:
-    """An application and its clients."""
+    """An application over a scripted generator, and its clients."""
 
     app: FastAPI
     generator: ScriptedGenerator
@@ -36,26 +91,15 @@ class AsgiFront:
         self.generator.scripts = list(scripts)
 
     def emits(self, text: str, size: int = 1) -> list[CommittedTokens]:
-        """The text as a model commits it, so many tokens at once."""
+        """Returns the text as a model commits it, `size` tokens at once."""
         tokens = self.codec.encode(text)
         return [CommittedTokens(tokens[start : start + size], 0, 0) for start in range(0, len(tokens), size)]
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Returns the prompt of the only request so far."""
+        """The prompt of the only request so far."""
         (generation,) = self.generator.generations
         return generation.prompt
-
-
-def config_of(server: Mapping[str, Any]) -> SlipstreamConfig:
-    """A configuration with this for its section `server`."""
-    return validated(
-        {
-            "model": {"target": "models/toy", "max_context": 4096},
-            "draft": {"method": "ngram"},
-            "server": dict(server),
-        }
-    )
 
 
 @asynccontextmanager
@@ -67,19 +111,9 @@ async def asgi_front(
     defaults: GenerationDefaults = NO_DEFAULTS,
     further: Sequence[Route] = (),
 ) -> AsyncIterator[AsgiFront]:
-    """An application of its own, which leaves nothing running."""
-    config = config_of(server or {})
+    """Yields a separate application; fails if a session is still running at the end."""
     generator = ScriptedGenerator()
-
-    async def health() -> HealthReport:
-        return HealthReport(status="ok", audit="off")
-
-    app = create_api(generator, codec, config, Metrics(), health, defaults, further=further)
-    transport = httpx.ASGITransport(app)
-    async with (
-        httpx.AsyncClient(transport=transport, base_url="http://test") as http,
-        httpx.AsyncClient(transport=transport) as behind,
-        openai.AsyncOpenAI(base_url="http://test/v1", api_key=key, max_retries=0, http_client=behind) as client,
-    ):
+    app = toy_api(generator, codec, config_of(server or {}), defaults=defaults, further=further)
+    async with http_client(app) as http, openai_client(app, key) as client:
         yield AsgiFront(app, generator, codec, client, http)
     assert not generator.running

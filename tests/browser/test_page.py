@@ -10,7 +10,7 @@ from cluster.errors import TargetLostError
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from tests.integration.scripted_front import Front, scripted_front
-from tests.integration.scripted_generator import STALL
+from tests.scripted_generator import STALL
 
 # Text and what is behind it, as the browser has painted both: the least contrast of any text in the page.
 LEAST_CONTRAST = """() => {

@@ -15,12 +15,9 @@ import uvicorn
 
 from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from protos.messages import Finish
-from serve_app.api.app import create_api
-from serve_app.api.metrics import Metrics
-from serve_app.api.replies import HealthReport
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import find_template
-from tests.asgi_front import config_of
+from tests.asgi_front import toy_api
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 TOKENS_AT_ONCE = 3
@@ -106,10 +103,7 @@ async def serve() -> None:
     tokenizer = talking_tokenizer()
     codec = TextCodec(tokenizer, (tokenizer.eos_token_id,), find_template("auto", tokenizer, MODEL_TYPE))
 
-    async def health() -> HealthReport:
-        return HealthReport(status="ok", audit="off")
-
-    app = create_api(ObedientModel(codec), codec, config_of({}), Metrics(), health)
+    app = toy_api(ObedientModel(codec), codec)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         print(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", flush=True)  # whoever started it reads
         await uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")).serve([listening])

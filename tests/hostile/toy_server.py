@@ -9,20 +9,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import uvicorn
 
 from actors.grammars import GrammarCompiler, grammar_vocabulary
-from actors.models.decoder import ToyRunner
-from cluster.config import validated
-from serve_app.api.app import create_api
 from serve_app.api.metrics import Metrics
-from serve_app.api.replies import HealthReport
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import find_template
-from tests.integration import harness
+from tests.asgi_front import config_of, toy_api
+from tests.integration.harness import cluster
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 MODEL = "toy"
@@ -62,7 +58,7 @@ class ToyServer:
 def toy_server(**server: Any) -> Iterator[ToyServer]:
     """Serves with these `server` options. Fails if anything of a session is left at the end."""
     started: Future[ToyServer] = Future()
-    with ThreadPoolExecutor(1) as thread, patch.object(harness, "VOCABULARY", VOCABULARY):
+    with ThreadPoolExecutor(1) as thread:
         serving = thread.submit(lambda: asyncio.run(_serve(started, server)))
         wait((started, serving), return_when=FIRST_COMPLETED)
         if serving.done():
@@ -77,18 +73,12 @@ def toy_server(**server: Any) -> Iterator[ToyServer]:
 
 async def _serve(started: "Future[ToyServer]", server: dict[str, Any]) -> None:
     grammars = GrammarCompiler(grammar_vocabulary(TOKENIZER, [TOKENIZER.eos_token_id]))
-    toys = {"target_runner": lambda _: ToyRunner(LOGITS), "draft_logits": LOGITS, "grammars": grammars}
-    model = {"target": f"models/{MODEL}", "max_context": CONTEXT}
-    config = validated({"model": model, "draft": {"model": "models/draft"}, "server": server})
     codec = TextCodec(TOKENIZER, (TOKENIZER.eos_token_id,), find_template("auto", TOKENIZER, MODEL_TYPE))
 
-    async def health() -> HealthReport:
-        return HealthReport(status="ok", audit="off")
-
-    async with harness.cluster(**toys, lock_step=True) as c:
+    async with cluster(logits=LOGITS, grammars=grammars, lock_step=True) as c:
         c.hurry()
         metrics = Metrics()
-        api = create_api(c.router, codec, config, metrics, health)
+        api = toy_api(c.router, codec, config_of(server, CONTEXT), metrics)
         listening = uvicorn.Server(uvicorn.Config(api, port=0, log_level="error", lifespan="off"))
         serving = asyncio.create_task(listening.serve())
         while not listening.started:

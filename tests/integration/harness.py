@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from actors.drafter import Drafter, TargetAccess
-from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
-from actors.drafters.model.sampling import DraftingLimits
 from actors.engine.executor import Engine, StepExecutor, ThreadEngine
 from actors.engine.runner import Runner
 from actors.grammars import GrammarCompiler
@@ -34,15 +32,18 @@ from cluster.tracing import NoTracing, SessionTracer
 from cluster.trust import PeerRole
 from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
-from protos.messages import Acceptance, Sampling
+from protos.codec import Decoded
+from protos.messages import Attach, Close, Open, Sampling
 from serve_app.router import Identity, Router, RouterLimits
 from tests.lossless.states import LAYOUT, ReadingMethod, RememberingRunner
+from tests.toys import a_generation, toy_draft_model
 
 VOCABULARY = 32
 CONTEXT = 512
 SESSIONS = 16
 PAGE_SIZE = 16
 PAGES = SESSIONS * CONTEXT // PAGE_SIZE  # for all sessions at their longest
+PATIENCE_S = 60  # that a step in lock step waits for a block
 IDENTITY = Identity("toy-vocabulary", "toy-target")
 LOGITS = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
 
@@ -51,7 +52,7 @@ LOGITS = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().man
 class Pace:
     """Step durations of a cluster's targets."""
 
-    # A toy step is instant, and then waiting for a block would not pay: the target would decode plainly.
+    # A toy step is instant, so waiting for a block would not pay, and the target would decode without speculation.
     step_s: float = 0.03
 
 
@@ -68,28 +69,16 @@ class Cluster:
     _names: "count[int]" = field(default_factory=count)
 
     def generation(self, **changes: object) -> Generation:
-        """A session of 40 greedy tokens, unless `changes` say otherwise."""
-        values: dict[str, object] = {
-            "session": f"session-{next(self._names)}",
-            "prompt": (1, 2, 3),
-            "max_len": 43,
-            "stop_ids": (),
-            "sampling": Sampling(temperature=0.0),
-            "seed": 1,
-            "draft_seed": 2,
-            "choice": 0,
-            "hash_key": 3,
-            "acceptance": Acceptance.COUPLED,
-            "draft_tokens": 4,
-        }
-        return Generation(**{**values, **changes})  # type: ignore[arg-type]
+        """Returns a session of 40 greedy tokens, unless `changes` differ."""
+        greedy = Sampling(temperature=0.0)
+        return a_generation(**{"session": f"session-{next(self._names)}", "sampling": greedy, **changes})
 
     def hurry(self) -> None:
-        """Lets remaining work finish as fast as it can, once the test has seen what it wanted."""
+        """Removes the pause in each step, so that remaining work finishes quickly."""
         self.pace.step_s = 0.0
 
     async def tokens(self, generation: Generation) -> list[int]:
-        """Everything that the session commits; fails unless it ends properly."""
+        """Returns all tokens that the session commits; fails unless it ends normally."""
         tokens: list[int] = []
         async for event in self.router.generate(generation):
             if isinstance(event, CommittedTokens):
@@ -98,17 +87,19 @@ class Cluster:
                 assert isinstance(event, Ended)
         return tokens
 
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that the targets have accepted."""
+        return sum(target.scheduler.counts.accepted_tokens for target in self.targets.values())
 
-class PacedEngine:
-    """Makes steps take as long as a real model's, until the cluster hurries."""
 
-    def __init__(self, engine: Engine, pace: "Pace") -> None:
+class WrappedEngine:
+    """Passes everything to another engine."""
+
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._pace = pace
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        if plan.rows:
-            await asyncio.sleep(self._pace.step_s)
         return await self._engine.step(plan)
 
     async def read(self, asked: StateRead) -> bytes:
@@ -121,12 +112,53 @@ class PacedEngine:
         await self._engine.close()
 
 
-def as_it_is(engine: Engine) -> Engine:
-    return engine
+class PacedEngine(WrappedEngine):
+    """Makes steps take as long as a real model's, until the cluster hurries."""
+
+    def __init__(self, engine: Engine, pace: "Pace") -> None:
+        super().__init__(engine)
+        self._pace = pace
+
+    async def step(self, plan: StepPlan) -> list[Outcome]:
+        if plan.rows:
+            await asyncio.sleep(self._pace.step_s)
+        return await super().step(plan)
+
+
+class AttendedEngine(WrappedEngine):
+    """Begins a step only once every session in it that wants drafts has had a drafter.
+
+    Otherwise it would depend on the machine how many tokens a session commits before its drafter attaches.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._unattended: set[str] = set()  # sessions opened with drafts, before a drafter attached
+
+    def observe(self, replica: TargetReplica) -> None:
+        """Taps the target's messages."""
+        receive = replica.receive
+
+        def tap(stream: str, frame: Decoded) -> None:
+            for message in frame.messages:
+                if isinstance(message, Open) and message.draft_tokens and not message.audit:
+                    self._unattended.add(message.session)
+                elif isinstance(message, Attach | Close):
+                    self._unattended.discard(message.session)
+            receive(stream, frame)
+
+        replica.receive = tap  # type: ignore[method-assign]
+
+    async def step(self, plan: StepPlan) -> list[Outcome]:
+        with suppress(TimeoutError):  # without any drafter, the target goes on alone
+            async with asyncio.timeout(10):
+                while any(row.session in self._unattended for row in plan.rows):
+                    await asyncio.sleep(0.001)
+        return await super().step(plan)
 
 
 def plain_greedy(prompt: tuple[int, ...], length: int, logits: Tensor = LOGITS) -> list[int]:
-    """The reference, without any of our loops."""
+    """Returns the expected text, computed without any of our loops."""
     tokens = list(prompt)
     for _ in range(length):
         tokens.append(int(logits[tokens[-1]].argmax()))
@@ -134,7 +166,7 @@ def plain_greedy(prompt: tuple[int, ...], length: int, logits: Tensor = LOGITS) 
 
 
 async def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Waits for something that must come true; fails after ten seconds."""
+    """Waits until a condition holds; fails after ten seconds."""
     try:
         async with asyncio.timeout(10):
             while not condition():
@@ -144,20 +176,14 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 def a_draft_model(logits: Tensor, grammars: GrammarCompiler | None = None) -> DraftModel:
-    return DraftModel(
-        ToyRunner(logits),
-        torch.arange(VOCABULARY),
-        DraftCache(PAGES, PAGE_SIZE),
-        DraftingLimits(top_k=8),
-        makers=() if grammars is None else (grammars.draft_masking,),
-    )
+    return toy_draft_model(ToyRunner(logits), PAGES, PAGE_SIZE, top_k=8, grammars=grammars)
 
 
 @dataclass(frozen=True)
 class StateReading:
-    """A target whose states can be read, and drafters whose method reads them."""
+    """A target that captures hidden states, and drafters whose method reads them."""
 
-    runner: Callable[[int], Runner]  # of a target with so many pages
+    runner: Callable[[int], Runner]  # of a target with this number of pages
     method: Callable[[], DraftingMethod]
     bounds: StateBounds = NO_BOUNDS
 
@@ -165,28 +191,35 @@ class StateReading:
 CHECKED = StateReading(
     lambda pages: RememberingRunner(LOGITS, pages, PAGE_SIZE), lambda: ReadingMethod(a_draft_model(LOGITS))
 )
-"""Drafts are a model's, and each row is held against the text that it has to be of."""
+"""Drafts with a model, and compares each row of hidden states with its text."""
 
 
 @asynccontextmanager
 async def cluster(
     targets: int = 1,
     drafters: int = 1,
-    draft_logits: Tensor = LOGITS,
-    wrap_engine: Callable[[Engine], Engine] = as_it_is,
+    logits: Tensor = LOGITS,  # of the targets' model, by latest token
+    draft_logits: Tensor | None = None,  # of the drafters' model; default: the targets'
+    context: int = CONTEXT,
+    wrap_engine: Callable[[Engine], Engine] = lambda engine: engine,
     pages: int = PAGES,
     target_wait_s: float = 5,
     lock_step: bool = False,
     audit: AuditConfig | None = None,
-    target_runner: Callable[[int], Runner] = lambda _: ToyRunner(LOGITS),
+    target_runner: Callable[[int], Runner] | None = None,
+    wrap_method: Callable[[DraftingMethod], DraftingMethod] = lambda method: method,
     reading: StateReading | None = None,  # of the targets' hidden states, if the drafters' method reads them
     trust: TrustConfig | None = None,
+    dials_any: bool = True,  # whether drafters dial addresses that are no target's
     grammars: GrammarCompiler | None = None,  # over the vocabulary
     sessions: int = SESSIONS,  # that each target and each drafter serves at once
     tracer: Callable[[str], SessionTracer] = lambda _: NoTracing(),  # of a service, by its name
     examples: Callable[[Example], None] | None = None,  # takes sessions that drafts may learn from
 ) -> AsyncIterator[Cluster]:
-    """Starts everything, and afterwards checks that nothing was left behind before stopping it."""
+    """Starts everything, and afterwards checks that nothing was left behind before stopping it.
+
+    In lock step every step waits for its drafts, however long they take, so acceptance does not depend on the machine.
+    """
     tasks: list[asyncio.Task[None]] = []
     replicas: dict[str, TargetReplica] = {}
     drafting: dict[str, Drafter] = {}
@@ -195,29 +228,41 @@ async def cluster(
     pace = Pace()
     layout = None if reading is None else LAYOUT
     trust = trust or TrustConfig()
+    vocabulary = len(logits)
+    drawn = logits if draft_logits is None else draft_logits
     for index in range(targets):
-        runner = target_runner(index) if reading is None else reading.runner(pages)
-        engines.append(ThreadEngine(StepExecutor(runner, VOCABULARY, grammars=grammars)))
+        if reading is not None:
+            runner = reading.runner(pages)
+        else:
+            runner = ToyRunner(logits) if target_runner is None else target_runner(index)
+        engines.append(ThreadEngine(StepExecutor(runner, vocabulary, grammars=grammars)))
         limits = VerificationLimits(
-            VOCABULARY, CONTEXT, sessions, max_step_tokens=4 * sessions, pages=pages, page_size=PAGE_SIZE, states=layout
+            vocabulary, context, sessions, max_step_tokens=4 * sessions, pages=pages, page_size=PAGE_SIZE, states=layout
         )
-        engine = wrap_engine(PacedEngine(engines[-1], pace))
-        pacing = ReferenceLoop() if lock_step else Adaptive()
+        attended = AttendedEngine(PacedEngine(engines[-1], pace))
+        engine = wrap_engine(attended)
+        pacing = ReferenceLoop(patience=PATIENCE_S) if lock_step else Adaptive()
         replica = TargetReplica(
             engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30, pacing, tracer=tracer("target")
         )
+        if lock_step and drafters:
+            attended.observe(replica)
         server = await serve_target(replica, "127.0.0.1", trust=trust)
         replicas[server.address] = replica
         servers[server.address] = server
         tasks.append(asyncio.create_task(replica.run()))
     for _ in range(drafters):
+        method = a_draft_model(drawn, grammars) if reading is None else reading.method()
         drafter = Drafter(
-            a_draft_model(draft_logits, grammars) if reading is None else reading.method(),
-            DrafterLimits(VOCABULARY, CONTEXT, sessions, layout, NO_BOUNDS if reading is None else reading.bounds),
+            wrap_method(method),
+            DrafterLimits(vocabulary, context, sessions, layout, NO_BOUNDS if reading is None else reading.bounds),
             IDENTITY.vocabulary,
             IDENTITY.target_model,
             draft_ahead=not lock_step,
-            access=TargetAccess(credentials=credentials_of(trust, PeerRole.DRAFTER)),
+            access=TargetAccess(
+                credentials=credentials_of(trust, PeerRole.DRAFTER),
+                known=None if dials_any else lambda: frozenset(replicas),
+            ),
             tracer=tracer("drafter"),
         )
         server = await serve_drafter(drafter, "127.0.0.1", trust=trust)

@@ -1,48 +1,44 @@
 """Records a target engine's plans and outcomes by session; lets steps wait for a test's signal."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from actors.engine.executor import Engine
 from actors.target import TargetReplica
-from cluster.verification.step import Outcome, StateRead, StepPlan
-from tests.integration.harness import eventually
+from cluster.verification.step import Outcome, StepPlan
+from tests.integration.harness import Cluster, StateReading, WrappedEngine, cluster, eventually
 
 
 @dataclass(frozen=True)
 class Round:
     """A session's row of one step. Counts are of tokens."""
 
-    start: int  # that were in the cache before
-    known: int  # that were computed although no draft of them was verified
+    start: int  # in the cache before
+    known: int  # computed, other than draft tokens
     drafted: int
     accepted: int
     decides: bool
 
     @property
     def end(self) -> int:
-        """Tokens that are in the cache and stand, after it."""
+        """Valid tokens in the cache afterwards."""
         return self.start + self.known + self.accepted
 
 
-class RecordedEngine:
-    """Makes a step as soon as `may_step` says so, and remembers it."""
+class RecordedEngine(WrappedEngine):
+    """Makes and records each step once `may_step` returns True."""
 
     def __init__(self) -> None:
         self.rounds: defaultdict[str, list[Round]] = defaultdict(list)  # by session
         self.may_step: Callable[[], bool] = lambda: True
-        self.is_held = False  # whether a step that is planned waits
-        self._engine: Engine | None = None
+        self.is_held = False  # whether a planned step waits
 
     def wrap(self, engine: Engine) -> Engine:
         self._engine = engine
         return self
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "it was given to a cluster"
-        return self._engine
 
     def decided(self, session: str) -> list[Round]:
         return [one for one in self.rounds[session] if one.decides]
@@ -52,21 +48,26 @@ class RecordedEngine:
             self.is_held = True
             await eventually(lambda: self.may_step(), "the next step may be made")
             self.is_held = False
-        outcomes = await self.engine.step(plan)
+        outcomes = await super().step(plan)
         accepted = {outcome.session: outcome.accepted for outcome in outcomes}
         for row in plan.rows:
             made = Round(row.start, row.known, row.drafted, accepted.get(row.session, 0), row.decide)
             self.rounds[row.session].append(made)
         return outcomes
 
-    async def read(self, asked: StateRead) -> bytes:
-        return await self.engine.read(asked)
 
-    async def prepare(self, grammar: str) -> str | None:
-        return await self.engine.prepare(grammar)
+@asynccontextmanager
+async def watched(reading: StateReading, **options: Any) -> AsyncIterator[tuple[Cluster, RecordedEngine]]:
+    """Yields a cluster of one target in lock step, and its recorded engine.
 
-    async def close(self) -> None:
-        await self.engine.close()
+    A step begins once all sessions have drafters, and these the hidden states sent before, so nothing depends on time.
+    """
+    engine = RecordedEngine()
+    async with cluster(reading=reading, lock_step=True, wrap_engine=engine.wrap, **options) as c:
+        c.hurry()
+        (target,) = c.targets.values()
+        engine.may_step = lambda: is_settled(target)
+        yield c, engine
 
 
 def is_settled(target: TargetReplica) -> bool:
@@ -77,7 +78,7 @@ def is_settled(target: TargetReplica) -> bool:
 
 
 def acceptance(rounds: Iterable[Round]) -> float:
-    """Share of the draft tokens, of which there must be some."""
+    """Returns the share of draft tokens accepted; fails if nothing was drafted."""
     made = list(rounds)
     drafted = sum(one.drafted for one in made)
     assert drafted > 0, f"nothing was drafted in {len(made)} rounds"
@@ -85,10 +86,10 @@ def acceptance(rounds: Iterable[Round]) -> float:
 
 
 def computed(rounds: Iterable[Round]) -> int:
-    """Tokens that came to stand in the cache, each as often as it did."""
+    """Returns the number of tokens that became valid in the cache; recomputed tokens count again."""
     return sum(one.known + one.accepted for one in rounds)
 
 
 def resumed(rounds: list[Round]) -> list[int]:
-    """Indices of rounds before which the session had lost some of its cache."""
+    """Returns the indices of rounds before which the session had lost some of its cache."""
     return [at for at in range(1, len(rounds)) if rounds[at].start < rounds[at - 1].end]

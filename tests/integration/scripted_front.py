@@ -11,17 +11,13 @@ import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.config import validated
 from cluster.routing.ledger import CommittedTokens
 from cluster.speculation.estimators import AcceptanceCounts
 from cluster.telemetry import Actor, Timeline, pack
-from serve_app.api.app import create_api
-from serve_app.api.metrics import Metrics
-from serve_app.api.replies import HealthReport
 from serve_app.api.text import TextCodec
 from serve_app.page.routes import DraftSample, PageWatch, Sample, TargetSample, page_routes
-from tests.byte_tokenizer import byte_tokenizer
-from tests.integration.scripted_generator import Script, ScriptedGenerator
+from tests.asgi_front import byte_codec, toy_api
+from tests.scripted_generator import Script, ScriptedGenerator
 
 
 @dataclass
@@ -64,13 +60,9 @@ class Front:
 @contextmanager
 def scripted_front() -> Iterator[Front]:
     """A server in a thread of its own, on a free port."""
-    tokenizer = byte_tokenizer()
-    codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
-    model = {"target": "models/toy", "max_context": 4096}
-    config = validated({"model": model, "draft": {"method": "ngram"}})
+    codec = byte_codec()
     generator = ScriptedGenerator()
-    watch = PageWatch("toy", samples)
-    api = create_api(generator, codec, config, Metrics(), _healthy, further=page_routes(watch))
+    api = toy_api(generator, codec, further=page_routes(PageWatch("toy", samples)))
     doorkeeper = Doorkeeper(api)
     server = uvicorn.Server(uvicorn.Config(doorkeeper, port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
@@ -81,10 +73,6 @@ def scripted_front() -> Iterator[Front]:
     yield Front(f"http://127.0.0.1:{port}", generator, codec, doorkeeper)
     server.should_exit = True
     thread.join()
-
-
-async def _healthy() -> HealthReport:
-    return HealthReport(status="ok", audit="off")
 
 
 async def samples() -> Sequence[Sample]:

@@ -15,7 +15,6 @@ import pytest_asyncio
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.config import validated
 from cluster.errors import CapacityError, DrainingError, NonFiniteLogitsError, RequestError, TargetLostError
 from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Acceptance, Finish, Scoring, TokenRules, TokenScore
@@ -24,8 +23,8 @@ from serve_app.api.fields import parse
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
 from serve_app.api.text import TextCodec
-from tests.byte_tokenizer import byte_tokenizer
-from tests.integration.scripted_generator import STALL, Script, ScriptedGenerator
+from tests.asgi_front import byte_codec, config_of
+from tests.scripted_generator import STALL, Script, ScriptedGenerator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the one server
 
@@ -123,16 +122,9 @@ async def shared() -> AsyncIterator[SharedServer]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def front(shared: SharedServer) -> AsyncIterator[Front]:
     """An application of its own for each test, which leaves nothing running."""
-    config = validated(
-        {
-            "model": {"target": "models/toy", "max_context": CONTEXT},
-            "draft": {"method": "ngram"},
-            "speculation": {"draft_tokens": MAX_DRAFT},
-            "server": {"max_body_bytes": MAX_BODY, "body_timeout_s": BODY_TIMEOUT_S},
-        }
-    )
-    tokenizer = byte_tokenizer()
-    codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
+    bounds = {"max_body_bytes": MAX_BODY, "body_timeout_s": BODY_TIMEOUT_S}
+    config = config_of(bounds, CONTEXT, speculation={"draft_tokens": MAX_DRAFT})
+    codec = byte_codec()
     generator = ScriptedGenerator()
     metrics = Metrics()
     health = {"ready": True}

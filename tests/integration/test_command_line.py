@@ -17,7 +17,7 @@ from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from serve_app.status import watch
 from tests.integration.scripted_front import Front, scripted_front
-from tests.integration.scripted_generator import STALL
+from tests.scripted_generator import STALL
 from tools.cli import app
 
 

@@ -38,7 +38,7 @@ async def test_speculation_changes_no_token_of_many_sessions_at_once():
     async with cluster(grammars=GRAMMARS, lock_step=True) as c:
         found = await asyncio.gather(*(c.tokens(c.generation(**asked(LISTS, seed=seed))) for seed in seeds))
         assert found == plain
-        assert sum(target.scheduler.counts.accepted_tokens for target in c.targets.values()) > 0
+        assert c.accepted > 0
     assert all(text[-1] == END for text in plain)
 
 

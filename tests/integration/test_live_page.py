@@ -9,12 +9,8 @@ import httpx
 import pytest
 import torch
 
-from cluster.config import validated
-from serve_app.api.app import create_api
-from serve_app.api.metrics import Metrics
-from serve_app.api.replies import HealthReport
-from serve_app.api.text import TextCodec
 from serve_app.page.routes import PageWatch, Sample, draft_sample, page_routes, target_sample
+from tests.asgi_front import byte_codec, config_of, http_client, toy_api
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.harness import CONTEXT, LOGITS, Cluster, cluster, plain_greedy
 
@@ -25,24 +21,15 @@ HALF_RIGHT = torch.where(torch.arange(len(LOGITS))[:, None] % 2 == 0, LOGITS, LO
 @asynccontextmanager
 async def front(of: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the API and the page before this cluster."""
-    tokenizer = byte_tokenizer()
-    model = {"target": "models/toy", "max_context": CONTEXT}
-    config = validated({"model": model, "draft": {"method": "ngram"}})
 
     async def collect() -> Sequence[Sample]:
         drafters = [draft_sample(one, one.peer_id, "toy") for one in of.drafters.values()]
         return [*drafters, *(target_sample(one, one.peer_id) for one in of.targets.values())]
 
-    async def health() -> HealthReport:
-        return HealthReport(status="ok", audit="off")
-
-    codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
-    clock = iter(range(1000))  # a new round of samples for each watcher
+    clock = iter(range(1000))  # a new round of samples for each request
     watch = PageWatch("toy", collect, lambda: float(next(clock)))
-    api = create_api(of.router, codec, config, Metrics(), health, further=page_routes(watch))
-    transport = httpx.ASGITransport(api)
-    async with httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=20) as client:
-        yield client
+    async with http_client(toy_api(of.router, byte_codec(), config_of({}, CONTEXT), further=page_routes(watch))) as http:
+        yield http
 
 
 async def traced(client: httpx.AsyncClient, prompt: list[int], **speculation: Any) -> list[dict[str, Any]]:

@@ -10,9 +10,7 @@ LONG = 200
 
 async def a_session_in_mid_stream(c: Cluster) -> "asyncio.Task[list[int]]":
     running = asyncio.create_task(c.tokens(c.generation(max_len=3 + LONG)))
-    await eventually(
-        lambda: any(replica.scheduler.counts.accepted_tokens for replica in c.targets.values()), "it has begun"
-    )
+    await eventually(lambda: c.accepted > 0, "it has begun")
     return running
 
 

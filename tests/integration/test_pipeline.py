@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
+from actors.drafter import Drafter
 from actors.engine.executor import Engine
 from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal
@@ -15,7 +16,7 @@ from cluster.routing.ledger import CommittedTokens, Generation
 from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, DraftRequest, Sampling, Verdict
-from tests.integration.harness import LOGITS, VOCABULARY, Cluster, cluster, eventually, plain_greedy
+from tests.integration.harness import LOGITS, VOCABULARY, Cluster, WrappedEngine, cluster, eventually, plain_greedy
 
 SURE = 8 * LOGITS  # of a drafter that is right, and so sure of it that no token beside the first is likely
 UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # of one that is right as a rule
@@ -32,9 +33,9 @@ async def test_many_sessions_at_once_give_the_plain_greedy_text(acceptance):
 
 async def test_a_block_goes_from_drafter_to_target_over_its_own_stream():
     """A tap on what each peer of the target sends: blocks come on a drafter's stream, never on a router's."""
-    async with cluster() as c:
-        ((_, target),) = c.targets.items()
-        ((_, drafter),) = c.drafters.items()
+    async with cluster(lock_step=True) as c:
+        (target,) = c.targets.values()
+        (drafter,) = c.drafters.values()
         heard: list[tuple[str, Decoded]] = []
         receive = target.receive
 
@@ -50,11 +51,11 @@ async def test_a_block_goes_from_drafter_to_target_over_its_own_stream():
         assert any(not stream.startswith(drafter.peer_id) for stream, _ in heard), "a router spoke too"
 
 
-class GatedEngine:
-    """Lets a step with only session `held` in it finish no sooner than `gate` is set."""
+class GatedEngine(WrappedEngine):
+    """Holds steps that verify a block of session `held` until `gate` is set."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self.held = ""
         self.holding = asyncio.Event()
         self.gate = asyncio.Event()
@@ -63,13 +64,7 @@ class GatedEngine:
         if any(row.session == self.held and row.drafted > 0 for row in plan.rows) and not self.gate.is_set():
             self.holding.set()
             await self.gate.wait()
-        return await self._engine.step(plan)
-
-    async def prepare(self, grammar: str) -> str | None:
-        return await self._engine.prepare(grammar)
-
-    async def close(self) -> None:
-        await self._engine.close()
+        return await super().step(plan)
 
 
 async def test_one_session_is_drafted_while_another_is_verified():
@@ -122,36 +117,42 @@ def _lose_next_verdict(c: Cluster) -> list[Verdict]:
     return lost
 
 
-async def test_a_drafter_that_misses_a_verdict_catches_up_and_drafts_again():
+def _corrupt_draft_sequence(drafter: Drafter) -> None:
+    """Changes the latest token that the drafter holds for its only session."""
+    (held,) = drafter.scheduler._sessions.all.values()
+    wrong = (held.prefix.tokens[-1] + 1) % VOCABULARY
+    held.prefix.truncate(len(held.prefix) - 1)
+    held.prefix.append(wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "noticed"), [("lost verdict", ["verdict_gap"]), ("wrong token", ["verdict_mismatch", "resync"])]
+)
+async def test_a_drafter_recovers_from_a_fault_and_its_blocks_are_accepted_again(fault, noticed):
+    """The drafter catches up, or opens the session again from the ledger."""
     async with cluster(draft_logits=SURE) as c:
-        lost = _lose_next_verdict(c)
-        accepted: list[int] = []
+        (drafter,) = c.drafters.values()
+        counts = drafter.scheduler.counts
+        lost = _lose_next_verdict(c) if fault == "lost verdict" else []
         tokens: list[int] = []
-        async for event in c.router.generate(c.generation(max_len=203)):
-            if isinstance(event, CommittedTokens):
-                tokens += event.tokens
+        rounds = 0
+        accepted: list[int] = []  # in each round since the drafter noticed
+        recovered = False
+        async for event in c.router.generate(c.generation(max_len=503)):
+            if not isinstance(event, CommittedTokens):
+                continue
+            tokens += event.tokens
+            rounds += 1
+            if fault == "wrong token" and rounds == 5:
+                _corrupt_draft_sequence(drafter)
+            if any(counts[kind] for kind in noticed):
                 accepted.append(event.accepted)
-        (drafter,) = c.drafters.values()
-        assert len(lost) == 1
-        assert tokens == plain_greedy((1, 2, 3), 200)
-        assert drafter.scheduler.counts["verdict_gap"] >= 1
-        assert sum(accepted[-10:]) > 20, "the drafter's blocks are accepted again, about four tokens each"
-
-
-async def test_a_drafter_with_wrong_tokens_is_reopened_from_the_ledger():
-    async with cluster(draft_logits=SURE) as c:
-        (drafter,) = c.drafters.values()
-        accepted: list[int] = []
-        async for event in c.router.generate(c.generation(max_len=203)):
-            if isinstance(event, CommittedTokens):
-                accepted.append(event.accepted)
-                if len(accepted) == 5:
-                    (held,) = drafter.scheduler._sessions.all.values()
-                    wrong = (held.prefix.tokens[-1] + 1) % VOCABULARY
-                    held.prefix.truncate(len(held.prefix) - 1)
-                    held.prefix.append(wrong)
-        assert drafter.scheduler.counts["verdict_mismatch"] + drafter.scheduler.counts["resync"] >= 1
-        assert sum(accepted[-10:]) > 20
+            if sum(accepted[-10:]) > 20:  # about four of each block
+                recovered = True
+                c.hurry()
+        assert len(lost) == (fault == "lost verdict")
+        assert tokens == plain_greedy((1, 2, 3), 500)
+        assert recovered
 
 
 async def test_a_cache_too_small_for_all_who_were_let_in_changes_no_token():
@@ -169,9 +170,12 @@ async def test_drafting_ahead_is_done_for_several_outcomes_and_some_are_right():
     """Right guesses are at the target before the verdict that they build on."""
     async with cluster(draft_logits=UNSURE) as c:
         prompt = (1, 2, 3)
-        assert await c.tokens(c.generation(prompt=prompt, max_len=203)) == plain_greedy(prompt, 200)
         (drafter,) = c.drafters.values()
         counts = drafter.scheduler.counts
+        for _ in range(5):  # a busy machine may draft too late to be asked for much
+            assert await c.tokens(c.generation(prompt=prompt, max_len=203)) == plain_greedy(prompt, 200)
+            if counts["guess_hit"] > 5:
+                break
         assert counts["guess_hit"] > 5
         assert counts["guesses"] > counts["guess_hit"] + counts["guess_miss"]
 
@@ -241,7 +245,7 @@ async def test_losing_a_target_in_mid_stream_loses_and_repeats_no_token():
 
 
 class Stalled:
-    """A drafting method that comes to a standstill when told; the drafter's streams live on."""
+    """A drafting method that stops while `go_on` is clear; the drafter's streams stay up."""
 
     def __init__(self, method: DraftingMethod) -> None:
         self.go_on = threading.Event()
@@ -264,10 +268,16 @@ class Stalled:
         return self._method.draft_ahead(requests, interrupted, early)
 
 
-async def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
-    async with cluster(drafters=2) as c:
+async def test_the_sessions_of_a_stalled_drafter_move_to_another():
+    methods: list[Stalled] = []
+
+    def stallable(method: DraftingMethod) -> DraftingMethod:
+        methods.append(Stalled(method))
+        return methods[-1]
+
+    async with cluster(drafters=2, wrap_method=stallable) as c:
         still, other = c.drafters.values()
-        still._method = stalled = Stalled(still._method)
+        stalled = methods[0]
         generations = [c.generation(prompt=(1 + i, 2), max_len=402) for i in range(4)]
         texts = [asyncio.create_task(c.tokens(generation)) for generation in generations]
         drafted_for = still.scheduler._sessions.all.values()

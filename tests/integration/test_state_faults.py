@@ -1,22 +1,17 @@
 """Faults under a head that reads the target's states, over real gRPC: acceptance after each is what it was before.
 
-The head is right where it has the right states, and nearly never where it has not (`state_head.py`). Rounds are in lock
-step, and a step begins once all its sessions have drafters, and these the states that were sent before: what is seen
-does not hang on a clock.
+The head is right where it has the right states, and nearly never where it has not (`state_head.py`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 from actors.net.streams import StatesOutbox
 from cluster.verification import hidden_state_sender
 from protos.messages import Message, States
-from tests.integration.harness import PAGE_SIZE, Cluster, StateReading, cluster, eventually
-from tests.integration.rounds import RecordedEngine, acceptance, computed, is_settled, resumed
+from tests.integration.harness import PAGE_SIZE, Cluster, eventually
+from tests.integration.rounds import acceptance, computed, is_settled, resumed, watched
 from tests.integration.state_head import head_reading, text_after
 from tests.lossless.states import LAYOUT
 
@@ -27,19 +22,8 @@ IDS = ("reads all", "reads the latest")
 both_heads = pytest.mark.parametrize("reading", [head_reading(), head_reading(reads_latest=True)], ids=IDS)
 
 
-@asynccontextmanager
-async def watched(reading: StateReading, **options: Any) -> AsyncIterator[tuple[Cluster, RecordedEngine]]:
-    """A cluster of one target, and what its engine does."""
-    engine = RecordedEngine()
-    async with cluster(reading=reading, lock_step=True, wrap_engine=engine.wrap, **options) as c:
-        c.hurry()
-        (target,) = c.targets.values()
-        engine.may_step = lambda: is_settled(target)
-        yield c, engine
-
-
 async def answered(c: Cluster, session: str, prompt: tuple[int, ...], new: int = NEW) -> None:
-    """The whole text is the target's own."""
+    """Generates an answer, and checks that it is the target's own text."""
     generation = c.generation(session=session, prompt=prompt, max_len=len(prompt) + new)
     assert await c.tokens(generation) == text_after(prompt, new)
 

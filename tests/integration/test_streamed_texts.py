@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,15 +14,13 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.config import validated
 from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Finish
-from serve_app.api.app import create_api
-from serve_app.api.metrics import Metrics
-from serve_app.api.replies import CompletionChunk, HealthReport
+from serve_app.api.replies import CompletionChunk
 from serve_app.api.text import TextCodec
+from tests.asgi_front import config_of, http_client, toy_api
 from tests.byte_tokenizer import TEMPLATE, byte_tokenizer
-from tests.integration.scripted_generator import Script, ScriptedGenerator
+from tests.scripted_generator import Script, ScriptedGenerator
 
 RESPONSE_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CASES = 75  # of each tokenizer
@@ -39,6 +36,9 @@ def byte_fallback() -> Any:
     built.normalizer = normalizers.Replace(" ", "▁")
     built.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(tokenizer_object=built, chat_template=TEMPLATE)
+
+
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_tokenizer(), byte_fallback()], ids=["bytes", "byte fallback"])
 
 
 def blocks(tokens: tuple[int, ...], rejected: tuple[int, ...], rng: random.Random) -> Iterator[CommittedTokens]:
@@ -63,22 +63,9 @@ async def streamed(codec: TextCodec, script: Script, interval: int, **fields: An
 
 async def asked(codec: TextCodec, script: Script, interval: int, path: str, **fields: Any) -> list[str]:
     """The data of a stream's events."""
-    generator = ScriptedGenerator()
-    generator.scripts = [script]
-    config = validated(
-        {
-            "model": {"target": "models/toy", "max_context": 4096},
-            "draft": {"method": "ngram"},
-            "server": {"stream_interval": interval},
-        }
-    )
-
-    async def health() -> HealthReport:
-        return HealthReport(status="ok", audit="off")
-
-    transport = httpx.ASGITransport(create_api(generator, codec, config, Metrics(), health))
+    generator = ScriptedGenerator(script)
     body = {"model": "toy", "stream": True, **fields}
-    async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+    async with http_client(toy_api(generator, codec, config_of({"stream_interval": interval}))) as client:
         answer = await client.post(path, json=body)
     *events, rest = answer.text.split("\n\n")
     assert rest == ""
@@ -86,7 +73,7 @@ async def asked(codec: TextCodec, script: Script, interval: int, path: str, **fi
     return [event.partition("data: ")[2] for event in events]
 
 
-@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), byte_fallback()], ids=["bytes", "byte fallback"])
+@TOKENIZERS
 async def test_any_text_cut_anywhere_arrives_as_it_is_and_nothing_of_a_stop_string(tokenizer: Any) -> None:
     codec = TextCodec(tokenizer, ())
     for seed in range(CASES):
@@ -107,7 +94,6 @@ async def test_any_text_cut_anywhere_arrives_as_it_is_and_nothing_of_a_stop_stri
             assert len(told["rejected"]) == len(told["pieces"])
 
 
-TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_tokenizer(), byte_fallback()], ids=["bytes", "byte fallback"])
 PIECES = st.sampled_from(LETTERS + MARKS) | st.characters(codec="utf-8", exclude_characters="<")
 TEXTS = st.lists(PIECES, max_size=30).map("".join)
 

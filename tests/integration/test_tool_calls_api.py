@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
-import httpx
 import openai
 import pytest
 import torch
@@ -17,13 +16,9 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from pydantic import BaseModel, Field
 
 from actors.grammars import GrammarCompiler, grammar_vocabulary
-from actors.models.decoder import ToyRunner
-from cluster.config import validated
-from serve_app.api.app import create_api
-from serve_app.api.metrics import Metrics
-from serve_app.api.replies import HealthReport
+from tests.asgi_front import config_of, openai_client, toy_api
 from tests.call_writers import special_writer
-from tests.integration import harness
+from tests.integration.harness import cluster
 
 CODEC = special_writer()
 VOCABULARY = len(CODEC.tokenizer)
@@ -38,30 +33,15 @@ USER: Any = [{"role": "user", "content": "x"}]
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
 NAMED: Any = {"type": "function", "function": {"name": "g"}}
 SEEDS = range(2)
-CONTEXT = 1024  # what tools are takes many single bytes to tell
+CONTEXT = 1024  # a byte a token makes the tools a long prompt
 
 
 @asynccontextmanager
-async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[openai.AsyncOpenAI]:
-    monkeypatch.setattr(harness, "VOCABULARY", VOCABULARY)
-    monkeypatch.setattr(harness, "CONTEXT", CONTEXT)
+async def client() -> AsyncIterator[openai.AsyncOpenAI]:
     grammars = GrammarCompiler(grammar_vocabulary(CODEC.tokenizer, CODEC.eos_ids))
-    made: Any = {"target_runner": lambda _: ToyRunner(LOGITS), "draft_logits": LOGITS, "grammars": grammars}
-    async with harness.cluster(**made, lock_step=True) as c:
+    async with cluster(logits=LOGITS, context=CONTEXT, grammars=grammars, lock_step=True) as c:
         c.hurry()
-        config = validated(
-            {"model": {"target": "models/toy", "max_context": CONTEXT}, "draft": {"model": "models/draft"}}
-        )
-
-        async def ready() -> HealthReport:
-            return HealthReport(status="ok", audit="ok")
-
-        api = create_api(c.router, CODEC, config, Metrics(), ready)
-        transport = httpx.ASGITransport(api)
-        async with (
-            httpx.AsyncClient(transport=transport) as behind,
-            openai.AsyncOpenAI(base_url="http://toy/v1", api_key="none", max_retries=0, http_client=behind) as found,
-        ):
+        async with openai_client(toy_api(c.router, CODEC, config_of({}, CONTEXT))) as found:
             yield found
 
 
@@ -81,12 +61,10 @@ def told(message: Any) -> list[tuple[str, str]]:
         ({"tool_choice": NAMED}, {"g"}, 1, "stop"),
     ],
 )
-async def test_chats_call_whole_streamed_and_without_speculation(monkeypatch, fields, names, most, end):
-    async with client(monkeypatch) as front:
+async def test_chats_call_whole_streamed_and_without_speculation(fields, names, most, end):
+    async with client() as front:
         accepted = 0
-        for seed in range(40):  # two, unless a busy machine kept the drafter from answering in time
-            if seed >= 2 and accepted:
-                break
+        for seed in SEEDS:
             asked = {"model": "toy", "messages": USER, "tools": TOOLS, "seed": seed, **fields}
             whole = await front.chat.completions.create(**asked)
             (choice,) = whole.choices
@@ -109,9 +87,9 @@ async def test_chats_call_whole_streamed_and_without_speculation(monkeypatch, fi
         assert accepted > 0
 
 
-async def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(monkeypatch):
+async def test_a_strict_tool_that_may_be_called_is_called_by_its_schema():
     tools = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
-    async with client(monkeypatch) as front:
+    async with client() as front:
         found = []
         for seed in range(3):
             asked = {"model": "toy", "messages": USER, "tools": tools, "seed": seed, "max_tokens": 200}
@@ -133,8 +111,8 @@ class Point(BaseModel):
     name: Annotated[str, Field(max_length=6)]
 
 
-async def test_an_answer_by_a_schema_is_read_by_the_clients_own_model(monkeypatch):
-    async with client(monkeypatch) as front:
+async def test_an_answer_by_a_schema_is_read_by_the_clients_own_model():
+    async with client() as front:
         for seed in SEEDS:
             asked: Any = {"model": "toy", "messages": USER, "seed": seed, "response_format": Point}
             whole = (await front.chat.completions.parse(**asked)).choices[0].message
@@ -147,10 +125,10 @@ async def test_an_answer_by_a_schema_is_read_by_the_clients_own_model(monkeypatc
             assert response.output_parsed == whole.parsed
 
 
-async def test_responses_call_whole_and_streamed(monkeypatch):
+async def test_responses_call_whole_and_streamed():
     flat: Any = [{"type": "function", **tool["function"], "strict": True} for tool in TOOLS]
     for choice in ("required", {"type": "function", "name": "g"}):
-        async with client(monkeypatch) as front:
+        async with client() as front:
             asked: Any = {"model": "toy", "input": "x", "tools": flat, "tool_choice": choice}
             asked |= {"extra_body": {"seed": 4}, "parallel_tool_calls": False}
             whole = await front.responses.create(**asked)

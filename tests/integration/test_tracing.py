@@ -7,15 +7,10 @@ import httpx
 import pytest
 
 from actors.tracing import TracedService
-from cluster.config import validated
 from cluster.config_sections import TracingConfig
 from cluster.tracing import SessionTracer
-from serve_app.api.app import create_api
-from serve_app.api.metrics import Metrics
 from serve_app.api.observability import GenAiSpans
-from serve_app.api.replies import HealthReport
-from serve_app.api.text import TextCodec
-from tests.byte_tokenizer import byte_tokenizer
+from tests.asgi_front import byte_codec, config_of, http_client, toy_api
 from tests.integration.harness import CONTEXT, Cluster, cluster
 from tests.otlp_collector import collecting
 
@@ -30,16 +25,9 @@ def attributes(item: Any) -> dict[str, Any]:
 
 async def ask(c: Cluster, http: TracedService, headers: dict[str, str]) -> httpx.Response:
     """One completion of 40 tokens, through the API in this process and the cluster's router."""
-    tokenizer = byte_tokenizer()
-    config = validated({"model": {"target": "toy", "max_context": CONTEXT}, "draft": {"method": "ngram"}})
-
-    async def ready() -> HealthReport:
-        return HealthReport(status="ok", audit="off")
-
-    codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
-    api = create_api(c.router, codec, config, Metrics(), ready, spans=GenAiSpans(http.tracer))
+    api = toy_api(c.router, byte_codec(), config_of({}, CONTEXT), spans=GenAiSpans(http.tracer))
     body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://toy") as client:
+    async with http_client(api) as client:
         return await client.post("/v1/completions", json=body, headers=headers)
 
 
@@ -50,7 +38,7 @@ async def traced(options: TracingConfig, headers: dict[str, str]) -> dict[str, A
     def tracer(name: str) -> SessionTracer:
         return services[name].sessions(work[name])
 
-    async with cluster(tracer=tracer) as c:
+    async with cluster(tracer=tracer, lock_step=True) as c:
         response = await ask(c, services["http"], headers)
         assert response.status_code == 200, response.text
     for service in services.values():

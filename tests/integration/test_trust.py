@@ -48,19 +48,16 @@ def refusals(c: Cluster, door: Door) -> dict[str, int]:
 # ---------------------------------------------------------------- those who belong
 
 
-async def test_the_whole_system_serves_with_certificates(tmp_path):
-    async with cluster(trust=Authority().issue_all(tmp_path)) as c:
-        assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
-        (target,) = c.targets.values()
-        assert target.scheduler.counts.accepted_tokens > 0
+def with_token(folder: Path) -> TrustConfig:
+    (folder / "token").write_text("secret")
+    return TrustConfig(token_file=str(folder / "token"))
 
 
-async def test_the_whole_system_serves_with_a_token(tmp_path):
-    (tmp_path / "token").write_text("secret")
-    async with cluster(trust=TrustConfig(token_file=str(tmp_path / "token"))) as c:
+@pytest.mark.parametrize("trust_in", [Authority().issue_all, with_token], ids=["certificates", "token"])
+async def test_drafts_are_accepted_between_authenticated_peers(trust_in, tmp_path):
+    async with cluster(trust=trust_in(tmp_path), lock_step=True) as c:
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
-        (target,) = c.targets.values()
-        assert target.scheduler.counts.accepted_tokens > 0
+        assert c.accepted > 0
 
 
 # ---------------------------------------------------------------- certificates
@@ -209,7 +206,7 @@ async def test_certificates_are_replaced_while_streams_run(tmp_path):
         authority.issue(old, PeerRole.ROUTER)
         running = asyncio.create_task(c.tokens(c.generation(max_len=203)))
         (target,) = c.targets.values()
-        await eventually(lambda: target.scheduler.counts.accepted_tokens > 0, "a session is drafted for")
+        await eventually(lambda: c.accepted > 0, "a session is drafted for")
         Authority("newer").issue_all(tmp_path)
         async with shown(c, DRIVE_TARGET, tmp_path / "router") as stream:
             assert await is_welcome(stream, DRIVE_TARGET)

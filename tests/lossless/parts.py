@@ -9,10 +9,8 @@ from torch import Tensor
 
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import InputRow
-from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import MaskTokens
-from actors.drafters.model.sampling import DraftingLimits
 from actors.engine.executor import StepExecutor
 from actors.grammars import GrammarCompiler
 from actors.models.decoder import ForwardOutput, ToyRunner
@@ -27,6 +25,7 @@ from cluster.speculation.controller import Adaptive, ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
 from tests.lossless.states import LAYOUT, RememberingRunner
+from tests.toys import a_generation, toy_draft_model
 
 PAGE_SIZE = 2
 EOS = 0
@@ -101,15 +100,14 @@ class Flatter:
 def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator[Generation]:
     """Returns repeated requests with the same prompt and different seeds."""
     for index in range(sessions):
-        yield Generation(
+        yield a_generation(
             session=f"s{index}",
             prompt=setting.prompt,
-            max_len=len(setting.prompt) + setting.new_tokens,
+            max_len=setting.context,
             stop_ids=(EOS,),
             sampling=setting.sampling,
             seed=rng.getrandbits(64),
             draft_seed=rng.getrandbits(64),
-            choice=0,
             hash_key=rng.getrandbits(64),
             acceptance=setting.acceptance,
             draft_tokens=setting.block_len,
@@ -149,15 +147,16 @@ def an_executor(setting: Setting) -> StepExecutor:
 
 def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -> DraftModel:
     masked = torch.cat([setting.draft_logits, setting.draft_logits.mean(dim=0, keepdim=True)])
-    return DraftModel(
+    return toy_draft_model(
         ToyDraft(masked),
-        torch.arange(setting.vocabulary),
-        DraftCache(8 * sessions, PAGE_SIZE),
-        DraftingLimits(top_k=setting.vocabulary, weight_scale=setting.weight_scale),
+        8 * sessions,
+        PAGE_SIZE,
+        setting.vocabulary,
+        weight_scale=setting.weight_scale,
+        grammars=setting.grammars if setting.masks_drafts else None,
         clock=clock,
         masks=MaskTokens(setting.vocabulary, setting.width),
         head=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
-        makers=(setting.grammars.draft_masking,) if setting.grammars is not None and setting.masks_drafts else (),
     )
 
 

@@ -7,13 +7,8 @@ schedulers, the methods and the acceptance are the real ones; where a session go
 from collections import Counter
 from dataclasses import dataclass
 
-import torch
-
 from actors.drafters.lookup.hybrid import HybridDraft
 from actors.drafters.lookup.ngram import NgramDraft
-from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.draft_model import DraftModel
-from actors.drafters.model.sampling import DraftingLimits
 from actors.engine.executor import StepExecutor
 from cluster.drafting.method import DraftingMethod
 from cluster.envelope import Send
@@ -23,6 +18,7 @@ from protos.messages import Acceptance, Block, DraftRequest, Hello, LiveSession,
 from tests.lossless.history import HistoryRunner, NextLogits
 from tests.lossless.parts import PAGE_SIZE, Setting, a_draft_scheduler, a_verification_scheduler
 from tests.lossless.world import STEP_S, ToyDrafter, ToyTarget, World
+from tests.toys import toy_draft_model
 
 TARGETS = ("target:1", "target:2")
 DRAFTERS = ("drafter1#1", "drafter2#1")
@@ -67,14 +63,10 @@ class PoolWorld(World):
         return ToyTarget(a_verification_scheduler(self._setting, self._count), executor)
 
     def _new_drafter(self) -> ToyDrafter:
-        vocabulary = self._setting.vocabulary
-        model = DraftModel(
-            HistoryRunner(self._pools.draft, vocabulary),
-            torch.arange(vocabulary),
-            DraftCache(16 * self._count, PAGE_SIZE),
-            DraftingLimits(top_k=vocabulary, weight_scale=self._setting.weight_scale),
-            clock=lambda: self._now,
-        )
+        runner = HistoryRunner(self._pools.draft, self._setting.vocabulary)
+        scale = self._setting.weight_scale
+        pages = 16 * self._count
+        model = toy_draft_model(runner, pages, PAGE_SIZE, weight_scale=scale, clock=lambda: self._now)
         lookup = NgramDraft(longest=3, shortest=1)
         method: DraftingMethod = model
         if self._pools.hybrid:

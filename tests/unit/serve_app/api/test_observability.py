@@ -7,27 +7,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 from ray.serve._private.logging_utils import ServeFormatter
 
-from cluster.config import validated
 from cluster.errors import RequestError
 from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Finish
-from serve_app.api.app import create_api
 from serve_app.api.endpoints import ApiFormat, ChatFormat, CompletionFormat, ResponsesFormat
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.metrics import Metrics
 from serve_app.api.observability import OPERATIONS, OTHER, PromptVersions, RequestRecord, logged
-from serve_app.api.replies import FinishReason, HealthReport
+from serve_app.api.replies import FinishReason
 from serve_app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from serve_app.api.text import TextCodec
 from serve_app.publishing.aggregate_metrics import exposition
 from serve_app.startup import log_under_serve
 from serve_app.status import versions_table
-from tests.byte_tokenizer import byte_tokenizer
-from tests.integration.scripted_generator import Script, ScriptedGenerator
+from tests.asgi_front import http_client, toy_api
+from tests.scripted_generator import Script, ScriptedGenerator
 
 SECRET = "Rosebud"
 ANSWER = "sled"
@@ -167,20 +164,12 @@ def scripts() -> dict[str, Script]:
 @pytest.mark.parametrize("what", list(scripts()))
 @pytest.mark.parametrize("more", [{}, {"max_tokens": -1}, {"temperature": SECRET}, {"stop": [SECRET], "stream": True}])
 async def test_no_log_holds_a_prompt_or_an_answer(
-    what: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
+    codec: TextCodec, what: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = byte_tokenizer()
-    config = validated({"model": {"target": "toy", "max_context": 64}, "draft": {"method": "ngram"}})
-    generator = ScriptedGenerator()
-    generator.scripts = [scripts()[what]]
-
-    async def ready() -> HealthReport:
-        return HealthReport(status="ok", audit="off")
-
-    api = create_api(generator, TextCodec(tokenizer, (tokenizer.eos_token_id,)), config, Metrics(), ready)
+    api = toy_api(ScriptedGenerator(scripts()[what]), codec)
     body = {"model": "toy", "messages": [{"role": "user", "content": SECRET}], **more}
     with caplog.at_level(logging.DEBUG):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://toy") as client:
+        async with http_client(api) as client:
             await client.post("/v1/chat/completions", json=body)
     assert caplog.records, "each request has a line"
     formatter = logging.Formatter()

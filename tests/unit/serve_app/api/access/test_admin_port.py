@@ -4,12 +4,10 @@ import hashlib
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
 
-from serve_app.api.access import ADMIN_PORT
 from serve_app.api.text import TextCodec
 from serve_app.page.routes import PageWatch, Sample, page_routes
-from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.asgi_front import MODEL, asgi_front, operators_client
 
 KEY = "sk-ann"
 THEIRS = ("/metrics", "/", "/page/state", "/page/page.js")
@@ -21,22 +19,13 @@ async def samples() -> list[Sample]:
     return []
 
 
-def at_theirs(front: AsgiFront) -> httpx.AsyncClient:
-    """A client of the operators' address."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await front.app({**scope, ADMIN_PORT: True}, receive, send)
-
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://operators")
-
-
 async def statuses(http: httpx.AsyncClient, paths: tuple[str, ...]) -> set[int]:
     return {(await http.get(path)).status_code for path in paths}
 
 
 async def test_what_is_theirs_is_at_their_address_alone(codec: TextCodec) -> None:
     page = page_routes(PageWatch(MODEL, samples))
-    async with asgi_front(codec, APART, further=page) as front, at_theirs(front) as theirs:
+    async with asgi_front(codec, APART, further=page) as front, operators_client(front.app) as theirs:
         assert await statuses(front.http, THEIRS) == {404}
         assert await statuses(front.http, EVERYBODYS) == {200}
         assert await statuses(theirs, THEIRS + EVERYBODYS) == {200}
@@ -54,7 +43,7 @@ async def test_without_one_all_is_at_one_address(codec: TextCodec) -> None:
 async def test_their_address_asks_for_keys_as_well(codec: TextCodec, headers: dict[str, str], status: int) -> None:
     keys = {"keys": {"ann": {"sha256": hashlib.sha256(KEY.encode()).hexdigest()}}}
     page = page_routes(PageWatch(MODEL, samples))
-    async with asgi_front(codec, APART | keys, key=KEY, further=page) as front, at_theirs(front) as theirs:
+    async with asgi_front(codec, APART | keys, key=KEY, further=page) as front, operators_client(front.app) as theirs:
         assert (await theirs.get("/page/state", headers=headers)).status_code == status
         assert (await front.http.get("/page/state", headers=headers)).status_code == 404
         assert (await theirs.get("/metrics")).status_code == 200

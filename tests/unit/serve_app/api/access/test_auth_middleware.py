@@ -15,7 +15,7 @@ from protos.messages import Finish
 from serve_app.api.text import TextCodec
 from serve_app.page.routes import PageWatch, Sample, page_routes
 from tests.asgi_front import MODEL, AsgiFront, asgi_front
-from tests.integration.scripted_generator import STALL
+from tests.scripted_generator import STALL
 
 KEY = "sk-ann"
 KEYS = {"ann": {"sha256": hashlib.sha256(KEY.encode()).hexdigest(), "max_tokens": 5, "max_sessions": 2}}

@@ -7,13 +7,12 @@ import httpx
 import pytest
 import pytest_asyncio
 from ray.serve._private.http_util import RequestIdMiddleware
-from starlette.types import Receive, Scope, Send
 
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
-from serve_app.api.access import ADMIN_PORT, REQUEST_ID, ServeRequestIds
+from serve_app.api.access import REQUEST_ID, ServeRequestIds
 from serve_app.api.text import TextCodec
-from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.asgi_front import MODEL, AsgiFront, asgi_front, http_client, operators_client
 
 COMPLETION = {"model": MODEL, "prompt": "hi"}
 
@@ -29,17 +28,13 @@ async def front(codec: TextCodec) -> AsyncIterator[AsgiFront]:
 
 @pytest_asyncio.fixture
 async def behind_serve(front: AsgiFront) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(RequestIdMiddleware(front.app))
-    async with httpx.AsyncClient(transport=transport, base_url="http://serve") as http:
+    async with http_client(RequestIdMiddleware(front.app)) as http:
         yield http
 
 
 @pytest_asyncio.fixture
 async def before_no_proxy(front: AsgiFront) -> AsyncIterator[httpx.AsyncClient]:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await front.app({**scope, ADMIN_PORT: True}, receive, send)
-
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://operators") as http:
+    async with operators_client(front.app) as http:
         yield http
 
 

@@ -8,7 +8,7 @@ import pytest
 from serve_app.api.limits import Deadline, RequestTimeoutError
 from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, asgi_front
-from tests.integration.scripted_generator import STALL
+from tests.scripted_generator import STALL
 
 SOON_S = 0.001
 BOUNDED = {"request_timeout_s": SOON_S}

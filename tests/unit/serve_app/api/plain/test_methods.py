@@ -1,6 +1,5 @@
 """Methods beside those of the API's clients, and what probes ask."""
 
-import httpx
 import pytest
 
 from cluster.errors import DrainingError
@@ -9,8 +8,8 @@ from serve_app.api.failures import RefuseWhenStopped
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
 from serve_app.api.text import TextCodec
-from tests.asgi_front import MODEL, asgi_front, config_of
-from tests.integration.scripted_generator import ScriptedGenerator
+from tests.asgi_front import MODEL, asgi_front, config_of, http_client
+from tests.scripted_generator import ScriptedGenerator
 
 READ = ("/health", "/health/live", "/health/ready", "/v1/models", f"/v1/models/{MODEL}", "/version", "/metrics")
 PAGES = ("/docs", "/openapi.json")
@@ -56,7 +55,7 @@ async def test_a_router_that_is_not_ready_is_alive(codec: TextCodec, status: str
         return HealthReport.model_validate({"status": status, "audit": "off"})
 
     app = create_api(ScriptedGenerator(), codec, config_of({"keys": {"a": {"sha256": "0" * 64}}}), Metrics(), health)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    async with http_client(app) as http:
         assert (await http.get("/health/live")).json() == {"status": "ok"}
         answer = await http.get("/health/ready")
         assert (answer.status_code, answer.json()) == (ready, {"status": status})

@@ -1,4 +1,4 @@
-"""A generator that plays a script, and remembers what was asked of it and what was closed."""
+"""A generator that plays a script, and records its sessions."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from cluster.routing.ledger import CommittedTokens, Ended, Generation
 
 STALL = "stall"
-"""In a script: nothing more comes."""
+"""In a script: nothing more is generated."""
 
 Script = list[CommittedTokens | Ended | Exception | str]
 
@@ -14,14 +14,15 @@ Script = list[CommittedTokens | Ended | Exception | str]
 class ScriptedGenerator:
     """Plays `scripts[choice]` for each session, the last script for choices beyond."""
 
-    def __init__(self) -> None:
-        self.scripts: list[Script] = []
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts = list(scripts)
         self.generations: list[Generation] = []
         self.running: set[str] = set()
-        self.left = asyncio.Event()  # the last running session is over
+        self.closed: list[int] = []  # choices whose sessions are over
+        self.left = asyncio.Event()  # set while no session is running, once one has been
         self.room = 1 << 30
         self.checked: list[int] = []
-        self.refusal: Exception | None = None  # what is raised where there is no room
+        self.refusal: Exception | None = None  # raised if there is no room
 
     def check_room(self, sessions: int) -> None:
         self.checked.append(sessions)
@@ -41,6 +42,7 @@ class ScriptedGenerator:
                 else:
                     yield output
         finally:
+            self.closed.append(generation.choice)
             self.running.remove(generation.session)
             if not self.running:
                 self.left.set()
