@@ -222,7 +222,7 @@ def describe(gaps: list[float]) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", SECONDS)
-async def test_streams_go_on_and_nothing_stays(served: Served, usual_rate: float, kind: str) -> None:
+async def test_streams_continue_and_nothing_remains(served: Served, usual_rate: float, kind: str) -> None:
     rate = (OVERLOAD * usual_rate,) if kind == "overload" else ()
     async with watched_streams(served.url) as watched:
         before = held()

@@ -35,7 +35,7 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["leaving", "slow_readers", "trickling", "bodies"])
-def test_nothing_is_left_of_them(server: ToyServer, kind: str) -> None:
+def test_attacks_leave_nothing_behind(server: ToyServer, kind: str) -> None:
     attack(server, "bodies")  # what is made once is made now
     eventually(lambda: server.connections == 0, "nobody is connected")
     eventually(lambda: server.requests == 0, "no request runs")

@@ -153,7 +153,7 @@ def pids(served: Served) -> list[int]:
 
 
 @pytest.mark.timeout(900)
-async def test_requests_that_overflow_change_nothing_of_eight_streams(served: Served) -> None:
+async def test_overflowing_requests_do_not_affect_running_streams(served: Served) -> None:
     before = await asyncio.to_thread(pids, served)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=served.url, timeout=300, limits=limits) as client:

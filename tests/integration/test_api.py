@@ -171,7 +171,7 @@ async def test_a_completion(front: Front) -> None:
     assert (generation.max_len, generation.sampling.greedy) == (5, True)
 
 
-async def test_every_prompt_of_a_list_has_its_choices(front: Front) -> None:
+async def test_every_prompt_of_a_list_has_choices(front: Front) -> None:
     front.plays([front.emit("a"), Ended(Finish.STOP)], [front.emit("b"), Ended(Finish.STOP)])
     answer = await front.openai.completions.create(model="toy", prompt=[[1, 2], [3]], n=2)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "a"), (1, "b"), (2, "a"), (3, "b")]
@@ -201,7 +201,7 @@ async def test_a_chat_stream(front: Front) -> None:
     assert last.usage.completion_tokens_details.rejected_prediction_tokens == 2
 
 
-async def test_every_chunk_tells_the_usage_where_asked_for(front: Front) -> None:
+async def test_every_chunk_has_the_usage_if_requested(front: Front) -> None:
     front.plays([front.emit("He", 1, 3), front.emit("y"), Ended(Finish.LENGTH)])
     options = {"include_usage": True, "continuous_usage_stats": True}
     *events, _ = await front.events(COMPLETIONS, prompt="hi", stream_options=options, repetition_penalty=1.0)
@@ -213,7 +213,7 @@ async def test_every_chunk_tells_the_usage_where_asked_for(front: Front) -> None
     assert all(counts)
 
 
-async def test_the_answer_has_the_id_that_was_asked_for(front: Front) -> None:
+async def test_the_answer_has_the_requested_id(front: Front) -> None:
     front.plays([Ended(Finish.STOP)])
     answer = await front.openai.chat.completions.create(
         model="toy", messages=USER, store=True, verbosity="low", extra_body={"request_id": "job-7"}
@@ -221,7 +221,7 @@ async def test_the_answer_has_the_id_that_was_asked_for(front: Front) -> None:
     assert answer.id == "chatcmpl-job-7"
 
 
-async def test_every_answer_has_the_name_of_its_request(front: Front) -> None:
+async def test_every_answer_has_its_request_id(front: Front) -> None:
     """The header's, which the answer's id ends with unless the body has another; refusals and streams have one too."""
     front.plays([Ended(Finish.STOP)])
     body = {"model": "toy", "prompt": "hi", "request_id": "job-7"}
@@ -249,7 +249,7 @@ def told(front: Front, text: str) -> tuple[TokenScore, ...]:
     return tuple(TokenScore(-0.5, 1, (token, other), (-0.5, -1.0)) for token in front.codec.encode(text))
 
 
-async def test_logprobs_of_a_chat_whole_and_streamed(front: Front) -> None:
+async def test_chat_logprobs_whole_and_streamed(front: Front) -> None:
     parts = [CommittedTokens(front.codec.encode(part), 0, 0, told(front, part)) for part in ("ab", "c")]
     front.plays([*parts, Ended(Finish.LENGTH)])
     answer = await front.openai.chat.completions.create(model="toy", messages=USER, logprobs=True, top_logprobs=2)
@@ -294,7 +294,7 @@ async def test_an_echoed_completion_with_logprobs(front: Front) -> None:
     assert streamed[0]["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -0.5]
 
 
-async def test_logprobs_of_a_prompt(front: Front) -> None:
+async def test_prompt_logprobs(front: Front) -> None:
     front.plays([CommittedTokens(front.codec.encode("a"), 0, 0, (), told(front, "i")), Ended(Finish.LENGTH)])
     (token,) = front.codec.encode("i")
     expected = [None, {str(token): {"logprob": -0.5, "rank": 1, "decoded_token": "i"}}]
@@ -305,7 +305,7 @@ async def test_logprobs_of_a_prompt(front: Front) -> None:
     assert front.generator.generations[0].scoring == Scoring(None, 0)
 
 
-async def test_parameters_reach_the_session(front: Front) -> None:
+async def test_parameters_are_passed_to_the_session(front: Front) -> None:
     front.plays([front.emit("a\x02b"), Ended(Finish.STOP)])
     fields = {
         "repetition_penalty": 1.25,
@@ -359,7 +359,7 @@ async def test_a_character_is_never_split_over_chunks(front: Front) -> None:
     assert [choice.text async for chunk in stream for choice in chunk.choices] == ["é", ""]
 
 
-async def test_a_traced_stream_tells_drafted_tokens(front: Front) -> None:
+async def test_a_traced_stream_marks_drafted_tokens(front: Front) -> None:
     front.plays([front.emit("abc", 2, 4), CommittedTokens(front.codec.eos_ids, 0, 0), Ended(Finish.STOP)])
     *events, _ = await front.events(CHAT, messages=USER, speculation={"trace": True})
     assert [json.loads(event)["slipstream"] for event in events] == [
@@ -390,7 +390,7 @@ async def test_two_choices_stream_side_by_side(front: Front) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_cuts_and_cancels(front: Front, stream: bool) -> None:
+async def test_a_stop_string_ends_and_cancels_the_session(front: Front, stream: bool) -> None:
     front.plays([front.emit("one E", 2, 2), front.emit("ND two", 5, 5), STALL])
     fields = {"model": "toy", "prompt": "hi", "stop": ["END", "never"]}
     if stream:
@@ -408,7 +408,7 @@ async def test_a_stop_string_cuts_and_cancels(front: Front, stream: bool) -> Non
     await asyncio.wait_for(front.generator.left.wait(), 5)
 
 
-async def test_speculation_is_set_by_request(front: Front) -> None:
+async def test_speculation_can_be_set_per_request(front: Front) -> None:
     front.plays([Ended(Finish.STOP)])
     speculation = {"draft_tokens": 2, "acceptance": "rejection"}
     await front.openai.completions.create(
@@ -479,7 +479,7 @@ async def refused(front: Front, path: str, content: Any, status: int, param: str
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_bad_input_names_the_field(
+async def test_invalid_input_is_refused_with_the_field(
     front: Front, path: str, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     base = {"model": "toy", "stream": stream} | ({"prompt": "hi"} if path == COMPLETIONS else {})
@@ -489,7 +489,7 @@ async def test_bad_input_names_the_field(
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"model": "toy", "prompt": "\xff"}', b'{"temperature": NaN}'])
-async def test_a_body_that_is_no_json_is_refused(front: Front, body: bytes) -> None:
+async def test_an_invalid_json_body_is_refused(front: Front, body: bytes) -> None:
     assert "JSON" in (await refused(front, COMPLETIONS, body, 400, None))["message"]
 
 
@@ -511,7 +511,7 @@ async def test_a_body_over_the_limit_is_refused(front: Front, chunked: bool) -> 
     assert str(MAX_BODY) in error["message"]
 
 
-async def test_a_body_is_refused_by_its_announced_length_alone(front: Front) -> None:
+async def test_a_content_length_over_the_limit_is_refused(front: Front) -> None:
     host, port = front.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n".encode())
@@ -519,7 +519,7 @@ async def test_a_body_is_refused_by_its_announced_length_alone(front: Front) -> 
     writer.close()
 
 
-async def test_many_faults_have_a_short_answer(front: Front) -> None:
+async def test_many_errors_have_a_short_answer(front: Front) -> None:
     response = await front.http.post(COMPLETIONS, json={"model": "toy", "prompt": [[-1] * 1000]})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "prompt[0].token_ids"
@@ -537,14 +537,14 @@ async def test_many_faults_have_a_short_answer(front: Front) -> None:
         {"prompt": "hi", "speculation": {"draft_tokens": MAX_DRAFT + 1}},
     ],
 )
-async def test_what_is_refused_for_other_reasons_is_not_tokenised(front: Front, fields: dict[str, Any]) -> None:
+async def test_requests_refused_for_other_reasons_are_not_tokenized(front: Front, fields: dict[str, Any]) -> None:
     with patch.object(front.codec, "encode") as encode:
         response = await front.http.post(COMPLETIONS, json={"model": "toy"} | fields)
     assert response.status_code in (400, 404)
     encode.assert_not_called()
 
 
-async def test_requests_are_parsed_and_tokenised_beside_the_event_loop(front: Front) -> None:
+async def test_requests_are_parsed_and_tokenized_off_the_event_loop(front: Front) -> None:
     threads = set()
 
     def encode(text: str) -> tuple[int, ...]:
@@ -560,7 +560,7 @@ async def test_requests_are_parsed_and_tokenised_beside_the_event_loop(front: Fr
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405)])
-async def test_wrong_routes_answer_in_the_same_format(front: Front, method: str, path: str, status: int) -> None:
+async def test_unknown_routes_answer_in_the_same_format(front: Front, method: str, path: str, status: int) -> None:
     response = await front.http.request(method, path)
     assert response.status_code == status
     assert response.json()["error"]["type"] == "invalid_request_error"
@@ -595,7 +595,7 @@ async def test_a_failure_before_the_first_token_has_its_status(
 
 
 @pytest.mark.parametrize("failure", [CapacityError("full"), DrainingError("stopping")])
-async def test_where_there_is_no_room_nothing_is_read(front: Front, failure: Exception) -> None:
+async def test_without_room_no_body_is_read(front: Front, failure: Exception) -> None:
     front.generator.refusal = failure
     front.generator.room = 0
     host, port = front.url.removeprefix("http://").split(":")
@@ -607,7 +607,7 @@ async def test_where_there_is_no_room_nothing_is_read(front: Front, failure: Exc
     writer.close()
 
 
-async def test_more_sessions_than_there_is_room_for_are_refused_before_they_are_tokenised(front: Front) -> None:
+async def test_too_many_sessions_are_refused_before_tokenization(front: Front) -> None:
     front.generator.refusal = CapacityError("full")
     front.generator.room = 5
     with patch.object(front.codec, "encode") as encode, pytest.raises(openai.RateLimitError):
@@ -618,7 +618,7 @@ async def test_more_sessions_than_there_is_room_for_are_refused_before_they_are_
 
 
 @pytest.mark.parametrize("sent", [b"", b'{"model": '])
-async def test_a_body_that_does_not_come_is_not_waited_for(front: Front, sent: bytes) -> None:
+async def test_a_body_that_does_not_arrive_times_out(front: Front, sent: bytes) -> None:
     host, port = front.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n".encode() + sent)
@@ -628,7 +628,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(front: Front, sent: b
     assert front.count("requests_total", endpoint="chat", status="408") == 1
 
 
-async def test_a_failure_in_mid_stream_is_an_event_and_ends_it(front: Front) -> None:
+async def test_a_failure_within_a_stream_is_its_last_event(front: Front) -> None:
     front.plays([front.emit("a"), TargetLostError("lost")], [front.emit("b"), STALL])
     stream = await front.openai.chat.completions.create(model="toy", messages=USER, n=2, stream=True)
     with pytest.raises(openai.APIError, match="lost"):
@@ -642,7 +642,7 @@ async def test_a_failure_in_mid_stream_is_an_event_and_ends_it(front: Front) -> 
     assert front.count("requests_total", endpoint="chat", status="503") == 2
 
 
-async def test_nonfinite_logits_are_an_error_that_clients_do_not_try_again(front: Front) -> None:
+async def test_nonfinite_logits_are_an_error_without_retry(front: Front) -> None:
     front.plays([NonFiniteLogitsError("NaN")])
     whole = await front.http.post(COMPLETIONS, json={"model": "toy", "prompt": "hi"})
     assert whole.status_code == 500
@@ -665,7 +665,7 @@ async def test_an_unexpected_failure_is_logged_once(front: Front, caplog: pytest
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_before_the_first_token_cancels(front: Front, stream: bool) -> None:
+async def test_a_disconnect_before_the_first_token_cancels(front: Front, stream: bool) -> None:
     front.plays([STALL])
     fields = {"model": "toy", "prompt": "hi", "n": 3, "stream": stream}
     asking = asyncio.create_task(front.http.post(COMPLETIONS, json=fields))
@@ -675,7 +675,7 @@ async def test_leaving_before_the_first_token_cancels(front: Front, stream: bool
     assert len(front.generator.generations) == 3
 
 
-async def test_leaving_in_mid_stream_cancels(front: Front) -> None:
+async def test_a_disconnect_within_a_stream_cancels(front: Front) -> None:
     front.plays([front.emit("a"), STALL])
     stream = await front.openai.chat.completions.create(model="toy", messages=USER, n=2, stream=True)
     await anext(aiter(stream))
@@ -686,7 +686,7 @@ async def test_leaving_in_mid_stream_cancels(front: Front) -> None:
     assert front.count("requests_total", endpoint="chat", status="499") == 1
 
 
-async def test_one_that_leaves_disturbs_no_other(front: Front) -> None:
+async def test_a_disconnect_does_not_affect_others(front: Front) -> None:
     front.plays([front.emit("a"), STALL])
     leaving = await front.openai.completions.create(model="toy", prompt="hi", stream=True)
     await anext(aiter(leaving))

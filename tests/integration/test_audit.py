@@ -61,7 +61,7 @@ async def serve_some(c: Cluster, sampling: Sampling, count: int = 4) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("targets", [1, 2])
-async def test_an_honest_target_raises_nothing(sampling, targets):
+async def test_a_correct_target_passes_every_audit(sampling, targets):
     async with cluster(targets=targets, audit=ALL, target_runner=lambda _: a_runner()) as c:
         await serve_some(c, sampling)
         await eventually(lambda: audited(c) == 4, "all are audited")
@@ -70,7 +70,7 @@ async def test_an_honest_target_raises_nothing(sampling, targets):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_a_target_whose_cache_is_damaged_is_found_by_another(sampling):
+async def test_another_target_detects_a_damaged_cache(sampling):
     def runner(index: int) -> ModelRunner | DamagedRunner:
         return DamagedRunner(a_runner(), 20) if index == 0 else a_runner()
 
@@ -89,14 +89,14 @@ async def test_a_target_whose_cache_is_damaged_is_found_by_another(sampling):
         assert c.router.audits.state == "differs"
 
 
-async def test_what_is_sampled_under_ratio_is_not_audited():
+async def test_rejection_sampled_answers_are_not_audited():
     async with cluster(audit=ALL) as c:
         await c.tokens(c.generation(sampling=SAMPLED, acceptance=Acceptance.REJECTION))
         assert c.router.audits.counts["rejection"] == 1
         assert c.router.audits.waiting == 0
 
 
-async def test_an_audit_is_over_as_soon_as_a_request_comes_and_goes_on_afterwards():
+async def test_an_audit_stops_for_a_request_and_resumes_afterwards():
     """The audit's steps take as long as any, so a request that waited for it would be seen to share them."""
     async with cluster(audit=ALL) as c:
         (target,) = c.targets.values()
@@ -114,7 +114,7 @@ async def test_an_audit_is_over_as_soon_as_a_request_comes_and_goes_on_afterward
         assert c.differences == []
 
 
-async def test_a_lost_target_does_not_lose_its_audit():
+async def test_an_audit_survives_the_loss_of_its_target():
     async with cluster(targets=2, audit=ALL) as c:
         await c.tokens(c.generation(max_len=103))
         await eventually(lambda: c.router.audits._running is not None, "the audit runs")

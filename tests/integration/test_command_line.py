@@ -28,7 +28,7 @@ def front() -> Iterator[Front]:
         yield front
 
 
-def test_a_conversation_marks_drafted_text_and_remembers_what_was_said(front: Front) -> None:
+def test_a_conversation_marks_drafted_text_and_keeps_its_history(front: Front) -> None:
     front.doorkeeper.key = "secret"
     said = CliRunner().invoke(
         app, ["chat", "--url", front.url, "--api-key", "secret"], input="Hello\nAnd now?\n/new\nAnew\n/bye\n"
@@ -51,7 +51,7 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_program(front: Front) -> None:
+def test_ctrl_c_ends_only_the_answer(front: Front) -> None:
     scripts = front.generator.scripts
     front.plays([front.emit("begun"), STALL])
     command = [sys.executable, "-c", "from tools.cli import main; main()", "chat", "--url", front.url]
@@ -76,13 +76,13 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(front: Front) -> None:
     assert prompt == "user:Hello;assistant:begun;user:Hello?;assistant:", "what had come stays said"
 
 
-def test_a_failure_ends_the_answer_and_not_the_conversation(front: Front) -> None:
+def test_a_failure_ends_only_the_answer(front: Front) -> None:
     said = CliRunner().invoke(app, ["chat", "--url", front.url, "--max-tokens", "5000"], input="Hello\nAgain\n/bye\n")
     assert said.exit_code == 0
     assert said.output.count("max_tokens is 5000") == 2
 
 
-def test_rates_are_measured_at_an_endpoint_that_runs(front: Front, tmp_path: Path) -> None:
+def test_rates_are_measured_at_a_running_endpoint(front: Front, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n')
     html = tmp_path / "report.html"
@@ -102,7 +102,7 @@ def test_rates_are_measured_at_an_endpoint_that_runs(front: Front, tmp_path: Pat
     assert html.read_text().count("<svg") >= 3
 
 
-async def test_watching_looks_again_and_again(front: Front) -> None:
+async def test_watching_refreshes_the_output(front: Front) -> None:
     shown = StringIO()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(4):

@@ -32,7 +32,7 @@ def written(tokens: list[int]) -> str:
     return "".join(LETTERS[token] for token in tokens if token != END)
 
 
-async def test_speculation_changes_no_token_of_many_sessions_at_once():
+async def test_speculation_changes_no_token_of_concurrent_sessions():
     seeds = range(6)
     plain = [await plainly(LISTS, seed=seed) for seed in seeds]
     async with cluster(grammars=GRAMMARS, lock_step=True) as c:
@@ -43,7 +43,7 @@ async def test_speculation_changes_no_token_of_many_sessions_at_once():
 
 
 @pytest.mark.parametrize("lost", ["target", "drafter"])
-async def test_losing_one_in_mid_stream_changes_no_token(lost):
+async def test_losing_a_replica_changes_no_token(lost):
     """Replays the ledger's tokens through the grammar on the new target."""
     plain = await plainly(LONG)
     async with cluster(targets=2, drafters=2, grammars=GRAMMARS) as c:
@@ -64,7 +64,7 @@ async def stop_one(c: Cluster, kind: str) -> None:
         await c.servers[busy[0]].stop(0)
 
 
-async def test_a_grammar_that_cannot_be_kept_to_is_refused_at_the_target_and_no_other_session_is():
+async def test_an_invalid_grammar_is_refused_without_affecting_others():
     async with cluster(grammars=GRAMMARS) as c:
         other = asyncio.create_task(c.tokens(c.generation()))
         with pytest.raises(RequestError, match="unclosed group"):
@@ -79,7 +79,7 @@ async def test_a_target_without_grammars_refuses_them():
 
 
 @pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda rule: rule.name.lower())
-async def test_an_audit_decides_along_the_grammar_too(acceptance):
+async def test_audits_apply_the_grammar(acceptance):
     async with cluster(targets=2, audit=AuditConfig(share=1.0), grammars=GRAMMARS) as c:
         c.pace.step_s = 0.005
         sampling = SAMPLED if acceptance is Acceptance.COUPLED else Sampling(temperature=0.0)

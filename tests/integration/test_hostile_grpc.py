@@ -102,7 +102,7 @@ GREETINGS = {
 
 
 @DOORS
-async def test_strangers_are_sent_away_with_the_reason(door):
+async def test_incompatible_peers_are_refused_with_the_reason(door):
     async with busy_cluster() as c:
         for messages, why in GREETINGS.values():
             async with stream_to(c, door) as stream:
@@ -121,7 +121,7 @@ async def test_strangers_are_sent_away_with_the_reason(door):
     ],
     ids=["target", "verify", "states", "drafter"],
 )
-async def test_nothing_is_done_for_a_peer_that_did_not_greet(door, messages):
+async def test_messages_before_a_hello_are_refused(door, messages):
     async with busy_cluster() as c, stream_to(c, door) as stream:
         await stream.write(encode(door.frame, messages))
         with refused_with(grpc.StatusCode.FAILED_PRECONDITION, "must hold a Hello"):
@@ -129,7 +129,7 @@ async def test_nothing_is_done_for_a_peer_that_did_not_greet(door, messages):
 
 
 @DOORS
-async def test_bytes_that_are_no_protobuf_end_their_own_stream_only(door):
+async def test_invalid_protobuf_ends_only_its_stream(door):
     """Sends them as the first frame, and after a valid greeting."""
     hello = encode(door.frame, [HELLO]).SerializeToString()
     async with busy_cluster() as c, grpc.aio.insecure_channel(door.address(c)) as channel:
@@ -144,7 +144,7 @@ async def test_bytes_that_are_no_protobuf_end_their_own_stream_only(door):
 
 
 @DOORS
-async def test_a_frame_beyond_the_limit_ends_its_own_stream_only(door):
+async def test_an_oversized_frame_ends_only_its_stream(door):
     async with busy_cluster() as c, greeted(c, door) as stream:
         large = pb.Hello(peer_id="x" * (17 << 20))
         with refused_with(grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"):
@@ -173,7 +173,7 @@ BAD_OPENS = {
 
 
 @pytest.mark.parametrize("door", [DRIVE_TARGET, DRIVE_DRAFTER], ids=["target", "drafter"])
-async def test_bad_opens_are_refused_by_name_and_attempt(door):
+async def test_invalid_opens_are_refused_with_session_and_attempt(door):
     async with busy_cluster() as c, greeted(c, door) as stream:
         for message, why in BAD_OPENS.values():
             await stream.write(door.frame(opens=[message]))
@@ -191,7 +191,7 @@ async def verify_as_assigned(target: TargetReplica, stream: Any, session: str) -
     assert isinstance(decode(await within(5, stream.read())).messages[0], Resync)
 
 
-async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
+async def test_invalid_and_stale_blocks_are_counted_and_dropped():
     huge = encode(pb.DrafterToTarget, [Block("theirs", 2, 1, DraftTree.chain((1,) * 128))]).blocks[0]
     huge.tokens *= 1000
     nan_like = pb.SparseProbs(width=1, token_ids=b"\1\0\0\0", weights=b"\0\0")
@@ -217,7 +217,7 @@ async def test_bad_and_useless_blocks_are_counted_and_verified_by_nobody():
         assert target.refused == {"Block": 2}
 
 
-async def test_a_target_whose_verdicts_cannot_be_read_loses_the_session_to_another(monkeypatch):
+async def test_a_session_leaves_a_target_with_malformed_verdicts(monkeypatch):
     """It is closed there, or it would be decoded to its end for nobody: the cluster checks that nothing is left."""
     async with cluster(targets=2) as c:
         tokens: list[int] = []
@@ -246,7 +246,7 @@ def without_tokens(message: Message) -> list[Message]:
     return [replace(message, tokens=()) if isinstance(message, Verdict) else message]
 
 
-async def test_states_that_lie_cost_blocks_and_no_token(monkeypatch):
+async def test_wrong_hidden_states_cost_blocks_but_no_token(monkeypatch):
     """Sends states of another text or layout, missing rows, and invalid bytes, from the session's target.
 
     The method of these drafters fails on any row that does not match its text.
@@ -281,7 +281,7 @@ async def test_states_that_lie_cost_blocks_and_no_token(monkeypatch):
         assert counts["states"] > 50, "it asked again for what was missing"
 
 
-async def test_a_stranger_that_acknowledges_or_claims_states_gets_none_of_anothers_and_ends_nobody():
+async def test_a_stranger_receives_no_hidden_states():
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, STATES) as states:
         (target,) = c.targets.values()
         (running,) = target.scheduler._admission.running
@@ -293,7 +293,7 @@ async def test_a_stranger_that_acknowledges_or_claims_states_gets_none_of_anothe
         assert target.scheduler.feeds.rows.total() == 0
 
 
-async def test_a_stranger_cannot_end_or_starve_anothers_session():
+async def test_a_stranger_cannot_end_or_starve_a_session():
     """Closing it, claiming it in a new greeting, or filling its buffer with blocks for prefixes that never come."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, DRIVE_TARGET) as drive:
         (target,) = c.targets.values()
@@ -309,7 +309,7 @@ async def test_a_stranger_cannot_end_or_starve_anothers_session():
         await eventually(lambda: target.scheduler.counts.dropped["buffer_full"] > 0, "the buffer is bounded")
 
 
-async def test_a_stranger_takes_over_no_session_by_opening_it_again():
+async def test_a_stranger_cannot_reopen_a_session():
     """Tries at target and drafter; neither reveals more than the refusal."""
     async with busy_cluster() as c:
         (target,) = c.targets.values()
@@ -324,7 +324,7 @@ async def test_a_stranger_takes_over_no_session_by_opening_it_again():
             assert served.refusals.counts["an Open of another router's session"] == 1
 
 
-async def test_a_stranger_takes_over_no_session_that_is_held_for_its_grammar(monkeypatch):
+async def test_a_stranger_cannot_take_a_session_whose_grammar_compiles(monkeypatch):
     """Neither by opening nor by closing it, whatever the attempt, nor by claiming it in a new greeting."""
     compiled = asyncio.Event()
 
@@ -350,7 +350,7 @@ async def test_a_stranger_takes_over_no_session_that_is_held_for_its_grammar(mon
         assert target.refusals.counts["an Open of another router's session"] == 3
 
 
-async def test_a_drafter_dials_no_address_that_is_no_targets(caplog):
+async def test_a_drafter_dials_only_known_targets(caplog):
     """Prevents an impostor router from having the token sent anywhere."""
     dialled = asyncio.Event()
 
@@ -374,7 +374,7 @@ async def test_a_drafter_dials_no_address_that_is_no_targets(caplog):
         assert len([record for record in caplog.records if "no known target" in record.getMessage()]) == 1
 
 
-async def test_a_drafter_that_greets_by_a_routers_name_takes_none_of_its_sessions():
+async def test_a_drafter_with_a_routers_name_takes_no_session():
     """It knows the name, for routers greet drafters; sessions are those of routers' streams."""
     async with busy_cluster() as c, stream_to(c, VERIFY) as verify:
         (target,) = c.targets.values()
@@ -386,14 +386,14 @@ async def test_a_drafter_that_greets_by_a_routers_name_takes_none_of_its_session
 
 
 @DOORS
-async def test_a_second_greeting_ends_its_own_stream_only(door):
+async def test_a_second_hello_ends_only_its_stream(door):
     async with busy_cluster() as c, greeted(c, door) as stream:
         await stream.write(encode(door.frame, [HELLO]))
         with told_nothing_but(grpc.StatusCode.INVALID_ARGUMENT):
             await within(5, stream.read())
 
 
-async def test_a_stranger_that_knows_a_sessions_tokens_is_told_nothing_of_it_and_drafts_nothing():
+async def test_a_stranger_without_assignment_token_is_ignored():
     """A client that knows the prompt and its hash, but has no assignment token from the session's router."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify:
         (target,) = c.targets.values()
@@ -410,7 +410,7 @@ async def test_a_stranger_that_knows_a_sessions_tokens_is_told_nothing_of_it_and
         assert target.refusals.counts["an Attach to a session that it was not assigned"] == 3
 
 
-async def test_early_blocks_of_one_drafter_do_not_keep_out_anothers(caplog):
+async def test_early_blocks_do_not_displace_another_drafters(caplog):
     """It guesses the names of sessions to come, and is there first; what it sends is bounded, and logged once."""
     async with cluster(lock_step=True) as c, greeted(c, VERIFY) as verify:
         (target,) = c.targets.values()
@@ -425,7 +425,7 @@ async def test_early_blocks_of_one_drafter_do_not_keep_out_anothers(caplog):
         assert len([record for record in caplog.records if "not assigned" in record.getMessage()]) == 2
 
 
-async def test_a_drafter_that_sends_what_nobody_asked_for_is_not_listened_to_for_a_while(monkeypatch):
+async def test_a_drafter_that_sends_unrequested_blocks_is_paused(monkeypatch):
     monkeypatch.setattr(streams, "REST", 1e9)
     early = [Block("to-come", 3, at, DraftTree.chain((1,))) for at in range(10)]
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, VERIFY) as another:
@@ -439,7 +439,7 @@ async def test_a_drafter_that_sends_what_nobody_asked_for_is_not_listened_to_for
         assert target.scheduler.counts.unrequested == 20
 
 
-async def test_a_frame_of_very_many_messages_ends_its_own_stream_only():
+async def test_a_frame_with_too_many_messages_ends_only_its_stream():
     block = Block("to-come", 3, 1, DraftTree.chain((1,)))
     async with busy_cluster() as c, greeted(c, VERIFY) as verify:
         await verify.write(encode(pb.DrafterToTarget, [block] * streams.MOST_MESSAGES))
@@ -453,7 +453,7 @@ async def test_a_frame_of_very_many_messages_ends_its_own_stream_only():
             await within(5, verify.read())
 
 
-async def test_extreme_sampling_values_that_fit_the_protocol_end_nobody():
+async def test_extreme_sampling_values_are_served():
     """Nearly greedy, nearly nothing allowed, everything penalised: legal, and for the numerics the worst."""
     extremes = [
         Sampling(temperature=1e-39),

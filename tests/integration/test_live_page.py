@@ -47,7 +47,7 @@ async def toy() -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
         yield pair, client
 
 
-async def test_a_stream_tells_what_was_rejected_where(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
+async def test_rejected_tokens_are_streamed_at_their_position(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
     """A rejected draft is what the draft model would have said after the tokens before it."""
     _, client = toy
     told = await traced(client, [1, 2, 3], trace=True, rejected=True)
@@ -74,13 +74,13 @@ def text_of_draft() -> dict[str, str]:
     return {chr_of(token): chr_of(int(HALF_RIGHT[token].argmax())) for token in range(len(LOGITS))}
 
 
-async def test_what_was_rejected_is_told_to_those_alone_who_ask(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
+async def test_rejected_tokens_are_streamed_only_on_request(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
     _, client = toy
     assert all("rejected" not in event for event in await traced(client, [1, 2, 3], trace=True))
     assert all(event is None for event in await traced(client, [1, 2, 3]))
 
 
-async def test_the_state_tells_what_the_pools_do(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
+async def test_the_state_reports_both_pools(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
     _, client = toy
     before = (await client.get("/page/state")).json()
     assert before["tokens_per_s"] is None, "there is no sample to compare with"
@@ -97,7 +97,7 @@ async def test_the_state_tells_what_the_pools_do(toy: tuple[Cluster, httpx.Async
     assert stages == {"drafter": {"draft"}, "target": {"verify"}}
 
 
-async def test_the_page_is_served_with_all_that_it_names(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
+async def test_the_page_is_served_with_its_files(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
     _, client = toy
     page = await client.get("/")
     assert page.headers["content-type"].startswith("text/html")

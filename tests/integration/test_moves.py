@@ -20,7 +20,7 @@ def serving(c: Cluster) -> str:
     return address
 
 
-async def test_a_target_that_leaves_hands_its_sessions_over_and_has_left_then():
+async def test_a_leaving_target_hands_over_its_sessions():
     async with cluster(targets=MAX_REOPENS + 2) as c:
         running = await a_session_in_mid_stream(c)
         for _ in range(MAX_REOPENS + 1):
@@ -31,7 +31,7 @@ async def test_a_target_that_leaves_hands_its_sessions_over_and_has_left_then():
         assert c.router.handovers == {("target", "planned"): MAX_REOPENS + 1}
 
 
-async def test_where_there_is_no_other_target_it_finishes_what_it_has():
+async def test_the_only_target_finishes_its_sessions_before_leaving():
     async with cluster() as c:
         running = await a_session_in_mid_stream(c)
         leaving = asyncio.create_task(c.targets[serving(c)].leave(within_s=30))
@@ -42,7 +42,7 @@ async def test_where_there_is_no_other_target_it_finishes_what_it_has():
         assert c.router.handovers == {}
 
 
-async def test_what_it_does_not_finish_in_time_it_gives_back_and_another_takes_it():
+async def test_sessions_left_after_the_drain_time_move_to_another_target():
     """The other one is full of it only once it has come to the router's notice."""
     async with cluster(targets=2) as c:
         running = await a_session_in_mid_stream(c)
@@ -55,7 +55,7 @@ async def test_what_it_does_not_finish_in_time_it_gives_back_and_another_takes_i
         assert c.router.handovers == {("target", "planned"): 1}
 
 
-async def test_a_drafter_that_leaves_hands_its_sessions_to_another():
+async def test_a_leaving_drafter_hands_over_its_sessions():
     async with cluster(drafters=2) as c:
         running = await a_session_in_mid_stream(c)
         (drafter,) = [one for one in c.drafters.values() if one.scheduler.load()["sessions"]]
@@ -67,7 +67,7 @@ async def test_a_drafter_that_leaves_hands_its_sessions_to_another():
         assert c.router.handovers == {("drafter", "planned"): 1}
 
 
-async def test_the_only_drafter_drafts_on_until_it_ends():
+async def test_the_only_drafter_drafts_until_it_ends():
     async with cluster() as c:
         running = await a_session_in_mid_stream(c)
         (drafter,) = c.drafters.values()

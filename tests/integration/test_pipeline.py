@@ -23,7 +23,7 @@ UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # of one that is right as a rule
 
 
 @pytest.mark.parametrize("acceptance", list(Acceptance))
-async def test_many_sessions_at_once_give_the_plain_greedy_text(acceptance):
+async def test_many_concurrent_sessions_commit_the_greedy_text(acceptance):
     async with cluster() as c:
         prompts = [(1 + i, 2) for i in range(24)]  # more than the target's cache holds at once
         asked = [c.generation(prompt=p, max_len=len(p) + 40, acceptance=acceptance) for p in prompts]
@@ -31,7 +31,7 @@ async def test_many_sessions_at_once_give_the_plain_greedy_text(acceptance):
         assert texts == [plain_greedy(prompt, 40) for prompt in prompts]
 
 
-async def test_a_block_goes_from_drafter_to_target_over_its_own_stream():
+async def test_blocks_take_the_drafters_own_stream():
     """A tap on what each peer of the target sends: blocks come on a drafter's stream, never on a router's."""
     async with cluster(lock_step=True) as c:
         (target,) = c.targets.values()
@@ -67,7 +67,7 @@ class GatedEngine(WrappedEngine):
         return await super().step(plan)
 
 
-async def test_one_session_is_drafted_while_another_is_verified():
+async def test_drafting_overlaps_the_verification_of_another_session():
     """Enforces the order: the target's step with A's block ends only after B's draft."""
     gates: list[GatedEngine] = []
 
@@ -155,7 +155,7 @@ async def test_a_drafter_recovers_from_a_fault_and_its_blocks_are_accepted_again
         assert recovered
 
 
-async def test_a_cache_too_small_for_all_who_were_let_in_changes_no_token():
+async def test_preemption_changes_no_token():
     """The youngest give their pages up, and compute them again when there is room."""
     async with cluster(pages=32) as c:
         prompts = [(1 + i, 2) for i in range(12)]
@@ -166,7 +166,7 @@ async def test_a_cache_too_small_for_all_who_were_let_in_changes_no_token():
         assert target.scheduler.preempted > 0
 
 
-async def test_drafting_ahead_is_done_for_several_outcomes_and_some_are_right():
+async def test_drafting_ahead_covers_several_outcomes_and_hits_some():
     """Right guesses are at the target before the verdict that they build on."""
     async with cluster(draft_logits=UNSURE) as c:
         prompt = (1, 2, 3)
@@ -180,7 +180,7 @@ async def test_drafting_ahead_is_done_for_several_outcomes_and_some_are_right():
         assert counts["guesses"] > counts["guess_hit"] + counts["guess_miss"]
 
 
-async def test_lock_step_answers_as_the_adaptive_loop_does():
+async def test_lock_step_and_adaptive_loop_commit_the_same_text():
     """The slow loop is the specification of the fast one: draft, verify, commit."""
     rules = [Sampling(temperature=0.0), Sampling(temperature=0.8)]
 
@@ -206,13 +206,13 @@ async def emitted(c: Cluster, generation: Generation) -> list[CommittedTokens]:
     return [event async for event in c.router.generate(generation) if isinstance(event, CommittedTokens)]
 
 
-async def test_a_useless_drafter_changes_nothing_but_speed():
+async def test_a_useless_drafter_changes_no_token():
     async with cluster(draft_logits=-LOGITS) as c:
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_losing_a_drafter_in_mid_stream_changes_no_token(temperature):
+async def test_losing_a_drafter_changes_no_token(temperature):
     sampling = Sampling(temperature=temperature)
     async with cluster(drafters=0) as c:
         c.hurry()
@@ -232,7 +232,7 @@ async def test_losing_a_drafter_in_mid_stream_changes_no_token(temperature):
         assert tokens == undisturbed
 
 
-async def test_losing_a_target_in_mid_stream_loses_and_repeats_no_token():
+async def test_losing_a_target_changes_no_token():
     async with cluster(targets=2) as c:
         tokens: list[int] = []
         async for event in c.router.generate(c.generation(max_len=103)):
@@ -294,7 +294,7 @@ async def test_the_sessions_of_a_stalled_drafter_move_to_another():
         assert await asyncio.gather(*texts) == [plain_greedy(g.prompt, 400) for g in generations]
 
 
-async def test_without_any_target_a_session_is_held_and_then_fails_cleanly():
+async def test_without_targets_a_session_waits_and_then_fails():
     """Held for as long as the router waits, during which a target might come back."""
     async with cluster(target_wait_s=1) as c:
         got: list[int] = []
@@ -313,7 +313,7 @@ async def test_without_any_target_a_session_is_held_and_then_fails_cleanly():
         assert got == plain_greedy((1, 2, 3), 200)[: len(got)]
 
 
-async def test_while_draining_new_sessions_are_refused_and_running_ones_finish():
+async def test_draining_refuses_new_sessions_and_finishes_running_ones():
     async with cluster() as c:
         running = asyncio.create_task(c.tokens(c.generation()))
         await eventually(lambda: not c.router.is_idle, "it runs")
@@ -324,7 +324,7 @@ async def test_while_draining_new_sessions_are_refused_and_running_ones_finish()
         assert await running == plain_greedy((1, 2, 3), 40)
 
 
-async def test_cancelling_fifty_requests_in_mid_stream_leaves_nothing_behind():
+async def test_fifty_cancelled_requests_leave_nothing_behind():
     async with cluster() as c:
 
         async def begin_and_leave(index: int) -> None:

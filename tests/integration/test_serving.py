@@ -91,7 +91,7 @@ async def ask_all(served: Served, prompts: tuple[str, ...], max_tokens: int) -> 
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
-async def test_greedy_text_equals_plain_generate(served: Served, reference: Reference) -> None:
+async def test_greedy_text_equals_generate(served: Served, reference: Reference) -> None:
     alone = [ask(served, prompt) for prompt in PROMPTS]
     together = await ask_all(served, PROMPTS, 32)
     for prompt, first, second in zip(PROMPTS, alone, together, strict=True):
@@ -99,7 +99,7 @@ async def test_greedy_text_equals_plain_generate(served: Served, reference: Refe
         reference.assert_greedy(prompt, 32, second)
 
 
-def test_drafts_are_used_and_accounted_for(served: Served) -> None:
+def test_drafts_are_accepted_and_counted(served: Served) -> None:
     """Allows for speculation being off on a busy machine until it is probed again."""
     for _ in range(PATIENCE):
         answer = complete(served, PROMPTS[1], 48)
@@ -111,7 +111,7 @@ def test_drafts_are_used_and_accounted_for(served: Served) -> None:
     assert rejected
 
 
-def test_a_seed_fixes_the_text_whatever_the_speculation(served: Served) -> None:
+def test_a_seed_fixes_the_text_with_any_speculation(served: Served) -> None:
     """It is asked for until some of it was drafted: pacing may have speculation rest on a busy machine."""
 
     def answer(**speculation: object) -> ChatCompletion:
@@ -131,7 +131,7 @@ def test_a_seed_fixes_the_text_whatever_the_speculation(served: Served) -> None:
     assert accepted, "no draft token was ever accepted, so this showed nothing"
 
 
-def test_an_answer_behind_serve_has_one_name_and_the_id_that_was_asked_for(served: Served) -> None:
+def test_an_answer_has_one_request_id_and_the_requested_id(served: Served) -> None:
     """Serve's proxy names requests and answers itself."""
     body = {"model": served.config.model.name, "prompt": "Hello", "max_tokens": 1, "request_id": "job-7"}
     for headers in ({}, {"X-Request-Id": "job-8"}):
@@ -141,7 +141,7 @@ def test_an_answer_behind_serve_has_one_name_and_the_id_that_was_asked_for(serve
         assert answer.json()["id"] == "cmpl-job-7"
 
 
-def test_what_serves_proxy_says_by_itself_is_in_openais_form(served: Served) -> None:
+def test_proxy_errors_have_openais_form(served: Served) -> None:
     """Serve lets a client say how long it waits; then the proxy answers, and the router never does."""
     waits = {"x-request-timeout-seconds": "0.5"}
     with pytest.raises(openai.APIStatusError) as failure:
@@ -178,7 +178,7 @@ def test_ranks_drafter_target_and_router_are_separate_processes(served: Served) 
             assert name in Path(f"/proc/{pid}/cmdline").read_text()
 
 
-async def test_cancelling_fifty_requests_in_mid_stream_leaves_nothing(served: Served) -> None:
+async def test_fifty_cancelled_requests_leave_nothing_behind(served: Served) -> None:
     async def begin_and_leave(index: int) -> None:
         stream = await served.async_client.completions.create(
             model="SmolLM2-135M-Instruct", prompt=f"Chapter {index}.", max_tokens=400, stream=True, temperature=0
@@ -192,7 +192,7 @@ async def test_cancelling_fifty_requests_in_mid_stream_leaves_nothing(served: Se
     await asyncio.to_thread(assert_nothing_left, served)
 
 
-async def test_bad_requests_disturb_nobody(served: Served, reference: Reference) -> None:
+async def test_invalid_requests_do_not_affect_others(served: Served, reference: Reference) -> None:
     running = asyncio.create_task(ask_all(served, PROMPTS[:2], 32))
     for bad in ({"temperature": -1}, {"max_tokens": 5000}, {"unheard_of": 1}, {"model": "another"}):
         body = {"model": "SmolLM2-135M-Instruct", "prompt": "Hello", **bad}
@@ -223,7 +223,7 @@ def _stream_and_disturb(served: Served, prompt: str, max_tokens: int, happenings
     return "".join(pieces)
 
 
-def test_a_drafter_killed_in_mid_stream_changes_no_token(served: Served, reference: Reference) -> None:
+def test_a_killed_drafter_changes_no_token(served: Served, reference: Reference) -> None:
     (before,) = [r["pid"] for r in served.inspect("Drafter")]
     text = _stream_and_disturb(served, PROMPTS[1], 64, {5: lambda: os.kill(before, signal.SIGKILL)})
     reference.assert_greedy(PROMPTS[1], 64, text)
@@ -240,7 +240,7 @@ def _accepts(served: Served) -> bool:
     return accepted > 0
 
 
-def test_a_target_that_is_stopped_and_woken_commits_nothing(served: Served, reference: Reference) -> None:
+def test_a_stopped_and_resumed_target_commits_nothing(served: Served, reference: Reference) -> None:
     """The stream moves to the other replica; the stopped one wakes up with verdicts that are void."""
     stopped: list[int] = []
 
@@ -257,7 +257,7 @@ def test_a_target_that_is_stopped_and_woken_commits_nothing(served: Served, refe
     eventually(lambda: len(served.inspect("Target")) == 2, "both replicas answer again", 120)
 
 
-def test_a_killed_rank_loses_and_repeats_no_token(served: Served, reference: Reference) -> None:
+def test_a_killed_rank_changes_no_token(served: Served, reference: Reference) -> None:
     def kill_the_busy_rank() -> None:
         (busy,) = [r for r in served.inspect("Target") if not r["idle"]]
         os.kill(busy["rank_pids"][0], signal.SIGKILL)
@@ -266,7 +266,7 @@ def test_a_killed_rank_loses_and_repeats_no_token(served: Served, reference: Ref
     reference.assert_greedy(PROMPTS[3], 64, text)  # that the replica is replaced is awaited below, beside other tests
 
 
-def test_replicas_say_what_they_cost(served: Served) -> None:
+def test_replicas_report_their_costs(served: Served) -> None:
     assert ask(served, PROMPTS[0])
     costs = cost_model(served.inspect("Target"), served.inspect("Drafter"), recordings(APPLICATION))
     assert costs.target.seconds(1, 1) > 0
@@ -275,7 +275,7 @@ def test_replicas_say_what_they_cost(served: Served) -> None:
     assert costs.hop_s > 0
 
 
-def test_operators_see_what_replicas_count(served: Served) -> None:
+def test_replica_counters_are_exported(served: Served) -> None:
     """Reads `slipstream status`, and each node's metrics port as Prometheus does."""
     assert ask(served, PROMPTS[0])
     rows = replicas_table(served.inspect("Target"), served.inspect("Drafter")).columns
@@ -297,7 +297,7 @@ def test_operators_see_what_replicas_count(served: Served) -> None:
     eventually(lambda: expected <= exposed(), "the replicas' counters are exposed")
 
 
-def test_while_draining_running_requests_finish_and_new_ones_are_sent_elsewhere(served: Served) -> None:
+def test_draining_finishes_running_requests_and_refuses_new_ones(served: Served) -> None:
     """The last one: the router takes nothing any more."""
     eventually(lambda: len(served.inspect("Target")) == 2, "Serve has replaced the replica of the killed rank", 120)
     refused: list[openai.APIStatusError] = []

@@ -29,7 +29,7 @@ async def answered(c: Cluster, session: str, prompt: tuple[int, ...], new: int =
 
 
 @both_heads
-async def test_the_successor_of_a_killed_drafter_drafts_within_two_rounds_and_nothing_is_computed_again(reading):
+async def test_a_killed_drafters_successor_drafts_within_two_rounds(reading):
     """The drafter goes as a killed process does: its streams end, and it says nothing."""
     async with watched(reading, drafters=2) as (c, engine):
         (target,) = c.targets.values()
@@ -53,7 +53,7 @@ async def test_the_successor_of_a_killed_drafter_drafts_within_two_rounds_and_no
 
 
 @both_heads
-async def test_after_a_prefix_hit_whole_or_partial_drafts_are_as_good_as_after_a_prompt_that_was_read(reading):
+async def test_drafts_after_a_prefix_hit_are_fully_accepted(reading):
     async with watched(reading) as (c, engine):
         await answered(c, "read", PROMPT)
         await answered(c, "whole", PROMPT)
@@ -74,7 +74,7 @@ def _pages_of(tokens: int) -> int:
 
 
 @both_heads
-async def test_preempted_sessions_are_drafted_for_as_before_once_they_are_resumed(reading):
+async def test_drafts_after_a_preemption_are_fully_accepted(reading):
     """Four sessions take 72 pages at their ends; what is preempted is read again, or found in the cache."""
     async with watched(reading, pages=50) as (c, engine):
         prompts = {f"s{n}": (n, *PROMPT) for n in range(4)}
@@ -91,7 +91,7 @@ async def test_preempted_sessions_are_drafted_for_as_before_once_they_are_resume
 
 
 @pytest.mark.parametrize("reads_latest", [False, True], ids=IDS)
-async def test_a_session_beyond_the_heads_context_goes_on_plainly_and_others_are_drafted_for(reads_latest):
+async def test_sessions_beyond_the_heads_context_continue_without_drafts(reads_latest):
     most = 120
     async with watched(head_reading(reads_latest, most)) as (c, engine):
         sessions = {"grows": OTHER, "is longer": PROMPT, "fits": OTHER[::-1]}
@@ -109,7 +109,7 @@ async def test_a_session_beyond_the_heads_context_goes_on_plainly_and_others_are
         assert c.router.remedies == {}, "nobody takes the drafter for a bad one"
 
 
-async def test_nothing_waits_behind_a_prompts_states_that_are_stuck(monkeypatch):
+async def test_stuck_states_of_one_prompt_delay_no_other_session(monkeypatch):
     """Drafts and decides a whole answer while a drafter's stream for hidden states is stuck.
 
     The long prompt's own answer continues without speculation meanwhile, and is drafted once its states arrive.

@@ -74,7 +74,7 @@ def served_until_stopped(threads: ThreadPoolExecutor) -> tuple[list[Future[Any]]
     raise AssertionError("SIGTERM ended nothing")
 
 
-def test_a_stop_tells_every_request_that_it_cuts_short() -> None:
+def test_every_request_cut_short_by_a_stop_gets_an_error() -> None:
     with ThreadPoolExecutor(4) as threads:
         (chatting, responding, waiting, asking), signalled = served_until_stopped(threads)
     *_, last, done = chatting.result()

@@ -74,7 +74,7 @@ async def asked(codec: TextCodec, script: Script, interval: int, path: str, **fi
 
 
 @TOKENIZERS
-async def test_any_text_cut_anywhere_arrives_as_it_is_and_nothing_of_a_stop_string(tokenizer: Any) -> None:
+async def test_any_text_arrives_whole_and_without_its_stop_string(tokenizer: Any) -> None:
     codec = TextCodec(tokenizer, ())
     for seed in range(CASES):
         rng = random.Random(seed)
@@ -110,7 +110,7 @@ def cut(text: str, stops: list[str], keeps_stop: bool) -> str:
 @TOKENIZERS
 @settings(deadline=None, max_examples=25)
 @given(text=TEXTS, rng=st.randoms(use_true_random=False), keeps_stop=st.booleans())
-async def test_a_completion_stops_before_or_after_the_first_of_many_stop_strings(
+async def test_a_completion_ends_at_the_first_of_many_stop_strings(
     tokenizer: Any, text: str, rng: random.Random, keeps_stop: bool
 ) -> None:
     codec = TextCodec(tokenizer, ())
@@ -128,7 +128,7 @@ async def test_a_completion_stops_before_or_after_the_first_of_many_stop_strings
 @TOKENIZERS
 @settings(deadline=None, max_examples=25)
 @given(text=TEXTS, rng=st.randoms(use_true_random=False))
-async def test_the_events_of_a_response_make_the_text_that_its_last_one_has(
+async def test_response_events_add_up_to_the_final_text(
     tokenizer: Any, text: str, rng: random.Random
 ) -> None:
     codec = TextCodec(tokenizer, ())

@@ -51,7 +51,7 @@ async def chat(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
     return await client.post("/v1/chat/completions", json=body)
 
 
-async def test_answers_by_a_schema_validate_and_are_the_same_however_they_are_asked_for():
+async def test_answers_satisfy_their_schema_and_are_equal_streamed_and_without_speculation():
     async with front() as client:
         accepted = 0
         for seed in range(3):
@@ -69,7 +69,7 @@ async def test_answers_by_a_schema_validate_and_are_the_same_however_they_are_as
         assert accepted > 0
 
 
-async def test_completions_have_vllms_forms():
+async def test_completions_take_vllms_structured_outputs():
     async with front() as client:
         forms = {"regex": "[a-c]{3}", "choice": ["yes", "no"], "grammar": 'start: "a" "b"', "json": {"const": 1}}
         for form, wanted in zip(forms.items(), (None, None, "ab", "1"), strict=True):
@@ -81,7 +81,7 @@ async def test_completions_have_vllms_forms():
             assert len(choice["text"]) == 3 or form[0] != "regex"
 
 
-async def test_bad_forms_are_refused_by_name_and_disturb_nobody():
+async def test_invalid_formats_are_refused_without_affecting_others():
     async with front() as client:
         served = asyncio.create_task(chat(client, response_format=FORMAT, seed=1))
         bad = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"not": {}}}}

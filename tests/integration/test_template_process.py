@@ -32,7 +32,7 @@ def rendering(template: str, content: Any = "hé\n") -> Rendering:
     return Rendering(template, [{"role": "user", "content": content}], {"tools": None}, 1 << 20)
 
 
-def test_the_text_is_that_of_this_process(process: TemplateProcess) -> None:
+def test_the_rendered_text_equals_this_processs(process: TemplateProcess) -> None:
     assert process(rendering(PLAIN)) == render_here(rendering(PLAIN)) == "user: hé\n;"
 
 
@@ -50,7 +50,7 @@ def test_the_text_is_that_of_this_process(process: TemplateProcess) -> None:
         ("{{ '\\ud800' }}", "surrogates not allowed"),
     ],
 )
-def test_a_template_that_takes_too_much_ends_and_the_next_is_served(
+def test_a_template_over_its_limits_ends_alone(
     process: TemplateProcess, template: str, says: str
 ) -> None:
     with pytest.raises(TemplateFailure, match=says.replace(".", r"\.")):
@@ -58,7 +58,7 @@ def test_a_template_that_takes_too_much_ends_and_the_next_is_served(
     assert process(rendering(PLAIN)) == "user: hé\n;"
 
 
-def test_a_conversation_that_is_nested_too_deeply_fails(process: TemplateProcess) -> None:
+def test_a_too_deeply_nested_conversation_fails(process: TemplateProcess) -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
@@ -66,7 +66,7 @@ def test_a_conversation_that_is_nested_too_deeply_fails(process: TemplateProcess
         process(rendering(PLAIN, nested))
 
 
-def test_callers_do_not_wait_for_one_another(process: TemplateProcess) -> None:
+def test_callers_are_served_concurrently(process: TemplateProcess) -> None:
     with ThreadPoolExecutor(2) as threads:
         endless = threads.submit(process, rendering(ENDLESS))
         while not endless.done():
@@ -74,7 +74,7 @@ def test_callers_do_not_wait_for_one_another(process: TemplateProcess) -> None:
         assert isinstance(endless.exception(), TemplateFailure)
 
 
-def test_a_program_that_was_killed_is_started_once_more() -> None:
+def test_a_killed_process_is_restarted() -> None:
     process = TemplateProcess()
     try:
         assert process(rendering(PLAIN))

@@ -29,7 +29,7 @@ def a_rank(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_two_processes_compute_what_one_does(tmp_path):
+def test_two_ranks_compute_the_same_as_one(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 33, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()

@@ -61,7 +61,7 @@ def told(message: Any) -> list[tuple[str, str]]:
         ({"tool_choice": NAMED}, {"g"}, 1, "stop"),
     ],
 )
-async def test_chats_call_whole_streamed_and_without_speculation(fields, names, most, end):
+async def test_calls_are_equal_streamed_and_without_speculation(fields, names, most, end):
     async with client() as front:
         accepted = 0
         for seed in SEEDS:
@@ -87,7 +87,7 @@ async def test_chats_call_whole_streamed_and_without_speculation(fields, names, 
         assert accepted > 0
 
 
-async def test_a_strict_tool_that_may_be_called_is_called_by_its_schema():
+async def test_optional_strict_calls_follow_their_schema():
     tools = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     async with client() as front:
         found = []
@@ -111,7 +111,7 @@ class Point(BaseModel):
     name: Annotated[str, Field(max_length=6)]
 
 
-async def test_an_answer_by_a_schema_is_read_by_the_clients_own_model():
+async def test_an_answer_parses_into_the_clients_model():
     async with client() as front:
         for seed in SEEDS:
             asked: Any = {"model": "toy", "messages": USER, "seed": seed, "response_format": Point}
@@ -125,7 +125,7 @@ async def test_an_answer_by_a_schema_is_read_by_the_clients_own_model():
             assert response.output_parsed == whole.parsed
 
 
-async def test_responses_call_whole_and_streamed():
+async def test_responses_calls_are_equal_when_streamed():
     flat: Any = [{"type": "function", **tool["function"], "strict": True} for tool in TOOLS]
     for choice in ("required", {"type": "function", "name": "g"}):
         async with client() as front:

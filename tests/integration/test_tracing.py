@@ -68,7 +68,7 @@ async def test_one_request_is_one_trace_in_four_services() -> None:
     assert told["slipstream.accepted_tokens"] == details["accepted_prediction_tokens"]
 
 
-async def test_each_round_of_a_slow_request_is_told() -> None:
+async def test_a_slow_requests_spans_contain_every_round() -> None:
     with collecting() as (endpoint, collector):
         await traced(TracingConfig(endpoint=endpoint, slow_s=0.0), {})
     target = collector.only("target")
@@ -85,7 +85,7 @@ async def test_each_round_of_a_slow_request_is_told() -> None:
         assert span.start_time_unix_nano <= min(times) <= max(times) <= span.end_time_unix_nano
 
 
-async def test_a_quick_request_is_told_without_its_rounds() -> None:
+async def test_a_quick_requests_spans_have_no_rounds() -> None:
     with collecting() as (endpoint, collector):
         await traced(TracingConfig(endpoint=endpoint, slow_s=3600), {})
     assert [len(collector.only(service).events) for service in SERVICES] == [0, 0, 0, 0]
@@ -95,7 +95,7 @@ async def test_a_quick_request_is_told_without_its_rounds() -> None:
 @pytest.mark.parametrize(
     ("sample", "headers"), [(1.0, {"traceparent": f"00-{TRACE}-{CALLER}-00"}), (0.0, {}), (0.0, {"traceparent": "?"})]
 )
-async def test_what_is_not_sampled_leaves_nothing(sample: float, headers: dict[str, str]) -> None:
+async def test_unsampled_requests_have_no_spans(sample: float, headers: dict[str, str]) -> None:
     with collecting() as (endpoint, collector):
         await traced(TracingConfig(endpoint=endpoint, sample=sample), headers)
     assert collector.spans == {}

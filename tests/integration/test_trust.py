@@ -65,7 +65,7 @@ async def test_drafts_are_accepted_between_authenticated_peers(trust_in, tmp_pat
 
 @DOORS
 @pytest.mark.parametrize("kind", ["none", "plain", "expired", "foreign"])
-async def test_who_has_no_valid_certificate_does_not_get_through_the_handshake(door, kind, tmp_path):
+async def test_callers_without_a_valid_certificate_fail_the_handshake(door, kind, tmp_path):
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
         issue_invalid(kind, tmp_path, authority, door.caller)
@@ -77,7 +77,7 @@ async def test_who_has_no_valid_certificate_does_not_get_through_the_handshake(d
 
 
 @pytest.mark.parametrize(("kind", "connections"), [("none", 3), ("expired", 3), ("foreign", 3), ("plain", 1)])
-async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once(
+async def test_failed_handshakes_are_counted_and_logged_once(
     kind, connections, tmp_path, monkeypatch, caplog
 ):
     """Plain channels share a connection that failed."""
@@ -96,7 +96,7 @@ async def test_who_does_not_get_through_the_handshake_is_counted_and_logged_once
         assert len([record for record in caplog.records if auth_interceptor.CAUSE in record.getMessage()]) == 1
 
 
-async def test_who_gets_through_the_handshake_is_not_counted_however_often_it_comes(tmp_path):
+async def test_successful_handshakes_are_not_counted_as_failures(tmp_path):
     """Every handshake is looked at, here as soon as all have called."""
     async with cluster(trust=Authority().issue_all(tmp_path)) as c:
         (target,) = c.targets.values()
@@ -139,7 +139,7 @@ async def channel_of(
 
 
 @DOORS
-async def test_each_stream_is_for_one_role_and_others_are_told_nothing_but_that(door, tmp_path, caplog):
+async def test_each_stream_admits_one_role(door, tmp_path, caplog):
     authority = Authority()
     others = [[role] for role in PeerRole if role is not door.caller]
     cause = f"a caller that is no {door.caller.value}"
@@ -170,7 +170,7 @@ async def test_a_refused_peer_is_logged_once(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("holder", ["router", "drafter"])
-async def test_nobody_is_taken_for_a_target_without_a_targets_certificate(holder, tmp_path):
+async def test_a_target_needs_a_targets_certificate(holder, tmp_path):
     """Ends the handshake before a message is sent, since dialers present credentials only to the expected role."""
     authority = Authority()
     trust = authority.issue_all(tmp_path)
@@ -261,7 +261,7 @@ WRONG = {"none": (), "wrong": ((AUTHORIZATION, "Bearer secre"),), "bare": ((AUTH
 
 @DOORS
 @pytest.mark.parametrize("metadata", WRONG.values(), ids=WRONG)
-async def test_a_caller_without_the_token_is_told_nothing_whatever_it_calls(door, metadata, tmp_path, caplog):
+async def test_callers_without_the_token_learn_nothing(door, metadata, tmp_path, caplog):
     (tmp_path / "token").write_text("secret")
     async with cluster(trust=TrustConfig(token_file=str(tmp_path / "token"), reflection=True)) as c:
         with caplog.at_level(logging.WARNING):
@@ -278,7 +278,7 @@ async def test_a_caller_without_the_token_is_told_nothing_whatever_it_calls(door
         assert len([record for record in caplog.records if "valid token" in record.getMessage()]) == 1
 
 
-async def test_a_router_that_is_refused_says_so_once_and_comes_in_when_its_token_is_right(tmp_path, caplog):
+async def test_a_refused_router_logs_once_and_connects_with_the_right_token(tmp_path, caplog):
     (tmp_path / "token").write_text("secret")
     (tmp_path / "another").write_text("wrong")
     trust = TrustConfig(token_file=str(tmp_path / "token"))
@@ -308,7 +308,7 @@ async def test_a_router_that_is_refused_says_so_once_and_comes_in_when_its_token
 # ---------------------------------------------------------------- what is open to whom
 
 
-async def test_services_are_described_only_where_that_is_asked_for():
+async def test_reflection_is_served_only_if_configured():
     for asked, code in ((False, grpc.StatusCode.UNIMPLEMENTED), (True, grpc.StatusCode.OK)):
         async with cluster(trust=TrustConfig(reflection=asked)) as c, grpc.aio.insecure_channel(*c.targets) as channel:
             call = channel.stream_stream(REFLECTION)()
@@ -316,7 +316,7 @@ async def test_services_are_described_only_where_that_is_asked_for():
             assert await within(5, call.code()) is code
 
 
-async def test_streams_of_a_host_are_bounded_and_free_again_once_closed(caplog):
+async def test_streams_per_host_are_limited_and_released(caplog):
     """One is the router's; drafters come once there is a session."""
     async with cluster(trust=TrustConfig(max_streams_per_host=3)) as c:
         streams_of = c.servers[VERIFY.address(c)].interceptor.streams
@@ -333,7 +333,7 @@ async def test_streams_of_a_host_are_bounded_and_free_again_once_closed(caplog):
 
 
 @DOORS
-async def test_a_caller_that_does_not_greet_is_sent_away(door, monkeypatch):
+async def test_a_caller_without_a_hello_times_out(door, monkeypatch):
     monkeypatch.setattr(streams, "HELLO_S", 0.2)
     async with cluster() as c, stream_to(c, door) as stream:
         with told_nothing_but(grpc.StatusCode.DEADLINE_EXCEEDED):

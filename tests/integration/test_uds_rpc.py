@@ -30,7 +30,7 @@ class Answering:
         assert not self._thread.is_alive(), "it serves on although nobody calls"
 
 
-async def test_messages_of_any_size_are_answered_in_turn_until_the_caller_hangs_up():
+async def test_messages_of_any_size_are_answered_in_order():
     serving = Answering(lambda numbers: numbers[::-1])
     caller = await StepCaller.dial(serving.listener.path)
     for size in (0, 1, 100_000):
@@ -40,7 +40,7 @@ async def test_messages_of_any_size_are_answered_in_turn_until_the_caller_hangs_
     assert serving.raised is None
 
 
-async def test_what_fails_on_the_far_side_ends_the_conversation_there_and_here():
+async def test_a_remote_failure_ends_both_sides():
     serving = Answering(lambda number: 1 // number)
     caller = await StepCaller.dial(serving.listener.path)
     with pytest.raises((ConnectionError, EOFError)):
@@ -50,7 +50,7 @@ async def test_what_fails_on_the_far_side_ends_the_conversation_there_and_here()
     assert isinstance(serving.raised, ZeroDivisionError)
 
 
-async def test_the_socket_is_gone_once_it_was_dialled():
+async def test_the_socket_file_is_removed_after_dialing():
     serving = Answering(lambda message: message)
     folder = Path(serving.listener.path).parent
     assert folder.stat().st_mode & 0o077 == 0, "others may not even look"

@@ -25,7 +25,7 @@ def sizes(*targets: tuple[float, int]) -> list[Sizes]:
         ([], 0.0),
     ],
 )
-def test_a_pause_lasts_until_every_stream_that_was_open_goes_on(streams: list[Stream], expected: float) -> None:
+def test_a_pause_lasts_until_every_open_stream_continues(streams: list[Stream], expected: float) -> None:
     assert stall_s(BLOW, streams) == expected
 
 
@@ -40,7 +40,7 @@ def test_a_pause_lasts_until_every_stream_that_was_open_goes_on(streams: list[St
         (sizes((9.0, 1)), None),
     ],
 )
-def test_a_pool_is_whole_again_once_it_lacked_one_and_does_no_more(seen: list[Sizes], expected: float | None) -> None:
+def test_a_pool_is_recovered_once_it_lacked_one_and_is_complete(seen: list[Sizes], expected: float | None) -> None:
     assert whole_s(BLOW, seen, WANTED) == expected
 
 
@@ -51,7 +51,7 @@ def test_a_pool_is_whole_again_once_it_lacked_one_and_does_no_more(seen: list[Si
         (sizes((11.0, 2), (28.0, 2), (30.0, 1), (31.0, 2)), None),  # what is lost much later has another cause
     ],
 )
-def test_who_goes_on_may_have_been_given_up_for_a_while_after(seen: list[Sizes], expected: float | None) -> None:
+def test_a_resumed_replica_may_be_replaced_afterwards(seen: list[Sizes], expected: float | None) -> None:
     assert whole_s(STOP, seen, WANTED) == expected
 
 
@@ -70,13 +70,13 @@ def test_who_goes_on_may_have_been_given_up_for_a_while_after(seen: list[Sizes],
         (Blow("stream cut", 10.0), sizes((11.0, 2)), 11.0, False),
     ],
 )
-def test_a_blow_is_open_until_its_pool_is_whole_or_was_never_seen_to_lack(
+def test_a_fault_is_open_until_its_pool_recovers(
     blow: Blow, seen: list[Sizes], now_s: float, expected: bool
 ) -> None:
     assert is_open(blow, seen, WANTED, now_s) == expected
 
 
-def test_pools_that_were_not_struck_do_not_count() -> None:
+def test_other_pools_do_not_count() -> None:
     seen = [Sizes(11.0, {"Target": 1, "Drafter": 1}), Sizes(12.0, {"Target": 2, "Drafter": 1})]
     assert whole_s(Blow("drafter killed", 10.0, ("Drafter",)), seen, WANTED) is None
 

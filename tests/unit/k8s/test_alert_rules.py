@@ -78,14 +78,14 @@ def rules() -> dict[str, Any]:
     return {rule["alert"]: rule for group in groups() for rule in group["rules"]}
 
 
-def test_every_alert_is_seen_to_fire_and_to_be_silent() -> None:
+def test_every_alert_is_tested_firing_and_silent() -> None:
     assert {alert for alert, _, _, firing, _ in CASES if firing} == rules().keys()
     assert {alert for alert, _, _, _, silent in CASES if silent} == rules().keys()
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool; on Debian: apt install prometheus")
 @pytest.mark.parametrize(("alert", "series", "labels", "firing", "silent"), CASES)
-def test_alerts_fire_when_they_are_to(
+def test_alerts_fire_as_expected(
     tmp_path: Path, alert: str, series: dict[str, str], labels: Any, firing: list[str], silent: list[str]
 ) -> None:
     rule = rules()[alert]

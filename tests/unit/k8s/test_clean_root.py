@@ -14,14 +14,14 @@ def of(variant: str) -> list[Step]:
     return leading_to_the_last(STEPS, variant)[1]
 
 
-def test_comments_are_left_out_and_continued_lines_are_one_step() -> None:
+def test_comments_and_line_continuations() -> None:
     assert parsed("# syntax\nFROM a\n\nRUN one \\\n    # why\n    && two # three\n") == [
         Step("FROM", "a"),
         Step("RUN", "one     && two # three"),
     ]
 
 
-def test_a_variant_begins_with_the_official_image_and_ends_with_its_command() -> None:
+def test_a_variant_spans_from_base_image_to_command() -> None:
     image, steps = leading_to_the_last(STEPS, "cpu")
     assert image.startswith("python:3.11-slim-bookworm@")
     assert steps[-1] == Step("CMD", '["slipstream", "--help"]')
@@ -30,7 +30,7 @@ def test_a_variant_begins_with_the_official_image_and_ends_with_its_command() ->
     assert not any("g++" in step.rest for step in steps)
 
 
-def test_a_stage_upon_another_begins_with_its_steps() -> None:
+def test_a_stage_includes_its_parents_steps() -> None:
     gpu = of("gpu")
     vllm = of("vllm")
     own = [step for step in vllm if step not in gpu]
@@ -39,7 +39,7 @@ def test_a_stage_upon_another_begins_with_its_steps() -> None:
     assert vllm.index(own[0]) > vllm.index(next(step for step in gpu if "g++" in step.rest))
 
 
-def test_a_variant_that_there_is_not_leads_nowhere() -> None:
+def test_an_unknown_variant_is_refused() -> None:
     assert leading_to_the_last(STEPS, "tpu")[0] == "tpu-packages"
 
 
@@ -53,11 +53,11 @@ def test_a_variant_that_there_is_not_leads_nowhere() -> None:
         ("protos/deep/__pycache__/a.pyc", True),
     ],
 )
-def test_the_last_pattern_that_fits_decides_what_stays_out(path: str, out: bool) -> None:
+def test_the_last_matching_ignore_pattern_decides(path: str, out: bool) -> None:
     assert is_ignored(PurePosixPath(path), PATTERNS) is out
 
 
-def test_what_is_set_holds_for_later_steps(tmp_path: Path) -> None:
+def test_variables_apply_to_later_steps(tmp_path: Path) -> None:
     clean = CleanRoot(tmp_path)
     for step in parsed(
         "WORKDIR /opt\nWORKDIR slip\nENV HOME_OF=/cuda B='a b'\nENV PATH=${HOME_OF}/bin:${PATH}\nUSER 1000\n"
@@ -68,7 +68,7 @@ def test_what_is_set_holds_for_later_steps(tmp_path: Path) -> None:
     assert clean.env["PATH"].startswith("/cuda/bin:/usr/local/bin:")
 
 
-def test_files_and_folders_are_copied_but_not_what_is_ignored(tmp_path: Path) -> None:
+def test_ignored_files_are_not_copied(tmp_path: Path) -> None:
     clean = CleanRoot(tmp_path)
     for step in parsed("WORKDIR /opt\nCOPY LICENSE README.md ./\nCOPY protos protos\nCOPY LICENSE /opt/other\n"):
         clean.take(step)
@@ -80,7 +80,7 @@ def test_files_and_folders_are_copied_but_not_what_is_ignored(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "line", ["COPY Makefile ./", "COPY --from=other a b", 'ENTRYPOINT ["a"]', "COPY protos/none b"]
 )
-def test_what_a_build_would_refuse_or_the_script_cannot_do_fails(tmp_path: Path, line: str) -> None:
+def test_invalid_and_unsupported_steps_fail(tmp_path: Path, line: str) -> None:
     (step,) = parsed(line)
     with pytest.raises(Failure):
         CleanRoot(tmp_path).take(step)

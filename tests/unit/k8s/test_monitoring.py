@@ -123,7 +123,7 @@ def test_there_are_queries() -> None:
 
 
 @pytest.mark.parametrize(("place", "query"), list(queries()))
-def test_every_metric_that_is_asked_for_is_published(place: str, query: str, known: dict[str, set[str]]) -> None:
+def test_every_queried_metric_is_published(place: str, query: str, known: dict[str, set[str]]) -> None:
     vectors = list(selected(promql_parser.parse(query)))
     assert vectors
     for vector in vectors:
@@ -133,25 +133,25 @@ def test_every_metric_that_is_asked_for_is_published(place: str, query: str, kno
 
 
 @pytest.mark.parametrize(("place", "query"), list(queries()))
-def test_what_is_summed_by_is_a_label(place: str, query: str, known: dict[str, set[str]]) -> None:
+def test_grouping_labels_exist(place: str, query: str, known: dict[str, set[str]]) -> None:
     names = {vector.name for vector in selected(promql_parser.parse(query))}
     by = {label.strip() for labels in re.findall(r"\bby \(([^)]*)\)", query) for label in labels.split(",")}
     assert by <= set.intersection(*(known[name] for name in names)) | TARGET_LABELS | ADDED, place
 
 
-def test_a_misspelt_metric_would_be_noticed(known: dict[str, set[str]]) -> None:
+def test_a_misspelt_metric_is_detected(known: dict[str, set[str]]) -> None:
     (vector,) = selected(promql_parser.parse("sum(rate(ray_slipstream_guess_total[5m]))"))
     assert vector.name not in known
 
 
-def test_what_is_published_by_a_replica_is_on_the_dashboard() -> None:
+def test_every_replica_metric_is_on_the_dashboard() -> None:
     text = "\n".join(query for _, query in queries())
     assert [
         name for name in published().keys() - EARLIER_NAMES if name.startswith("ray_") and base(name) not in text
     ] == []
 
 
-def test_what_vllm_publishes_has_its_names_again() -> None:
+def test_vllms_metrics_regain_their_names() -> None:
     names = published()
     assert not [name for name in names if name.startswith("ray_vllm")]
     assert {base(name).removesuffix("_total") for name in names if name.startswith("vllm:")} == VLLM
@@ -185,14 +185,14 @@ NAMED = re.compile(r"\b(?:ray_slipstream_|slipstream_|vllm:)[a-z_]+_(?:total|sec
 
 
 @pytest.mark.parametrize("page", sorted([*(ROOT / "docs").glob("*.md"), K8S / "README.md"]), ids=lambda page: page.name)
-def test_every_metric_that_a_page_names_is_published(page: Path) -> None:
+def test_every_documented_metric_is_published(page: Path) -> None:
     names = published()
     known = {name.removeprefix("ray_") for name in [*names, *map(base, names)]}
     named = {name.removeprefix("ray_") for name in NAMED.findall(page.read_text())}
     assert {name for name in named if name not in known and f"{name}_total" not in known} == set()
 
 
-def test_a_metric_that_a_page_misspells_would_be_noticed() -> None:
+def test_a_misspelt_metric_in_the_docs_is_detected() -> None:
     assert NAMED.findall("ask for `ray_slipstream_guess_total`, or `vllm:guess_total`") == [
         "ray_slipstream_guess_total",
         "vllm:guess_total",
@@ -200,19 +200,19 @@ def test_a_metric_that_a_page_misspells_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize("file", ["pod-monitor.yaml", "prometheus-rule.yaml"])
-def test_the_prometheus_operators_objects_are_valid(file: str) -> None:
+def test_prometheus_operator_objects_are_valid(file: str) -> None:
     for manifest in load(MONITORING / file):
         assert errors(SCHEMAS[manifest["kind"]], manifest) == []
 
 
-def test_a_misspelt_key_of_the_operators_objects_is_refused() -> None:
+def test_a_misspelt_key_of_an_operator_object_is_refused() -> None:
     for file in ("pod-monitor.yaml", "prometheus-rule.yaml"):
         for manifest in load(MONITORING / file):
             manifest["spec"]["selectr"] = {}
             assert len(errors(SCHEMAS[manifest["kind"]], manifest)) == 1
 
 
-def test_every_alert_has_a_name_of_its_own_and_is_explained() -> None:
+def test_alerts_have_unique_names_and_explanations() -> None:
     names = [alert["alert"] for alert in alerts()]
     assert len(set(names)) == len(names)
     page = (K8S / "README.md").read_text()
@@ -226,7 +226,7 @@ def test_every_alert_has_a_name_of_its_own_and_is_explained() -> None:
         ("SlipstreamBreakerOpen", {("ray_slipstream_breaker_open", None)}),
     ],
 )
-def test_who_is_lost_or_gets_no_sessions_is_told_of(alert: str, asked: Any) -> None:
+def test_lost_and_unused_replicas_raise_alerts(alert: str, asked: Any) -> None:
     (rule,) = [rule for rule in alerts() if rule["alert"] == alert]
     found = {
         (vector.name, next(((matcher.name, matcher.value) for matcher in vector.matchers.matchers), None))
@@ -235,13 +235,13 @@ def test_who_is_lost_or_gets_no_sessions_is_told_of(alert: str, asked: Any) -> N
     assert found == asked
 
 
-def test_the_page_of_metrics_names_every_counter_of_replicas() -> None:
+def test_the_metrics_documentation_names_every_replica_counter() -> None:
     page = (ROOT / "docs" / "observability.md").read_text()
     assert [name for name in published() if name.startswith("ray_") and f"`{base(name)}`" not in page] == []
     assert [name for name in VLLM if f"`{name}`" not in page] == []
 
 
-def test_every_panel_shows_something_and_has_a_place_of_its_own() -> None:
+def test_panels_show_something_and_do_not_overlap() -> None:
     panels = dashboard()["panels"]
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
     assert len(set(places)) == len(places)

@@ -28,7 +28,7 @@ DIFFERENCE = Difference(
 )
 
 
-def test_the_log_has_an_error_that_names_session_place_and_targets(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_session_position_and_targets(caplog: pytest.LogCaptureFixture) -> None:
     AuditAlarm(None, 1000)(DIFFERENCE)
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
@@ -36,7 +36,7 @@ def test_the_log_has_an_error_that_names_session_place_and_targets(caplog: pytes
         assert part in record.getMessage()
 
 
-def test_the_record_holds_both_continuations_and_the_parameters(tmp_path: Path) -> None:
+def test_a_record_contains_both_continuations_and_the_parameters(tmp_path: Path) -> None:
     path = tmp_path / "differences.jsonl"
     alarm = AuditAlarm(str(path), 10_000, clock=lambda: 12.0)
     alarm(DIFFERENCE)
@@ -48,7 +48,7 @@ def test_the_record_holds_both_continuations_and_the_parameters(tmp_path: Path) 
     assert first["sampling"]["temperature"] == 0.5
 
 
-def test_the_file_is_bounded_and_the_log_says_when_it_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_file_size_is_limited_and_the_limit_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "differences.jsonl"
     alarm = AuditAlarm(str(path), 1000)
     for _ in range(9):
@@ -58,12 +58,12 @@ def test_the_file_is_bounded_and_the_log_says_when_it_is_full(tmp_path: Path, ca
     assert "full" in caplog.text
 
 
-def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_refused_at_startup(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"server.audit.records is .*nowhere.*expected a file"):
         AuditAlarm(str(tmp_path / "nowhere" / "x.jsonl"), 1000)
 
 
-def test_a_place_that_cannot_be_written_any_more_does_not_end_the_router(
+def test_a_path_that_becomes_unwritable_does_not_end_the_router(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "folder"

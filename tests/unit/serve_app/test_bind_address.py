@@ -20,7 +20,7 @@ HERE = "10.0.0.1"
         ({"certificates": "/c"}, [], HERE),
     ],
 )
-def test_loopback_is_where_the_whole_cluster_is(trust, others, expected, monkeypatch):
+def test_loopback_is_used_only_on_a_single_node(trust, others, expected, monkeypatch):
     nodes = [{"NodeManagerAddress": address, "Alive": alive} for address, alive in [(HERE, True), *others]]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: HERE)

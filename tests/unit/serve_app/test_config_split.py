@@ -85,7 +85,7 @@ def named(given: object) -> str:
     ],
     ids=named,
 )
-def test_a_change_replaces_those_whom_it_concerns(change: dict[str, Any], who: set[str], told: set[str]) -> None:
+def test_a_change_replaces_only_the_affected_deployments(change: dict[str, Any], who: set[str], told: set[str]) -> None:
     before, after = validated(CONFIG), validated(merged(CONFIG, change))
     assert before != after
     assert replaced(before, after) == who
@@ -102,7 +102,7 @@ def test_a_change_replaces_those_whom_it_concerns(change: dict[str, Any], who: s
     ],
     ids=lambda given: str(given),
 )
-def test_options_of_methods_that_read_nothing_of_the_target_concern_drafters(
+def test_options_of_independent_methods_affect_only_drafters(
     method: str, options: dict[str, Any]
 ) -> None:
     chosen = {"model": {"target": "owner/target"}, "draft": {"method": method, "model": options.get("model")}}
@@ -119,7 +119,7 @@ def test_options_of_methods_that_read_nothing_of_the_target_concern_drafters(
     ],
     ids=named,
 )
-def test_a_head_that_reads_the_target_concerns_the_target(change: dict[str, Any], who: set[str]) -> None:
+def test_options_of_heads_affect_the_target(change: dict[str, Any], who: set[str]) -> None:
     data = merged({"model": {"target": "owner/target"}}, EAGLE)
     assert replaced(validated(data), validated(merged(data, change))) == who
 
@@ -129,7 +129,7 @@ def test_a_head_that_reads_the_target_concerns_the_target(change: dict[str, Any]
     [{}, EAGLE, LOOKUP_FIRST, SUFFIX],
     ids=["draft model", "head", "lookup first", "lookup"],
 )
-def test_together_the_parts_are_the_configuration(more: dict[str, Any]) -> None:
+def test_the_parts_add_up_to_the_configuration(more: dict[str, Any]) -> None:
     config = validated(merged(CONFIG, more))
     schema = application_schema(config, "ours", "/")
     told = deployments(config)
@@ -151,7 +151,7 @@ def test_together_the_parts_are_the_configuration(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("engine", get_args(TargetPool.model_fields["engine"].annotation))
 @pytest.mark.parametrize("method", get_args(DraftPool.model_fields["method"].annotation))
-def test_what_all_are_told_is_a_configuration(engine: str, method: str) -> None:
+def test_the_shared_part_is_a_valid_configuration(engine: str, method: str) -> None:
     target = {"engine": engine, "cache_per_rank": {"gib": 1}}
     draft = {"method": method, "model": "owner/model" if method in MODEL_TAKERS else None}
     config = validated(merged(CONFIG, {"target": target, "draft": draft}))
@@ -159,19 +159,19 @@ def test_what_all_are_told_is_a_configuration(engine: str, method: str) -> None:
     assert (told.target.engine, told.draft.method) == (engine, method)
 
 
-def test_bounds_of_a_mixed_pool_replace_nobody() -> None:
+def test_bounds_of_a_mixed_pool_replace_no_deployment() -> None:
     mixed = merged(CONFIG, {"target": {"engine": "mixed", "cache_per_rank": {"gib": 1}}})
     more = merged(mixed, {"target": {"replicas": {"min": 2, "max": 4}}})
     assert replaced(validated(mixed), validated(more)) == NOBODY
     assert deployments(validated(more))["Target"]["autoscaling_config"]["max_replicas"] == 4
 
 
-def test_who_is_told_nothing_apart_is_told_all() -> None:
+def test_without_an_own_part_the_shared_configuration_applies() -> None:
     config = validated(CONFIG)
     assert with_own_part(config, {"PATH": "/bin"}) == config
 
 
-def test_variables_of_a_node_that_override_a_file_are_not_what_a_replica_is_told() -> None:
+def test_node_variables_do_not_override_a_replicas_part() -> None:
     config = validated(CONFIG)
     assert with_own_part(config, {"SLIPSTREAM__SERVER": "{}", "SLIPSTREAM__DRAFT": '{"method": "suffix"}'}) == config
     variables = {name for pool in ("Drafter", "Router") for name in told_by_environment(config, pool)}
@@ -179,7 +179,7 @@ def test_variables_of_a_node_that_override_a_file_are_not_what_a_replica_is_told
     assert not [name for name in variables if name.startswith(ENVIRONMENT_PREFIX)]
 
 
-def test_a_dollar_comes_through_though_ray_puts_variables_of_the_node_in() -> None:
+def test_dollar_signs_survive_rays_expansion() -> None:
     server = {
         "audit": {"records": "/var/log/${POD_NAME}.jsonl"},
         "response_template": {"content": r"^(.*?)(\$HOME|${UNSET})?$"},
@@ -195,11 +195,11 @@ def test_a_dollar_comes_through_though_ray_puts_variables_of_the_node_in() -> No
 
 
 @pytest.mark.parametrize("labels", [{}, {"pool": "draft"}], ids=["anywhere", "on nodes with a label"])
-def test_serve_builds_the_application_while_there_is_no_node_for_drafters(labels: dict[str, str]) -> None:
+def test_the_application_is_built_without_a_node_for_drafters(labels: dict[str, str]) -> None:
     config = validated(merged(CONFIG, {"draft": {"resources": {"labels": labels}}}))
     assert _get_shared_build_app_label_selector(application_schema(config, "ours", "/")) is None
 
 
-def test_serve_is_told_no_policy_of_a_pool_for_its_arguments_would_be_part_of_the_version() -> None:
+def test_autoscaling_policies_are_not_part_of_the_deployments() -> None:
     told = deployments(validated(CONFIG))
     assert all("policy" not in told[name]["autoscaling_config"] for name in ("Target", "Drafter"))

@@ -26,25 +26,25 @@ from serve_app.startup import engine_of
     ],
     ids=["default", "adaptive", "lock_step"],
 )
-def test_the_pacing_is_the_one_that_is_named(speculation: SpeculationConfig, policy: type[PacingPolicy]) -> None:
+def test_the_configured_pacing_is_used(speculation: SpeculationConfig, policy: type[PacingPolicy]) -> None:
     assert type(pacing_policy(speculation)) is policy
 
 
-def test_what_serve_holds_back_is_bounded_and_answered_as_the_router_answers() -> None:
+def test_serves_queue_is_limited_and_answered_like_the_router() -> None:
     config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}, "server": {"max_requests": 10}})
     router = application(config)._bound_deployment  # Serve has no other way to look into an application
     assert (router.max_ongoing_requests, router.max_queued_requests) == (20, 10)
     assert (router.backpressure_config.status_code, router.backpressure_config.retry_after_s) == (429, 1)
 
 
-def test_drafters_know_the_targets_that_routers_do() -> None:
+def test_drafters_and_routers_share_the_target_pool() -> None:
     config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}})
     _, targets, drafters = application(config)._bound_deployment.init_args
     assert drafters._bound_deployment.init_args[1] is targets
 
 
 @pytest.mark.parametrize(("log_format", "told"), [("text", None), ("json", {"encoding": "JSON"})])
-def test_lines_of_all_replicas_are_as_the_configuration_says(log_format: str, told: dict[str, str] | None) -> None:
+def test_the_log_format_applies_to_all_replicas(log_format: str, told: dict[str, str] | None) -> None:
     config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}, "server": {"log_format": log_format}})
     router = application(config)._bound_deployment
     replicas = [router, *(pool._bound_deployment for pool in router.init_args[1:])]
@@ -62,7 +62,7 @@ def test_lines_of_all_replicas_are_as_the_configuration_says(log_format: str, to
         ("mixed", ["slipstream", "vllm", "slipstream"]),
     ],
 )
-def test_replicas_compute_with_the_engine_of_their_pool(engine: str, of_replicas: list[str]) -> None:
+def test_replicas_use_the_engine_of_their_pool(engine: str, of_replicas: list[str]) -> None:
     pool = TargetPool(engine=engine, cache_per_rank=CacheConfig(gib=1), replicas=TargetReplicas(max=3))
     assert [engine_of(pool, replica) for replica in range(3)] == of_replicas
 
@@ -77,7 +77,7 @@ ends_once = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited") 
     ("deployment", "pools", "module"),
     [(TargetDeployment, (), startup), (DraftDeployment, POOLS[:1], startup), (RouterDeployment, POOLS, deployments)],
 )
-async def test_what_failed_at_its_start_has_nothing_to_end(deployment: Any, pools: Any, module: Any) -> None:
+async def test_a_replica_that_failed_at_startup_closes_nothing(deployment: Any, pools: Any, module: Any) -> None:
     replica = deployment.__new__(deployment)  # as Serve makes one, which ends it whatever came of its start
     with (
         patch.object(module, "local_folder", side_effect=ModelError("no such model")),
@@ -90,7 +90,7 @@ async def test_what_failed_at_its_start_has_nothing_to_end(deployment: Any, pool
 
 @ends_once
 @pytest.mark.parametrize(("deployment", "pools"), [(TargetDeployment, ()), (DraftDeployment, POOLS[:1])])
-async def test_a_download_that_hangs_is_given_up(deployment: Any, pools: Any) -> None:
+async def test_a_hanging_download_times_out(deployment: Any, pools: Any) -> None:
     hung = threading.Event()
     replica = deployment.__new__(deployment)
     limits = {"start_timeout_s": 1e-3}
@@ -106,7 +106,7 @@ async def test_a_download_that_hangs_is_given_up(deployment: Any, pools: Any) ->
 
 
 @ends_once
-async def test_what_was_started_is_ended_where_a_later_part_failed() -> None:
+async def test_started_parts_are_closed_if_a_later_one_fails() -> None:
     started = MagicMock(engine=MagicMock(close=AsyncMock(), reports=()))
     tracing = MagicMock()
     replica = TargetDeployment.__new__(TargetDeployment)
@@ -133,7 +133,7 @@ class Broken(Exception):
     """An error that no loop expects."""
 
 
-async def test_health_reports_what_ended_a_loop_and_the_log_has_it_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_health_reports_a_failed_loop_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     async def loop() -> None:
         raise Broken("position 64 is out of range")
 
@@ -150,7 +150,7 @@ async def test_health_reports_what_ended_a_loop_and_the_log_has_it_once(caplog: 
     assert record.exc_info[0] is Broken
 
 
-async def test_a_loop_that_is_stopped_reports_nothing() -> None:
+async def test_a_cancelled_loop_reports_nothing() -> None:
     work = asyncio.create_task(deployments.run_logged("a loop", asyncio.Event().wait()))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     work.cancel()

@@ -84,7 +84,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_counters_follow_the_counts(clock: Clock) -> None:
+def test_counters_receive_increments(clock: Clock) -> None:
     counts: Counts = {DROPPED: {"late": 2}, SECONDS: {"idle": 0.5}}
     recorder = Recorder()
     counters = recorder.mirror(lambda: counts, clock)

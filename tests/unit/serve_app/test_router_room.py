@@ -24,13 +24,13 @@ def router() -> Router:
     return Router(StaticMembership(Members((), ())), Identity("vocabulary", "model"), limits, audits)
 
 
-def test_as_many_sessions_are_taken_as_there_is_room_for(router: Router) -> None:
+def test_sessions_are_accepted_up_to_the_limit(router: Router) -> None:
     router.check_room(4)
     with pytest.raises(CapacityError, match="5 more than the 0 in flight would be over 4 sessions"):
         router.check_room(5)
 
 
-def test_none_is_taken_while_every_target_is_full(router: Router) -> None:
+def test_sessions_are_refused_while_every_target_is_full(router: Router) -> None:
     with (
         patch.object(SessionRouter, "are_targets_full", return_value=True),
         pytest.raises(CapacityError, match="target"),
@@ -38,20 +38,20 @@ def test_none_is_taken_while_every_target_is_full(router: Router) -> None:
         router.check_room(1)
 
 
-async def test_none_is_taken_while_it_stops(router: Router) -> None:
+async def test_sessions_are_refused_while_draining(router: Router) -> None:
     router.drain()
     with pytest.raises(DrainingError):
         router.check_room(1)
 
 
-async def test_a_session_that_was_not_checked_is_refused_all_the_same(router: Router) -> None:
+async def test_generation_is_refused_while_draining(router: Router) -> None:
     router.drain()
     with pytest.raises(DrainingError):
         await anext(router.generate(None))  # type: ignore[arg-type]  # it is not looked at
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-async def test_what_outlasts_the_drain_ends_with_an_error(router: Router, goes_on: bool) -> None:
+async def test_sessions_that_outlast_the_drain_end_with_an_error(router: Router, goes_on: bool) -> None:
     generation = Generation("session", (1, 2), 8, (), Sampling(), 0, 0, 0, 0, Acceptance.COUPLED, 0)
     running = asyncio.ensure_future(anext(router.generate(generation)))
     await asyncio.sleep(0)
@@ -71,7 +71,7 @@ async def test_what_outlasts_the_drain_ends_with_an_error(router: Router, goes_o
         router.check_room(1)
 
 
-def test_lines_about_peers_name_the_session_in_words_and_as_a_field(
+def test_log_lines_name_the_session_in_text_and_as_a_field(
     router: Router, caplog: pytest.LogCaptureFixture
 ) -> None:
     refusal = Refusal("5f3c", 1, RefusalReason.OVERLOADED, "full")

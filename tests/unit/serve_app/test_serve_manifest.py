@@ -20,7 +20,7 @@ server: {host: 0.0.0.0, port: 8123, keep_alive_s: 30, insecure: true}
 """
 
 
-def test_the_printed_file_is_what_up_deploys(tmp_path: Path) -> None:
+def test_the_printed_file_equals_what_up_deploys(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
     printed = CliRunner().invoke(app, ["config", "serve", str(path), "--set", "server.port=8124"])
@@ -38,7 +38,7 @@ def test_the_printed_file_is_what_up_deploys(tmp_path: Path) -> None:
     assert told.proxy_location == "EveryNode"
 
 
-def test_an_address_for_all_without_keys_is_not_printed(tmp_path: Path) -> None:
+def test_a_public_address_without_keys_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG.replace("insecure: true", "insecure: false"))
     refused = CliRunner().invoke(app, ["config", "serve", str(path)])
@@ -47,7 +47,7 @@ def test_an_address_for_all_without_keys_is_not_printed(tmp_path: Path) -> None:
     assert refused.stdout == ""
 
 
-def test_any_free_port_is_refused_for_nodes_would_choose_different_ones() -> None:
+def test_port_zero_is_refused() -> None:
     config = validated(yaml.safe_load(CONFIG.replace("8123", "0")))
     with pytest.raises(ConfigError, match=r"server\.port is 0"):
         whole_file(config)

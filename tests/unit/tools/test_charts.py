@@ -53,7 +53,7 @@ def test_timeline_labels_its_rows_and_axis():
     assert drafter.get_facecolor().tolist() != target.get_facecolor().tolist()
 
 
-def test_every_text_lies_within_the_picture():
+def test_all_text_lies_within_the_image():
     many = [Bar("a track with a name far longer than usual", f"request {n}", n, n + 5.0) for n in range(30)]
     figure = timeline(many, 0.0, 123.45678, "ms")
     figure.draw_without_rendering()

@@ -48,7 +48,7 @@ def test_the_window_ends_with_the_trace_or_earlier():
     assert window(SPANS, 0.5, 0.25) == (100.25, 100.75)
 
 
-def test_no_span_is_no_picture():
+def test_a_chart_needs_a_span():
     with pytest.raises(TraceError, match="send a request first"):
         window([], 1.0)
     with pytest.raises(TraceError, match="ask for another one"):
@@ -82,7 +82,7 @@ def test_chart_shows_overlap():
     assert colours_of(figure, "drafter 7 draft") != colours_of(figure, "target 8 verify")
 
 
-def test_spans_of_several_requests_have_a_colour_that_no_request_has():
+def test_spans_shared_by_requests_have_a_separate_color():
     alone = [Span("drafter", "drafter", "send", index, index + 1.0, (f"session {index}",)) for index in range(20)]
     together = Span("target", "target", "verify", 0.0, 20.0, ("session 0", "session 1"))
     figure = trace_chart([*alone, together], 0.0, 20.0)
@@ -116,7 +116,7 @@ def test_both_files_are_written(tmp_path: Path):
     ElementTree.fromstring((tmp_path / "trace.svg").read_text())
 
 
-def test_each_stage_has_its_times_in_the_order_of_a_round():
+def test_stage_times_are_listed_in_round_order():
     slower = [Span("target 8", "target", "verify", 0.0, 0.001 * ms, ("c",)) for ms in (4, 1, 2, 3)]
     columns = {column.header: list(column.cells) for column in stages_table([*SPANS, *slower]).columns}
     assert columns == {

@@ -56,11 +56,11 @@ def wrote(temperature: list[float], tokens: int, stops: tuple[int, ...] = (), se
 # ---------------------------------------------------------------- what the target writes
 
 
-def test_rows_of_different_lengths_are_written_as_if_alone():
+def test_rows_of_different_lengths_are_generated_as_if_alone():
     assert wrote([0.0, 0.0, 0.0], 6) == [greedy(prompt, 6) for prompt in PROMPTS]
 
 
-def test_a_stop_ends_an_answer_and_stays():
+def test_a_stop_token_ends_an_answer_and_is_kept():
     whole = [greedy(prompt, 6) for prompt in PROMPTS]
     stop = whole[0][len(PROMPTS[0]) + 2]
     for prompt, expected, found in zip(PROMPTS, whole, wrote([0.0, 0.0, 0.0], 6, (stop,)), strict=True):
@@ -69,7 +69,7 @@ def test_a_stop_ends_an_answer_and_stays():
         assert found == expected[: len(prompt) + end]
 
 
-def test_each_row_has_its_own_temperature():
+def test_rows_have_individual_temperatures():
     cold = [greedy(prompt, 12) for prompt in PROMPTS]
     found = wrote([0.0, 5.0, 0.0], 12)
     assert [found[0], found[2]] == [cold[0], cold[2]]
@@ -78,7 +78,7 @@ def test_each_row_has_its_own_temperature():
     assert found[1] != wrote([0.0, 5.0, 0.0], 12, seed=1)[1]
 
 
-def test_only_the_likeliest_are_drawn():
+def test_top_p_limits_the_sampled_tokens():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).expand(400, 4)
     drawn = draw(logits, torch.full((400,), 3.0), 2, torch.Generator().manual_seed(0))
     assert set(drawn.tolist()) == {2, 3}
@@ -106,11 +106,11 @@ def test_a_line_without_a_prompt_is_refused(tmp_path: Path):
         prompt_ids(Spelling(), path)
 
 
-def test_a_dialogue_begins_with_what_comes_before_the_user():
+def test_a_dialogue_begins_with_the_messages_before_the_user():
     assert spelled(opening_ids(Spelling())) == "<"
 
 
-def test_prompts_of_like_length_are_written_together():
+def test_prompts_of_similar_length_are_batched():
     found = list(prompt_batches([[1] * length for length in (5, 1, 4, 2)], 2))
     assert [[len(prompt) for prompt in group] for group in found] == [[1, 2], [4, 5]]
 
@@ -118,20 +118,20 @@ def test_prompts_of_like_length_are_written_together():
 # ---------------------------------------------------------------- token files
 
 
-def test_tokens_come_back_without_their_padding(tmp_path: Path):
+def test_padding_is_removed_from_tokens(tmp_path: Path):
     sequences = [[4, 5, 2], [7], [1, 2, 3, 70000, 9]]
     write_tokens(tmp_path / "some.npz", sequences)
     assert [sequence.tolist() for sequence in read_tokens(tmp_path / "some.npz")] == sequences
     assert [path.name for path in tmp_path.iterdir()] == ["some.npz"]
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path):
+def test_another_file_format_is_refused(tmp_path: Path):
     np.savez(tmp_path / "other.npz", ids=np.zeros((2, 3)))
     with pytest.raises(ModelError, match="expected an array tokens"):
         read_tokens(tmp_path / "other.npz")
 
 
-def test_what_all_begin_with_is_their_opening():
+def test_the_common_prefix_is_the_opening():
     assert common_opening([np.array([1, 2, 3, 4]), np.array([1, 2, 5])]) == 2
     assert common_opening([np.array([1, 2]), np.array([1, 2, 5])]) == 2
 
@@ -139,7 +139,7 @@ def test_what_all_begin_with_is_their_opening():
 # ---------------------------------------------------------------- vocabulary and order
 
 
-def test_the_draft_vocabulary_is_of_frequent_tokens_in_order_of_ids():
+def test_the_draft_vocabulary_has_frequent_tokens_in_id_order():
     assert frequent_tokens([3, 0, 9, 1, 4], 3).tolist() == [0, 2, 4]
     assert frequent_tokens([3, 0, 9], None).tolist() == [0, 1, 2]
 
@@ -148,7 +148,7 @@ def some_sequences(count: int) -> list[StoredSequence]:
     return [StoredSequence(Path("shard"), 100 * index, 100 * index + 10 + index % 7) for index in range(count)]
 
 
-def test_an_epoch_has_every_sequence_once_but_for_those_held_out():
+def test_an_epoch_contains_every_training_sequence_once():
     stored = some_sequences(4 * HELD_OUT_EVERY)
     order = batches(stored, 4, seed=0, step=0)
     epoch = [one for _ in range(31) for one in next(order)]
@@ -159,7 +159,7 @@ def test_an_epoch_has_every_sequence_once_but_for_those_held_out():
     assert again != epoch
 
 
-def test_the_order_goes_on_from_any_step():
+def test_the_order_resumes_at_any_step():
     stored = some_sequences(100)
     whole = batches(stored, 8, seed=3, step=0)
     expected = [next(whole) for _ in range(30)]
@@ -167,6 +167,6 @@ def test_the_order_goes_on_from_any_step():
         assert next(batches(stored, 8, seed=3, step=step)) == expected[step]
 
 
-def test_more_shards_leave_those_held_out_as_they_are():
+def test_more_shards_keep_the_held_out_sequences():
     some = some_sequences(3 * HELD_OUT_EVERY)
     assert held_out(some[: 2 * HELD_OUT_EVERY]) == held_out(some)[:2]

@@ -37,14 +37,14 @@ def a_pair(target: Path, method: str, draft: Path) -> Pair:
     return Pair(target, load_model(target, "float32", CPU), DraftPool(**options), "float32")
 
 
-def test_a_draft_that_is_the_target_is_always_right(target):
+def test_the_target_as_its_own_draft_is_always_accepted(target):
     found = a_pair(target, "draft_model", target).run(PROMPTS, BLOCK_LEN, TOKENS)
     assert found.first_right == 1.0
     assert found.tokens_a_verify == BLOCK_LEN + 1
     assert found.block_ms > 0
 
 
-def test_a_head_drafts_and_the_text_stays_the_target_s(target, tmp_path):
+def test_a_head_drafts_and_the_text_is_the_targets(target, tmp_path):
     shards = stored(tmp_path / "states", target=target, layers=(1, 2))
     training = a_training(tmp_path / "head", shards, an_option(HeadKind.EAGLE), steps=4, target=target)
     training.run()

@@ -72,7 +72,7 @@ def trained_logits(training, batch: StatesBatch, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "draft_vocabulary", "layers"), HEADS)
-def test_the_loss_falls_and_the_head_agrees_more_often(tmp_path, shards, kind, draft_vocabulary, layers):
+def test_training_lowers_the_loss_and_raises_agreement(tmp_path, shards, kind, draft_vocabulary, layers):
     training = a_training(tmp_path, shards, an_option(kind, draft_vocabulary, layers), steps=40)
     before = training.held_out()
     training.run()
@@ -87,7 +87,7 @@ def test_the_loss_falls_and_the_head_agrees_more_often(tmp_path, shards, kind, d
 
 
 @pytest.mark.parametrize(("draft_vocabulary", "layers"), [(None, 1), (40, 1), (None, 2)])
-def test_an_eagle_head_drafts_as_it_was_trained(tmp_path, shards, draft_vocabulary, layers):
+def test_an_eagle_head_drafts_as_trained(tmp_path, shards, draft_vocabulary, layers):
     """Every step of the unroll at every place, against the loaded head that is fed the same states and tokens."""
     training = a_training(tmp_path, shards, an_option(HeadKind.EAGLE, draft_vocabulary, layers), steps=8)
     training.run()
@@ -115,7 +115,7 @@ def test_an_eagle_head_drafts_as_it_was_trained(tmp_path, shards, draft_vocabula
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_heads_of_other_architectures_draft_as_they_were_trained(tmp_path, name):
+def test_heads_of_other_architectures_draft_as_trained(tmp_path, name):
     """Biases, norms of queries and keys, and what starts from no layer of its target."""
     target = tmp_path / "target"
     jittered(MODELS[name]()).save_pretrained(target)
@@ -131,7 +131,7 @@ def test_heads_of_other_architectures_draft_as_they_were_trained(tmp_path, name)
     torch.testing.assert_close(runner.forward([row]).logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_a_target_that_caps_its_logits_is_refused(tmp_path):
+def test_a_target_with_capped_logits_is_refused(tmp_path):
     model = MODELS["llama"]()
     model.config.final_logit_softcapping = 30.0
     model.save_pretrained(tmp_path)
@@ -139,7 +139,7 @@ def test_a_target_that_caps_its_logits_is_refused(tmp_path):
         target_parts(str(tmp_path))
 
 
-def test_states_are_stored_at_the_positions_that_the_target_serves_them_for(shards):
+def test_stored_states_are_those_that_the_target_serves(shards):
     """The rows that a deployed target keeps for its drafters, read from its pages, against those of a shard."""
     batch = one_text(shards)
     layout = StatesFormat(len(LAYERS) * HIDDEN, StateDtype.BFLOAT16)
@@ -156,7 +156,7 @@ def test_states_are_stored_at_the_positions_that_the_target_serves_them_for(shar
 
 
 @pytest.mark.parametrize("draft_vocabulary", [None, 40])
-def test_medusa_heads_draft_as_they_were_trained(tmp_path, shards, draft_vocabulary):
+def test_medusa_heads_draft_as_trained(tmp_path, shards, draft_vocabulary):
     training = a_training(tmp_path, shards, an_option(HeadKind.MEDUSA, draft_vocabulary), steps=8)
     training.run()
     heads = load_medusa(tmp_path / LATEST, TARGET, torch.float32, CPU, range(VOCABULARY))
@@ -168,7 +168,7 @@ def test_medusa_heads_draft_as_they_were_trained(tmp_path, shards, draft_vocabul
         torch.testing.assert_close(found, trained_logits(training, batch, depth), atol=TOLERANCE, rtol=0)
 
 
-def test_an_mlp_speculator_drafts_as_it_was_trained(tmp_path, shards):
+def test_an_mlp_speculator_drafts_as_trained(tmp_path, shards):
     training = a_training(tmp_path, shards, an_option(HeadKind.MLP_SPECULATOR), steps=8)
     training.run()
     head = load_mlp_speculator(tmp_path / LATEST, TARGET, torch.float32, CPU, range(VOCABULARY))
@@ -186,7 +186,7 @@ def test_an_mlp_speculator_drafts_as_it_was_trained(tmp_path, shards):
 
 
 @pytest.mark.parametrize(("draft_vocabulary", "layers"), [(None, 1), (40, 2)])
-def test_a_dflash_head_drafts_as_it_was_trained(tmp_path, shards, draft_vocabulary, layers):
+def test_a_dflash_head_drafts_as_trained(tmp_path, shards, draft_vocabulary, layers):
     training = a_training(tmp_path, shards, an_option(HeadKind.DFLASH, draft_vocabulary, layers), steps=8)
     training.run()
     head = load_dflash(tmp_path / LATEST, TARGET, torch.float32, CPU, range(VOCABULARY))
@@ -205,7 +205,7 @@ def test_a_dflash_head_drafts_as_it_was_trained(tmp_path, shards, draft_vocabula
             torch.testing.assert_close(found[step], expected, atol=TOLERANCE, rtol=0)
 
 
-def test_a_head_that_reads_the_states_of_another_position_shows(tmp_path, shards):
+def test_a_shifted_state_position_is_detected(tmp_path, shards):
     """Or the equality above could hold for heads that hardly look at states."""
     training = a_training(tmp_path, shards, an_option(HeadKind.EAGLE), steps=4)
     batch = one_text(shards)
@@ -217,7 +217,7 @@ def test_a_head_that_reads_the_states_of_another_position_shows(tmp_path, shards
 # ---------------------------------------------------------------- on disk
 
 
-def test_a_training_in_two_runs_is_the_same_as_in_one(tmp_path, shards):
+def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, shards):
     whole = a_training(tmp_path / "whole", shards, an_option(HeadKind.EAGLE), steps=8)
     whole.run()
     first = a_training(tmp_path / "parts", shards, an_option(HeadKind.EAGLE), steps=8)
@@ -247,7 +247,7 @@ def stopped_after(training, step: int) -> None:
     assert training.step == step
 
 
-def test_a_training_with_other_options_does_not_go_on_from_this_one(tmp_path, shards):
+def test_a_training_with_other_options_does_not_resume(tmp_path, shards):
     a_training(tmp_path, shards, an_option(HeadKind.EAGLE), steps=4).run()
     with pytest.raises(ModelError, match="use another folder"):
         a_training(tmp_path, shards, an_option(HeadKind.EAGLE), steps=5)
@@ -276,7 +276,7 @@ def test_the_best_head_is_kept(tmp_path, shards, monkeypatch):
     assert not all(torch.equal(best[name], tensor) for name, tensor in kept[2].items())
 
 
-def test_a_shard_that_is_there_is_not_computed_again(tmp_path):
+def test_an_existing_shard_is_reused(tmp_path):
     found = stored(tmp_path)
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*")}
     dropped = sorted(times)[1]

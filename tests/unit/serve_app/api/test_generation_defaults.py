@@ -16,22 +16,22 @@ def a_checkpoint(folder: Path, **known: Any) -> str:
     return str(folder)
 
 
-def test_they_are_what_the_checkpoints_file_says(tmp_path: Path) -> None:
+def test_defaults_are_read_from_the_checkpoint(tmp_path: Path) -> None:
     folder = a_checkpoint(tmp_path, eos_token_id=2, temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1)
     assert load_defaults(folder) == GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1)
 
 
-def test_a_checkpoint_without_any_has_none(tmp_path: Path) -> None:
+def test_a_checkpoint_without_defaults_has_none(tmp_path: Path) -> None:
     assert load_defaults(str(tmp_path)) == NO_DEFAULTS
     assert load_defaults(a_checkpoint(tmp_path, eos_token_id=2)) == NO_DEFAULTS
 
 
-def test_one_that_no_request_may_have_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_an_invalid_default_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set server"):
         load_defaults(a_checkpoint(tmp_path, repetition_penalty=1e9))
 
 
-def test_they_fill_what_is_left_out_alone() -> None:
+def test_defaults_fill_only_missing_fields() -> None:
     asked = CompletionRequest.model_validate({"model": "toy", "prompt": "x", "temperature": 1.0, "top_p": None})
     request = GenerationDefaults(temperature=0.6, top_p=0.9, repetition_penalty=1.1).applied(asked)
     assert (request.temperature, request.top_p, request.repetition_penalty, request.min_p) == (1.0, 0.9, 1.1, 0.0)

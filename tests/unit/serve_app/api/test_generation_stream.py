@@ -26,7 +26,7 @@ def rejected(delta: Delta) -> list[str]:
     return [piece.rejected for piece in delta.pieces]
 
 
-def test_drafted_text_is_told_from_the_targets_own(codec: TextCodec) -> None:
+def test_drafted_text_is_marked(codec: TextCodec) -> None:
     choice = choice_text(codec)
     delta = choice.extend(CommittedTokens(codec.encode("abc"), accepted=2, drafted=4))
     assert delta is not None
@@ -35,7 +35,7 @@ def test_drafted_text_is_told_from_the_targets_own(codec: TextCodec) -> None:
     assert (choice.tokens, choice.accepted, choice.rejected) == (3, 2, 2)
 
 
-def test_what_became_of_drafts_adds_up_over_all_choices(codec: TextCodec) -> None:
+def test_draft_metrics_are_summed_over_choices(codec: TextCodec) -> None:
     first = choice_of(choice_text(codec))
     other = choice_of(choice_text(codec, "c", index=1))
     assert metrics_of([first, other]) is None
@@ -53,7 +53,7 @@ def test_what_became_of_drafts_adds_up_over_all_choices(codec: TextCodec) -> Non
     assert (told.draft_acceptance_rate, told.mean_acceptance_length) == (5 / 8, 1 + 5 / 3)
 
 
-def test_what_ended_an_answer_is_told_if_the_request_named_it(codec: TextCodec) -> None:
+def test_stop_reason_is_reported_if_the_request_named_it(codec: TextCodec) -> None:
     by_string = choice_text(codec, "END", "ND")
     delta = by_string.extend(CommittedTokens(codec.encode("aENDb"), 0, 0))
     assert delta is not None
@@ -68,13 +68,13 @@ def test_what_ended_an_answer_is_told_if_the_request_named_it(codec: TextCodec) 
         assert longer.end(Finish.LENGTH).stop_reason is None
 
 
-def test_what_was_rejected_stands_where_the_targets_own_took_its_place(codec: TextCodec) -> None:
+def test_rejected_text_is_reported_at_the_replacing_token(codec: TextCodec) -> None:
     delta = choice_text(codec).extend(CommittedTokens(codec.encode("abc"), 2, 4, rejected=codec.encode("XY")))
     assert delta is not None
     assert rejected(delta) == ["", "", "XY"]
 
 
-def test_what_was_rejected_waits_for_the_text_of_its_place(codec: TextCodec) -> None:
+def test_rejected_text_waits_for_the_text_of_its_token(codec: TextCodec) -> None:
     """The target's own token is half a character, and the draft had another half."""
     choice = choice_text(codec)
     first, second = codec.encode("é")
@@ -84,7 +84,7 @@ def test_what_was_rejected_waits_for_the_text_of_its_place(codec: TextCodec) -> 
     assert (delta.text, rejected(delta)) == ("é", ["z"])
 
 
-def test_what_was_rejected_is_told_once_though_its_text_is_cut_by_a_stop_string(codec: TextCodec) -> None:
+def test_rejected_text_held_for_a_stop_string_is_reported_once(codec: TextCodec) -> None:
     choice = choice_text(codec, "END")
     held = choice.extend(CommittedTokens(codec.encode("E"), 0, 1, rejected=codec.encode("x")))
     assert held is None
@@ -93,27 +93,27 @@ def test_what_was_rejected_is_told_once_though_its_text_is_cut_by_a_stop_string(
     assert delta.pieces == (("E", False, "x"), ("a", False, ""))
 
 
-def test_a_token_that_has_a_name_is_shown_by_it(codec: TextCodec) -> None:
+def test_rejected_special_tokens_are_shown_by_name(codec: TextCodec) -> None:
     delta = choice_text(codec).extend(CommittedTokens(codec.encode("a"), 0, 1, rejected=codec.eos_ids))
     assert delta is not None
     assert rejected(delta) == ["<eos>"]
 
 
-def test_what_was_rejected_is_told_where_no_stop_string_is_looked_for_yet(codec: TextCodec) -> None:
+def test_rejected_text_within_min_tokens_is_reported(codec: TextCodec) -> None:
     choice = formed(codec, "b", min_tokens=2)
     delta = choice.extend(CommittedTokens(codec.encode("ab"), 1, 2, rejected=codec.encode("X")))
     assert delta is not None
     assert (delta.text, rejected(delta)) == ("ab", ["", "X"])
 
 
-def test_an_echoed_prompt_has_its_place_among_what_was_rejected(codec: TextCodec) -> None:
+def test_an_echoed_prompt_has_its_own_rejected_piece(codec: TextCodec) -> None:
     choice = formed(codec, echoed=codec.encode("hi"), echoed_text="hi")
     delta = choice.extend(CommittedTokens(codec.encode("a"), 0, 1, rejected=codec.encode("X")))
     assert delta is not None
     assert delta.pieces == (("hi", False, ""), ("a", False, "X"))
 
 
-def test_tokens_without_text_are_told_with_the_next_delta(codec: TextCodec) -> None:
+def test_tokens_without_text_are_counted_in_the_next_delta(codec: TextCodec) -> None:
     choice = choice_text(codec)
     first, second = codec.encode("é")
     assert choice.extend(CommittedTokens((first,), accepted=0, drafted=1)) is None
@@ -122,7 +122,7 @@ def test_tokens_without_text_are_told_with_the_next_delta(codec: TextCodec) -> N
     assert (delta.text, delta.tokens, delta.accepted) == ("é", 2, 1)
 
 
-def test_text_that_was_held_for_a_stop_string_keeps_its_origin(codec: TextCodec) -> None:
+def test_text_held_for_a_stop_string_keeps_its_origin(codec: TextCodec) -> None:
     choice = choice_text(codec, "END")
     held = choice.extend(CommittedTokens(codec.encode("xEN"), accepted=2, drafted=2))
     assert held is not None
@@ -132,7 +132,7 @@ def test_text_that_was_held_for_a_stop_string_keeps_its_origin(codec: TextCodec)
     assert delta.pieces == (("E", True, ""), ("N", False, ""), ("!", False, ""))
 
 
-def test_at_an_interval_several_tokens_share_a_delta(codec: TextCodec) -> None:
+def test_with_an_interval_several_tokens_share_a_delta(codec: TextCodec) -> None:
     """The first comes at once, the last whatever it holds, and nothing is lost between."""
     choice = ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=3)
     emits = [CommittedTokens(codec.encode(text), accepted=1, drafted=2) for text in ("a", "b", "cd", "e")]
@@ -162,7 +162,7 @@ def test_a_stop_string_ends_the_choice_inside_a_block(codec: TextCodec) -> None:
 
 
 @pytest.mark.parametrize(("finish", "reason"), [(Finish.STOP, "stop"), (Finish.LENGTH, "length")])
-def test_the_end_gives_out_what_was_held(codec: TextCodec, finish: Finish, reason: str) -> None:
+def test_held_text_is_released_at_the_end(codec: TextCodec, finish: Finish, reason: str) -> None:
     choice = choice_text(codec, "END")
     choice.extend(CommittedTokens((*codec.encode("xEN"), *codec.eos_ids), accepted=0, drafted=0))
     delta = choice.end(finish)
@@ -212,7 +212,7 @@ async def test_choices_run_at_once(codec: TextCodec) -> None:
     assert sorted(generator.closed) == [0, 1]
 
 
-async def test_one_failure_ends_all_and_is_raised_as_it_is(codec: TextCodec) -> None:
+async def test_one_failure_ends_all_choices_and_is_raised_unchanged(codec: TextCodec) -> None:
     generator = Scripted([None], [CommittedTokens(codec.encode("a"), 0, 0), TargetLostError("gone")])
     deltas = follow(generator, choices(codec, 2), Metrics(), count().__next__)
     assert (await anext(deltas)).text == "a"
@@ -221,7 +221,7 @@ async def test_one_failure_ends_all_and_is_raised_as_it_is(codec: TextCodec) -> 
     assert sorted(generator.closed) == [0, 1]
 
 
-async def test_what_waits_for_the_interval_is_given_out_before_a_failure(codec: TextCodec) -> None:
+async def test_text_that_waits_for_the_interval_precedes_a_failure(codec: TextCodec) -> None:
     emits = [CommittedTokens(codec.encode(text), 0, 0) for text in ("a", "b")]
     generator = Scripted([*emits, TargetLostError("gone")])
     choice = choice_of(ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=100))
@@ -247,7 +247,7 @@ async def test_closing_closes_sessions_and_leaves_no_task(codec: TextCodec) -> N
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_time_is_measured_by_verdict(codec: TextCodec) -> None:
+async def test_inter_token_time_is_measured_per_verdict(codec: TextCodec) -> None:
     metrics = Metrics()
     generator = Scripted(
         [CommittedTokens((1,), 0, 0), CommittedTokens((1, 2), 1, 4), CommittedTokens((1,), 0, 3), Ended(Finish.LENGTH)]
@@ -274,7 +274,7 @@ def formed(codec: TextCodec, *stops: str, **form: Any) -> ChoiceText:
 
 @pytest.mark.parametrize("cut", range(1, 6))
 @pytest.mark.parametrize(("keeps_stop", "expected"), [(False, "ab"), (True, "abc")])
-def test_a_stop_ids_text_is_left_out_unless_it_is_asked_for(
+def test_the_text_of_a_stop_id_is_omitted_unless_requested(
     codec: TextCodec, cut: int, keeps_stop: bool, expected: str
 ) -> None:
     tokens = codec.encode("abc")
@@ -288,7 +288,7 @@ def test_a_stop_ids_text_is_left_out_unless_it_is_asked_for(
 
 @pytest.mark.parametrize("cut", range(1, 8))
 @pytest.mark.parametrize(("keeps_stop", "expected"), [(False, "one "), (True, "one two")])
-def test_a_stop_string_across_tokens_and_verdicts_is_kept_only_if_it_is_asked_for(
+def test_a_stop_string_across_verdicts_is_omitted_unless_requested(
     codec: TextCodec, cut: int, keeps_stop: bool, expected: str
 ) -> None:
     tokens = codec.encode("one two three")
@@ -299,7 +299,7 @@ def test_a_stop_string_across_tokens_and_verdicts_is_kept_only_if_it_is_asked_fo
     assert (choice.text, choice.finish) == (expected, "stop")
 
 
-def test_no_stop_string_is_looked_for_in_the_first_tokens(codec: TextCodec) -> None:
+def test_stop_strings_are_ignored_within_min_tokens(codec: TextCodec) -> None:
     choice = formed(codec, "b", min_tokens=3)
     choice.extend(CommittedTokens(codec.encode("abcabc"), 0, 0))
     assert (choice.text, choice.finish, choice.tokens) == ("abca", "stop", 5)

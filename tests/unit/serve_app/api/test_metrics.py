@@ -23,7 +23,7 @@ def test_verdicts_are_counted() -> None:
     assert counted == expected
 
 
-def test_a_request_is_running_until_it_is_counted() -> None:
+def test_a_request_is_running_until_it_ends() -> None:
     metrics = Metrics(clock=count().__next__)
     sample = metrics.registry.get_sample_value
     with metrics.request("chat") as record:
@@ -34,7 +34,7 @@ def test_a_request_is_running_until_it_is_counted() -> None:
     assert sample("slipstream_request_seconds_sum") == 1
 
 
-def test_a_request_that_breaks_off_counts_as_left() -> None:
+def test_a_cancelled_request_counts_as_client_left() -> None:
     metrics = Metrics()
     with pytest.raises(KeyboardInterrupt), metrics.request("chat"):
         raise KeyboardInterrupt
@@ -43,7 +43,7 @@ def test_a_request_that_breaks_off_counts_as_left() -> None:
     )
 
 
-def test_instances_share_nothing() -> None:
+def test_metrics_instances_are_independent() -> None:
     one = Metrics()
     other = Metrics()
     one.prompt(3)
@@ -51,7 +51,7 @@ def test_instances_share_nothing() -> None:
     assert b"slipstream_prompt_tokens_total 0.0" in other.exposition()
 
 
-def test_what_was_done_about_bad_drafters_is_asked_for_whenever_it_is_shown() -> None:
+def test_remedies_are_read_at_each_exposition() -> None:
     remedies: dict[tuple[str, str], int] = {}
     metrics = Metrics(remedies=lambda: remedies)
     remedies["1.2.3.4:5", "given up"] = 2
@@ -59,7 +59,7 @@ def test_what_was_done_about_bad_drafters_is_asked_for_whenever_it_is_shown() ->
     assert metrics.registry.get_sample_value("slipstream_drafter_remedies_total", labels) == 2
 
 
-def test_accepted_tokens_are_told_by_position() -> None:
+def test_accepted_tokens_are_counted_by_position() -> None:
     metrics = Metrics()
     for accepted in (2, 0, 1):
         metrics.committed(CommittedTokens((1, 2, 3), accepted=accepted, drafted=3), 0.1, first=False)
@@ -76,7 +76,7 @@ class Choice:
     rejected: int = 0
 
 
-def test_choices_are_counted_by_their_ends_and_timed_after_their_first_token() -> None:
+def test_choices_are_counted_by_finish_reason_and_timed_after_their_first_token() -> None:
     metrics = Metrics(clock=iter((0.0, 5.0)).__next__)
     with metrics.request("chat") as record:
         record.choices = [Choice(5, "stop", 1.0), Choice(1, "length", 1.0), Choice(0, None, None)]
@@ -87,7 +87,7 @@ def test_choices_are_counted_by_their_ends_and_timed_after_their_first_token() -
     assert sample("slipstream_time_per_output_token_seconds_sum") == 1.0
 
 
-def test_sessions_that_went_elsewhere_are_counted_as_the_router_has_them():
+def test_handovers_match_the_routers_counts():
     handovers = {("target", "planned"): 3, ("drafter", "lost"): 1}
     metrics = Metrics(handovers=lambda: handovers)
     for (pool, cause), sessions in handovers.items():

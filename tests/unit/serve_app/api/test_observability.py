@@ -54,7 +54,7 @@ def sample(versions: PromptVersions, name: str, **labels: str) -> float | None:
 # ------------------------------------------------------------ prompt versions
 
 
-def test_requests_are_summed_by_the_version_that_they_name() -> None:
+def test_requests_are_summed_by_prompt_version() -> None:
     versions = PromptVersions()
     versions.ended(record("v1"), 2.0)
     versions.ended(record("v1"), 4.0)
@@ -68,7 +68,7 @@ def test_requests_are_summed_by_the_version_that_they_name() -> None:
     assert sample(versions, f"{prefix}_seconds_total", prompt_version="v2", until="first token") == 0.5
 
 
-def test_only_so_many_versions_are_told_apart() -> None:
+def test_versions_beyond_the_limit_are_counted_together() -> None:
     versions = PromptVersions(most=2)
     for name in ("a", "b", "c", "d", "a"):
         versions.ended(record(name), 1.0)
@@ -78,7 +78,7 @@ def test_only_so_many_versions_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("version", ["", "v" * 65, "two words", "v1\n", '"'])
-def test_a_version_that_is_no_label_is_refused_by_name(version: str) -> None:
+def test_an_invalid_version_label_is_refused(version: str) -> None:
     with pytest.raises(RequestError, match=r"metadata: prompt_version has to be"):
         record(version)
 
@@ -98,7 +98,7 @@ def test_status_shows_versions_of_all_routers() -> None:
 # ------------------------------------------------------------ logs
 
 
-def test_a_line_tells_how_a_request_ended(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_line_reports_how_a_request_ended(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), logged("chat", record("v1"), iter((1.0, 3.5)).__next__):
         assert not caplog.records
     (line,) = caplog.records
@@ -107,7 +107,7 @@ def test_a_line_tells_how_a_request_ended(caplog: pytest.LogCaptureFixture) -> N
     assert (told["prompt_tokens"], told["completion_tokens"], told["prompt_version"]) == (5, 10, "v1")
 
 
-def test_a_line_of_text_lists_all_that_a_structured_one_has(caplog: pytest.LogCaptureFixture) -> None:
+def test_text_log_lines_contain_all_structured_fields(caplog: pytest.LogCaptureFixture) -> None:
     ended = record("v1")
     ended.sessions = ["s1", "s2"]
     with caplog.at_level(logging.INFO), logged("chat", ended, iter((1.0, 3.5)).__next__):
@@ -140,7 +140,7 @@ def attached(name: str) -> Iterator[list[logging.LogRecord]]:
         logging.getLogger(name).removeHandler(handler)
 
 
-def test_our_loggers_are_under_serves() -> None:
+def test_loggers_are_attached_to_serves() -> None:
     before = logging.getLogger("a_package")
     inner = logging.getLogger("a_package.module")
     logging.getLogger("a_parent").setLevel(logging.INFO)
@@ -163,7 +163,7 @@ def scripts() -> dict[str, Script]:
 
 @pytest.mark.parametrize("what", list(scripts()))
 @pytest.mark.parametrize("more", [{}, {"max_tokens": -1}, {"temperature": SECRET}, {"stop": [SECRET], "stream": True}])
-async def test_no_log_holds_a_prompt_or_an_answer(
+async def test_no_log_contains_a_prompt_or_an_answer(
     codec: TextCodec, what: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     api = toy_api(ScriptedGenerator(scripts()[what]), codec)
@@ -179,7 +179,7 @@ async def test_no_log_holds_a_prompt_or_an_answer(
         assert ANSWER not in told
 
 
-def test_a_request_that_was_refused_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_request_is_logged_with_its_id(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), logged("chat", RequestRecord(400, name="n1")):
         pass
     assert [vars(line)["request"] for line in caplog.records] == ["n1"]
@@ -189,7 +189,7 @@ def test_a_request_that_was_refused_is_told_by_its_name(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("dialect", [ChatFormat, CompletionFormat, ResponsesFormat])
-def test_every_endpoint_has_an_operation_of_the_conventions(dialect: type[ApiFormat[Any]]) -> None:
+def test_every_endpoint_has_an_opentelemetry_operation(dialect: type[ApiFormat[Any]]) -> None:
     assert OPERATIONS[dialect.endpoint] in ("chat", "text_completion")
 
 
@@ -202,7 +202,7 @@ def with_metadata(schema: type[ChatRequest] | type[CompletionRequest], metadata:
 
 
 @pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
-def test_metadata_is_taken_and_only_its_prompt_version_is_used(
+def test_only_the_prompt_version_of_metadata_is_used(
     schema: type[ChatRequest] | type[CompletionRequest],
 ) -> None:
     for metadata in (None, {}, {"prompt": "v7"}):
@@ -213,7 +213,7 @@ def test_metadata_is_taken_and_only_its_prompt_version_is_used(
             with_metadata(schema, wrong)
 
 
-def test_a_response_names_its_prompts_version_as_a_chat_does() -> None:
+def test_responses_requests_have_a_prompt_version() -> None:
     asked = {"model": "toy", "input": "hi", "metadata": {"prompt_version": "v7"}}
     chat = ResponsesFormat().parse(json.dumps(asked).encode(), RequestBounds())
     assert chat.prompt_version == "v7"

@@ -53,7 +53,7 @@ def user(content: object) -> dict[str, Any]:
         (user("a") | {"metadata": {str(number): number for number in range(MANY)}}, "metadata"),
     ],
 )
-def test_a_large_body_has_a_short_refusal_that_names_the_field(fields: dict[str, Any], field: str) -> None:
+def test_errors_for_large_bodies_are_short_and_name_the_field(fields: dict[str, Any], field: str) -> None:
     assert refusal(fields).field == field
 
 
@@ -66,56 +66,56 @@ def test_a_large_body_has_a_short_refusal_that_names_the_field(fields: dict[str,
         (user([{"type": "image"}] * 4), "messages[0].content[0]"),
     ],
 )
-def test_a_list_is_looked_at_up_to_its_first_fault(fields: dict[str, Any], counted: str) -> None:
+def test_a_list_is_validated_up_to_its_first_error(fields: dict[str, Any], counted: str) -> None:
     error = refusal(fields)
     assert (error.field or "").startswith(counted)
     assert "[1]" not in str(error)
 
 
-def test_ten_faults_are_told_and_the_others_counted() -> None:
+def test_ten_errors_are_listed_and_the_rest_counted() -> None:
     wrong = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "n", "stream", "max_tokens"), "x")
     message = str(refusal({"prompt": "a"} | wrong | dict.fromkeys(("echo", "best_of", "suffix", "prompt_embeds"), 5)))
     assert message.count(": ") == 10
     assert message.endswith("; and 2 more")
 
 
-def test_of_many_unknown_fields_a_few_are_validated() -> None:
+def test_few_of_many_unknown_fields_are_validated() -> None:
     message = str(refusal({"prompt": "a"} | {f"f{number}": 1 for number in range(MANY)}))
     assert message.count("Extra inputs") == 10
     assert "more" not in message
 
 
 @pytest.mark.parametrize("piece", ["[]", "{}", "[[]]"])
-def test_nothing_but_brackets_is_not_parsed(piece: str) -> None:
+def test_deeply_nested_json_is_not_parsed(piece: str) -> None:
     with pytest.raises(RequestError, match="lists and objects"):
         parse(CompletionRequest, f'{{"prompt": [{",".join([piece] * 100)}]}}'.encode(), BOUNDS)
 
 
-def test_nothing_but_fields_is_not_parsed() -> None:
+def test_json_with_too_many_fields_is_not_parsed() -> None:
     fields = ",".join(f'"f{number}":1' for number in range(100))
     with pytest.raises(RequestError, match="more than 99 fields"):
         parse(CompletionRequest, f"{{{fields}}}".encode(), replace(BOUNDS, members=99))
 
 
 @pytest.mark.parametrize("text", [":", "["])
-def test_of_very_many_strings_none_is_looked_at(text: str) -> None:
+def test_json_with_too_many_strings_is_not_parsed(text: str) -> None:
     body = json.dumps({"model": "toy", "prompt": [text] * 200}).encode()
     with pytest.raises(RequestError, match="more than 200 strings"):
         parse(CompletionRequest, body, replace(BOUNDS, members=99, strings=200))
 
 
-def test_a_list_of_ids_is_counted_before_they_are_read() -> None:
+def test_token_ids_are_counted_before_they_are_parsed() -> None:
     message = str(refusal({"prompt": "a", "logit_bias": dict.fromkeys(["x", *map(str, range(MANY))], 1)}))
     assert message == f"logit_bias: this has {MANY + 1} items, expected 0 to 4"
 
 
 @pytest.mark.parametrize("text", [":" * 1000, "[" * 1000, '\\"[' * 1000, "{}\\\\" * 1000, "\n[" * 1000, "é[" * 1000])
-def test_brackets_in_text_are_text(text: str) -> None:
+def test_brackets_in_strings_do_not_count(text: str) -> None:
     body = json.dumps({"model": "toy", "prompt": text, "user": "["}).encode()
     assert parse(CompletionRequest, body, replace(BOUNDS, members=99)).prompt == (text,)
 
 
 @pytest.mark.parametrize("body", [b'{"a": "' + b'[\\"' * MANY, b'"[' * MANY, b"[" * MANY + b"\\"])
-def test_text_without_an_end_is_refused_too(body: bytes) -> None:
+def test_an_unterminated_string_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError, match="body"):
         parse(CompletionRequest, body, BOUNDS)

@@ -26,7 +26,7 @@ def test_a_plain_request_has_neutral_rules_and_no_scoring() -> None:
     assert scoring_of(completion(), 7) == Scoring()
 
 
-def test_rules_are_what_the_fields_say_and_min_tokens_come_after_the_prompt() -> None:
+def test_rules_match_the_fields_and_min_tokens_follow_the_prompt() -> None:
     request = completion(logit_bias={"5": 1.5, "07": -100}, allowed_token_ids=[9, 3, 9], min_tokens=4)
     expected = TokenRules(((5, 1.5), (7, -100.0)), (3, 9), ((1, 2),), 11)
     assert rules_of(request, 7, ((1, 2),), VOCABULARY) == expected
@@ -40,7 +40,7 @@ def test_rules_are_what_the_fields_say_and_min_tokens_come_after_the_prompt() ->
         ({"stop_token_ids": [2**31 - 1]}, "stop_token_ids"),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused_by_name(fields: dict[str, Any], field: str) -> None:
+def test_ids_outside_the_vocabulary_are_refused(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match="outside the vocabulary of 100") as caught:
         rules_of(completion(**fields), 7, (), VOCABULARY)
     assert caught.value.field == field
@@ -54,17 +54,17 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(fields: dict[str, Any], 
         (completion(stream=True, prompt_logprobs=0), "prompt_logprobs"),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_name(request_: CompletionRequest, field: str) -> None:
+def test_contradictory_fields_are_refused(request_: CompletionRequest, field: str) -> None:
     with pytest.raises(RequestError) as caught:
         check_rules(request_)
     assert caught.value.field == field
 
 
-def test_as_many_tokens_at_least_as_at_most_are_no_contradiction() -> None:
+def test_min_tokens_may_equal_max_tokens() -> None:
     check_rules(completion(max_tokens=4, min_tokens=4))
 
 
-def test_scores_are_those_that_are_asked_for() -> None:
+def test_requested_scores() -> None:
     assert scoring_of(completion(logprobs=3), 7) == Scoring(3)
     assert scoring_of(completion(logprobs=3, echo=True), 7) == Scoring(3, 3)
     assert scoring_of(completion(logprobs=3, echo=True, prompt_logprobs=5), 7) == Scoring(3, 5)
@@ -74,13 +74,13 @@ def test_scores_are_those_that_are_asked_for() -> None:
     assert scoring_of(chat(prompt_logprobs=0), 7) == Scoring(None, 0)
 
 
-def test_more_numbers_of_a_prompt_than_fit_into_a_message_are_refused() -> None:
+def test_too_many_prompt_logprobs_for_a_message_are_refused() -> None:
     with pytest.raises(RequestError) as caught:
         scoring_of(completion(prompt_logprobs=20), 60_000)
     assert caught.value.field == "prompt_logprobs"
 
 
-def test_a_bad_word_is_forbidden_as_it_begins_and_as_it_follows_a_space(codec: TextCodec) -> None:
+def test_bad_words_are_forbidden_with_and_without_a_leading_space(codec: TextCodec) -> None:
     words = bad_words_of(completion(bad_words=["ab", " ab", "c"]), codec)
     assert words == (
         codec.encode_plain("ab"),
@@ -101,5 +101,5 @@ def test_a_bad_word_is_forbidden_as_it_begins_and_as_it_follows_a_space(codec: T
         ({"truncate_prompt_tokens": -1, "max_tokens": 3}, (4, 5)),
     ],
 )
-def test_a_prompt_is_truncated_as_asked(fields: dict[str, Any], kept: tuple[int, ...]) -> None:
+def test_prompt_truncation(fields: dict[str, Any], kept: tuple[int, ...]) -> None:
     assert truncated(completion(**fields), (1, 2, 3, 4, 5), context=5) == kept

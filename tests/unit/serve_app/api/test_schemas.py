@@ -24,7 +24,7 @@ def prompts(prompt: object) -> object:
     return request.prompt
 
 
-def test_defaults_are_openais() -> None:
+def test_defaults_match_openais() -> None:
     request = parsed(COMPLETION)
     assert (request.temperature, request.top_p, request.n, request.stream) == (1.0, 1.0, 1, False)
     assert (request.stop, request.seed, request.default_max_tokens) == ((), None, 16)
@@ -69,13 +69,13 @@ def test_null_means_not_given(base: dict[str, Any]) -> None:
         (CHAT, {"logprobs": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}),
     ],
 )
-def test_what_is_not_served_may_be_asked_not_to_happen(base: dict[str, Any], fields: dict[str, Any]) -> None:
+def test_neutral_values_of_unserved_fields_are_accepted(base: dict[str, Any], fields: dict[str, Any]) -> None:
     asked = parsed(base | fields)
     plainly = parsed(base)
     assert asked.model_dump(exclude=set(fields)) == plainly.model_dump(exclude=set(fields)), "it changes nothing else"
 
 
-def test_an_answers_message_may_be_sent_back() -> None:
+def test_an_assistant_message_may_be_sent_back() -> None:
     answer = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "audio": None}
     sent_back = parsed(CHAT | {"messages": [*CHAT["messages"], answer]})
     assert sent_back.messages[-1].role == "assistant"

@@ -62,7 +62,7 @@ async def told(make: Callable[[Listener], AsyncGenerator[str, None]], keep_alive
     return client.bodies[:-1]
 
 
-async def test_events_come_as_they_are() -> None:
+async def test_events_are_sent_unchanged() -> None:
     async def events(_: Listener) -> AsyncGenerator[str, None]:
         yield "a"
         yield "b"
@@ -70,7 +70,7 @@ async def test_events_come_as_they_are() -> None:
     assert await told(events, NEVER_S) == ["a", "b"]
 
 
-async def test_a_comment_comes_while_nothing_does() -> None:
+async def test_a_comment_is_sent_in_a_pause() -> None:
     async def events(client: Listener) -> AsyncGenerator[str, None]:
         yield "a"
         await client.hears(KEEP_ALIVE)
@@ -80,7 +80,7 @@ async def test_a_comment_comes_while_nothing_does() -> None:
     assert (bodies[0], bodies[-1], set(bodies[1:-1])) == ("a", "b", {KEEP_ALIVE})
 
 
-async def test_a_comment_comes_before_the_first_event_too() -> None:
+async def test_a_comment_is_sent_before_the_first_event() -> None:
     async def events(client: Listener) -> AsyncGenerator[str, None]:
         await client.hears(KEEP_ALIVE)
         yield "a"
@@ -89,7 +89,7 @@ async def test_a_comment_comes_before_the_first_event_too() -> None:
     assert (bodies[0], bodies[-1]) == (KEEP_ALIVE, "a")
 
 
-async def test_a_failure_before_anything_came_is_raised() -> None:
+async def test_a_failure_before_the_first_event_is_raised() -> None:
     closed = []
 
     async def events() -> AsyncGenerator[str, None]:
@@ -118,7 +118,7 @@ async def test_a_failure_after_a_comment_is_an_event() -> None:
 
 
 @pytest.mark.parametrize("came", [[], ["a"]])
-async def test_who_leaves_ends_the_source(came: list[str]) -> None:
+async def test_a_disconnect_closes_the_source(came: list[str]) -> None:
     client = Listener()
     closed = []
 
@@ -137,7 +137,7 @@ async def test_who_leaves_ends_the_source(came: list[str]) -> None:
     assert closed == [True]
 
 
-async def test_a_stream_whose_time_is_over_ends_with_an_error() -> None:
+async def test_a_stream_past_its_deadline_ends_with_an_error() -> None:
     closed = []
 
     async def events() -> AsyncGenerator[str, None]:
@@ -155,7 +155,7 @@ async def test_a_stream_whose_time_is_over_ends_with_an_error() -> None:
     assert closed == [True]
 
 
-async def test_a_stream_that_is_over_in_time_has_no_error() -> None:
+async def test_a_stream_within_its_deadline_has_no_error() -> None:
     async def events() -> AsyncGenerator[str, None]:
         yield "a"
 
@@ -165,7 +165,7 @@ async def test_a_stream_that_is_over_in_time_has_no_error() -> None:
     assert record.status == 200
 
 
-async def test_who_has_stopped_reading_is_hung_up_on_when_his_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stopped_reading_is_disconnected_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "LAST_EVENT_S", SOON_S)
     closed = []
 

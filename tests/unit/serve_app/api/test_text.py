@@ -31,11 +31,11 @@ def test_half_a_character_is_held_back(codec: TextCodec, detokenise: Any) -> Non
     assert detokenise(list(codec.encode("a€b"))) == ["a", "", "", "€", "b", ""]
 
 
-def test_an_unfinished_character_comes_at_the_end(codec: TextCodec, detokenise: Any) -> None:
+def test_an_unfinished_character_is_released_at_the_end(codec: TextCodec, detokenise: Any) -> None:
     assert detokenise(list(codec.encode("a€"))[:-1]) == ["a", "", "", "\ufffd"]
 
 
-def test_special_tokens_have_no_text_and_added_ones_have(codec: TextCodec, detokenise: Any) -> None:
+def test_special_tokens_have_no_text_but_added_ones_do(codec: TextCodec, detokenise: Any) -> None:
     a, *_ = codec.encode("a")
     eos, _, tool = range(256, 259)
     assert detokenise([a, eos, tool, a]) == ["a", "", "<tool>", "a", ""]
@@ -47,12 +47,12 @@ def test_a_special_token_inside_a_character_does_not_break_it(codec: TextCodec, 
 
 
 @given(tokens=st.lists(st.integers(0, TOKENS_OF_THE_TOY - 1), max_size=40))
-def test_deltas_of_any_tokens_make_the_whole_decoding(tokenizer: Any, detokenise: Any, tokens: list[int]) -> None:
+def test_deltas_add_up_to_the_whole_decoding(tokenizer: Any, detokenise: Any, tokens: list[int]) -> None:
     assert "".join(detokenise(tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="<\ufffd"), max_size=40))
-def test_deltas_of_text_are_whole_characters(codec: TextCodec, text: str) -> None:
+def test_deltas_contain_whole_characters(codec: TextCodec, text: str) -> None:
     detokenizer = codec.detokenizer()
     given_out = ""
     for token in codec.encode(text):
@@ -106,7 +106,7 @@ def given_out(tokenizer: Any, tokens: list[int]) -> list[str]:
 
 
 @given(text=TEXTS, cuts=st.sets(st.integers(1, 200)))
-def test_text_cut_at_any_bytes_comes_out_whole(text: str, cuts: set[int]) -> None:
+def test_text_split_at_any_byte_is_restored(text: str, cuts: set[int]) -> None:
     data = text.encode()
     borders = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
     pieces = [data[start:end] for start, end in pairwise(borders)]
@@ -116,13 +116,13 @@ def test_text_cut_at_any_bytes_comes_out_whole(text: str, cuts: set[int]) -> Non
 
 
 @given(data=st.lists(st.sampled_from([0x61, 0x80, 0xBF, 0xC3, 0xE6, 0xEF, 0xF0, 0x9F, 0x98, 0xFF]), max_size=100))
-def test_any_bytes_one_by_one_come_out_as_they_decode_at_once(data: list[int]) -> None:
+def test_single_bytes_decode_like_the_whole(data: list[int]) -> None:
     pieces = BytePieces([bytes([byte]) for byte in range(256)])
     assert "".join(given_out(pieces, data)) == bytes(data).decode(errors="replace")
 
 
 @given(text=TEXTS)
-def test_text_in_byte_fallback_comes_out_whole(text: str) -> None:
+def test_byte_fallback_text_is_restored(text: str) -> None:
     tokenizer = byte_fallback()
     tokens = tokenizer.encode(text).ids
     assert "".join(given_out(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=False)
@@ -143,7 +143,7 @@ LOST = 8000  # tokens
     ],
 )
 @pytest.mark.parametrize("fallback", [False, True])
-def test_replacement_characters_stream_at_the_cost_of_any_others(
+def test_replacement_characters_cost_no_more_than_others(
     tokens: list[int], is_spelt: bool, fallback: bool
 ) -> None:
     pieces = [bytes([byte]) for byte in range(256)]
@@ -156,7 +156,7 @@ def test_replacement_characters_stream_at_the_cost_of_any_others(
         assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def test_tokens_that_all_end_within_a_character_stream_too() -> None:
+def test_tokens_that_all_end_within_a_character_are_streamed() -> None:
     face = "😀".encode()
     pieces = BytePieces([face[:3], face[3:] + face[:3], face[3:]])
     tokens = [0, *[1] * LOST, 2]
@@ -174,7 +174,7 @@ class LeadingSpaceDropper:
 
 
 @pytest.mark.parametrize(("spaces", "expected"), [(True, "a [X] [Y] b [X]"), (False, "a [X][Y] b [X]")])
-def test_spaces_between_added_tokens_alone_are_left_out_where_they_are_not_wanted(spaces: bool, expected: str) -> None:
+def test_spaces_between_added_tokens_can_be_omitted(spaces: bool, expected: str) -> None:
     backend = Tokenizer(models.WordPiece({"a": 0, "b": 1, "[U]": 2}, unk_token="[U]"))
     backend.decoder = decoders.WordPiece()
     backend.add_special_tokens(["[X]", "[Y]"])
@@ -183,7 +183,7 @@ def test_spaces_between_added_tokens_alone_are_left_out_where_they_are_not_wante
     assert "".join([*map(detokenizer.push, (0, 3, 4, 1, 3)), detokenizer.finish()]) == expected
 
 
-def test_a_decoder_that_drops_the_first_space_keeps_the_others() -> None:
+def test_only_the_first_space_is_dropped() -> None:
     detokenizer = Detokenizer(LeadingSpaceDropper(), frozenset())  # type: ignore[arg-type]
     assert [detokenizer.push(token) for token in (1, 2, 3)] == ["w1", " w2", " w3"]
 
@@ -231,7 +231,7 @@ def test_characters_one_by_one_are_cut_before_the_first_stop_string(text: str, s
     cuts=st.sets(st.integers(0, 30)),
     keeps_stop=st.booleans(),
 )
-def test_however_a_text_is_cut_it_stops_at_the_same_place(
+def test_the_stop_position_does_not_depend_on_cuts(
     text: str, stops: list[str], cuts: set[int], keeps_stop: bool
 ) -> None:
     ends = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
@@ -244,19 +244,19 @@ def test_however_a_text_is_cut_it_stops_at_the_same_place(
 
 
 @given(st.text("ab", max_size=30), st.text("ab", min_size=1, max_size=4))
-def test_a_stop_string_that_is_kept_is_the_texts_end(text: str, stop: str) -> None:
+def test_a_kept_stop_string_ends_the_text(text: str, stop: str) -> None:
     matcher = StopMatcher([stop], keeps_stop=True)
     released = matcher.push(text) + matcher.finish()
     assert released == (text[: text.index(stop) + len(stop)] if stop in text else text)
 
 
-def test_a_thousand_stop_strings_find_theirs() -> None:
+def test_a_thousand_stop_strings() -> None:
     stops = [f"stop {number}" for number in range(1000)]
     assert run_matcher(stops, ["st", "op", " 7"]) == (["", "", "", ""], True)
     assert run_matcher(stops, ["stop it"])[1] is False
 
 
-def test_chat_template_is_the_models_own(codec: TextCodec) -> None:
+def test_the_models_chat_template_is_used(codec: TextCodec) -> None:
     tokens = codec.encode_chat([{"role": "user", "content": "hé"}])
     assert tokens == codec.encode("user:hé;assistant:")
 
@@ -268,7 +268,7 @@ def test_a_conversation_that_the_template_refuses_names_the_field(codec: TextCod
     assert caught.value.field == "messages"
 
 
-def test_a_model_without_a_chat_template_says_so(tokenizer: Any) -> None:
+def test_a_model_without_a_chat_template_is_reported(tokenizer: Any) -> None:
     bare = TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer), ())
     with pytest.raises(RequestError, match="no chat template") as caught:
         bare.encode_chat([{"role": "user", "content": "a"}])

@@ -110,7 +110,7 @@ def parsed(fields: dict[str, Any]) -> GenerationRequest:
 
 
 @pytest.mark.parametrize(("base", "name", "neutral", "asking"), EACH)
-def test_values_that_ask_for_nothing_change_nothing(
+def test_neutral_values_change_nothing(
     base: dict[str, Any], name: str, neutral: list[Any], asking: Any
 ) -> None:
     plain = parsed(base).model_dump(exclude={name})
@@ -119,7 +119,7 @@ def test_values_that_ask_for_nothing_change_nothing(
 
 
 @pytest.mark.parametrize(("base", "name", "neutral", "asking"), EACH)
-def test_a_value_that_asks_for_something_is_refused_by_name(
+def test_other_values_are_refused_with_the_field_name(
     base: dict[str, Any], name: str, neutral: list[Any], asking: Any
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -128,7 +128,7 @@ def test_a_value_that_asks_for_something_is_refused_by_name(
 
 
 @pytest.mark.parametrize("neutral", [True, 0, "1", [1]])
-def test_a_neutral_value_of_another_type_is_not_neutral(neutral: object) -> None:
+def test_a_neutral_value_of_another_type_is_refused(neutral: object) -> None:
     with pytest.raises(RequestError):
         parsed(COMPLETION | {"length_penalty": neutral})
 
@@ -157,13 +157,13 @@ def fields_of(params: object) -> set[str]:
         (TextPart, ChatCompletionContentPartTextParam),
     ],
 )
-def test_every_field_that_the_openai_client_sends_is_known(schema: type[BaseModel], params: object) -> None:
+def test_every_field_of_the_openai_client_is_known(schema: type[BaseModel], params: object) -> None:
     sent = fields_of(params)
     assert len(sent) > 1
     assert sent - schema.model_fields.keys() == set(), "serve it, or say which of its values ask for nothing"
 
 
-def test_the_tables_here_hold_every_unserved_field() -> None:
+def test_the_tables_cover_every_unserved_field() -> None:
     served = {
         *(
             "model",
@@ -186,13 +186,13 @@ def test_the_tables_here_hold_every_unserved_field() -> None:
     assert ChatRequest.model_fields.keys() - served == (OF_BOTH | OF_CHAT).keys()
 
 
-def test_the_page_on_the_api_names_every_field() -> None:
+def test_the_api_documentation_names_every_field() -> None:
     named = set(re.findall(r"`(\w+)`", API_PAGE.read_text()))
     for schema in (CompletionRequest, ChatRequest, StreamOptions):
         assert schema.model_fields.keys() - named == set()
 
 
-def test_what_load_generators_send_is_understood() -> None:
+def test_fields_of_load_generators_are_accepted() -> None:
     bench = {"repetition_penalty": 1.0, "logprobs": None, "max_tokens": 8, "ignore_eos": True}
     asked = parsed(COMPLETION | bench | {"stream": True, "stream_options": {"include_usage": True}})
     assert (asked.ignore_eos, asked.max_tokens) == (True, 8)
@@ -202,7 +202,7 @@ def test_what_load_generators_send_is_understood() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a\n", "é"])
-def test_a_request_id_is_short_and_plain(name: str) -> None:
+def test_request_ids_are_restricted(name: str) -> None:
     assert parsed(COMPLETION | {"request_id": "job-7.a:b_c"}).request_id == "job-7.a:b_c"
     with pytest.raises(RequestError) as caught:
         parsed(COMPLETION | {"request_id": name})

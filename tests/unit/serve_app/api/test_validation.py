@@ -64,7 +64,7 @@ def refusal(request: GenerationRequest, *prompts: tuple[int, ...]) -> RequestErr
     return caught.value
 
 
-def test_a_plain_request() -> None:
+def test_defaults_of_a_minimal_request() -> None:
     (generation,) = resolved(completion())
     assert generation.prompt == (1, 2, 3)
     assert generation.max_len == 3 + 16
@@ -74,7 +74,7 @@ def test_a_plain_request() -> None:
     assert generation.acceptance is Acceptance.COUPLED
 
 
-def test_sampling_is_taken_over() -> None:
+def test_sampling_fields_are_copied() -> None:
     fields = {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
     penalties = {"frequency_penalty": 1.0, "presence_penalty": -1.0}
     (generation,) = resolved(completion(**fields, **penalties))
@@ -83,7 +83,7 @@ def test_sampling_is_taken_over() -> None:
     assert unlimited.sampling.top_k == 0
 
 
-def test_all_randomness_of_sessions_is_their_own() -> None:
+def test_each_session_draws_its_own_seeds() -> None:
     generations = resolved(completion(n=2), (1,), (2,))
     drawn = [number for g in generations for number in (g.session, g.draft_seed, g.hash_key)]
     assert len(set(drawn)) == 12
@@ -95,7 +95,7 @@ def test_all_randomness_of_sessions_is_their_own() -> None:
 
 
 @pytest.mark.parametrize(("seed", "mapped"), [(7, 7), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1), (-(2**63), 2**63)])
-def test_a_seed_is_64_bits_and_is_coupled(seed: int, mapped: int) -> None:
+def test_a_seed_is_mapped_to_64_bits_and_implies_coupled_acceptance(seed: int, mapped: int) -> None:
     (generation,) = resolved(completion(seed=seed), setting=config(acceptance="rejection"))
     assert generation.seed == mapped
     assert generation.acceptance is Acceptance.COUPLED
@@ -110,7 +110,7 @@ def test_a_seed_of_more_than_64_bits_is_refused(request_of: Callable[..., Genera
     assert [error["loc"] for error in refused.value.errors()] == [("seed",)]
 
 
-def test_bad_words_that_no_row_of_the_model_stands_for_are_refused() -> None:
+def test_bad_words_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(RequestError, match=r"bad_words: token id 100 is outside") as refused:
         rules_of(completion(), 3, ((5, VOCABULARY),), VOCABULARY)
     assert refused.value.field == "bad_words"
@@ -133,14 +133,14 @@ def test_a_seed_with_ratio_is_refused() -> None:
         ("rejection", "coupled", Acceptance.REJECTION),
     ],
 )
-def test_acceptance_without_a_seed(asked: str | None, configured: str, acceptance: Acceptance) -> None:
+def test_acceptance_rule_without_a_seed(asked: str | None, configured: str, acceptance: Acceptance) -> None:
     speculation = {} if asked is None else {"acceptance": asked}
     (generation,) = resolved(completion(speculation=speculation), setting=config(acceptance=configured))
     assert generation.acceptance is acceptance
 
 
 @pytest.mark.parametrize("asked", [0, 3, 5])
-def test_draft_tokens_up_to_the_configured(asked: int) -> None:
+def test_draft_tokens_up_to_the_configured_maximum(asked: int) -> None:
     (generation,) = resolved(completion(speculation={"draft_tokens": asked}))
     assert generation.draft_tokens == asked
 
@@ -161,7 +161,7 @@ def test_more_draft_tokens_than_configured_are_refused() -> None:
         (completion(max_tokens=CONTEXT - 3), 3, CONTEXT),
     ],
 )
-def test_length(request_: GenerationRequest, prompt_len: int, max_len: int) -> None:
+def test_maximum_length(request_: GenerationRequest, prompt_len: int, max_len: int) -> None:
     (generation,) = resolved(request_, (1,) * prompt_len)
     assert generation.max_len == max_len
 
@@ -178,7 +178,7 @@ def test_length(request_: GenerationRequest, prompt_len: int, max_len: int) -> N
         (completion(n=9), (1,), "n"),
     ],
 )
-def test_what_does_not_fit_is_refused(request_: GenerationRequest, prompt: tuple[int, ...], field: str) -> None:
+def test_prompts_and_limits_beyond_the_context_are_refused(request_: GenerationRequest, prompt: tuple[int, ...], field: str) -> None:
     error = refusal(request_, prompt)
     assert error.field == field
     assert field in str(error)
@@ -199,19 +199,19 @@ def test_what_does_not_fit_is_refused(request_: GenerationRequest, prompt: tuple
         (completion(seed=5, speculation={"acceptance": "rejection"}), "speculation.acceptance"),
     ],
 )
-def test_what_needs_no_tokens_to_be_refused_is_refused_before(request_: GenerationRequest, field: str) -> None:
+def test_checks_that_need_no_tokens_run_before_tokenization(request_: GenerationRequest, field: str) -> None:
     with pytest.raises(RequestError) as caught:
         check_request(request_, config=config(), max_token_chars=MAX_TOKEN_CHARS)
     assert caught.value.field == field
     assert field in str(caught.value)
 
 
-def test_the_longest_text_that_may_fit_is_taken() -> None:
+def test_the_longest_text_that_may_fit_is_accepted() -> None:
     text = "x" * CONTEXT * MAX_TOKEN_CHARS
     check_request(completion(prompt=[text, text]), config=config(), max_token_chars=MAX_TOKEN_CHARS)
 
 
-def test_one_request_may_have_fewer_sessions_than_the_router() -> None:
+def test_sessions_per_request_are_limited() -> None:
     few = config().model_copy(update={"server": ServerConfig(max_request_sessions=3)})
     check_request(completion(n=3), config=few, max_token_chars=MAX_TOKEN_CHARS)
     with pytest.raises(RequestError, match="n: 1 prompts with n = 4 are more than the 3"):
@@ -229,6 +229,6 @@ def test_another_model_is_refused() -> None:
     assert error.field == "model"
 
 
-def test_a_request_may_use_the_names_of_earlier_releases() -> None:
+def test_earlier_field_names_are_accepted() -> None:
     request = completion(speculation={"max_draft_tokens": 2, "acceptance": "ratio"})
     assert (request.speculation.draft_tokens, request.speculation.acceptance) == (2, "rejection")

@@ -52,12 +52,12 @@ async def test_ids_with_gaps_are_served(whole: AsgiFront, prompt: object) -> Non
     assert whole.prompt == (0, 5, 7)
 
 
-async def test_ids_with_gaps_are_spelled(whole: AsgiFront) -> None:
+async def test_ids_with_gaps_are_detokenized(whole: AsgiFront) -> None:
     assert (await posted(whole, "/detokenize", tokens=[7, 5, 0]))[1] == {"prompt": "dca"}
     assert (await posted(whole, "/detokenize", tokens=[8]))[0] == 400
 
 
-async def test_grammars_know_ids_with_gaps(whole: AsgiFront) -> None:
+async def test_grammars_accept_ids_with_gaps(whole: AsgiFront) -> None:
     assert whole.codec.grammars() is not None
 
 
@@ -70,7 +70,7 @@ async def test_grammars_know_ids_with_gaps(whole: AsgiFront) -> None:
         ("/v1/chat/completions", "messages", [{"role": "user", "content": "ad"}]),
     ],
 )
-async def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(
+async def test_a_prompt_token_without_embedding_is_refused(
     short: AsgiFront, path: str, field: str, value: object
 ) -> None:
     status, body = await posted(short, path, **{field: value})
@@ -80,13 +80,13 @@ async def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(
     assert not short.generator.generations
 
 
-async def test_all_else_is_served(short: AsgiFront) -> None:
+async def test_other_prompts_are_served(short: AsgiFront) -> None:
     assert (await posted(short, "/v1/chat/completions", messages=[{"role": "user", "content": "abc"}]))[0] == 200
     assert short.prompt == (0, 1, 5)
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "bad_words"])
-async def test_rules_for_a_token_that_the_model_lacks_are_refused(short: AsgiFront, field: str) -> None:
+async def test_rules_for_a_token_without_embedding_are_refused(short: AsgiFront, field: str) -> None:
     value: object = {"7": 1.0} if field == "logit_bias" else ["d"]
     status, body = await posted(short, "/v1/completions", prompt="a", **{field: value})
     assert status == 400

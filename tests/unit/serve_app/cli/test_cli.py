@@ -32,28 +32,28 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return exit_.value.code
 
 
-def test_schema_is_that_of_the_config() -> None:
+def test_schema_describes_the_configuration() -> None:
     result = CliRunner().invoke(app, ["config", "schema"])
     assert result.exit_code == 0
     assert json.loads(result.stdout) == SlipstreamConfig.model_json_schema()
 
 
-def test_version_is_that_of_the_package() -> None:
+def test_version_equals_the_packages() -> None:
     result = CliRunner().invoke(app, ["--version"])
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
     assert (result.exit_code, result.stdout) == (0, f"slipstream {project['version']}\n")
 
 
-def test_right_config_passes(config_file: Path) -> None:
+def test_a_valid_config_passes(config_file: Path) -> None:
     result = CliRunner().invoke(app, ["config", "check", str(config_file), "--set", "target.tensor_parallel=3"])
     assert (result.exit_code, result.stdout) == (0, f"{config_file} is right\n")
 
 
-def test_demo_config_passes() -> None:
+def test_the_demo_config_passes() -> None:
     assert CliRunner().invoke(app, ["config", "check", str(CONFIG)]).exit_code == 0
 
 
-def test_environment_counts_as_it_does_when_serving(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_override_the_file(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM__MODEL__DTYPE", "int3")
     assert run_main(monkeypatch, "config", "check", config_file) == 2
 
@@ -67,7 +67,7 @@ def test_environment_counts_as_it_does_when_serving(config_file: Path, monkeypat
         ("target.tensor_parallel", "not of the form section.key=value"),
     ],
 )
-def test_wrong_config_is_one_message_that_names_the_key(
+def test_an_invalid_config_is_one_message_with_the_key(
     command: str,
     override: str,
     message: str,
@@ -82,12 +82,12 @@ def test_wrong_config_is_one_message_that_names_the_key(
     assert printed.out == ""
 
 
-def test_absent_config_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_config_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(monkeypatch, "config", "check", "nowhere.yaml") == 2
     assert "cannot read config nowhere.yaml" in capsys.readouterr().err
 
 
-def test_absent_model_is_refused_before_anything_starts(
+def test_a_missing_model_is_refused_before_startup(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main(monkeypatch, "serve", config_file, "--set", "model.target=/no/such/folder") == 2
@@ -95,24 +95,24 @@ def test_absent_model_is_refused_before_anything_starts(
     assert not ray.is_initialized()
 
 
-def test_absent_prompts_are_refused_before_anything_starts(
+def test_missing_prompts_are_refused_before_startup(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main(monkeypatch, "bench", config_file, "--prompts", "nowhere.jsonl") == 2
     assert "cannot read prompts nowhere.jsonl" in capsys.readouterr().err
 
 
-def test_unknown_option_is_a_usage_error(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_option_is_a_usage_error(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_main(monkeypatch, "serve", config_file, "--prot", "8000") == 2
 
 
-def test_help_and_config_do_not_wait_for_torch_or_ray() -> None:
+def test_help_and_config_import_neither_torch_nor_ray() -> None:
     script = "import sys, serve_app.cli; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("command", ["up", "doctor", "down"])
-def test_an_address_that_is_none_is_one_message(
+def test_an_invalid_address_is_one_message(
     command: str, config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main(monkeypatch, command, config_file, "--address", "nowhere") == 2

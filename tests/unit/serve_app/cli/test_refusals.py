@@ -28,7 +28,7 @@ def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_what_cannot_be_served_is_one_line_with_a_remedy(
+def test_an_unservable_model_is_one_line_with_a_remedy(
     form: Form, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = shutil.copytree(good, tmp_path / "broken")
@@ -47,7 +47,7 @@ def test_what_cannot_be_served_is_one_line_with_a_remedy(
     assert line.index(form.reason) < line.rindex(form.remedy)
 
 
-def test_what_can_be_served_is_described(
+def test_a_servable_model_is_described(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "config.yaml"
@@ -61,7 +61,7 @@ def test_what_can_be_served_is_described(
     ]
 
 
-def test_a_draft_with_a_shorter_context_is_described_with_its_length(
+def test_a_shorter_draft_context_is_described(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = shutil.copytree(good, tmp_path / "draft")

@@ -20,11 +20,11 @@ def test_demand_counts_ranks_coordinators_drafters_and_routers() -> None:
     assert demand(pools, lambda replicas: replicas.max) == {"CPU": pytest.approx(2 * 3.1 + 3 * 0.5 + 0.1)}
 
 
-def test_enough_is_enough() -> None:
+def test_a_sufficient_cluster_lacks_nothing() -> None:
     check_resources(config(resources_per_rank={"num_gpus": 0.5}), {"CPU": 2.0, "GPU": 0.5})
 
 
-def test_what_is_missing_is_named_with_what_there_is() -> None:
+def test_missing_resources_are_named_with_those_available() -> None:
     pools = config(tensor_parallel=2, resources_per_rank={"num_gpus": 1, "custom": {"fast_disk": 1}})
     with pytest.raises(ConfigError, match="2 GPU where there is 1, 2 fast_disk where there is 0"):
         check_resources(pools, {"CPU": 8.0, "GPU": 1.0})

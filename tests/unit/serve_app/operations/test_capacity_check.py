@@ -23,38 +23,38 @@ def on_gpus(draft: dict[str, Any] | None = None, **target: Any) -> SlipstreamCon
     return config(target=asked, draft={"method": "ngram"} | (draft or {}))
 
 
-def test_a_cluster_that_has_all_of_it_is_no_misfit() -> None:
+def test_a_sufficient_cluster_has_no_misfit() -> None:
     nodes = [node("1", {"CPU": 2.0}), node("2", GPUS, pool="target")]
     assert misfits(on_gpus(), nodes) == []
 
 
-def test_a_label_that_no_node_has_is_named_with_those_there_are() -> None:
+def test_an_unknown_label_is_named_with_the_existing_ones() -> None:
     (line,) = misfits(on_gpus(), [node("1", GPUS, pool="draft"), node("2", GPUS)])
     assert line.startswith("target.resources_per_rank.labels: a target replica needs a node with pool=target")
     assert "of 2 nodes none has; the labels there are: pool=draft;" in line
 
 
-def test_a_replica_that_no_single_node_has_room_for_is_told_what_the_largest_has() -> None:
+def test_a_replica_too_large_for_any_node() -> None:
     """Four GPUs on two nodes are not four on one."""
     halves = {"CPU": 8.0, "GPU": 2.0}
     (line,) = misfits(on_gpus(), [node("1", halves, pool="target"), node("2", halves, pool="target")])
     assert "needs 4.1 CPU, 4 GPU on one node with pool=target, but no node has more than 2 GPU" in line
 
 
-def test_a_replica_whose_parts_lie_on_different_nodes_is_told_so() -> None:
+def test_a_replica_whose_resources_are_split_between_nodes() -> None:
     nodes = [node("1", {"CPU": 1.0, "GPU": 8.0}, pool="target"), node("2", {"CPU": 64.0}, pool="target")]
     (line,) = misfits(on_gpus(), nodes)
     assert "no node has all of it" in line
 
 
-def test_a_pool_that_fits_but_not_as_often_as_it_must_is_told_how_often() -> None:
+def test_a_pool_with_room_for_too_few_replicas() -> None:
     (line,) = misfits(
         on_gpus(replicas={"min": 3, "max": 3}), [node("1", GPUS | {"CPU": 90.0, "GPU": 8}, pool="target")]
     )
     assert "3 times a target replica must always run, but 1 node has room for 2" in line
 
 
-def test_pools_that_fit_alone_but_not_together_are_told_the_sums() -> None:
+def test_pools_that_fit_alone_but_not_together() -> None:
     crowded = config(draft={"method": "ngram", "resources": {"num_cpus": 2}})
     (line,) = misfits(crowded, [node("1", {"CPU": 3.0})])
     assert line == (
@@ -74,7 +74,7 @@ def test_fractions_of_a_gpu_are_counted_without_rounding_errors(gpus: float, fit
     assert room({"CPU": 0.3}, {"CPU": 0.1}) == 3
 
 
-def test_a_target_is_all_its_ranks_and_its_coordinator() -> None:
+def test_a_target_needs_all_ranks_and_its_coordinator() -> None:
     target, drafter, router = needs(on_gpus())
     assert target.resources == {"CPU": pytest.approx(4.1), "GPU": 4}
     assert (drafter.resources, router.resources) == ({"CPU": 1}, {"CPU": 0.1})
@@ -84,6 +84,6 @@ def test_a_target_is_all_its_ranks_and_its_coordinator() -> None:
     ("wanted", "does"),
     [("a", True), ("b", False), ("!b", True), ("!a", False), ("in(b, a)", True), ("!in(b,a)", False)],
 )
-def test_selectors_are_those_of_ray(wanted: str, does: bool) -> None:
+def test_label_selectors_follow_ray(wanted: str, does: bool) -> None:
     assert carries({"zone": "a"}, {"zone": wanted}) is does
     assert carries({}, {"zone": wanted}) is wanted.startswith("!")

@@ -7,7 +7,7 @@ from cluster.errors import ConfigError, ModelError
 from serve_app.operations.deploying import application_schema, check_start, start_failure
 
 
-def test_the_policy_sees_both_pools() -> None:
+def test_the_autoscaling_policy_sees_both_pools() -> None:
     config = validated(
         {
             "model": {"target": "owner/target"},
@@ -34,18 +34,18 @@ NESTED = (
 )
 
 
-def test_a_model_that_a_replica_refuses_ends_the_start_with_its_message_alone() -> None:
+def test_a_refused_model_ends_startup_with_its_message() -> None:
     with pytest.raises(ModelError) as refusal:
         check_start({"application": "", "Router": "1 replicas that have taken more than 30s", "Target": NESTED})
     assert str(refusal.value) == "tensor model.norm.weight holds NaN; fetch the checkpoint again"
 
 
-def test_a_configuration_that_a_replica_refuses_ends_the_start_too() -> None:
+def test_a_refused_configuration_ends_startup() -> None:
     with pytest.raises(ConfigError, match=r"^server\.port: taken$"):
         check_start({"Router": REPLICA + "cluster.errors.ConfigError: server.port: taken"})
 
 
-def test_what_may_come_right_is_left_to_serve_s_retries() -> None:
+def test_transient_failures_are_left_to_serves_retries() -> None:
     check_start({"Target": REPLICA + "cluster.errors.EngineError: the model was not loaded within 9 s", "Drafter": ""})
 
 
@@ -67,5 +67,5 @@ def test_what_may_come_right_is_left_to_serve_s_retries() -> None:
     ],
     ids=["own", "another library's", "none"],
 )
-def test_a_start_that_serve_gives_up_ends_with_the_cause(messages: dict[str, str], cause: str) -> None:
+def test_a_start_that_serve_abandons_ends_with_the_cause(messages: dict[str, str], cause: str) -> None:
     assert str(start_failure(messages)) == f"the application did not start: {cause}"

@@ -22,11 +22,11 @@ def test_a_public_address_without_keys_is_refused(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_this_machines_own_needs_none(host: str) -> None:
+def test_a_loopback_address_needs_no_keys(host: str) -> None:
     check_keys(ServerConfig(host=host))
 
 
-def test_a_server_for_this_machine_needs_none_whatever_its_configuration_says() -> None:
+def test_a_local_server_needs_no_keys() -> None:
     config = for_this_machine(
         config_of({"host": "0.0.0.0", "keys": {"ann": {"sha256": "0" * 64}}, "routers": 3, "admin": {"port": 9400}})
     )

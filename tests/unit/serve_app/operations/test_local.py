@@ -37,7 +37,7 @@ def start() -> None:
         raise AssertionError("nothing was started")
 
 
-def test_a_failed_start_of_ray_is_tried_once_more(
+def test_a_failed_ray_start_is_retried_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = FailingRay(failures=1)
@@ -48,7 +48,7 @@ def test_a_failed_start_of_ray_is_tried_once_more(
     assert "timed out during startup" in caplog.text
 
 
-def test_ray_that_does_not_start_at_all_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = FailingRay(failures=9)
     monkeypatch.setattr(ray, "init", failing.init)
     with pytest.raises(StartError, match=r"Ray did not start on this machine: .* timed out during startup"):
@@ -56,7 +56,7 @@ def test_ray_that_does_not_start_at_all_is_an_error_that_says_so(monkeypatch: py
     assert failing.starts == 2
 
 
-def test_a_cluster_without_room_is_refused_before_serve_starts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cluster_is_refused_before_serve_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve would wait for the nodes that are missing, and say nothing."""
     node = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 0.01}, "Labels": {}, "Alive": True}
     started: list[object] = []

@@ -33,14 +33,14 @@ def config(target: Path, draft: dict[str, Any] | None = None, **pool: Any) -> Sl
     )
 
 
-def test_config_json_alone_is_enough_where_weights_are_not_asked_for(folder: Path) -> None:
+def test_config_json_is_enough_without_weights(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != "config.json":
             path.unlink()
     assert check_target_model(config(folder), with_weights=False) == folder
 
 
-def test_an_architecture_that_only_vllm_knows_is_left_to_it(folder: Path) -> None:
+def test_an_architecture_only_vllm_knows_is_left_to_it(folder: Path) -> None:
     edit_config(model_type="its_own")(folder)
     target, end, draft = check_models(config(folder, engine="vllm"), with_weights=False)
     assert target == "target: its_own, left to vLLM; 259 tokens"
@@ -51,14 +51,14 @@ def test_an_architecture_that_only_vllm_knows_is_left_to_it(folder: Path) -> Non
             check_models(config(folder, engine=engine, replicas={"max": 2}), with_weights=False)
 
 
-def test_a_split_and_a_quantisation_are_vllm_s_own(folder: Path) -> None:
+def test_tensor_parallelism_and_quantization_are_left_to_vllm(folder: Path) -> None:
     edit_config(quantization_config={"quant_method": "awq", "bits": 4})(folder)
     found = check_models(config(folder, engine="vllm", tensor_parallel=3), with_weights=False)
     assert "by vLLM" in found[0]
 
 
 @pytest.mark.parametrize("engine", ["slipstream", "vllm"])
-def test_what_every_process_reads_must_be_there_whatever_the_engine(folder: Path, engine: str) -> None:
+def test_common_files_are_required_for_every_engine(folder: Path, engine: str) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match="has no tokenizer"):
         check_models(config(folder, engine=engine), with_weights=False)
@@ -77,6 +77,6 @@ def test_a_node_without_drafters_needs_no_draft(folder: Path) -> None:
         check_models(drafted, with_weights=False)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no model folder"):
         check_models(config(tmp_path / "nothing"), with_weights=True)

@@ -26,7 +26,7 @@ def a_drafter(token_s: float) -> dict[str, str]:
     return {"costs": DraftCost(forward=ForwardCost.linear(token_s), per_pass_s=0.0005).model_dump_json()}
 
 
-def test_the_replica_in_the_middle_speaks_for_its_pool():
+def test_the_median_replica_represents_its_pool():
     costs = cost_model([a_target(0.3), a_target(0.1), a_target(0.2)], [a_drafter(0.002)], [])
     assert costs.target == ForwardCost.linear(0.2, per_token_s=0.001)
     assert costs.non_speculative_s(4) == pytest.approx(0.9 * 0.2), "of the same replica"
@@ -34,20 +34,20 @@ def test_the_replica_in_the_middle_speaks_for_its_pool():
     assert costs.hop_s == CostModel.model_fields["hop_s"].default, "no message has been timed"
 
 
-def test_a_target_that_made_no_plain_step_yet_publishes_no_cost_of_it():
+def test_no_cost_without_a_non_speculative_step():
     costs = cost_model([a_target(0.1) | {"non_speculative_costs": None}], [a_drafter(0.002)], [])
     assert costs.non_speculative is None
     assert costs.non_speculative_s(1) == costs.target.seconds(1, 1)
 
 
-def test_messages_are_as_slow_as_the_timelines_say():
+def test_message_delay_is_read_from_timelines():
     sent = Recording(0.0, (Event(0, 1.0, "sent", ("s",)),))
     heard = Recording(0.0, (Event(0, 1.002, "block", ("s",)),))
     actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", heard)]
     assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
 
 
-def test_blocks_that_leave_during_a_pass_are_no_slower_than_others():
+def test_blocks_sent_during_a_pass_count_like_others():
     passes = [(0, 1.0, "drafted"), (1, 2.0, "draft ahead"), (2, 2.03, "sent"), (3, 2.1, "drafted")]
     sent = Recording(0.0, tuple(Event(order, at, name, ("s",)) for order, at, name in passes))
     heard = Recording(0.0, (Event(0, 2.032, "block", ("s",)),))
@@ -55,7 +55,7 @@ def test_blocks_that_leave_during_a_pass_are_no_slower_than_others():
     assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
 
 
-def test_what_lies_between_two_steps_is_part_of_a_step():
+def test_time_between_steps_is_part_of_a_step():
     """The shortest gaps: in the others a block was waited for, or there was nothing to do."""
     times = [(1.0, 1.1), (1.103, 1.2), (1.203, 1.3), (1.4, 1.5), (2.5, 2.6)]
     events = [(at, name) for began, ended in times for at, name in ((began, "verify"), (ended, "decided"))]
@@ -65,13 +65,13 @@ def test_what_lies_between_two_steps_is_part_of_a_step():
     assert costs.non_speculative_s(1) == pytest.approx(0.09), "plain steps were timed with what lies between them"
 
 
-def test_acceptance_is_that_of_all_blocks_of_all_targets():
+def test_acceptance_covers_all_targets():
     known = AcceptanceCounts(reached=(60, 30), accepted=(30, 30)), AcceptanceCounts(reached=(40, 10), accepted=(10, 0))
     costs = cost_model([a_target(0.1, counts) for counts in known], [a_drafter(0.1)], [])
     assert costs.acceptance == (0.4, 0.75)
 
 
-def test_before_enough_blocks_were_verified_nothing_is_said_of_acceptance():
+def test_no_acceptance_from_few_blocks():
     few = AcceptanceCounts(reached=(3,), accepted=(3,))
     assert cost_model([a_target(0.1, few)], [a_drafter(0.1)], []).acceptance is None
 
@@ -82,7 +82,7 @@ def test_a_pool_without_replicas_is_named(targets, drafters):
         cost_model(targets, drafters, [])
 
 
-def test_what_is_saved_is_what_the_planner_reads(tmp_path: Path):
+def test_saved_costs_round_trip(tmp_path: Path):
     counts = AcceptanceCounts(reached=(300, 100), accepted=(100, 70))
     costs = cost_model([a_target(0.1, counts)], [a_drafter(0.1)], [])
     assert costs.acceptance == (1 / 3, 0.7)
@@ -90,7 +90,7 @@ def test_what_is_saved_is_what_the_planner_reads(tmp_path: Path):
     assert CostModel.load(tmp_path / "costs.json") == costs
 
 
-def test_files_of_costs_alone_are_read_as_before(tmp_path: Path):
+def test_files_with_only_costs_are_read(tmp_path: Path):
     path = tmp_path / "costs.json"
     costs = cost_model([a_target(0.1)], [a_drafter(0.1)], [])
     path.write_text(costs.model_dump_json(exclude={"acceptance"}))
@@ -98,7 +98,7 @@ def test_files_of_costs_alone_are_read_as_before(tmp_path: Path):
 
 
 @pytest.mark.parametrize("address", ["nowhere", ":6379", "host:", "host:port"])
-def test_what_is_no_address_is_refused_at_once(address):
+def test_an_invalid_address_is_refused(address):
     with pytest.raises(ClusterError, match="expected host:port"):
         check_reachable(address)
 
@@ -107,7 +107,7 @@ def test_ray_finds_its_own_cluster():
     check_reachable("auto")
 
 
-def test_costs_with_an_earlier_key_are_refused_with_its_new_name(tmp_path):
+def test_an_earlier_key_is_refused_with_its_new_name(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text('{"plain": null}')
     with pytest.raises(ConfigError, match="plain is named non_speculative now"):

@@ -24,20 +24,20 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_handles_end_before_ray_does(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handles_are_closed_before_ray(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their threads would start a cluster of their own once there is none."""
     monkeypatch.setattr(ray_cluster, "_get_global_client", lambda raise_if_no_controller_running: Client(done))
     ray_cluster.disconnect()
     assert done == ["handles", "ray"]
 
 
-def test_a_cluster_without_serve_is_left_too(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_serve_is_disconnected(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "_get_global_client", lambda raise_if_no_controller_running: None)
     ray_cluster.disconnect()
     assert done == ["ray"]
 
 
-def test_serve_is_not_looked_for_without_a_cluster(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_is_not_queried_without_a_cluster(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The search would start one."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_cluster, "_get_global_client", pytest.fail)

@@ -20,29 +20,29 @@ def details(host: str, port: int, *proxies: str) -> dict[str, Any]:
     return {"http_options": {"host": host, "port": port}, "proxies": by_node}
 
 
-def test_all_addresses_are_those_of_the_nodes_with_a_proxy() -> None:
+def test_an_any_address_lists_all_nodes_with_a_proxy() -> None:
     reached = endpoints(details("0.0.0.0", 80, "10.0.0.2", "10.0.0.1"), config(host="0.0.0.0", port=80))
     assert reached.urls == ("http://10.0.0.1:80", "http://10.0.0.2:80")
     assert reached.differs is None
 
 
-def test_one_address_is_that_address() -> None:
+def test_a_single_address_is_used_unchanged() -> None:
     assert endpoints(details("127.0.0.1", 8000, "10.0.0.1"), config()).urls == ("http://127.0.0.1:8000",)
 
 
-def test_a_serve_that_listens_elsewhere_already_is_told_of() -> None:
+def test_a_running_serve_on_another_address_is_reported() -> None:
     reached = endpoints(details("127.0.0.1", 8000, "10.0.0.1"), config(port=9000))
     assert reached.urls == ("http://127.0.0.1:8000",)
     assert reached.differs is not None
     assert "running on 127.0.0.1:8000; to move it to 127.0.0.1:9000" in reached.differs
 
 
-def test_a_public_address_without_keys_is_refused_before_any_cluster_is_asked() -> None:
+def test_a_public_address_without_keys_is_refused_before_connecting() -> None:
     with pytest.raises(ConfigError, match=r"server\.keys is empty"):
         up(config(host="0.0.0.0"), "no-such-host:1", Console(quiet=True).status(""), autoscaled=False)
 
 
-def test_a_cluster_that_is_too_small_is_refused_with_all_that_it_lacks() -> None:
+def test_a_cluster_that_is_too_small_is_refused_with_everything_missing() -> None:
     with pytest.raises(ConfigError, match="cannot hold this configuration") as refusal:
         check_fit(config(), [Node("n", "10.0.0.1", {"CPU": 0.01}, {})])
     assert [line.strip().split(":")[0] for line in str(refusal.value).splitlines()[1:4]] == [

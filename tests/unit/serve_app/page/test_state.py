@@ -41,14 +41,14 @@ DRAFTER = DraftSample(
 LATER = replace(TARGET, at_s=102.0, step_s=11.0, decided_tokens=1080, accepted_tokens=630, wasted_tokens=410)
 
 
-def test_rates_are_of_the_time_between_two_samples() -> None:
+def test_rates_cover_the_time_between_two_samples() -> None:
     state = page_state("m", [TARGET, DRAFTER], [LATER, replace(DRAFTER, at_s=52.0, draft_tokens=600)])
     assert (state.tokens_per_s, state.busy, state.accepted) == (40.0, 0.5, 0.75)
     assert (state.targets[0].tokens_per_s, state.targets[0].busy) == (40.0, 0.5)
     assert (state.drafters[0].draft_tokens_per_s, state.drafters[0].ahead) == (50.0, 0.25)
 
 
-def test_targets_add_up_in_tokens_and_are_as_busy_as_their_mean() -> None:
+def test_tokens_are_summed_and_utilization_is_averaged_over_targets() -> None:
     before = [TARGET, replace(TARGET, name="u")]
     now = [LATER, replace(LATER, name="u", step_s=12.0)]
     state = page_state("m", before, now)
@@ -56,17 +56,17 @@ def test_targets_add_up_in_tokens_and_are_as_busy_as_their_mean() -> None:
     assert state.acceptance == (0.5, 0.8), "of all blocks of both"
 
 
-def test_there_are_no_rates_of_a_first_sample_nor_of_a_replica_that_began_anew() -> None:
+def test_no_rates_for_a_first_sample_or_a_restarted_replica() -> None:
     assert page_state("m", [], [TARGET]).tokens_per_s is None
     assert page_state("m", [LATER], [replace(TARGET, at_s=103.0)]).tokens_per_s is None
     assert page_state("m", [DRAFTER], [TARGET]).busy is None
 
 
-def test_a_step_longer_than_the_time_between_samples_is_no_more_than_all_of_it() -> None:
+def test_utilization_is_at_most_one() -> None:
     assert page_state("m", [TARGET], [replace(LATER, step_s=15.0)]).busy == 1.0
 
 
-def test_bars_are_in_the_window_up_to_the_latest_sample_whatever_each_clock_says() -> None:
+def test_bars_lie_in_the_window_whatever_each_clock_shows() -> None:
     ends = 1000.0
     target = recording(
         "target",
@@ -82,7 +82,7 @@ def test_bars_are_in_the_window_up_to_the_latest_sample_whatever_each_clock_says
     assert (t.actor, t.role, t.bars) == ("t", "target", (("verify", 0.0, 1000.0, 1), ("verify", 2000.0, 500.0, 2)))
 
 
-def test_what_is_under_way_has_lasted_until_now() -> None:
+def test_unfinished_work_is_drawn_until_now() -> None:
     target = recording("target", "t", (98.0, "verify", "a"), (98.5, "decided", "a"), (99.0, "verify", "ab"))
     drafter = recording("drafter", "d", (98.0, "draft", "a"), (99.75, "drafted", "a"), (99.75, "draft ahead", "a"))
     samples = [replace(DRAFTER, at_s=100.0, recording=drafter), replace(TARGET, recording=target)]
@@ -103,7 +103,7 @@ def test_a_large_fleet_is_cut() -> None:
     assert len(state.model_dump_json()) < 50_000
 
 
-def test_nothing_leads_back_to_a_session() -> None:
+def test_state_contains_no_session_names() -> None:
     secret = recording("target", "t", (99.0, "verify", "X"), (99.5, "decided", "X"))
     state = page_state("m", [], [replace(TARGET, recording=secret)])
     assert state.tracks[0].bars == (("verify", 2000.0, 500.0, 1),)

@@ -24,7 +24,7 @@ class Fleet:
         return PageWatch("m", self.collect, lambda: self.now)
 
 
-async def test_however_many_watch_replicas_are_asked_once_a_period() -> None:
+async def test_all_viewers_share_one_round_of_samples() -> None:
     fleet = Fleet()
     watch = fleet.watch()
     states = await asyncio.gather(*(watch.state() for _ in range(50)))
@@ -35,7 +35,7 @@ async def test_however_many_watch_replicas_are_asked_once_a_period() -> None:
     assert fleet.asked == 2
 
 
-async def test_who_comes_back_after_a_while_gets_no_rate_of_the_time_between() -> None:
+async def test_no_rate_over_a_long_gap() -> None:
     fleet = Fleet()
     watch = fleet.watch()
     await watch.state()
@@ -43,7 +43,7 @@ async def test_who_comes_back_after_a_while_gets_no_rate_of_the_time_between() -
     assert (await watch.state()).tokens_per_s is None
 
 
-async def test_nobody_is_asked_while_nobody_watches() -> None:
+async def test_no_samples_without_viewers() -> None:
     fleet = Fleet()
     fleet.watch()
     await asyncio.sleep(0)

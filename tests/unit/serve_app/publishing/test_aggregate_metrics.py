@@ -26,7 +26,7 @@ def totals(text: bytes) -> dict[tuple[str, str], float]:
     }
 
 
-async def test_families_of_all_replicas_stand_together_and_those_that_fail_are_left_out() -> None:
+async def test_families_of_replicas_are_merged_without_those_that_fail() -> None:
     async def routers() -> Sequence[Sequence[Metric]]:
         return [families("a", 1), families("b", 2)]
 
@@ -38,7 +38,7 @@ async def test_families_of_all_replicas_stand_together_and_those_that_fail_are_l
     assert text.count(b"# TYPE slipstream_things_total") == 1
 
 
-def test_vllms_names_tell_the_same_numbers() -> None:
+def test_vllms_names_have_the_same_values() -> None:
     metrics = Metrics(model="toy")
     metrics.prompt(7)
     text = exposition([metrics.families()]).decode()
@@ -47,5 +47,5 @@ def test_vllms_names_tell_the_same_numbers() -> None:
     assert 'vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="toy"} 0.0' in text
 
 
-def test_every_family_that_has_another_name_exists() -> None:
+def test_every_aliased_family_exists() -> None:
     assert set(NAMES) <= {family.name for family in Metrics().registry.collect()}

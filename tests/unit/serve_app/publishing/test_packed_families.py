@@ -22,7 +22,7 @@ def some_families() -> list[Metric]:
     return list(with_labels(families, {"replica": 'a "b" \\ c'}))
 
 
-def test_families_tell_the_same_on_the_other_side() -> None:
+def test_packed_families_round_trip() -> None:
     sent = some_families()
     assert {family.type for family in sent} >= {"counter", "gauge", "histogram"}
     arrived = unpack_families(pack_families(sent))
@@ -30,7 +30,7 @@ def test_families_tell_the_same_on_the_other_side() -> None:
     assert exposition([arrived]) == exposition([sent])
 
 
-def test_they_are_small() -> None:
+def test_packed_families_are_small() -> None:
     """Text would be many times as large."""
     assert len(pack_families(some_families())) * 5 < len(exposition([some_families()]))
 
@@ -47,6 +47,6 @@ def test_they_are_small() -> None:
     ],
     ids=["nothing", "a pickle", "a pickle, compressed", "text", "an unknown type", "a label that is no text"],
 )
-def test_anything_else_is_refused(message: bytes) -> None:
+def test_other_bytes_are_refused(message: bytes) -> None:
     with pytest.raises(ValueError, match=r"packed answer|_Family|metric type"):
         unpack_families(message)

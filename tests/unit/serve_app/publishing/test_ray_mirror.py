@@ -49,7 +49,7 @@ def mirrored(registry: CollectorRegistry) -> tuple[Ray, RayMirror]:
     return ray, RayMirror(registry.collect, ray.made("counter"), ray.made("gauge"), lambda: ray.now)
 
 
-def test_counters_grow_by_what_has_come_and_gauges_are_what_they_are() -> None:
+def test_counters_receive_increments_and_gauges_values() -> None:
     registry = CollectorRegistry()
     counter = Counter("things", "Things", ["kind"], registry=registry)
     gauge = Gauge("vllm:level", "Level", registry=registry)
@@ -65,7 +65,7 @@ def test_counters_grow_by_what_has_come_and_gauges_are_what_they_are() -> None:
     assert ray.kinds == {"things": "counter", "vllm_level": "gauge"}
 
 
-def test_a_histogram_is_mirrored_bucket_by_bucket() -> None:
+def test_histograms_are_mirrored_by_bucket() -> None:
     registry = CollectorRegistry()
     histogram = Histogram("seconds", "Seconds", buckets=(1, 2), registry=registry)
     ray, mirror = mirrored(registry)
@@ -78,7 +78,7 @@ def test_a_histogram_is_mirrored_bucket_by_bucket() -> None:
     assert set(ray.kinds.values()) == {"gauge"}
 
 
-def test_it_may_be_called_as_often_as_one_likes() -> None:
+def test_frequent_calls_collect_once_per_period() -> None:
     asked: list[float] = []
     ray = Ray()
 
@@ -92,7 +92,7 @@ def test_it_may_be_called_as_often_as_one_likes() -> None:
     assert asked == [0.0, PERIOD_S]
 
 
-def test_what_is_exported_is_told_with_the_names_at_rays_port() -> None:
+def test_exported_names_are_those_at_rays_port() -> None:
     registry = CollectorRegistry()
     Counter("vllm:things", "Things", ["kind"], registry=registry).labels("a").inc()
     assert exported(registry.collect()) == {"ray_vllm_things_total": {"kind"}}

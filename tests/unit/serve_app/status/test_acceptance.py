@@ -17,7 +17,7 @@ def a_drafter(name: str, check: LoadCheck) -> dict[str, Any]:
     return {"name": name, "address": "1.2.3.4:5", "method": "draft_model", "load_check": check.summary()}
 
 
-def test_a_drafter_far_below_its_promise_is_named_as_long_as_it_lives():
+def test_a_drafter_far_below_its_confidence_is_named():
     bad = LoadCheck(0.8, TOKENS, 3, 40.0)
     good = LoadCheck(0.8, TOKENS, 50, 40.0)
     shown = rows(drafters_table([a_drafter("a", bad), a_drafter("b", good), a_drafter("c", LoadCheck())]))
@@ -31,7 +31,7 @@ def test_a_draft_that_learns_is_shown_with_its_version():
     assert shown[0][2] == "draft_model, version 3"
 
 
-def test_what_all_routers_did_is_summed_up():
+def test_remedies_are_summed_over_routers():
     routers = [
         {"remedies": {("d", "resynced"): 2, ("d", "replaced"): 1}},
         {"remedies": {("d", "resynced"): 1, ("e", "given up"): 1}},
@@ -39,7 +39,7 @@ def test_what_all_routers_did_is_summed_up():
     assert rows(remedies_table(routers)) == [("d", "3", "1", "0", "0"), ("e", "0", "0", "0", "1")]
 
 
-def test_acceptance_is_told_apart_and_summed_over_targets():
+def test_acceptance_is_listed_by_kind_and_summed_over_targets():
     tallies = [AcceptanceStats(), AcceptanceStats()]
     for tally in tallies:
         tally.block_verified("a", kind_of(600, True), asked=2, accepted=1)
@@ -52,7 +52,7 @@ def test_acceptance_is_told_apart_and_summed_over_targets():
     ]
 
 
-def test_sessions_that_were_moved_stand_apart_from_those_that_were_lost_over_all_routers():
+def test_handovers_are_listed_by_cause_and_summed_over_routers():
     routers = [
         {"handovers": {("target", "planned"): 2, ("drafter", "lost"): 1}},
         {"handovers": {("target", "planned"): 1, ("target", "lost"): 4}},

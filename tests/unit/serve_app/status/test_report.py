@@ -23,7 +23,7 @@ def shown_rows(targets: list[dict[str, Any]], drafters: list[dict[str, Any]]) ->
     return {str(name): str(value) for name, value in zip(names, values, strict=True)}
 
 
-def test_replicas_are_summed_up() -> None:
+def test_replicas_are_summed() -> None:
     targets = [
         a_target(accepted_tokens=30, wasted_tokens=10, step_s=6.0, dropped={"late": 2, "stale": 1}, desyncs=1),
         a_target(accepted_tokens=30, wasted_tokens=30, idle_s=2.0, dropped={"late": 3}, rebased=4),
@@ -45,14 +45,14 @@ def test_replicas_are_summed_up() -> None:
     }
 
 
-def test_bytes_a_token_are_shown_of_targets_that_send_hidden_states() -> None:
+def test_bytes_per_token_are_shown_for_targets_with_hidden_states() -> None:
     states = {"verdict": 10, "apart": 30, "verdict_bytes": 1000, "apart_bytes": 3000}
     rows = shown_rows([a_target(states=states), a_target(states=states), a_target()], [])
     assert rows["hidden states sent, bytes a token"] == "100.00 (80 tokens)"
     assert rows["of them with verdicts"] == "0.25 (20 of 80)"
 
 
-def test_where_nothing_has_happened_there_are_no_rates() -> None:
+def test_no_rates_without_activity() -> None:
     rows = shown_rows([a_target()], [{"counts": {}}])
     assert rows["guess hit rate"] == "- (0 of 0)"
     assert rows["target idle"] == "-"
@@ -63,7 +63,7 @@ def cells(targets: list[dict[str, Any]]) -> dict[str, list[str]]:
     return {str(column.header): [str(cell) for cell in column.cells] for column in targets_table(targets).columns}
 
 
-def test_a_target_says_whether_it_asks_for_drafts() -> None:
+def test_a_target_shows_whether_it_requests_drafts() -> None:
     attention = [{"chosen": "gathered", "tried": ()}]
     off = {"non_speculative_rate": 31.7, "gain": 0.93, "on": 0.0}
     on = {"non_speculative_rate": 31.7, "gain": 1.32, "on": 1.0}
@@ -76,7 +76,7 @@ def test_a_target_says_whether_it_asks_for_drafts() -> None:
     }
 
 
-def test_a_target_says_why_the_other_attention_backends_were_not_taken() -> None:
+def test_a_target_shows_why_other_attention_backends_were_rejected() -> None:
     tried = (
         {"name": "gathered", "step_ms": 2.5, "refused": ""},
         {"name": "flashinfer", "step_ms": None, "refused": "ImportError: No module named 'flashinfer'"},
@@ -89,7 +89,7 @@ def test_a_target_says_why_the_other_attention_backends_were_not_taken() -> None
     assert shown.partition("\n")[2] == "  gathered: 2.50 ms\n  flashinfer: ImportError: No module named 'flashinfer'"
 
 
-def test_audits_are_summed_up_and_what_has_not_happened_is_shown_too() -> None:
+def test_audit_outcomes_are_summed_including_zeros() -> None:
     routers = [
         {"audits": dict.fromkeys(OUTCOMES, 0) | counted, "audits_waiting": 2, "widest_near_tie": tie}
         for counted, tie in (({"equal": 3}, 0.25), ({"equal": 2, "near_tie": 1}, 0.125))
@@ -101,7 +101,7 @@ def test_audits_are_summed_up_and_what_has_not_happened_is_shown_too() -> None:
 
 
 @pytest.mark.parametrize("left", [{}, {"ours": {"deployments": {}}}], ids=["none of it", "no deployments"])
-def test_an_application_that_ends_while_it_is_asked_does_not_say_what_it_has_counted(left: dict[str, Any]) -> None:
+def test_an_application_that_ends_while_queried_reports_nothing(left: dict[str, Any]) -> None:
     running = MagicMock(status=MagicMock(return_value=MagicMock(applications={"ours": MagicMock(deployments={})})))
     with patch.multiple(
         status,

@@ -22,7 +22,7 @@ DETAILS = {"deployments": {name: {"deployment_config": one} for name, one in OPT
 BOUNDS = deployed_bounds(DETAILS)
 
 
-def test_each_pool_says_what_it_needs_and_why() -> None:
+def test_each_pool_shows_its_demand_and_reason() -> None:
     target = {"report": asdict(TargetReport(running=16, queued=1, drafted=4, undrafted=12)), "scaling": SCALING}
     drafter = {"report": asdict(DraftReport(shared=0.1))}
     made = pools_table([target], [drafter], BOUNDS)
@@ -35,13 +35,13 @@ def test_each_pool_says_what_it_needs_and_why() -> None:
     assert why[1].startswith("16.0 sessions want drafts (12.0 have no drafter)")
 
 
-def test_an_empty_draft_pool_is_shown_too() -> None:
+def test_an_empty_draft_pool_is_shown() -> None:
     made = pools_table([{"report": asdict(TargetReport()), "scaling": SCALING}], [], BOUNDS)
     assert [str(cell) for cell in made.columns[3].cells] == ["1", "0"]
 
 
 @pytest.mark.parametrize("pool", ["Target", "Drafter"])
-def test_a_pool_that_has_ended_meanwhile_is_named(pool: str) -> None:
+def test_a_pool_that_has_ended_is_named(pool: str) -> None:
     left = {name: one for name, one in DETAILS["deployments"].items() if name != pool}
     with pytest.raises(ClusterError, match=f"no longer lists its {pool}"):
         deployed_bounds({"deployments": left})

@@ -7,7 +7,7 @@ from serve_app.status import watched
 from tests.unit.serve_app.page.test_state import DRAFTER, LATER, TARGET
 
 
-def test_all_that_the_page_shows_is_in_the_terminal() -> None:
+def test_the_terminal_shows_everything_on_the_page() -> None:
     console = Console(width=120)
     state = page_state("the-model", [TARGET], [LATER, DRAFTER])
     with console.capture() as shown:
@@ -17,7 +17,7 @@ def test_all_that_the_page_shows_is_in_the_terminal() -> None:
         assert words in text
 
 
-def test_a_server_that_nobody_asked_before_has_dashes() -> None:
+def test_a_first_sample_has_dashes() -> None:
     console = Console(width=120)
     with console.capture() as shown:
         console.print(watched("u", page_state("m", [], [TARGET]).model_dump(mode="json")))

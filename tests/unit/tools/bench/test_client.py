@@ -32,7 +32,7 @@ def streaming(*events: str) -> ChatEndpoint:
     return endpoint(lambda _: httpx.Response(200, text="".join(events)))
 
 
-async def test_answer_is_put_together_from_the_stream() -> None:
+async def test_an_answer_is_assembled_from_the_stream() -> None:
     told: list[Piece] = []
 
     def hear(pieces: Sequence[Piece]) -> None:
@@ -50,7 +50,7 @@ async def test_answer_is_put_together_from_the_stream() -> None:
     assert told == [("a", False), ("b", True), ("c", False)]
 
 
-async def test_question_becomes_the_request() -> None:
+async def test_a_question_becomes_the_request() -> None:
     seen: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -68,24 +68,24 @@ async def test_question_becomes_the_request() -> None:
     assert (sampled["temperature"], sampled["speculation"]) == (0.7, {"trace": False, "acceptance": "rejection"})
 
 
-async def test_refusal_carries_the_servers_message() -> None:
+async def test_a_refusal_contains_the_servers_message() -> None:
     server = endpoint(lambda _: httpx.Response(400, json={"error": {"message": "max_tokens is 9, expected at most 8"}}))
     with pytest.raises(EndpointError, match="400: max_tokens is 9, expected at most 8"):
         await server.ask("m", ChatQuestion("hi", 9))
 
 
-async def test_failure_in_mid_stream_is_raised() -> None:
+async def test_a_failure_within_a_stream_is_raised() -> None:
     server = streaming(chunk("a"), f"data: {json.dumps({'error': {'message': 'the target is lost'}})}\n\n")
     with pytest.raises(EndpointError, match="broke off: the target is lost"):
         await server.ask("m", ChatQuestion("hi", 9))
 
 
-async def test_stream_cut_short_is_no_answer() -> None:
+async def test_a_truncated_stream_is_an_error() -> None:
     with pytest.raises(EndpointError, match="without its usage"):
         await streaming(chunk("a")).ask("m", ChatQuestion("hi", 9))
 
 
-def test_counters_are_those_that_the_router_exposes() -> None:
+def test_counters_are_read_from_the_routers_metrics() -> None:
     metrics = Metrics()
     metrics.committed(CommittedTokens((1, 2, 3), accepted=2, drafted=5), 0.1, first=True)
     metrics.committed(CommittedTokens((4,), accepted=0, drafted=0), 0.1, first=False)
@@ -94,6 +94,6 @@ def test_counters_are_those_that_the_router_exposes() -> None:
     assert counters == Counters(1, Tally(tokens=4, drafted=5, accepted=2, verifies=2, blocks=1))
 
 
-def test_metrics_of_something_else_are_refused() -> None:
+def test_metrics_of_another_server_are_refused() -> None:
     with pytest.raises(EndpointError, match="slipstream_running_requests"):
         Counters.parse("# TYPE other_total counter\nother_total 1\n")

@@ -37,12 +37,12 @@ def test_prompts_and_conversations_are_read(tmp_path: Path) -> None:
     assert (shared.prompt, shared.earlier) == ("Hello", ()), "what the other model answered is not asked about"
 
 
-def test_a_conversation_is_asked_as_a_whole(tmp_path: Path) -> None:
+def test_a_conversation_is_sent_whole(tmp_path: Path) -> None:
     question = read_dataset(written(tmp_path, MESSAGES, MESSAGES))[0].question(8, None)
     assert question.messages == MESSAGES["messages"][:4]
 
 
-def test_a_list_is_read_as_sharegpt_is_published(tmp_path: Path) -> None:
+def test_sharegpt_lists_are_read(tmp_path: Path) -> None:
     path = tmp_path / "shared.json"
     path.write_text(json.dumps([SHARE_GPT, SHARE_GPT], indent=1))
     assert [prompt.prompt for prompt in read_dataset(path)] == ["Hello", "Hello"]
@@ -59,19 +59,19 @@ def test_a_list_is_read_as_sharegpt_is_published(tmp_path: Path) -> None:
         ({"conversations": [{"from": "martian", "value": "x"}]}, "line 2: a message is"),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_its_place(tmp_path: Path, entry: Any, fault: str) -> None:
+def test_invalid_prompts_are_refused_with_their_position(tmp_path: Path, entry: Any, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         read_dataset(written(tmp_path, {"prompt": "One?"}, entry))
 
 
-def test_what_is_no_json_is_refused_by_its_place(tmp_path: Path) -> None:
+def test_invalid_json_is_refused_with_its_position(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "One?"}\n{"prompt": \n')
     with pytest.raises(ConfigError, match="line 2: no JSON"):
         read_dataset(path)
 
 
-def test_one_prompt_is_too_few(tmp_path: Path) -> None:
+def test_a_single_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds 1 prompts"):
         read_dataset(written(tmp_path, {"prompt": "One?"}))
     with pytest.raises(ConfigError, match="cannot read"):

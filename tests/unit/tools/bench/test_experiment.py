@@ -44,13 +44,13 @@ class FakeEndpoint:
         return TimedAnswer(question.prompt, question.max_tokens, accepted, drafted - accepted, 0.1, 1.0)
 
 
-def test_arms_take_turns_at_being_first() -> None:
+def test_arms_alternate() -> None:
     order = [(task.index, task.arm) for task in tasks(Plan(PROMPTS[:2], repeats=2), ARMS)]
     once = [(0, SPECULATIVE), (0, PLAIN), (1, PLAIN), (1, SPECULATIVE)]
     assert order == [*once, (0, PLAIN), (0, SPECULATIVE), (1, SPECULATIVE), (1, PLAIN)]
 
 
-def test_every_arm_runs_every_batch_equally_often() -> None:
+def test_arms_run_batches_equally_often() -> None:
     plan = Plan(PROMPTS, concurrencies=(1, 2), repeats=3)
     counts = Counter((task.concurrency, task.arm) for task in tasks(plan, (*ARMS, GENERATE)))
     assert counts == {
@@ -62,14 +62,14 @@ def test_every_arm_runs_every_batch_equally_often() -> None:
     }
 
 
-def test_batches_are_full_and_hold_every_prompt() -> None:
+def test_batches_are_full_and_contain_every_prompt() -> None:
     batches = prompt_batches(PROMPTS, 3)
     assert [len(batch) for batch in batches] == [3, 3]
     assert {prompt for batch in batches for prompt in batch} == set(PROMPTS)
     assert [len(batch) for batch in prompt_batches(PROMPTS, 8)] == [8, 8]  # an interval needs two
 
 
-async def test_plain_is_without_drafts_and_lengths_are_equal() -> None:
+async def test_the_plain_arm_has_no_drafts_and_equal_lengths() -> None:
     endpoint = FakeEndpoint()
     plan = Plan(PROMPTS, max_tokens=20)
     batches = await Bench(endpoint, "m", None).run(plan, lambda: None)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ async def test_plain_is_without_drafts_and_lengths_are_equal() -> None:
     assert {batch.tally.drafted for batch in batches if batch.arm == PLAIN} == {0}
 
 
-async def test_report_and_file_hold_what_was_measured(tmp_path: Path) -> None:
+async def test_report_and_file_contain_the_measurements(tmp_path: Path) -> None:
     plan = Plan(PROMPTS, max_tokens=20)
     batches = await Bench(FakeEndpoint(), "m", None).run(plan, lambda: None)  # type: ignore[arg-type]
     report = BenchReport.of(batches)
@@ -98,7 +98,7 @@ async def test_report_and_file_hold_what_was_measured(tmp_path: Path) -> None:
     assert written["report"]["kinds"]["chat"]["accepted"] == 20
 
 
-def test_default_prompts_are_four_of_each_kind() -> None:
+def test_default_prompts_have_four_of_each_kind() -> None:
     kinds = Counter(prompt.kind for prompt in read_prompts(BENCH_PROMPTS))
     assert kinds == dict.fromkeys(("chat", "code", "mathematics", "summary", "rewriting", "lists"), 4)
 
@@ -112,13 +112,13 @@ def test_default_prompts_are_four_of_each_kind() -> None:
         ('{"kind": "chat", "prompt": "a"}\n', "holds 1 prompts; an interval needs at least 2"),
     ],
 )
-def test_wrong_prompt_files_are_refused_by_line(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_prompt_files_are_refused_with_the_line(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_prompts(path)
 
 
-def test_absent_prompt_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_prompt_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read prompts .*none\.jsonl: No such file"):
         read_prompts(tmp_path / "none.jsonl")

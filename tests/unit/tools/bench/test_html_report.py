@@ -36,7 +36,7 @@ class Reading(HTMLParser):
             self.cells.append(data)
 
 
-def test_the_report_holds_all_numbers_and_curves_and_asks_nobody() -> None:
+def test_the_report_is_complete_and_loads_nothing_external() -> None:
     points = [point("speculative", 1, 0.25), point("speculative", 2, 0.5), point("plain", 1, 0.75)]
     text = html_report("bench: a<b", "12 requests", "requests/s", points)
     reading = Reading()
@@ -49,7 +49,7 @@ def test_the_report_holds_all_numbers_and_curves_and_asks_nobody() -> None:
     assert not re.search(r"""(src|href)=(?!"#)|@import|url\((?!#)""", text)
 
 
-def test_what_was_not_measured_has_no_picture() -> None:
+def test_unmeasured_values_have_no_chart() -> None:
     answers = [TimedAnswer("", 1, 0, 0, 0.5, 0.5)]
     points = [LoadPoint("plain", load, 1.0, 1, 0, Latencies.of(answers)) for load in (1, 2)]
     assert html_report("t", "c", "requests/s", points).count("<svg") == 2

@@ -20,14 +20,14 @@ def test_acceptance_of_a_tally() -> None:
     assert tally + tally - tally == tally
 
 
-def test_throughput_is_all_tokens_over_all_time() -> None:
+def test_throughput_is_total_tokens_over_total_time() -> None:
     summary = arm_summary([batch("plain", 0, 1.0), batch("plain", 1, 4.0)])
     assert summary.tokens_per_s == 4.0  # not the mean of 10 and 2.5
     assert summary.latency_s == 2.5
     assert summary.tally == Tally(20, 12, 8, 12, 4)
 
 
-def test_speedup_pairs_batches_whatever_their_order() -> None:
+def test_speedup_pairs_batches_in_any_order() -> None:
     base = [batch("plain", 0, 2.0), batch("plain", 1, 30.0)]
     fast = [batch("speculative", 1, 10.0, text="other"), batch("speculative", 0, 1.0)]
     result = speedup(fast, base)
@@ -36,7 +36,7 @@ def test_speedup_pairs_batches_whatever_their_order() -> None:
     assert (result.equal, result.answers) == (1, 2)
 
 
-def test_repeats_of_a_prompt_are_one_observation() -> None:
+def test_repetitions_of_a_prompt_are_one_observation() -> None:
     """Counted apart, 50 repeats of two prompts would narrow the interval as 100 prompts do."""
     base = [batch("plain", index, 2.0, repeat=repeat) for index in range(2) for repeat in range(50)]
     fast = [batch("speculative", index, 1.0 + index, repeat=repeat) for index in range(2) for repeat in range(50)]
@@ -44,7 +44,7 @@ def test_repeats_of_a_prompt_are_one_observation() -> None:
     assert (result.low, result.high) == (pytest.approx(1), pytest.approx(2))
 
 
-def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+def test_intervals_have_the_stated_coverage() -> None:
     """24 log-normal ratios, 400 times. Percentile bootstrap at n = 24 covers some 93 %; 88 % is 4 sigma below that."""
     draw = np.random.default_rng(1)
     covered = 0
@@ -54,11 +54,11 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 0.88 * 400 <= covered <= 0.98 * 400
 
 
-def test_equal_ratios_leave_no_doubt() -> None:
+def test_equal_ratios_have_an_empty_interval() -> None:
     assert mean_ratio([1.5] * 8) == (pytest.approx(1.5),) * 3
 
 
-def test_acceptance_is_told_apart_by_kind() -> None:
+def test_acceptance_is_listed_by_kind() -> None:
     kinds = acceptance_by_kind([batch("speculative", 0, 1), batch("speculative", 1, 1, kind="code")] * 2)
     assert {kind: tally.drafted for kind, tally in kinds.items()} == {"chat": 12, "code": 12}
     assert kinds["code"].acceptance_rate == pytest.approx(4 / 6)

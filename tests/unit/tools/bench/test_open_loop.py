@@ -18,7 +18,7 @@ USAGE = {
 EVENT = f"data: {json.dumps({'choices': [{'delta': {'content': 'text'}}], 'usage': USAGE})}\n\n"
 
 
-def test_moments_are_those_of_a_poisson_process() -> None:
+def test_arrival_times_form_a_poisson_process() -> None:
     """Gaps of an exponential distribution spread as far as their mean; with 4000, by 3 % at most but once in 20."""
     moments = arrivals(rate=4.0, count=4001, seed=1)
     gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
@@ -27,11 +27,11 @@ def test_moments_are_those_of_a_poisson_process() -> None:
     assert pstdev(gaps) == pytest.approx(0.25, rel=0.07)
 
 
-def test_moments_are_the_same_for_every_arm_and_others_for_another_seed() -> None:
+def test_arrival_times_depend_only_on_the_seed() -> None:
     assert arrivals(2.0, 5, 3) == arrivals(2.0, 5, 3) != arrivals(2.0, 5, 4)
 
 
-async def test_every_arm_is_asked_the_same_at_every_rate() -> None:
+async def test_every_arm_gets_the_same_requests_at_every_rate() -> None:
     asked: list[tuple[str, bool]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -55,13 +55,13 @@ async def test_every_arm_is_asked_the_same_at_every_rate() -> None:
         assert sorted(prompt for prompt, plain in measured if plain is is_plain) == ["one"] * 4 + ["two"] * 2
 
 
-def test_failures_are_counted_and_are_no_answers() -> None:
+def test_failures_are_counted_separately() -> None:
     outcomes = [TimedAnswer("", 10, 0, 0, 0.1, 1.0), EndpointError("429"), TimedAnswer("", 20, 0, 0, 0.3, 1.0)]
     point = load_point(PLAIN, 2.0, outcomes, seconds=2.0)
     assert (point.answers, point.failed, point.tokens_per_s) == (2, 1, 15.0)
     assert point.quantile_s("ttft", "p50") == pytest.approx(0.2)
 
 
-def test_a_run_without_any_answer_says_why() -> None:
+def test_a_run_without_answers_reports_the_reason() -> None:
     with pytest.raises(EndpointError, match="429: full"):
         load_point(PLAIN, 2.0, [EndpointError("429: full")], 1.0)

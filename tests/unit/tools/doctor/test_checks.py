@@ -46,25 +46,25 @@ def faults(facts: ClusterFacts, settings: SlipstreamConfig | None = None) -> dic
     return {check.name: check.faults for check in judge(settings or config(), facts) if check.faults}
 
 
-def test_a_cluster_that_lacks_nothing_has_no_fault() -> None:
+def test_a_complete_cluster_has_no_fault() -> None:
     calls = (ProbeCall("1" * 20, "2" * 20, 0.001, None), ProbeCall("2" * 20, "1" * 20, 0.002, None))
     assert faults(cluster(calls=calls)) == {}
 
 
 @pytest.mark.parametrize("what", sorted(VERSIONS))
-def test_versions_that_differ_are_named_with_their_nodes(what: str) -> None:
+def test_different_versions_are_named_with_their_nodes(what: str) -> None:
     (line,) = faults(cluster(found("1"), found("2", versions=VERSIONS | {what: "other"})))["versions"]
     assert line.startswith(f"{what} differs: {VERSIONS[what]} on 10.0.0.1; other on 10.0.0.2; install the same")
 
 
-def test_a_gpu_under_a_torch_for_cpus_is_a_fault() -> None:
+def test_a_cpu_build_of_torch_on_a_gpu_node_is_a_fault() -> None:
     one = found("1")
     gpu = replace(one, node=replace(one.node, resources={**one.node.resources, "GPU": 1.0}))
     (line,) = faults(cluster(gpu, found("2")))["versions"]
     assert line.startswith("10.0.0.1 has GPUs, but torch 2.9.0+cpu is for CPUs only")
 
 
-def test_a_node_that_says_nothing_is_named_with_the_reason() -> None:
+def test_an_unresponsive_node_is_named_with_the_reason() -> None:
     one, two = found("1"), found("2")
     facts = cluster(one, nodes=(one.node, two.node), silent={two.node.node_id: "No module named 'serve_app'"})
     assert faults(facts) == {
@@ -74,19 +74,19 @@ def test_a_node_that_says_nothing_is_named_with_the_reason() -> None:
     }
 
 
-def test_a_pool_that_fits_nowhere_is_a_fault_of_resources() -> None:
+def test_a_pool_that_fits_nowhere_is_a_resource_fault() -> None:
     (line,) = faults(cluster(), config(target={"resources_per_rank": {"num_gpus": 1}}))["resources"]
     assert "no node has more than 0 GPU" in line
 
 
-def test_ports_and_models_are_named_by_node() -> None:
+def test_closed_ports_and_missing_models_are_named_by_node() -> None:
     node = found("2", port_fault="server.port: cannot listen on 0.0.0.0:8000", model_fault="there is no model folder")
     told = faults(cluster(found("1"), node))
     assert told["HTTP port"][0].startswith("10.0.0.2: server.port: cannot listen")
     assert told["models"] == ("10.0.0.2: there is no model folder; replicas may be placed there",)
 
 
-def test_a_node_must_read_the_models_of_what_it_may_hold() -> None:
+def test_a_node_needs_the_models_of_its_possible_replicas() -> None:
     asked = {"labels": {"pool": "target"}}
     apart = {
         "target": {"resources_per_rank": asked},
@@ -103,7 +103,7 @@ def test_a_node_must_read_the_models_of_what_it_may_hold() -> None:
     assert models_needed(head, Node("n", "a", offered, targets)) is ModelsNeeded.BOTH
 
 
-def test_shared_memory_must_hold_the_object_store_and_the_ranks_beside_it() -> None:
+def test_shared_memory_must_hold_the_object_store_and_the_ranks() -> None:
     (store,) = faults(cluster(found("1", shared_memory=64 << 20)))["shared memory"]
     assert "has 64 MiB in /dev/shm, and Ray's object store is 1024 MiB" in store
     assert len(faults(cluster(found("1", shared_memory=GIB - 1)))["shared memory"]) == 1
@@ -113,7 +113,7 @@ def test_shared_memory_must_hold_the_object_store_and_the_ranks_beside_it() -> N
     assert "2 ranks of a target need 128 MiB beside it" in ranks
 
 
-def test_ray_must_let_replicas_finish_for_all_that_the_configuration_says() -> None:
+def test_rays_drain_time_must_cover_the_configured_one() -> None:
     """30 s by default, 10 to end and 15 until Serve knows."""
     facts = cluster(found("1"), found("2", ray_drain_s=54.0))
     (line,) = faults(facts)["drain"]
@@ -124,20 +124,20 @@ def test_ray_must_let_replicas_finish_for_all_that_the_configuration_says() -> N
     assert len(faults(facts, config(server={"drain_s": 30.5}))["drain"]) == 2
 
 
-def test_a_node_that_holds_no_replica_has_nothing_to_finish() -> None:
+def test_a_node_without_replicas_needs_no_drain_time() -> None:
     head = found("2", ray_drain_s=0.0)
     bare = replace(head, node=replace(head.node, resources={"object_store_memory": float(GIB)}))
     assert len(faults(cluster(found("1"), head))["drain"]) == 1
     assert faults(cluster(found("1"), bare)) == {}
 
 
-def test_a_drain_that_nobody_set_is_what_ray_takes_it_for() -> None:
+def test_the_default_drain_time_is_rays() -> None:
     assert ray_drain_s({RAY_DRAIN: "120"}) == 120
     assert ray_drain_s({RAY_DRAIN: "two minutes"}) == ray_drain_s({}) == 30
     assert ray_drain_s(os.environ) == ray_constants.RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 
-def test_rays_ports_ask_for_a_token_where_there_are_several_machines() -> None:
+def test_ray_needs_a_token_on_several_machines() -> None:
     open_ports = cluster(found("1"), found("2", ray_auth=ray_auth({})))
     (line,) = faults(open_ports)["Ray's token"]
     assert line.startswith("10.0.0.2: Ray asks for no token (RAY_AUTH_MODE is disabled), so whoever reaches its ports")
@@ -148,7 +148,7 @@ def test_rays_ports_ask_for_a_token_where_there_are_several_machines() -> None:
     assert ray_auth({"RAY_AUTH_MODE": "Token"}) == "token"
 
 
-def test_calls_that_fail_or_are_slow_are_told_with_both_ends() -> None:
+def test_failed_and_slow_calls_are_named_with_both_nodes() -> None:
     ends = ("1" * 20, "2" * 20)
     (failed,) = faults(cluster(calls=(ProbeCall(*ends, None, "UNAVAILABLE: refused"),)))["gRPC"]
     assert failed.startswith("no gRPC call from 10.0.0.1 to 10.0.0.2: UNAVAILABLE: refused; ")
@@ -158,7 +158,7 @@ def test_calls_that_fail_or_are_slow_are_told_with_both_ends() -> None:
     assert none == "10.0.0.2: no gRPC server can be started: no token"
 
 
-def test_one_wrong_clock_is_one_finding_unless_the_question_took_as_long() -> None:
+def test_a_wrong_clock_is_one_finding() -> None:
     right = [ClockReading(name * 20, 3.0, 0.001) for name in "12"]
     nodes = (found("1"), found("2"), found("3"))
     (line,) = faults(cluster(*nodes, clocks=(*right, ClockReading("3" * 20, 2.5, 0.001))))["clocks"]
@@ -166,14 +166,14 @@ def test_one_wrong_clock_is_one_finding_unless_the_question_took_as_long() -> No
     assert faults(cluster(*nodes, clocks=(*right, ClockReading("3" * 20, 2.5, 0.5)))) == {}
 
 
-def test_nodes_of_one_address_are_told_apart() -> None:
+def test_nodes_with_one_address_are_distinguished() -> None:
     one, two = found("1"), found("2")
     shared = replace(two, node=replace(two.node, address="10.0.0.1"), versions=VERSIONS | {"ray": "2.61.0"})
     (line,) = faults(cluster(one, shared))["versions"]
     assert "2.61.0 on 10.0.0.1 (22222222)" in line
 
 
-def test_all_pairs_are_tried_until_there_are_many_nodes() -> None:
+def test_all_pairs_are_probed_in_small_clusters() -> None:
     few = [found(str(name)) for name in range(1, 5)]
     assert len({(a.node.node_id, b.node.node_id) for a, b in pairs(few)}) == 4 * 3
     many = [found(str(name)) for name in range(1, 21)]

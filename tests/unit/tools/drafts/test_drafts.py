@@ -28,7 +28,7 @@ def a_config(path: Path, target: Path, **draft: object) -> Path:
     return path
 
 
-def test_a_head_that_fits_is_shown_with_a_configuration() -> None:
+def test_a_fitting_head_is_shown_with_a_configuration() -> None:
     found = CliRunner().invoke(app, ["drafts", "inspect", str(checkpoint("eagle3")), "--target", str(TARGET)])
     assert found.exit_code == 0
     assert "SafeAILab's layout" in found.stdout
@@ -36,7 +36,7 @@ def test_a_head_that_fits_is_shown_with_a_configuration() -> None:
     assert yaml.safe_load(found.stdout.partition("configure it as\n")[2])["draft"]["method"] == "eagle"
 
 
-def test_a_head_that_does_not_fit_has_status_1_and_says_why(tmp_path: Path) -> None:
+def test_a_misfit_exits_with_1_and_the_reason(tmp_path: Path) -> None:
     target = a_target(tmp_path / "target")
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"vocab_size": 95}))
@@ -46,7 +46,7 @@ def test_a_head_that_does_not_fit_has_status_1_and_says_why(tmp_path: Path) -> N
     assert "configure it as" not in found.stdout
 
 
-def test_json_has_all_of_it() -> None:
+def test_json_contains_all_facts() -> None:
     found = CliRunner().invoke(app, ["drafts", "inspect", str(checkpoint("medusa")), "--json"])
     data = json.loads(found.stdout)
     assert (data["fits"], data["layout"]["method"], data["proposes"]) == (True, "medusa", 96)
@@ -54,7 +54,7 @@ def test_json_has_all_of_it() -> None:
     assert yaml.safe_load(data["config"])["draft"]["method"] == "medusa"
 
 
-def test_a_head_is_shown_as_it_would_run_with_keys_that_are_set() -> None:
+def test_options_are_applied_to_the_shown_head() -> None:
     keys = ["--set", "draft.eagle.output_norm=both", "--set", "draft.eagle.states=[1, 2, 3]"]
     found = CliRunner().invoke(app, ["drafts", "inspect", str(checkpoint("eagle3")), "--target", str(TARGET), *keys])
     assert found.exit_code == 0, found.output
@@ -75,7 +75,7 @@ def test_a_head_is_shown_as_it_would_run_with_keys_that_are_set() -> None:
         ("draft.eagle.layer_ids", "is not of the form section.key=value"),
     ],
 )
-def test_keys_that_say_nothing_of_this_head_have_status_2(
+def test_unrelated_options_exit_with_2(
     key: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main(monkeypatch, "drafts", "inspect", checkpoint("eagle3"), "--set", key) == 2
@@ -83,11 +83,11 @@ def test_keys_that_say_nothing_of_this_head_have_status_2(
 
 
 @pytest.mark.parametrize("arguments", [("drafts", "inspect"), ("drafts", "inspect", "/nowhere"), ("drafts", "measure")])
-def test_wrong_use_has_status_2(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_errors_exit_with_2(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_main(monkeypatch, *arguments) == 2
 
 
-def test_drafts_of_two_targets_are_not_compared(
+def test_drafts_of_different_targets_are_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = a_config(tmp_path / "one.yaml", tmp_path / "a", method="ngram")
@@ -96,7 +96,7 @@ def test_drafts_of_two_targets_are_not_compared(
     assert "drafts are compared over texts of one target" in capsys.readouterr().err
 
 
-def test_several_drafts_are_measured_side_by_side(tmp_path: Path) -> None:
+def test_several_drafts_are_measured_together(tmp_path: Path) -> None:
     target = a_target(tmp_path / "target")
     configs = [
         a_config(tmp_path / "lookup.yaml", target, method="ngram"),

@@ -36,7 +36,7 @@ def faults(**sections: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_the_files_are_what_their_configuration_says(name: str) -> None:
+def test_rendered_files_match_the_repository(name: str) -> None:
     folder = K8S / "overlays" / name
     files = rendered(overlay_config(name), "slipstream.yaml")
     assert {file: (folder / file).read_text() for file in files} == files, (
@@ -45,7 +45,7 @@ def test_the_files_are_what_their_configuration_says(name: str) -> None:
     assert {path.name for path in folder.iterdir()} == {"slipstream.yaml", *files}
 
 
-def test_a_plain_configuration_will_do() -> None:
+def test_a_minimal_configuration_renders() -> None:
     check(config())
 
 
@@ -58,13 +58,13 @@ def test_an_accelerator_type_is_refused_with_the_label_to_use(pool: str, resourc
     assert f"use {pool}.{resources}.labels: {{ray.io/accelerator-type: H100}}" in fault
 
 
-def test_the_label_to_use_is_what_the_pools_group_then_carries() -> None:
+def test_the_suggested_label_is_on_the_pools_group() -> None:
     labels = {"ray.io/accelerator-type": "L4"}
     (group,) = [each for each in worker_groups(config(draft={"resources": {"labels": labels}})) if each.name == "draft"]
     assert group.labels == labels | {"pool": "draft"}
 
 
-def test_custom_resources_and_a_label_of_the_groups_own_are_refused() -> None:
+def test_custom_resources_and_reserved_labels_are_refused() -> None:
     (custom,) = faults(draft={"resources": {"custom": {"fast": 1}}})
     assert "draft.resources.custom has fast" in custom
     (label,) = faults(target={"resources_per_rank": {"labels": {"pool": "mine"}}})
@@ -76,13 +76,13 @@ def test_a_missing_image_and_another_port_are_both_named() -> None:
     assert [fault.split()[0] for fault in found] == ["kubernetes.image", "server.port"]
 
 
-def test_pods_that_would_serve_anybody_are_refused_unless_that_is_said() -> None:
+def test_pods_without_keys_are_refused_unless_insecure() -> None:
     (fault,) = faults(server={"insecure": False})
     assert "server.keys is empty" in fault
     check(config(server={"insecure": False, "keys": {"a": {"sha256": "0" * 64}}}))
 
 
-def test_pods_that_trust_nobody_and_certificates_that_no_pod_can_find_are_refused() -> None:
+def test_missing_trust_and_unmounted_certificates_are_refused() -> None:
     (fault,) = faults(trust={"insecure": False})
     assert "name one, or say trust.insecure: true" in fault
     for folder in ("certificates/{role}", "/etc/slipstream"):
@@ -98,7 +98,7 @@ def secrets_of(pod: dict[str, Any]) -> list[tuple[str, str]]:
     return [(mounted[name]["mountPath"], secret) for name, secret in secrets]
 
 
-def test_every_group_mounts_the_token_where_the_configuration_looks_for_it() -> None:
+def test_every_group_mounts_the_token_at_the_configured_path() -> None:
     trust = {"insecure": False, "token_file": "/etc/slipstream/token/tokens"}
     service = yaml.safe_load(rendered(config(trust=trust), "c.yaml")["rayservice.yaml"])
     groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
@@ -108,12 +108,12 @@ def test_every_group_mounts_the_token_where_the_configuration_looks_for_it() -> 
 
 
 @pytest.mark.parametrize("path", ["tokens", "secrets/tokens", "/tokens"])
-def test_a_token_that_no_pod_can_find_is_refused(path: str) -> None:
+def test_an_unmounted_token_is_refused(path: str) -> None:
     (fault,) = faults(trust={"insecure": False, "token_file": path})
     assert f"trust.token_file is {path}, expected an absolute path in a folder of its own" in fault
 
 
-def test_each_group_mounts_the_certificate_of_its_own_role_which_the_component_makes() -> None:
+def test_each_group_mounts_the_certificate_of_its_role() -> None:
     trust = {"insecure": False, "certificates": "/etc/slipstream/{role}"}
     service = yaml.safe_load(rendered(config(trust=trust), "c.yaml")["rayservice.yaml"])
     made = {
@@ -133,7 +133,7 @@ def test_each_group_mounts_the_certificate_of_its_own_role_which_the_component_m
     }
 
 
-def test_the_policy_sees_both_pools_and_connections_stay_open_as_long_as_configured() -> None:
+def test_autoscaling_policy_and_keep_alive_are_rendered() -> None:
     """`build` gives each pool a policy of its own, under which drafters would not scale."""
     found = serve_config(config(server={"keep_alive_s": 77}))
     (application,) = found["applications"]
@@ -141,7 +141,7 @@ def test_the_policy_sees_both_pools_and_connections_stay_open_as_long_as_configu
     assert found["http_options"] == {"keep_alive_timeout_s": 77}
 
 
-def test_a_pod_has_the_gpus_and_cpus_of_its_replicas() -> None:
+def test_pods_have_the_gpus_and_cpus_of_their_replicas() -> None:
     target = {"tensor_parallel": 4, "resources_per_rank": {"num_gpus": 1, "num_cpus": 2}}
     draft = {"resources": {"num_gpus": 0.25, "num_cpus": 0.5}, "replicas": {"min": 5, "max": 9}}
     groups = worker_groups(config(target=target, draft=draft, kubernetes={"draft": {"replicas": 4}}))
@@ -153,7 +153,7 @@ def test_a_pod_has_the_gpus_and_cpus_of_its_replicas() -> None:
     assert [(group.least, group.most) for group in groups] == [(1, 1), (2, 6), (1, 1)]
 
 
-def test_in_pods_the_configuration_has_its_labels_and_nothing_that_a_pod_has_no_use_for() -> None:
+def test_the_rendered_configuration_has_labels_and_only_useful_keys() -> None:
     given = config(server={"routers": 3, "host": "0.0.0.0"}, target={"max_sessions": 5})
     again = in_pods(given)
     assert again.target.resources_per_rank.labels == {"pool": "target"}
@@ -170,7 +170,7 @@ def test_models_on_the_volume_are_not_downloaded() -> None:
     assert "kind: Job" not in rendered(local, "c.yaml")["models.yaml"]
 
 
-def test_what_scales_is_what_the_autoscaler_is_for() -> None:
+def test_the_autoscaler_is_enabled_only_for_scaling_pools() -> None:
     fixed = yaml.safe_load(rendered(config(), "c.yaml")["rayservice.yaml"])["spec"]["rayClusterConfig"]
     assert "enableInTreeAutoscaling" not in fixed
     scaling = config(draft={"replicas": {"min": 1, "max": 2}})
@@ -178,7 +178,7 @@ def test_what_scales_is_what_the_autoscaler_is_for() -> None:
     assert found["enableInTreeAutoscaling"] is True
 
 
-def test_the_command_writes_beside_the_configuration(tmp_path: Path) -> None:
+def test_the_command_writes_next_to_the_configuration(tmp_path: Path) -> None:
     folder = tmp_path / "overlays" / "mine"
     folder.mkdir(parents=True)
     (tmp_path / "base").mkdir()
@@ -192,7 +192,7 @@ def test_the_command_writes_beside_the_configuration(tmp_path: Path) -> None:
     assert "slipstream k8s render mine.yaml" in (folder / "rayservice.yaml").read_text()
 
 
-def test_outside_the_repository_the_folder_holds_all_that_kustomize_reads(tmp_path: Path) -> None:
+def test_outside_the_repository_the_folder_is_self_contained(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(PLAIN))
     out = tmp_path / "manifests"

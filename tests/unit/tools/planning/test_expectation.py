@@ -26,7 +26,7 @@ def test_expected_tokens(acceptance, block_len, tokens):
     assert expected_tokens(acceptance, block_len) == pytest.approx(tokens)
 
 
-def test_expected_tokens_is_the_mean_of_the_process_that_it_describes():
+def test_expected_tokens_equals_the_simulated_mean():
     rng = random.Random(3)
 
     def verified() -> int:
@@ -56,15 +56,15 @@ def test_speed_up():
 
 
 @pytest.mark.parametrize("round_time", [lock_step, in_process, draft_ahead])
-def test_at_the_break_even_draft_time_the_gain_is_eaten(round_time):
+def test_the_gain_vanishes_at_the_break_even_draft_time(round_time):
     draft_s = break_even_draft_s(3.0, COSTS, round_time)
     there = RoundCosts(COSTS.non_speculative_s, COSTS.verify_s, draft_s, COSTS.hop_s)
     assert round_time(there) == pytest.approx(3.0 * COSTS.non_speculative_s, abs=1e-6)
 
 
-def test_drafting_ahead_bears_slower_drafts_than_lock_step():
+def test_drafting_ahead_tolerates_slower_drafts_than_lock_step():
     assert break_even_draft_s(3.0, COSTS, draft_ahead) > break_even_draft_s(3.0, COSTS, lock_step)
 
 
-def test_a_verification_that_costs_all_that_it_brings_leaves_nothing_for_drafts():
+def test_no_break_even_if_verification_costs_the_gain():
     assert break_even_draft_s(1.5, RoundCosts(0.010, 0.016, 0.001)) == 0.0

@@ -86,14 +86,14 @@ def test_good_and_cheap_drafts_are_recommended(priced_plan):
     assert recommendation.best.cost_per_million is not None
 
 
-def test_useless_drafts_are_not_advised():
+def test_useless_drafts_are_not_recommended():
     recommendation = recommend(replace(SMALL, draft=DraftQuality((0.0,), runner_up=0.0)))
     assert recommendation.best.candidate == NON_SPECULATIVE
     assert recommendation.best.cost_per_million is None, "without prices"
     assert "non-speculative decoding" in recommendation_text(SMALL, recommendation)
 
 
-def test_drafts_that_cost_more_than_they_bring_are_not_advised():
+def test_drafts_that_do_not_pay_are_not_recommended():
     dear = recommend(replace(SMALL, prices=Prices(target=1.0, drafter=1000.0)))
     assert dear.best.candidate == NON_SPECULATIVE
     assert recommend(replace(SMALL, prices=Prices(target=1.0, drafter=0.01))).best.candidate.block_len == 4
@@ -102,7 +102,7 @@ def test_drafts_that_cost_more_than_they_bring_are_not_advised():
 LOCK_STEP = CandidateFleet(1, 1, 4, Mode.LOCK_STEP)
 
 
-def test_where_nothing_that_drafts_is_advised_the_gain_is_that_of_a_drafter_for_each_target():
+def test_the_gain_is_reported_for_one_drafter_per_target_if_none_pays():
     recommendation = recommend(replace(SMALL, draft=DraftQuality((0.0,), runner_up=0.0), ratios=((4, 1),)))
     assert recommendation.limits is not None
     assert recommendation.limits.candidate == LOCK_STEP
@@ -110,7 +110,7 @@ def test_where_nothing_that_drafts_is_advised_the_gain_is_that_of_a_drafter_for_
 
 @pytest.mark.parametrize("power", [0.3, 1, 4])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_where_a_function_is_nothing_is_found_in_few_steps(power: float, sign: int):
+def test_a_root_is_found_in_few_steps(power: float, sign: int):
     asked = []
 
     def function(at: float) -> float:
@@ -122,7 +122,7 @@ def test_where_a_function_is_nothing_is_found_in_few_steps(power: float, sign: i
     assert len(asked) <= 7
 
 
-def test_no_drafting_is_short_enough_where_verification_alone_costs_what_it_brings():
+def test_no_draft_time_pays_if_verification_alone_costs_the_gain():
     dear = COSTS.model_copy(update={"target": ForwardCost.linear(0.001, per_token_s=0.019)})
     found = limits(replace(SMALL, costs=dear), LOCK_STEP, 1, InlineExecutor())
     assert found.draft_s == 0.0
@@ -130,7 +130,7 @@ def test_no_drafting_is_short_enough_where_verification_alone_costs_what_it_brin
 
 
 @pytest.mark.parametrize("arrivals", [ClosedLoop(1), ClosedLoop(20), Poisson(1.0), Poisson(20.0)])
-def test_requests_come_for_as_long_whatever_the_fleet(arrivals):
+def test_arrivals_last_equally_long_for_every_fleet(arrivals):
     loads = [
         simulation_config(
             replace(SMALL, arrivals=arrivals), CandidateFleet(targets, 1, 4, Mode.ADAPTIVE), sessions=40
@@ -140,7 +140,7 @@ def test_requests_come_for_as_long_whatever_the_fleet(arrivals):
     assert [load.sessions for load in loads] == [40, 4 * 40]
 
 
-def test_the_more_run_at_once_the_longer_is_watched_whether_what_waits_grows():
+def test_more_concurrency_needs_a_longer_trial():
     """A step of n sessions takes 20 ms and, with a token of the prompt for each that it decides, n ms."""
     costs = COSTS.model_copy(update={"target": ForwardCost.linear(0.020, per_token_s=0.0005)})
     asked = replace(SMALL, costs=costs, prompt_tokens=32, new_tokens=32)
@@ -157,7 +157,7 @@ CROWDED = CostModel(
 TOO_MUCH = replace(SMALL, costs=CROWDED, arrivals=Poisson(5.0))  # 160 tokens/s of a target that does less than 100
 
 
-def test_whoever_keeps_up_is_advised_though_others_were_watched_for_less_long():
+def test_only_a_fleet_that_keeps_up_is_recommended():
     """Latencies of those that do not keep up are as long as the run."""
     slow = result(1, 50.0)
     hopeless = replace(result(1, 90.0), latency_s=0.5, keeps_up=False)
@@ -177,14 +177,14 @@ class Noted(InlineExecutor):
         return super().submit(run, *args, **kwargs)
 
 
-def test_what_loses_with_a_drafter_of_its_own_is_not_tried_with_a_shared_one():
+def test_a_mode_that_loses_alone_is_not_tried_with_a_shared_drafter():
     pool = Noted()
     recommend(replace(SMALL, block_lens=(1, 4)), pool)
     assert {fleet.block_len for fleet in pool.short if fleet.fleet == (1, 1)} == {1, 4}
     assert {fleet.block_len for fleet in pool.short if fleet.fleet == (2, 1)} == {4}, "one token gains half as much"
 
 
-def test_a_shared_drafter_may_be_best_where_drafters_are_dear():
+def test_a_shared_drafter_may_be_best_if_drafters_are_expensive():
     """A shared drafter is cheaper at equal speed, even though it is not the best so far."""
     plain = replace(result(0, 60.0), candidate=NON_SPECULATIVE, cost_per_million=1.0)
     own = replace(result(1, 100.0), cost_per_million=1.2)
@@ -199,13 +199,13 @@ def result(drafters: int, tokens_per_s: float, targets: int = 1) -> CandidateRes
     return CandidateResult(CandidateFleet(targets, drafters, 4, Mode.ADAPTIVE), tokens_per_s, 1.0, 0.1, 0.5, 0.5, None)
 
 
-def test_the_smaller_fleet_is_taken_where_it_is_as_good():
+def test_the_smaller_of_equal_fleets_is_recommended():
     assert choose_best([result(2, 100.0), result(1, 99.0)], SMALL).candidate.drafters == 1
     assert choose_best([result(2, 100.0), result(1, 97.0)], SMALL).candidate.drafters == 2
     assert choose_best([result(1, 100.0), result(1, 99.0, targets=2)], SMALL).candidate.targets == 2
 
 
-def test_candidates_begin_with_plain_and_are_all_different():
+def test_candidates_begin_without_speculation_and_are_distinct():
     found = list(candidates(SMALL))
     assert found[0] == NON_SPECULATIVE
     assert len(set(found)) == len(found) == 7
@@ -294,7 +294,7 @@ def test_report_states_the_acceptance(priced_plan):
 
 
 @pytest.mark.parametrize("acceptance", ["[]", "[1.5]", "[-0.1]"])
-def test_acceptance_that_is_no_chance_is_refused(tmp_path: Path, acceptance):
+def test_acceptance_outside_zero_to_one_is_refused(tmp_path: Path, acceptance):
     saved = COSTS.model_dump_json().replace('"acceptance":null', f'"acceptance":{acceptance}')
     (tmp_path / "costs.json").write_text(saved)
     with pytest.raises(ConfigError, match="acceptance"):
@@ -314,12 +314,12 @@ def test_contradictory_options_are_refused(changes, message):
         plan_inputs(STATED, **changes)
 
 
-def test_steps_that_take_no_time_are_refused():
+def test_zero_step_times_are_refused():
     with pytest.raises(ConfigError, match="--target-step-ms is 0"):
         stated_costs(0.0, 0.5, 2.0, 0.1, 0.3)
 
 
-def test_the_command_writes_what_is_asked_for(tmp_path: Path):
+def test_the_command_writes_the_requested_files(tmp_path: Path):
     arguments = [
         "--concurrency",
         1,

@@ -49,14 +49,14 @@ def run(
 # ---------------------------------------------------------------- against formulas
 
 
-def test_plain_decoding_gives_a_token_a_step():
+def test_non_speculative_decoding_commits_a_token_per_step():
     report = run(0.8, 0, Mode.ADAPTIVE)
     assert report.tokens_per_s == pytest.approx(1 / STEP_S, rel=0.02)
     assert (report.blocks, report.drafted) == (0, 0)
     assert report.steps == report.verifies == 8 * 256
 
 
-def test_plain_steps_have_a_cost_of_their_own_and_those_with_drafts_have_not():
+def test_non_speculative_steps_have_a_separate_cost():
     costs = COSTS.model_copy(update={"non_speculative": ForwardCost.linear(STEP_S / 2)})
     assert run(0.8, 0, Mode.ADAPTIVE, costs=costs).tokens_per_s == pytest.approx(2 / STEP_S, rel=0.02)
     assert run(0.8, 5, Mode.LOCK_STEP, costs=costs).tokens_per_s == pytest.approx(
@@ -64,7 +64,7 @@ def test_plain_steps_have_a_cost_of_their_own_and_those_with_drafts_have_not():
     )
 
 
-def test_a_target_is_idle_for_as_long_as_a_block_is_drafted_and_on_its_way():
+def test_a_target_idles_while_a_block_is_drafted_and_sent():
     world = World(SimulationConfig(COSTS, Speculation(5, DraftQuality((0.8,)), Mode.LOCK_STEP), ONE_AT_A_TIME))
     world.run()
     (target,) = world.targets
@@ -74,7 +74,7 @@ def test_a_target_is_idle_for_as_long_as_a_block_is_drafted_and_on_its_way():
 
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.9])
-def test_lock_step_has_the_formulas_tokens_and_speed(acceptance):
+def test_lock_step_matches_the_formula(acceptance):
     report = run(acceptance, 5, Mode.LOCK_STEP)
     tokens = expected_tokens(acceptance, 5)
     assert report.tokens_per_block == pytest.approx(tokens, rel=0.05)
@@ -89,7 +89,7 @@ def test_right_guesses_hide_drafting_behind_verification():
     assert report.guess_hit_rate == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_step_for_many_is_shared():
+def test_sessions_share_steps():
     many = run(0.8, 0, Mode.ADAPTIVE, Workload(ClosedLoop(8), sessions=32, prompt_tokens=8, new_tokens=64))
     assert many.tokens_per_s == pytest.approx(8 / STEP_S, rel=0.05)
 
@@ -107,7 +107,7 @@ def test_sessions_may_come_in_batches():
     assert at_once == [4, 4, 4, 3, 2, 1, 4, 4, 4, 3, 2, 1, 3, 2, 1]
 
 
-def test_the_ends_of_batches_cost_speed():
+def test_batch_ends_cost_throughput():
     """Eight sessions of 128 steps, five at once: 256 steps in batches, and 205 when one follows the other."""
     in_batches, in_a_row = (
         run(0.8, 0, Mode.ADAPTIVE, Workload(ClosedLoop(5, batch), sessions=80, prompt_tokens=8, new_tokens=128))
@@ -117,7 +117,7 @@ def test_the_ends_of_batches_cost_speed():
     assert in_a_row.tokens_per_s == pytest.approx(5 / STEP_S, rel=0.05)
 
 
-def test_acceptance_by_position_cuts_blocks_where_it_is_nothing():
+def test_blocks_end_where_acceptance_is_zero():
     speculation = Speculation(5, DraftQuality((1.0, 1.0, 0.0)), Mode.LOCK_STEP)
     report = World(SimulationConfig(COSTS, speculation, ONE_AT_A_TIME)).run()
     assert report.tokens_per_block == pytest.approx(3.0, rel=0.02)
@@ -130,7 +130,7 @@ def test_open_arrivals_are_served_at_their_own_rate():
     assert report.latency_s == pytest.approx(17 * STEP_S, rel=0.3)
 
 
-def test_the_same_seed_is_the_same_run():
+def test_equal_seeds_give_equal_runs():
     first, again, other = (World(replace(random_scenario(5), seed=seed)).run() for seed in (5, 5, 6))
     assert first == again
     assert first != other
@@ -139,7 +139,7 @@ def test_the_same_seed_is_the_same_run():
 # ---------------------------------------------------------------- faults
 
 
-def test_random_scenarios_end_as_plain_decoding_does():
+def test_random_scenarios_commit_the_reference_text():
     """Every session ends, with the text of plain decoding, and nobody holds anything: `World.run` asserts it."""
     reports = [World(random_scenario(seed)).run() for seed in range(SCENARIOS)]
     assert sum(report.tokens for report in reports) > 10 * SCENARIOS
@@ -149,7 +149,7 @@ def test_random_scenarios_end_as_plain_decoding_does():
     assert len(failed) < SCENARIOS / 20, "targets fail so seldom that a session is hardly ever given up"
 
 
-def test_random_scenarios_end_with_the_same_texts_in_lock_step():
+def test_random_scenarios_commit_the_same_text_in_lock_step():
     """The slow loop is the specification of the fast one, in fault_plan too."""
     causes = {Mode.LOCK_STEP: Counter[str](), Mode.DRAFT_AHEAD: Counter[str]()}
     compared = 0
@@ -185,7 +185,7 @@ def test_each_fault_alone(role, kind):
     assert (report.sessions, report.failed) == (8, 0)
 
 
-def test_losing_every_drafter_costs_speed_only():
+def test_losing_every_drafter_costs_only_speed():
     deaths = tuple(Fault(0.1 + 0.1 * n, Role.DRAFTER, 0, Kind.DIES, seconds=1e3) for n in range(2))
     report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=Faults(faults=deaths))
     unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH)
@@ -198,7 +198,7 @@ LONG = Workload(ClosedLoop(8), sessions=16, prompt_tokens=20, new_tokens=600)
 MANY_ON_ONE = Workload(ClosedLoop(64), sessions=128, prompt_tokens=20, new_tokens=200)
 
 
-def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
+def test_the_sessions_of_a_stalled_drafter_move_to_another():
     """It hears all the while, so that no stream breaks: only its blocks are missing."""
     stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=20.0),))
     fleet = Fleet(drafters=2)
@@ -209,7 +209,7 @@ def test_the_sessions_of_a_drafter_that_stands_still_go_to_another():
     assert report.longest_gap_s < unhurt.longest_gap_s + 2 * STEP_S
 
 
-def test_a_lone_drafter_that_stood_still_is_trusted_again():
+def test_a_lone_drafter_is_used_again_after_a_stall():
     stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=3.0),))
     report = run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fault_plan=stall)
     unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LONG)
@@ -218,7 +218,7 @@ def test_a_lone_drafter_that_stood_still_is_trusted_again():
 
 
 @pytest.mark.parametrize("drafters", [1, 2])
-def test_an_overloaded_drafter_says_so_and_costs_little(drafters):
+def test_an_overloaded_drafter_refuses_at_little_cost(drafters):
     draft = DraftCost(forward=ForwardCost.linear(0.002, per_row_s=0.002))  # a pass for all takes many steps
     costs = CostModel(target=ForwardCost.linear(STEP_S, per_token_s=0.0002), draft=draft, hop_s=HOP_S)
     speculation = Speculation(4, DraftQuality((0.8,)))
@@ -239,7 +239,7 @@ EIGHT = Workload(ClosedLoop(8), sessions=32, prompt_tokens=20, new_tokens=600)
 
 
 @pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
-def test_a_drafter_that_turns_to_noise_is_found_resynchronised_replaced_and_left_out(mode):
+def test_a_drafter_that_turns_to_noise_is_resynced_replaced_and_excluded(mode):
     """No session fails, `World.run` compares all texts with plain decoding, and the other drafter does all the work."""
     report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2), fault_plan=noise(0))
     unhurt = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2))
@@ -254,7 +254,7 @@ def test_a_drafter_that_turns_to_noise_is_found_resynchronised_replaced_and_left
 
 @pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
 @pytest.mark.parametrize("drafters", [1, 2])
-def test_where_all_drafters_turn_to_noise_sessions_go_on_plainly(mode, drafters):
+def test_sessions_continue_without_speculation_if_all_drafters_turn_to_noise(mode, drafters):
     report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=drafters), fault_plan=noise(*range(drafters)))
     plain = run(0.8, 0, mode, EIGHT)
     assert (report.sessions, report.failed) == (32, 0)
@@ -265,7 +265,7 @@ def test_where_all_drafters_turn_to_noise_sessions_go_on_plainly(mode, drafters)
     assert report.tokens_per_s > 0.9 * plain.tokens_per_s
 
 
-def test_a_drafter_that_recovers_is_tried_and_trusted_again():
+def test_a_recovered_drafter_is_used_again():
     short = Workload(ClosedLoop(4), sessions=96, prompt_tokens=20, new_tokens=200)
     ill = run(0.8, 4, Mode.LOCK_STEP, short, fault_plan=noise(0))
     better = run(0.8, 4, Mode.LOCK_STEP, short, fault_plan=noise(0, seconds=5.0))
@@ -281,7 +281,7 @@ def test_a_dead_routers_sessions_are_freed():
     assert report.sessions == 6
 
 
-def test_without_any_target_sessions_end_with_a_clean_error():
+def test_without_targets_sessions_end_with_an_error():
     deaths = tuple(Fault(0.1, Role.TARGET, 0, Kind.DIES, seconds=1e6) for _ in range(2))
     world = World(
         SimulationConfig(
@@ -309,7 +309,7 @@ def found_by_random_scenarios() -> bool:
     return False
 
 
-def test_a_ledger_that_takes_a_verdict_twice_is_found(monkeypatch):
+def test_a_duplicated_verdict_is_detected(monkeypatch):
     right = Session.on_verdict
 
     def wrong(self, source, verdict):
@@ -320,23 +320,23 @@ def test_a_ledger_that_takes_a_verdict_twice_is_found(monkeypatch):
     assert found_by_random_scenarios()
 
 
-def test_a_target_that_keeps_what_nobody_opens_is_found(monkeypatch):
+def test_leaked_orphan_blocks_are_detected(monkeypatch):
     monkeypatch.setattr(OrphanBuffer, "expire", lambda self, now: None)
     monkeypatch.setattr(OrphanBuffer, "drafter_gone", lambda self, drafter: None)
     assert found_by_random_scenarios()
 
 
-def test_a_target_that_loses_count_of_draft_tokens_is_found(monkeypatch):
+def test_miscounted_draft_tokens_are_detected(monkeypatch):
     monkeypatch.setattr(BlockBuffer, "leave", lambda self: None)
     assert found_by_random_scenarios()
 
 
-def test_a_drafter_that_never_forgets_is_found(monkeypatch):
+def test_leaked_draft_sequences_are_detected(monkeypatch):
     monkeypatch.setattr(SessionTable, "_close", lambda self, router, close: [])
     assert found_by_random_scenarios()
 
 
-def test_a_cache_that_is_not_what_was_decided_is_found(monkeypatch):
+def test_a_wrong_cache_is_detected(monkeypatch):
     right = TargetSequence.row
 
     def off_by_one(self, budget):
@@ -350,7 +350,7 @@ def test_a_cache_that_is_not_what_was_decided_is_found(monkeypatch):
 # ---------------------------------------------------------------- parts
 
 
-def test_the_clock_keeps_the_order_of_what_is_due_together():
+def test_simultaneous_events_keep_their_order():
     clock = Clock()
     seen = []
     clock.at(2.0, lambda: seen.append("late"))
@@ -360,7 +360,7 @@ def test_the_clock_keeps_the_order_of_what_is_due_together():
     assert (seen, clock.now) == (["second", "after the second", "late"], 2.0)
 
 
-def test_a_clock_that_stands_still_is_found():
+def test_a_stopped_clock_is_detected():
     clock = Clock()
 
     def again() -> None:
@@ -371,7 +371,7 @@ def test_a_clock_that_stands_still_is_found():
         clock.run()
 
 
-def test_a_script_agrees_as_often_as_it_should():
+def test_a_script_has_the_requested_acceptance():
     load = Workload(ClosedLoop(1), 1, prompt_tokens=0, new_tokens=4000)
     text = reference_text(load, seed=1, index=0)
     chances = DraftQuality((0.7,), runner_up=0.5).chances(3)
@@ -392,7 +392,7 @@ def test_a_script_may_stop_before_its_limit():
     assert text.tokens[: 3 + len(text.plain)] == text.prompt + text.plain
 
 
-def test_forward_costs_are_linear_between_points_and_go_on_beyond():
+def test_forward_costs_are_interpolated_and_extrapolated():
     cost = ForwardCost(by_tokens=((1, 10.0), (8, 17.0), (40, 33.0)), per_row_s=1.0)
     assert [cost.seconds(1, tokens) for tokens in (0, 1, 4.5, 8, 24, 40, 56)] == [11, 11, 14.5, 18, 26, 34, 42]
     assert ForwardCost(by_tokens=((4, 2.0),)).seconds(3, 100) == 2.0
@@ -415,7 +415,7 @@ def test_costs_are_saved_and_loaded(tmp_path: Path, plain: ForwardCost | None):
         ("{", "Invalid JSON"),
     ],
 )
-def test_wrong_costs_are_named(tmp_path: Path, text, message):
+def test_invalid_costs_are_named(tmp_path: Path, text, message):
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -427,7 +427,7 @@ def test_missing_costs_are_named(tmp_path: Path):
         CostModel.load(tmp_path / "none.json")
 
 
-def test_the_steady_rate_leaves_out_beginning_and_end():
+def test_the_steady_rate_excludes_start_and_end():
     slow_start = [Commit(float(at), 1) for at in range(0, 50, 10)]
     steady = [Commit(50 + at / 2, 1) for at in range(1, 31)]
     slow_end = [Commit(70.0 + at * 10, 1) for at in range(5)]
@@ -435,7 +435,7 @@ def test_the_steady_rate_leaves_out_beginning_and_end():
     assert steady_rate([]) == 0.0
 
 
-def test_tokens_are_met_where_as_many_are_committed_as_are_asked_for():
+def test_a_rate_is_met_if_all_requested_tokens_are_committed():
     """Runs one request a second, of 10 tokens each, and counts after the first quarter."""
     arrivals = [Arrival(float(at), 10) for at in range(40)]
     late = [Commit(at + 0.1 * part + 3.0, 1) for at in range(40) for part in range(10)]
@@ -445,7 +445,7 @@ def test_tokens_are_met_where_as_many_are_committed_as_are_asked_for():
     assert share_met([], []) == 1.0
 
 
-def test_so_many_sessions_arrive_in_the_time_that_they_take_on_average():
+def test_arrivals_have_the_requested_rate():
     times = Poisson(2.0).times(400, random.Random(0))
     assert times == sorted(times)
     assert 190 < times[-1] < 200, "whatever luck has it"
@@ -453,7 +453,7 @@ def test_so_many_sessions_arrive_in_the_time_that_they_take_on_average():
     assert stdev(gaps) == pytest.approx(0.5, rel=0.2), "exponential: as far from the mean as it is long"
 
 
-def test_a_rate_that_a_target_cannot_do_is_not_met():
+def test_a_rate_beyond_capacity_is_not_met():
     costs = CostModel(target=ForwardCost.linear(0.010, per_token_s=0.010), draft=COSTS.draft)  # below 100 tokens/s
     met = []
     for per_s in (4, 16):
@@ -464,7 +464,7 @@ def test_a_rate_that_a_target_cannot_do_is_not_met():
     assert met[1] < 0.7
 
 
-def test_a_drafting_pass_costs_its_forwards_and_what_each_names_after_its_first_token():
+def test_a_drafting_pass_costs_its_forwards_and_further_tokens():
     forward = ForwardCost.linear(10, per_row_s=1)
     further = ForwardCost.linear(2)
     cost = DraftCost(forward=forward, further=further, per_pass_s=5, tokens_per_forward=3)
@@ -476,7 +476,7 @@ def test_a_drafting_pass_costs_its_forwards_and_what_each_names_after_its_first_
 # ---------------------------------------------------------------- planned moves
 
 
-def test_targets_and_drafters_that_leave_fail_no_session_however_many_there_are():
+def test_departures_fail_no_session():
     """More of them than a session survives lost targets; every text is held against plain decoding."""
     leaving = [
         Fault(0.5 * (1 + at), role, at, Kind.LEAVES, seconds=2.0)

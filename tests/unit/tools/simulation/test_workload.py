@@ -8,7 +8,7 @@ from cluster.speculation.estimators import Load
 from tests.unit.cluster.speculation.samples import LOAD
 
 
-def test_the_rate_follows_the_number_of_sessions_at_once():
+def test_the_rate_follows_the_concurrency():
     assert LOAD.rate == pytest.approx(15.0)
     assert replace(LOAD, sessions=11).rate == pytest.approx(1.5 * 11 / 0.110)
     assert replace(LOAD, gain=0.5).rate == pytest.approx(10.0), "a second is worth plain decoding at least"

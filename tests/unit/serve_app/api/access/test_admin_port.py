@@ -23,7 +23,7 @@ async def statuses(http: httpx.AsyncClient, paths: tuple[str, ...]) -> set[int]:
     return {(await http.get(path)).status_code for path in paths}
 
 
-async def test_what_is_theirs_is_at_their_address_alone(codec: TextCodec) -> None:
+async def test_admin_endpoints_are_served_only_on_the_admin_port(codec: TextCodec) -> None:
     page = page_routes(PageWatch(MODEL, samples))
     async with asgi_front(codec, APART, further=page) as front, operators_client(front.app) as theirs:
         assert await statuses(front.http, THEIRS) == {404}
@@ -33,14 +33,14 @@ async def test_what_is_theirs_is_at_their_address_alone(codec: TextCodec) -> Non
         assert "server.admin" in error["message"]
 
 
-async def test_without_one_all_is_at_one_address(codec: TextCodec) -> None:
+async def test_without_an_admin_port_all_endpoints_share_one(codec: TextCodec) -> None:
     page = page_routes(PageWatch(MODEL, samples))
     async with asgi_front(codec, further=page) as front:
         assert await statuses(front.http, THEIRS + EVERYBODYS) == {200}
 
 
 @pytest.mark.parametrize(("headers", "status"), [({}, 401), ({"Authorization": f"Bearer {KEY}"}, 200)])
-async def test_their_address_asks_for_keys_as_well(codec: TextCodec, headers: dict[str, str], status: int) -> None:
+async def test_the_admin_port_requires_keys(codec: TextCodec, headers: dict[str, str], status: int) -> None:
     keys = {"keys": {"ann": {"sha256": hashlib.sha256(KEY.encode()).hexdigest()}}}
     page = page_routes(PageWatch(MODEL, samples))
     async with asgi_front(codec, APART | keys, key=KEY, further=page) as front, operators_client(front.app) as theirs:

@@ -29,7 +29,7 @@ async def front(codec: TextCodec) -> AsyncIterator[AsgiFront]:
         yield front
 
 
-async def test_who_shows_the_key_is_served_within_its_bounds(front: AsgiFront) -> None:
+async def test_a_valid_key_is_served_within_its_limits(front: AsgiFront) -> None:
     await front.openai.completions.create(**ASKED, max_tokens=4)
     await front.openai.completions.create(**ASKED)
     assert [one.max_len - len(one.prompt) for one in front.generator.generations] == [4, 5]
@@ -41,7 +41,7 @@ async def test_who_shows_the_key_is_served_within_its_bounds(front: AsgiFront) -
 
 
 @pytest.mark.parametrize(("path", "fields"), [("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [1]})])
-async def test_what_generates_nothing_counts_among_what_a_key_may_have_at_once(
+async def test_utility_requests_count_toward_a_keys_limit(
     front: AsgiFront, path: str, fields: Any
 ) -> None:
     front.plays([STALL])
@@ -58,7 +58,7 @@ async def test_what_generates_nothing_counts_among_what_a_key_may_have_at_once(
     assert (await front.http.post(path, json=fields, headers=shown)).status_code == 200
 
 
-async def test_whoever_shows_a_key_finds_nothing_that_others_had_cached(front: AsgiFront, codec: TextCodec) -> None:
+async def test_keys_do_not_share_cached_prefixes(front: AsgiFront, codec: TextCodec) -> None:
     await front.openai.completions.create(**ASKED)
     await front.openai.completions.create(**ASKED, extra_body={"cache_salt": "mine"})
     plain, salted = [one.cache_salt for one in front.generator.generations]
@@ -74,7 +74,7 @@ async def test_whoever_shows_a_key_finds_nothing_that_others_had_cached(front: A
     [{}, {"Authorization": "Bearer sk-bob"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer "}],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/nothing", "/"])
-async def test_nobody_else_is_let_in(front: AsgiFront, headers: Any, path: str) -> None:
+async def test_requests_without_a_valid_key_are_refused(front: AsgiFront, headers: Any, path: str) -> None:
     response = await front.http.post(path, json=ASKED, headers=headers)
     assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
     error = response.json()["error"]
@@ -82,18 +82,18 @@ async def test_nobody_else_is_let_in(front: AsgiFront, headers: Any, path: str) 
     assert front.generator.generations == []
 
 
-async def test_a_wrong_key_is_the_clients_authentication_error(front: AsgiFront) -> None:
+async def test_a_wrong_key_raises_the_clients_authentication_error(front: AsgiFront) -> None:
     with pytest.raises(openai.AuthenticationError):
         await front.openai.with_options(api_key="sk-bob").models.list()
     assert (await front.openai.models.list()).data[0].id == MODEL
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])
-async def test_what_watches_needs_no_key(front: AsgiFront, path: str) -> None:
+async def test_probes_need_no_key(front: AsgiFront, path: str) -> None:
     assert (await front.http.get(path)).status_code == 200
 
 
-async def test_the_live_page_is_open_and_what_it_shows_is_not(codec: TextCodec) -> None:
+async def test_the_live_page_is_public_and_its_state_is_not(codec: TextCodec) -> None:
     watch = PageWatch(MODEL, _no_samples)
     async with asgi_front(codec, {"keys": KEYS}, key=KEY, further=page_routes(watch)) as front:
         page = await front.http.get("/")
@@ -110,11 +110,11 @@ async def _no_samples() -> Sequence[Sample]:
 
 
 @pytest.mark.parametrize("path", ["/page/state", "/page/state/x.js", "/page/x.json", "/v1/page/x.js", "/page/.js"])
-async def test_what_only_looks_like_a_file_of_the_page_is_not_open(front: AsgiFront, path: str) -> None:
+async def test_paths_resembling_page_files_need_a_key(front: AsgiFront, path: str) -> None:
     assert (await front.http.get(path)).status_code == 401
 
 
-async def test_where_no_keys_are_set_anybody_is_served(codec: TextCodec) -> None:
+async def test_without_keys_all_requests_are_served(codec: TextCodec) -> None:
     async with asgi_front(codec) as front:
         front.plays([Ended(Finish.STOP)])
         await front.openai.completions.create(**ASKED)
@@ -124,7 +124,7 @@ SITE = "https://chat.example"
 PREFLIGHT = {"Origin": SITE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
 
 
-async def test_pages_of_other_sites_may_ask_where_they_are_listed(codec: TextCodec, front: AsgiFront) -> None:
+async def test_only_listed_origins_may_send_requests(codec: TextCodec, front: AsgiFront) -> None:
     response = await front.http.options("/v1/completions", headers=PREFLIGHT)
     assert "access-control-allow-origin" not in response.headers
     async with asgi_front(codec, {"keys": KEYS, "cors_origins": [SITE]}, key=KEY) as open_front:

@@ -22,7 +22,7 @@ KEYS = {"ann": key("sk-ann", max_sessions=3), "bob": key("sk-bob")}
 
 
 @pytest.mark.parametrize(("shown", "name"), [("sk-ann", "ann"), ("sk-bob", "bob"), ("sk-", None), ("", None)])
-def test_a_caller_is_known_by_the_key_alone(shown: str, name: str | None) -> None:
+def test_callers_are_identified_by_key(shown: str, name: str | None) -> None:
     found = Callers.of(KEYS).find(shown)
     assert (found.name if found else None) == name
 
@@ -33,7 +33,7 @@ def test_every_digest_is_compared_in_constant_time() -> None:
     assert compare.call_count == len(KEYS)
 
 
-def test_keys_that_say_nothing_share_no_prefixes() -> None:
+def test_keys_share_prefixes_only_with_a_common_salt() -> None:
     keys = KEYS | {"eve": key("sk-eve", cache_salt="team"), "fay": key("sk-fay", cache_salt="team")}
     salts = {caller.name: caller.cache_salt for caller in Callers.of(keys).by_digest.values()}
     assert len(set(salts.values())) == 3
@@ -41,12 +41,12 @@ def test_keys_that_say_nothing_share_no_prefixes() -> None:
     assert Caller().cache_salt == ""
 
 
-def test_a_salt_cannot_be_chosen_to_be_that_of_a_name() -> None:
+def test_a_configured_salt_cannot_equal_a_default_one() -> None:
     salts = {one.cache_salt for one in Callers.of({"a": key("x"), "b": key("y", cache_salt="a")}).by_digest.values()}
     assert len(salts) == 2
 
 
-def test_sessions_in_flight_are_bounded_and_given_back() -> None:
+def test_sessions_in_flight_are_limited_and_released() -> None:
     caller = Caller("ann", max_sessions=3)
     with caller.exchange() as first:
         first.take(2)
@@ -57,13 +57,13 @@ def test_sessions_in_flight_are_bounded_and_given_back() -> None:
     assert caller.sessions == 0
 
 
-def test_a_request_that_will_never_have_room_is_refused_for_good() -> None:
+def test_a_request_over_the_session_limit_is_invalid() -> None:
     with Caller("ann", max_sessions=3).exchange() as exchange, pytest.raises(RequestError) as caught:
         exchange.take(4)
     assert caught.value.field == "n"
 
 
-def test_more_tokens_than_a_key_allows_are_refused_by_name() -> None:
+def test_more_tokens_than_a_key_allows_are_refused() -> None:
     caller = Caller("ann", max_tokens=5)
     caller.check(CompletionRequest(model="m", prompt=("a",), max_tokens=5))
     with pytest.raises(RequestError) as caught:
@@ -71,7 +71,7 @@ def test_more_tokens_than_a_key_allows_are_refused_by_name() -> None:
     assert caught.value.field == "max_tokens"
 
 
-def test_a_new_key_is_one_that_its_lines_let_in() -> None:
+def test_a_generated_key_matches_its_printed_configuration() -> None:
     made = new_key()
     digest = key_lines("ann", made).partition("sha256: ")[2].rstrip("}")
     assert Callers.of({"ann": ApiKey(sha256=digest)}).find(made) is not None
@@ -80,6 +80,6 @@ def test_a_new_key_is_one_that_its_lines_let_in() -> None:
 
 
 @pytest.mark.parametrize("digest", ["", "0" * 63, "G" * 64, "A" * 64])
-def test_a_digest_is_one(digest: str) -> None:
+def test_invalid_digests_are_refused(digest: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.keys\.ann\.sha256"):
         config_of({"keys": {"ann": {"sha256": digest}}})

@@ -58,7 +58,7 @@ async def told(
         (NONE_THERE, 503, "server_error", "unavailable", "failed to deploy"),
     ],
 )
-async def test_its_errors_are_in_openais_form(error: Exception, status: int, kind: str, code: str, says: str) -> None:
+async def test_proxy_errors_have_openais_form(error: Exception, status: int, kind: str, code: str, says: str) -> None:
     answer = await told("/v1/completions", by_proxy(error), {"X-Request-Id": "job-7"})
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/json"
@@ -72,7 +72,7 @@ async def test_its_errors_are_in_openais_form(error: Exception, status: int, kin
 NOT_FOUND = convert_object_to_asgi_messages("Path '/v1/models' not found.", 404)
 
 
-async def test_a_path_that_no_application_has_is_not_found() -> None:
+async def test_an_unknown_path_is_not_found() -> None:
     answer = await told("/v1/models", NOT_FOUND)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert "retry-after" not in answer.headers
@@ -81,27 +81,27 @@ async def test_a_path_that_no_application_has_is_not_found() -> None:
 @pytest.mark.parametrize(
     "routes", [convert_object_to_asgi_messages({}), convert_object_to_asgi_messages("no routes yet", 503)]
 )
-async def test_before_and_after_an_application_is_there_every_path_is_unavailable(routes: list[Message]) -> None:
+async def test_every_path_is_unavailable_without_an_application(routes: list[Message]) -> None:
     answer = await told("/v1/models", NOT_FOUND, routes=routes)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert "starting or stopping" in answer.json()["error"]["message"]
     assert answer.headers["retry-after"] == str(RETRY_AFTER_S)
 
 
-async def test_what_serve_tells_those_who_run_it_stays_as_it_is() -> None:
+async def test_serves_own_endpoints_are_unchanged() -> None:
     answer = await told("/-/healthz", convert_object_to_asgi_messages("draining", 503))
     assert (answer.status_code, answer.text) == (503, "draining")
     assert "retry-after" not in answer.headers
 
 
 @pytest.mark.parametrize("status", [200, 404, 429, 503])
-async def test_what_a_router_answers_passes(status: int) -> None:
+async def test_router_responses_pass_through(status: int) -> None:
     answer = await told("/v1/completions", convert_object_to_asgi_messages({"error": "by a router"}, status))
     assert (answer.status_code, answer.json()) == (status, {"error": "by a router"})
     assert "retry-after" not in answer.headers
 
 
-async def test_a_streams_events_pass_one_by_one() -> None:
+async def test_stream_events_pass_through() -> None:
     start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
     parts = [{"type": "http.response.body", "body": part, "more_body": part != b"c"} for part in (b"a", b"b", b"c")]
     answer = await told("/v1/completions", [start, *parts])

@@ -46,7 +46,7 @@ async def named(http: httpx.AsyncClient, body: Mapping[str, Any], headers: Mappi
     return header, answer.json()["id"].removeprefix("cmpl-")
 
 
-async def test_behind_serve_an_answer_has_one_name_and_the_id_that_its_body_asks_for(
+async def test_ids_behind_serves_proxy(
     behind_serve: httpx.AsyncClient,
 ) -> None:
     header, suffix = await named(behind_serve, {}, {})
@@ -57,7 +57,7 @@ async def test_behind_serve_an_answer_has_one_name_and_the_id_that_its_body_asks
     assert await named(behind_serve, {"request_id": "job-7"}, {REQUEST_ID: "job-8"}) == ("job-8", "job-7")
 
 
-async def test_without_a_proxy_names_are_the_same_but_for_one_that_was_made(
+async def test_ids_without_a_proxy(
     before_no_proxy: httpx.AsyncClient,
 ) -> None:
     header, suffix = await named(before_no_proxy, {}, {})
@@ -68,7 +68,7 @@ async def test_without_a_proxy_names_are_the_same_but_for_one_that_was_made(
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-async def test_what_generates_nothing_is_named_as_well(before_no_proxy: httpx.AsyncClient, path: str) -> None:
+async def test_utility_endpoints_have_request_ids(before_no_proxy: httpx.AsyncClient, path: str) -> None:
     body = {"tokens": [1]} if path == "/detokenize" else {"prompt": "hi"}
     for headers in ({}, {REQUEST_ID: "job-8"}):
         answer = await before_no_proxy.post(path, json=body, headers=headers)
@@ -88,7 +88,7 @@ async def test_what_generates_nothing_is_named_as_well(before_no_proxy: httpx.As
         ("/detokenize", {}, 400),
     ],
 )
-async def test_streams_and_refusals_have_one_name_too(
+async def test_streams_and_errors_have_one_request_id(
     behind_serve: httpx.AsyncClient, path: str, body: Mapping[str, Any], status: int
 ) -> None:
     answer = await behind_serve.post(path, json=body, headers={REQUEST_ID: "job-8"})

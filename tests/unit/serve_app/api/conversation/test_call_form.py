@@ -14,7 +14,7 @@ def test_a_json_object_between_marks() -> None:
     assert (form.trigger, form.tags, form.thinking) == ("<tool_call>", None, ("<think>", "</think>"))
 
 
-def test_lines_are_kept_as_the_template_has_them() -> None:
+def test_line_breaks_of_the_template_are_kept() -> None:
     form = lined_writer().call_form
     assert form is not None
     assert form.opening == '<tool_call>\n{"name": "'
@@ -41,13 +41,13 @@ def test_a_list_of_calls_between_special_tokens() -> None:
     assert "<|im_end|>" not in form.special_ids
 
 
-def test_a_form_that_is_not_known_is_none() -> None:
+def test_an_unknown_format_is_none() -> None:
     assert quoting_writer().call_form is None
     tokenizer = talking_tokenizer()
     assert TextCodec(tokenizer, (tokenizer.eos_token_id,)).call_form is None  # nothing tells calls apart
 
 
-def test_what_is_not_read_back_as_it_was_written_is_no_form() -> None:
+def test_a_format_that_does_not_round_trip_is_none() -> None:
     codec = json_writer()
     template = codec.tokenizer.chat_template.replace(
         "call.function | tojson", '{"name": call.function.name[:5]} | tojson'
@@ -56,7 +56,7 @@ def test_what_is_not_read_back_as_it_was_written_is_no_form() -> None:
     assert TextCodec(codec.tokenizer, codec.eos_ids, codec.readers.template).call_form is None
 
 
-def test_a_template_that_refuses_calls_is_no_form() -> None:
+def test_a_template_that_refuses_calls_has_no_format() -> None:
     codec = json_writer()
     codec.tokenizer.chat_template = "{% if messages[-1].tool_calls %}{{ raise_exception('no') }}{% endif %}{{ tools }}"
     assert TextCodec(codec.tokenizer, codec.eos_ids, codec.readers.template).call_form is None

@@ -49,7 +49,7 @@ async def asked(front: AsgiFront, *messages: Any, **fields: Any) -> str:
 # ------------------------------------------------------------ what reaches the model
 
 
-async def test_a_conversation_with_calls_and_their_results(front: AsgiFront) -> None:
+async def test_a_conversation_with_calls_and_results(front: AsgiFront) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     prompt = await asked(
         front,
@@ -71,12 +71,12 @@ async def test_a_conversation_with_calls_and_their_results(front: AsgiFront) -> 
     )
 
 
-async def test_tools_that_must_not_be_called_are_not_shown(front: AsgiFront) -> None:
+async def test_forbidden_tools_are_not_rendered(front: AsgiFront) -> None:
     assert "weather" not in await asked(front, USER, tools=[WEATHER], tool_choice="none")
 
 
 @pytest.mark.parametrize(("arguments", "shown"), [("{oh", '"{oh"'), ("[1]", '"[1]"'), ("", "{}")])
-async def test_arguments_that_are_no_object_are_shown_as_they_are(front: AsgiFront, arguments: str, shown: str) -> None:
+async def test_non_object_arguments_are_rendered_verbatim(front: AsgiFront, arguments: str, shown: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     assert f'"arguments": {shown}}}' in await asked(front, USER, {"role": "assistant", "tool_calls": [call]})
 
@@ -87,17 +87,17 @@ async def test_the_final_message_is_continued(front: AsgiFront) -> None:
     assert prompt.endswith("<|im_start|>assistant\nOnce upon")
 
 
-async def test_no_answer_is_begun_where_none_is_asked_for(front: AsgiFront) -> None:
+async def test_no_generation_prompt_if_not_requested(front: AsgiFront) -> None:
     assert (await asked(front, USER, extra_body={"add_generation_prompt": False})).endswith("hi<|im_end|>\n")
 
 
-async def test_variables_reach_the_template(front: AsgiFront) -> None:
+async def test_template_variables_are_passed(front: AsgiFront) -> None:
     prompt = await asked(front, USER, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
     assert prompt.endswith("<think>\n")
 
 
 @pytest.mark.parametrize(("effort", "end"), [("high", "assistant\n<think>\n"), ("none", "assistant\n")])
-async def test_effort_is_what_the_template_makes_of_it(front: AsgiFront, effort: Any, end: str) -> None:
+async def test_reasoning_effort_is_passed_to_the_template(front: AsgiFront, effort: Any, end: str) -> None:
     assert (await asked(front, USER, reasoning_effort=effort)).endswith(end)
 
 
@@ -111,7 +111,7 @@ async def test_control_tokens_in_a_message_are_text(front: AsgiFront) -> None:
     assert [front.prompt.count(token) for token in control] == [2, 1, 0]
 
 
-async def test_control_tokens_in_a_message_are_tokens_where_the_server_says_so() -> None:
+async def test_control_tokens_in_a_message_are_tokens_if_configured() -> None:
     async with asgi_front(talking_codec(special_tokens_in_text=True)) as front:
         await asked(front, {"role": "user", "content": CONTROL})
         assert front.prompt.count(talking_tokenizer().convert_tokens_to_ids("<|im_start|>")) == 3
@@ -121,7 +121,7 @@ async def test_control_tokens_in_a_message_are_tokens_where_the_server_says_so()
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-async def test_a_call_makes_the_round_through_a_stream(front: AsgiFront, size: int) -> None:
+async def test_a_streamed_call_can_be_sent_back(front: AsgiFront, size: int) -> None:
     said = f"<think>where</think>I look.\n{CALL}\n{CALL}<|im_end|>"
     front.plays([*front.emits(said, size), STOP])
     answer = ChatCompletionStreamState()
@@ -142,7 +142,7 @@ async def test_a_call_makes_the_round_through_a_stream(front: AsgiFront, size: i
     assert prompt.count("<|im_start|>tool\nrain<|im_end|>") == 2
 
 
-async def test_a_whole_answer_has_the_parts_of_its_stream(front: AsgiFront) -> None:
+async def test_a_response_has_the_parts_of_its_stream(front: AsgiFront) -> None:
     said = f"<think>so</think>I look.\n{CALL}<|im_end|>"
     front.plays([*front.emits(said, 5), STOP])
     whole = await front.openai.chat.completions.create(model=MODEL, messages=[USER], tools=[WEATHER])
@@ -156,7 +156,7 @@ async def test_a_whole_answer_has_the_parts_of_its_stream(front: AsgiFront) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_choice_says_what_of_the_request_ended_it(front: AsgiFront, stream: bool) -> None:
+async def test_a_choice_reports_its_stop_reason(front: AsgiFront, stream: bool) -> None:
     (end,) = front.codec.encode("!")
     for fields, reason in (({"stop": "b"}, "b"), ({"stop_token_ids": [end]}, end), ({}, None)):
         front.plays([*front.emits("a!" if "stop_token_ids" in fields else "abc"), STOP])
@@ -169,14 +169,14 @@ async def test_a_choice_says_what_of_the_request_ended_it(front: AsgiFront, stre
             assert set(reasons[:-1]) <= {None}
 
 
-async def test_a_message_that_only_calls_has_no_content(front: AsgiFront) -> None:
+async def test_a_message_with_only_calls_has_no_content(front: AsgiFront) -> None:
     front.plays([*front.emits(f"{CALL}<|im_end|>"), STOP])
     answer = await front.openai.chat.completions.create(model=MODEL, messages=[USER], tools=[WEATHER])
     assert answer.choices[0].message.content is None
     assert "reasoning" not in answer.choices[0].message.model_dump()
 
 
-async def test_one_call_where_one_is_asked_for(front: AsgiFront) -> None:
+async def test_parallel_calls_can_be_disabled(front: AsgiFront) -> None:
     front.plays([*front.emits(f"{CALL}{CALL}<|im_end|>"), STOP])
     answer = await front.openai.chat.completions.create(
         model=MODEL, messages=[USER], tools=[WEATHER], parallel_tool_calls=False
@@ -197,7 +197,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
         (NAMED, Finish.LENGTH, "length"),
     ],
 )
-async def test_only_a_call_that_the_client_did_not_name_ends_as_one(
+async def test_a_named_call_ends_with_stop(
     front: AsgiFront, choice: Any, end: Finish, told: str, stream: bool
 ) -> None:
     front.plays([*front.emits(CALL), Ended(end)])
@@ -217,7 +217,7 @@ async def test_only_a_call_that_the_client_did_not_name_ends_as_one(
         ({"chat_template_kwargs": {"enable_thinking": True}, "tool_choice": "required"}, f"so</think>{CALL}"),
     ],
 )
-async def test_what_the_model_is_held_to_ends_where_the_answer_does(front: AsgiFront, fields: Any, said: str) -> None:
+async def test_a_grammar_covers_the_answer_to_its_end(front: AsgiFront, fields: Any, said: str) -> None:
     front.plays([STOP])
     body = {"model": MODEL, "messages": [USER], "tools": [WEATHER], **fields}
     assert (await front.http.post("/v1/chat/completions", json=body)).status_code == 200
@@ -227,7 +227,7 @@ async def test_what_the_model_is_held_to_ends_where_the_answer_does(front: AsgiF
     assert not sayings.takes(generation.grammar, f"{said}{CALL}!")
 
 
-async def test_reasoning_is_left_out_where_it_is_not_wanted(front: AsgiFront) -> None:
+async def test_reasoning_can_be_omitted(front: AsgiFront) -> None:
     front.plays([*front.emits("<think>so</think>Yes.<|im_end|>"), STOP])
     answer = await front.openai.chat.completions.create(
         model=MODEL, messages=[USER], extra_body={"include_reasoning": False}
@@ -237,14 +237,14 @@ async def test_reasoning_is_left_out_where_it_is_not_wanted(front: AsgiFront) ->
     assert "reasoning" not in message
 
 
-async def test_an_answer_cut_off_in_a_call_ended_by_length(front: AsgiFront) -> None:
+async def test_an_answer_truncated_in_a_call_ends_with_length(front: AsgiFront) -> None:
     front.plays([*front.emits('<tool_call>{"na'), Ended(Finish.LENGTH)])
     answer = await front.openai.chat.completions.create(model=MODEL, messages=[USER], tools=[WEATHER])
     (choice,) = answer.choices
     assert (choice.message.content, choice.finish_reason) == ('<tool_call>{"na', "length")
 
 
-async def test_what_a_stream_came_from_is_told_of_text_held_back_too(front: AsgiFront) -> None:
+async def test_draft_origin_is_reported_for_held_text(front: AsgiFront) -> None:
     front.plays([*front.emits(f"{CALL}!<|im_end|>", 4), STOP])
     body = {"model": MODEL, "messages": [USER], "tools": [WEATHER], "stream": True, "speculation": {"trace": True}}
     response = await front.http.post("/v1/chat/completions", json=body)
@@ -281,7 +281,7 @@ async def test_what_cannot_be_done_is_refused_by_name(front: AsgiFront, fields: 
     assert front.generator.generations == []
 
 
-async def test_calls_that_are_held_to_something_need_a_form_that_is_known() -> None:
+async def test_constrained_calls_need_a_known_call_format() -> None:
     strict = {"type": "function", "function": {"name": "f", "strict": True}}
     async with asgi_front(quoting_writer()) as front:
         for fields, param in (
@@ -294,7 +294,7 @@ async def test_calls_that_are_held_to_something_need_a_form_that_is_known() -> N
         await asked(front, USER, tools=[WEATHER], parallel_tool_calls=False)  # what comes after the first is not told
 
 
-async def test_tools_need_a_model_that_knows_them(codec: TextCodec) -> None:
+async def test_tools_need_a_template_with_tools(codec: TextCodec) -> None:
     async with asgi_front(codec) as front:
         with pytest.raises(openai.BadRequestError, match="does not support tools") as caught:
             await front.openai.chat.completions.create(model=MODEL, messages=[USER], tools=[WEATHER])

@@ -36,7 +36,7 @@ def with_template(template: Any, **options: Any) -> TextCodec:
 
 
 @pytest.mark.parametrize(("template", "says"), BROKEN.items())
-async def test_whatever_a_template_raises_is_answered_with_400(template: str, says: str) -> None:
+async def test_template_errors_are_answered_with_400(template: str, says: str) -> None:
     async with asgi_front(with_template(template)) as front:
         for path, body in ENDPOINTS:
             answer = await front.http.post(path, json={"model": MODEL, **body})
@@ -46,7 +46,7 @@ async def test_whatever_a_template_raises_is_answered_with_400(template: str, sa
         assert front.generator.generations == []
 
 
-async def test_a_text_beyond_the_context_is_refused() -> None:
+async def test_a_rendered_text_beyond_the_context_is_refused() -> None:
     async with asgi_front(with_template("{{ messages[0].content * 100000 }}", max_context=64)) as front:
         for path, body in ENDPOINTS:
             answer = await front.http.post(path, json={"model": MODEL, **body})
@@ -54,7 +54,7 @@ async def test_a_text_beyond_the_context_is_refused() -> None:
             assert "200000 characters" in answer.json()["error"]["message"]
 
 
-async def test_a_renderer_that_fails_is_the_servers_fault() -> None:
+async def test_a_failing_renderer_is_a_server_error() -> None:
     def absent(rendering: Rendering) -> str:
         raise EngineError("it did not answer")
 
@@ -63,14 +63,14 @@ async def test_a_renderer_that_fails_is_the_servers_fault() -> None:
             assert (await front.http.post(path, json={"model": MODEL, **body})).status_code == 500
 
 
-def test_a_single_named_template_is_used_whatever_its_name() -> None:
+def test_a_single_named_template_is_used() -> None:
     codec = with_template({"tool_use": "{{ messages[0].content }} {{ tools }}"})
     assert codec.template.takes("tools")
     assert codec.template.takes("tools", with_tools=True)
     assert codec.template.written([USER], TemplateOptions()) == "hi None"
 
 
-def test_of_several_templates_the_default_is_used_but_for_tools() -> None:
+def test_the_default_template_is_used_except_with_tools() -> None:
     codec = with_template({"default": "plain", "tool_use": "{{ tools[0].type }}", "rag": "{{ documents }}"})
     assert not codec.template.takes("tools")
     assert codec.template.takes("tools", with_tools=True)
@@ -83,13 +83,13 @@ def test_several_templates_without_a_default_are_refused_at_load() -> None:
         with_template({"tool_use": "{{ tools }}", "rag": "{{ documents }}"})
 
 
-def test_no_template_at_all_is_refused_by_each_conversation() -> None:
+def test_without_a_template_conversations_are_refused() -> None:
     for absent in (None, {}):
         with pytest.raises(RequestError, match="no chat template"):
             with_template(absent).encode_chat([USER])
 
 
-def test_tokens_are_those_of_transformers_own_function() -> None:
+def test_tokens_equal_those_of_transformers() -> None:
     tokenizer = talking_tokenizer()
     conversation = [
         {"role": "system", "content": "Be <|im_end|> short.", "name": None},

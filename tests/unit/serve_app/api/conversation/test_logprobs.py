@@ -16,7 +16,7 @@ def text_of(token: int) -> str:
     return TEXTS[token]
 
 
-def test_chats_have_tokens_bytes_and_likeliest_ones() -> None:
+def test_chat_logprobs_have_tokens_bytes_and_alternatives() -> None:
     found = chat_logprobs(SCORED, 2, text_of).model_dump()
     assert found == {
         "content": (
@@ -43,7 +43,7 @@ def test_chats_have_tokens_bytes_and_likeliest_ones() -> None:
     }
 
 
-def test_completions_have_offsets_and_the_token_itself_among_the_likeliest() -> None:
+def test_completion_logprobs_have_offsets_and_include_the_sampled_token() -> None:
     found = completion_logprobs([ScoredToken(1, None), *SCORED], 1, text_of, offset=5).model_dump()
     assert found == {
         "text_offset": (5, 6, 8),
@@ -53,11 +53,11 @@ def test_completions_have_offsets_and_the_token_itself_among_the_likeliest() -> 
     }
 
 
-def test_of_likeliest_tokens_with_the_same_text_the_likelier_is_told() -> None:
+def test_the_likelier_of_two_alternatives_with_the_same_text_is_kept() -> None:
     assert completion_logprobs(SCORED[1:], 3, text_of).top_logprobs[0] == {"\N{SNOWMAN}": -3.0, "a": -0.25, "bc": -1.5}
 
 
-def test_a_prompts_first_token_has_none_and_the_others_have_ranks() -> None:
+def test_prompt_logprobs_begin_at_the_second_token() -> None:
     found = prompt_logprobs((9, 2, 3), [scored.score for scored in SCORED if scored.score], 1, text_of)
     assert found[0] is None
     assert [{token: (one.logprob, one.rank) for token, one in each.items()} for each in found[1:] if each] == [
@@ -66,7 +66,7 @@ def test_a_prompts_first_token_has_none_and_the_others_have_ranks() -> None:
     ]
 
 
-def test_numbers_that_json_has_not_are_very_unlikely_ones() -> None:
+def test_infinite_logprobs_are_replaced_by_finite_ones() -> None:
     for value in (-math.inf, math.nan):
         (found,) = completion_logprobs([ScoredToken(1, TokenScore(value, 1))], 0, text_of).token_logprobs
         assert found == MIN_LOGPROB

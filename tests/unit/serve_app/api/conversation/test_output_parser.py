@@ -59,50 +59,50 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("text", "parts"), ANSWERS)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_an_answer_has_the_same_parts_however_many_tokens_come_at_once(
+def test_parts_do_not_depend_on_block_sizes(
     readers: ResponseReaders, text: str, parts: Any, size: int
 ) -> None:
     assert read(readers, text, size=size) == parts
 
 
 @given(cuts=st.lists(st.integers(0, 120), max_size=12))
-def test_an_answer_has_the_same_parts_wherever_it_is_cut(readers: ResponseReaders, cuts: list[int]) -> None:
+def test_parts_do_not_depend_on_cuts(readers: ResponseReaders, cuts: list[int]) -> None:
     text, parts = ANSWERS[3]
     borders = [0, *sorted(cuts), len(text)]
     pieces = [text[start:end] for start, end in pairwise(borders)]
     assert joined(read_whole(readers.reader((), TOOLS), pieces)) == parts
 
 
-def test_content_comes_as_it_grows(readers: ResponseReaders) -> None:
+def test_content_is_streamed(readers: ResponseReaders) -> None:
     reader = readers.reader((), TOOLS)
     assert reader.push("Hel") == [Content("Hel")]
     assert reader.push("lo") == [Content("lo")]
 
 
-def test_reasoning_that_the_prompt_has_begun_goes_on(readers: ResponseReaders) -> None:
+def test_reasoning_begun_by_the_prompt_continues(readers: ResponseReaders) -> None:
     prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert read(readers, "so</think>Hello.", prompt=prompt) == ("Hello.", "so", [])
 
 
-def test_marks_that_a_user_spelled_begin_nothing(readers: ResponseReaders) -> None:
+def test_marks_in_user_text_have_no_effect(readers: ResponseReaders) -> None:
     assert read(readers, "Hello.", prompt="<think> without an anchor") == ("Hello.", "", [])
 
 
-def test_a_call_that_is_no_json_is_content_and_reading_goes_on(readers: ResponseReaders) -> None:
+def test_a_call_that_is_not_json_is_content_and_parsing_continues(readers: ResponseReaders) -> None:
     broken = "<tool_call>{oh</tool_call>"
     assert read(readers, f"{broken}{CALL}") == (broken, "", [CALLED])
 
 
-def test_a_call_that_was_cut_off_is_content(readers: ResponseReaders) -> None:
+def test_an_unfinished_call_is_content(readers: ResponseReaders) -> None:
     assert read(readers, '<tool_call>{"name": "wea') == ('<tool_call>{"name": "wea', "", [])
 
 
 @pytest.mark.parametrize("called", ['{"arguments": {}}', '{"name": 1, "arguments": {}}', '["weather"]', '{"name": ""}'])
-def test_a_call_of_nothing_is_content(readers: ResponseReaders, called: str) -> None:
+def test_an_empty_call_is_content(readers: ResponseReaders, called: str) -> None:
     assert read(readers, f"<tool_call>{called}</tool_call>") == (f"<tool_call>{called}</tool_call>", "", [])
 
 
-def test_a_call_without_arguments_has_none(readers: ResponseReaders) -> None:
+def test_a_call_without_arguments(readers: ResponseReaders) -> None:
     _, _, (call,) = read(readers, '<tool_call>{"name": "now"}</tool_call>')
     assert json.loads(call.arguments) == {}
 
@@ -119,7 +119,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize("arguments", WRITTEN)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_arguments_are_json_as_the_model_wrote_it(readers: ResponseReaders, arguments: str, size: int) -> None:
+def test_arguments_are_returned_verbatim(readers: ResponseReaders, arguments: str, size: int) -> None:
     called = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
     content, _, calls = read(readers, f"So:\n{called}\n{called}<|im_end|>", size=size)
     assert calls == [Call("weather", arguments)] * 2
@@ -127,13 +127,13 @@ def test_arguments_are_json_as_the_model_wrote_it(readers: ResponseReaders, argu
 
 
 @pytest.mark.parametrize("arguments", WRITTEN)
-def test_each_call_of_a_list_has_its_arguments_as_they_were_written(arguments: str) -> None:
+def test_arguments_in_a_list_of_calls_are_returned_verbatim(arguments: str) -> None:
     by_list = special_writer().readers
     text = f'[CALLS][{{"name": "f", "arguments": {arguments}}}, {{"arguments": {arguments}, "name": "g"}}][/CALLS]'
     assert read(by_list, text)[2] == [Call("f", arguments), Call("g", arguments)]
 
 
-def test_calls_of_a_list_with_the_same_arguments_have_each_its_own_way_to_write_them() -> None:
+def test_equal_arguments_in_a_list_keep_their_spelling() -> None:
     by_list = special_writer().readers
     one, other = '{"n": 1.0}', '{"n": 10e-1}'
     text = f'[CALLS][{{"name": "f", "arguments": {one}}}, {{"name": "g", "arguments": {other}}}][/CALLS]'
@@ -141,24 +141,24 @@ def test_calls_of_a_list_with_the_same_arguments_have_each_its_own_way_to_write_
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
-def test_a_call_of_what_json_has_not_is_content(readers: ResponseReaders, number: str) -> None:
+def test_a_call_with_invalid_json_values_is_content(readers: ResponseReaders, number: str) -> None:
     called = f'<tool_call>{{"name": "weather", "arguments": {{"n": {number}}}}}</tool_call>'
     assert read(readers, f"{called}{CALL}") == (called, "", [CALLED])
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("city", ['"Bern\n', '"Bern\n"', '"Bern\r, "a": "b\r'])
-def test_a_string_that_a_line_leaves_open_holds_no_mark(readers: ResponseReaders, city: str, size: int) -> None:
+def test_a_mark_after_an_unterminated_string_is_recognized(readers: ResponseReaders, city: str, size: int) -> None:
     broken = f'<tool_call>{{"name": "weather", "arguments": {{"city": {city}}}}}</tool_call>'
     assert read(readers, f"{broken}{CALL}", size=size) == (broken, "", [CALLED])
 
 
-def test_a_broken_call_is_told_from_the_beginning_of_its_mark_on(readers: ResponseReaders) -> None:
+def test_a_broken_call_is_returned_with_its_mark(readers: ResponseReaders) -> None:
     pieces = ["I look. <tool", "_call>{oh</tool", "_call>"]
     assert joined(read_whole(readers.reader((), TOOLS), pieces))[0] == "I look. <tool_call>{oh</tool_call>"
 
 
-def test_arguments_with_very_many_objects_are_not_looked_for_at_each(readers: ResponseReaders) -> None:
+def test_many_objects_in_arguments_are_parsed_in_linear_time(readers: ResponseReaders) -> None:
     arguments = json.dumps({"a": "7", "b": [{}] * 20_000})
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
     reader = readers.reader((), tools)
@@ -167,11 +167,11 @@ def test_arguments_with_very_many_objects_are_not_looked_for_at_each(readers: Re
     assert decoder.raw_decode.call_count == tool_calls.MAX_STARTS
 
 
-def test_where_no_tools_are_offered_a_call_is_content(readers: ResponseReaders) -> None:
+def test_without_tools_a_call_is_content(readers: ResponseReaders) -> None:
     assert read(readers, CALL, tools=()) == (CALL, "", [])
 
 
-def test_arguments_are_of_the_types_that_the_tool_declares() -> None:
+def test_arguments_have_the_declared_types() -> None:
     tokenizer = talking_tokenizer()
     by_markup = ResponseReaders(tokenizer, find_template("auto", tokenizer, "qwen3_5"))
     properties = {"days": {"type": "integer"}, "city": {"type": "string"}}
@@ -182,5 +182,5 @@ def test_arguments_are_of_the_types_that_the_tool_declares() -> None:
     assert json.loads(call.arguments) == {"days": 3, "city": "7"}
 
 
-def test_all_that_a_plain_model_says_is_content() -> None:
+def test_output_of_a_plain_model_is_content() -> None:
     assert read_whole(PlainReader(), ["a", "", CALL]) == [Content("a"), Content(CALL)]

@@ -33,7 +33,7 @@ def request(*chunks: bytes, announced: str | None = None, never_ends: bool = Fal
     return Request({"type": "http", "method": "POST", "headers": headers}, messages().__anext__)
 
 
-async def test_a_body_is_held_until_it_is_a_request() -> None:
+async def test_a_body_is_counted_while_it_is_processed() -> None:
     bodies = bounded()
     async with bodies.read(request(b"abc", b"de")) as body:
         assert body == b"abcde"
@@ -41,7 +41,7 @@ async def test_a_body_is_held_until_it_is_a_request() -> None:
     assert bodies.held == 0
 
 
-async def test_the_largest_body_is_taken_and_no_larger() -> None:
+async def test_bodies_up_to_the_size_limit_are_accepted() -> None:
     bodies = bounded()
     async with bodies.read(request(b"x" * 10, announced="10")) as body:
         assert len(body) == 10
@@ -51,19 +51,19 @@ async def test_the_largest_body_is_taken_and_no_larger() -> None:
     assert bodies.held == 0
 
 
-async def test_an_announced_length_is_enough_to_refuse() -> None:
+async def test_a_content_length_over_the_limit_is_refused() -> None:
     with pytest.raises(BodyTooLargeError):
         async with bounded().read(request(announced="11", never_ends=True)):
             pass
 
 
 @pytest.mark.parametrize("announced", ["-1", "many", "", "1e9"])
-async def test_a_length_that_is_none_is_not_believed(announced: str) -> None:
+async def test_an_invalid_content_length_is_ignored(announced: str) -> None:
     async with bounded().read(request(b"abc", announced=announced)) as body:
         assert body == b"abc"
 
 
-async def test_bodies_together_are_bounded() -> None:
+async def test_total_body_bytes_are_limited() -> None:
     bodies = bounded(min_upload_s=FOREVER_S)
     async with bodies.read(request(b"x" * 10)), bodies.read(request(b"x" * 9)):
         with pytest.raises(CapacityError, match="20 bytes"):
@@ -74,7 +74,7 @@ async def test_bodies_together_are_bounded() -> None:
     assert bodies.held == 0
 
 
-async def test_a_body_that_does_not_come_in_time_is_given_up_and_forgotten() -> None:
+async def test_a_slow_body_times_out_and_is_released() -> None:
     bodies = bounded(timeout_s=0)
     with pytest.raises(BodyTimeoutError, match="within 0 s"):
         async with bodies.read(request(b"abc", never_ends=True)):
@@ -82,7 +82,7 @@ async def test_a_body_that_does_not_come_in_time_is_given_up_and_forgotten() -> 
     assert bodies.held == 0
 
 
-async def test_only_the_reading_is_timed() -> None:
+async def test_the_timeout_covers_only_the_upload() -> None:
     with pytest.raises(TimeoutError) as caught:
         async with bounded().read(request(b"abc")):
             raise TimeoutError
@@ -101,7 +101,7 @@ async def dawdling(bodies: Bodies, *chunks: bytes) -> asyncio.Task[bytes]:
     return reading
 
 
-async def test_who_dawdles_longest_makes_room_for_a_newcomer() -> None:
+async def test_the_slowest_upload_is_dropped_for_a_new_one() -> None:
     bodies = bounded(max_reading=2)
     slowest = await dawdling(bodies, b"a")
     slow = await dawdling(bodies, b"b")
@@ -115,7 +115,7 @@ async def test_who_dawdles_longest_makes_room_for_a_newcomer() -> None:
     await ended(slow)
 
 
-async def test_each_that_makes_room_does_so_once() -> None:
+async def test_each_new_upload_drops_one() -> None:
     bodies = bounded(max_reading=2)
     slow = [await dawdling(bodies) for _ in range(5)]
     done, waiting = await asyncio.wait(slow, timeout=0)
@@ -127,7 +127,7 @@ async def test_each_that_makes_room_does_so_once() -> None:
     await ended(*waiting)
 
 
-async def test_where_none_dawdles_the_newcomer_is_refused() -> None:
+async def test_a_new_upload_is_refused_if_none_is_slow() -> None:
     bodies = bounded(max_reading=2, min_upload_s=FOREVER_S)
     reading = [await dawdling(bodies), await dawdling(bodies)]
     with pytest.raises(CapacityError, match="2 request bodies"):
@@ -137,7 +137,7 @@ async def test_where_none_dawdles_the_newcomer_is_refused() -> None:
     assert await read(bodies, b"abc") == b"abc"
 
 
-async def test_who_dawdles_makes_room_for_what_others_hold() -> None:
+async def test_slow_uploads_are_dropped_at_the_byte_limit() -> None:
     bodies = bounded()
     slow = [await dawdling(bodies, b"x" * 10), await dawdling(bodies, b"x" * 10)]
     assert await read(bodies, b"abc") == b"abc"
@@ -148,7 +148,7 @@ async def test_who_dawdles_makes_room_for_what_others_hold() -> None:
     assert bodies.held == 0
 
 
-async def test_of_who_was_given_up_as_it_ended_nothing_is_taken() -> None:
+async def test_a_dropped_body_is_refused_even_if_it_completes() -> None:
     bodies = bounded(max_reading=1)
     ends = asyncio.Event()
 
@@ -171,7 +171,7 @@ async def test_of_who_was_given_up_as_it_ended_nothing_is_taken() -> None:
     assert bodies.held == 0
 
 
-async def test_who_gives_itself_up_with_its_last_bytes_is_not_taken_either() -> None:
+async def test_a_body_that_exceeds_the_byte_limit_with_its_last_chunk_is_dropped() -> None:
     bodies = bounded()
     async with bodies.read(request(b"x" * 10)), bodies.read(request(b"x" * 10)):
         with pytest.raises(BodyTimeoutError):

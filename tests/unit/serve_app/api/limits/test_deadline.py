@@ -15,7 +15,7 @@ BOUNDED = {"request_timeout_s": SOON_S}
 ASKS = {"model": MODEL, "prompt": "hi", "max_tokens": 9}
 
 
-async def test_an_answer_that_takes_too_long_is_408_and_not_asked_for_again(codec: TextCodec) -> None:
+async def test_a_request_past_its_deadline_gets_408_without_retry(codec: TextCodec) -> None:
     async with asgi_front(codec, BOUNDED) as front:
         front.plays([*front.emits("a"), STALL])
         answer = await front.http.post("/v1/completions", json=ASKS)
@@ -26,7 +26,7 @@ async def test_an_answer_that_takes_too_long_is_408_and_not_asked_for_again(code
         assert not front.generator.running
 
 
-async def test_a_streams_last_event_says_it(codec: TextCodec) -> None:
+async def test_a_stream_past_its_deadline_ends_with_an_error_event(codec: TextCodec) -> None:
     async with asgi_front(codec, {"request_timeout_s": 0.5}) as front:
         front.plays([*front.emits("ab"), STALL])
         answer = await front.http.post("/v1/completions", json={**ASKS, "stream": True})
@@ -37,7 +37,7 @@ async def test_a_streams_last_event_says_it(codec: TextCodec) -> None:
         assert not front.generator.running
 
 
-async def test_without_a_bound_nothing_is_too_late() -> None:
+async def test_no_deadline_without_a_limit() -> None:
     deadline = Deadline.within(None)
     assert deadline.at is None
     is_over = False
@@ -47,13 +47,13 @@ async def test_without_a_bound_nothing_is_too_late() -> None:
     assert is_over
 
 
-async def test_what_another_bound_cancels_is_not_the_requests_fault() -> None:
+async def test_another_timeout_is_not_reported_as_the_requests() -> None:
     with pytest.raises(TimeoutError):
         async with Deadline.within(1e6).enforced(), asyncio.timeout(0):
             await asyncio.Event().wait()
 
 
-async def test_what_is_not_over_in_time_is_cancelled() -> None:
+async def test_work_past_the_deadline_is_cancelled() -> None:
     with pytest.raises(RequestTimeoutError):
         async with Deadline.within(0).enforced():
             await asyncio.Event().wait()

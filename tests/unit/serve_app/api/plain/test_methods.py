@@ -17,7 +17,7 @@ POSTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize
 ALIKE = ("content-type", "content-length")
 
 
-async def test_head_is_answered_as_get_is(codec: TextCodec) -> None:
+async def test_head_is_answered_like_get(codec: TextCodec) -> None:
     async with asgi_front(codec) as front:
         for path in (*READ, *PAGES, "/v1/models/unknown", "/nothing"):
             head, get = [await front.http.request(method, path) for method in ("HEAD", "GET")]
@@ -26,7 +26,7 @@ async def test_head_is_answered_as_get_is(codec: TextCodec) -> None:
                 assert [head.headers.get(name) for name in ALIKE] == [get.headers.get(name) for name in ALIKE]
 
 
-async def test_other_methods_are_refused_with_those_that_are_served(codec: TextCodec) -> None:
+async def test_other_methods_are_refused_with_the_allowed_ones(codec: TextCodec) -> None:
     async with asgi_front(codec) as front:
         for method in ("OPTIONS", "DELETE"):
             for path in (*READ, *PAGES, *POSTED):
@@ -40,7 +40,7 @@ async def test_other_methods_are_refused_with_those_that_are_served(codec: TextC
 
 
 @pytest.mark.parametrize("asks", [{"Origin": "https://evil.example"}, {"Access-Control-Request-Method": "DELETE"}])
-async def test_a_refused_preflight_is_in_openais_form(codec: TextCodec, asks: dict[str, str]) -> None:
+async def test_a_refused_preflight_has_openais_form(codec: TextCodec, asks: dict[str, str]) -> None:
     site = "https://chat.example"
     async with asgi_front(codec, {"cors_origins": [site]}) as front:
         headers = {"Origin": site, "Access-Control-Request-Method": "POST"} | asks
@@ -62,7 +62,7 @@ async def test_a_router_that_is_not_ready_is_alive(codec: TextCodec, status: str
         assert (await http.get("/health")).json() == {"status": status, "audit": "off"}
 
 
-async def test_a_router_whose_time_is_over_answers_every_path_with_503(codec: TextCodec) -> None:
+async def test_a_stopped_router_answers_every_path_with_503(codec: TextCodec) -> None:
     has_stopped = [False]
     async with asgi_front(codec) as front:
         front.app.add_middleware(RefuseWhenStopped, has_stopped=lambda: has_stopped[0])
@@ -82,7 +82,7 @@ async def test_a_router_whose_time_is_over_answers_every_path_with_503(codec: Te
         ("/v1/responses", {"input": "a"}),
     ],
 )
-async def test_an_answer_that_a_stop_cuts_short_ends_in_openais_form(codec: TextCodec, path: str, body: object) -> None:
+async def test_an_answer_cut_short_by_a_stop_ends_in_openais_form(codec: TextCodec, path: str, body: object) -> None:
     assert isinstance(body, dict)
     async with asgi_front(codec) as front:
         front.plays([*front.emits("ab"), DrainingError("stopped")])

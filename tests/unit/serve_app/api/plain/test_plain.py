@@ -36,7 +36,7 @@ async def posted(front: AsgiFront, path: str, **fields: Any) -> Any:
     return response.json()
 
 
-async def test_a_text_and_its_tokens(front: AsgiFront) -> None:
+async def test_tokenizing_and_detokenizing(front: AsgiFront) -> None:
     answer = await posted(front, "/tokenize", model="other", prompt="hé<think>", return_token_strs=True)
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 4
     assert answer["token_strs"][-1] == "<think>"
@@ -44,7 +44,7 @@ async def test_a_text_and_its_tokens(front: AsgiFront) -> None:
     assert await posted(front, "/detokenize", tokens=answer["tokens"]) == {"prompt": "hé<think>"}
 
 
-async def test_the_tokens_of_a_conversation_are_those_it_is_answered_from(front: AsgiFront) -> None:
+async def test_a_tokenized_conversation_equals_its_prompt(front: AsgiFront) -> None:
     answer = await posted(front, "/tokenize", messages=[USER], chat_template_kwargs={"enable_thinking": True})
     front.plays([Ended(Finish.STOP)])
     await front.openai.chat.completions.create(
@@ -66,12 +66,12 @@ async def test_the_tokens_of_a_conversation_are_those_it_is_answered_from(front:
         ("/detokenize", {"tokens": []}, 400, "tokens"),
     ],
 )
-async def test_what_is_wrong_is_named(front: AsgiFront, path: str, fields: Any, status: int, param: str) -> None:
+async def test_errors_name_the_field(front: AsgiFront, path: str, fields: Any, status: int, param: str) -> None:
     response = await front.http.post(path, json=fields)
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 
-async def test_the_model_answers_to_all_its_names(front: AsgiFront) -> None:
+async def test_the_model_is_served_under_all_its_names(front: AsgiFront) -> None:
     models = await front.openai.models.list()
     assert [(model.id, model.model_dump()["max_model_len"]) for model in models.data] == [
         (MODEL, 4096),
@@ -85,7 +85,7 @@ async def test_the_model_answers_to_all_its_names(front: AsgiFront) -> None:
     assert (await front.openai.completions.create(model="other", prompt="a")).model == "other"
 
 
-async def test_answers_tell_what_they_were_made_with(front: AsgiFront) -> None:
+async def test_answers_have_the_system_fingerprint(front: AsgiFront) -> None:
     front.plays([Ended(Finish.STOP)])
     whole = await front.openai.completions.create(model=MODEL, prompt="a")
     stream = await front.openai.completions.create(model=MODEL, prompt="a", stream=True)
@@ -112,11 +112,11 @@ QUANTISED = vllm(quantization="fp8", enforce_eager=True)
         {"draft": {"method": "suffix"}},
     ],
 )
-def test_a_fingerprint_is_of_nothing_that_decides_no_answer(other: dict[str, Any]) -> None:
+def test_a_fingerprint_ignores_settings_that_do_not_affect_answers(other: dict[str, Any]) -> None:
     assert fingerprint(configured(**other), "a") == fingerprint(configured(), "a")
 
 
-def test_a_fingerprint_is_of_what_decides_answers() -> None:
+def test_a_fingerprint_covers_settings_that_affect_answers() -> None:
     configs = [
         configured(),
         configured(model={"target": "toy", "dtype": "float32"}),
@@ -134,7 +134,7 @@ def test_a_fingerprint_is_of_what_decides_answers() -> None:
     assert fingerprint(configured(target=other_order), "a") == fingerprint(configured(target=QUANTISED), "a")
 
 
-async def test_the_usage_tells_what_of_each_prompt_was_cached(front: AsgiFront) -> None:
+async def test_usage_reports_cached_prompt_tokens(front: AsgiFront) -> None:
     (emit,) = front.emits("a")
     front.plays([replace(emit, cached=3), emit, Ended(Finish.STOP)])
     answer = await front.openai.completions.create(model=MODEL, prompt=["one", "two"], n=2)
@@ -161,7 +161,7 @@ async def test_the_version(front: AsgiFront) -> None:
         ("/v1/nothing", {}, "not_found"),
     ],
 )
-async def test_errors_have_the_codes_that_clients_know(front: AsgiFront, path: str, fields: Any, code: str) -> None:
+async def test_error_codes(front: AsgiFront, path: str, fields: Any, code: str) -> None:
     response = await front.http.post(path, json={"model": MODEL} | fields)
     assert response.json()["error"]["code"] == code
 
@@ -180,7 +180,7 @@ def validator(document: Any, schema: Any) -> Draft202012Validator:
 NEW_IN_3_2 = {"itemSchema", "itemEncoding", "prefixEncoding", "$self", "additionalOperations", "query", "mediaTypes"}
 
 
-async def test_the_description_is_of_the_version_that_most_tools_know(front: AsgiFront) -> None:
+async def test_the_schema_has_openapi_version_3_1(front: AsgiFront) -> None:
     document = await described(front)
     assert document["openapi"] == "3.1.0"
     for methods in document["paths"].values():
@@ -191,7 +191,7 @@ async def test_the_description_is_of_the_version_that_most_tools_know(front: Asg
     assert not NEW_IN_3_2 & (document.keys() | document["components"].keys())
 
 
-async def test_every_endpoint_is_described_and_there(front: AsgiFront) -> None:
+async def test_every_endpoint_is_documented(front: AsgiFront) -> None:
     document = await described(front)
     app_routes = {
         (method.lower(), route.path.replace("{name:path}", "{name}"))
@@ -214,7 +214,7 @@ async def test_every_endpoint_is_described_and_there(front: AsgiFront) -> None:
         ("/detokenize", {"tokens": [1]}),
     ],
 )
-async def test_what_is_asked_and_answered_is_as_described(front: AsgiFront, path: str, fields: Any) -> None:
+async def test_requests_and_responses_match_the_schema(front: AsgiFront, path: str, fields: Any) -> None:
     front.plays([*front.emits("Hello."), Ended(Finish.STOP)])
     document = await described(front)
     operation = document["paths"][path]["post"]
@@ -224,7 +224,7 @@ async def test_what_is_asked_and_answered_is_as_described(front: AsgiFront, path
     validator(document, operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(answer)
 
 
-async def test_an_answer_that_tells_of_its_prompt_is_as_described(front: AsgiFront) -> None:
+async def test_prompt_logprobs_match_the_schema(front: AsgiFront) -> None:
     score = TokenScore(-0.5, 1, (1,), (-0.5,))
     prompt_len = len(front.codec.encode_chat([USER]))
     emit = CommittedTokens(front.codec.encode("a"), 0, 0, (), (score,) * (prompt_len - 1))
@@ -245,7 +245,7 @@ async def test_an_answer_that_tells_of_its_prompt_is_as_described(front: AsgiFro
     ],
 )
 @pytest.mark.parametrize("end", [Ended(Finish.STOP), TargetLostError("lost")], ids=["whole", "lost"])
-async def test_the_events_of_a_stream_are_as_described(front: AsgiFront, path: str, fields: Any, end: Any) -> None:
+async def test_stream_events_match_the_schema(front: AsgiFront, path: str, fields: Any, end: Any) -> None:
     front.plays([*front.emits("Hello."), end])
     document = await described(front)
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
@@ -263,7 +263,7 @@ async def test_the_events_of_a_stream_are_as_described(front: AsgiFront, path: s
 
 
 @pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest", "ResponsesRequest", "TokenizeRequest"])
-async def test_null_is_described_as_not_given(front: AsgiFront, name: str) -> None:
+async def test_null_is_documented_as_not_given(front: AsgiFront, name: str) -> None:
     document = await described(front)
     schema = document["components"]["schemas"][name]
     for field, about in schema["properties"].items():
@@ -271,7 +271,7 @@ async def test_null_is_described_as_not_given(front: AsgiFront, name: str) -> No
 
 
 @pytest.mark.parametrize("fields", [{"prompt": 1}, {"prompt": "a", "best_of": 2}, {"prompt": "a", "unknown": 1}, {}])
-async def test_what_is_refused_is_not_as_described(front: AsgiFront, fields: Any) -> None:
+async def test_refused_requests_violate_the_schema(front: AsgiFront, fields: Any) -> None:
     document = await described(front)
     schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert not validator(document, schema).is_valid({"model": MODEL} | fields)
@@ -291,7 +291,7 @@ class Links(HTMLParser):
         self.found += [value or "" for name, value in attrs if name in ("src", "href")]
 
 
-async def test_the_page_names_every_field_and_asks_no_other_host(front: AsgiFront) -> None:
+async def test_the_docs_page_names_every_field_and_loads_nothing_external(front: AsgiFront) -> None:
     page = (await front.http.get("/docs")).text
     links = Links()
     links.feed(page)

@@ -32,13 +32,13 @@ async def front() -> AsyncIterator[AsgiFront]:
         yield front
 
 
-def test_every_field_that_the_openai_client_sends_is_known() -> None:
+def test_every_field_of_the_openai_client_is_known() -> None:
     assert (
         get_type_hints(params.ResponseCreateParamsNonStreaming).keys() - ResponsesRequest.model_fields.keys() == set()
     )
 
 
-async def test_a_conversation_goes_round(front: AsgiFront) -> None:
+async def test_a_conversation_can_be_sent_back(front: AsgiFront) -> None:
     front.plays([*front.emits(SAID, 3), STOP])
     first = await front.openai.responses.create(
         model=MODEL, input="Rain?", instructions="Be short.", tools=[WEATHER], store=False, metadata={"a": "b"}
@@ -73,7 +73,7 @@ async def test_a_conversation_goes_round(front: AsgiFront) -> None:
     )
 
 
-async def test_what_comes_again_is_another_turn(front: AsgiFront) -> None:
+async def test_repeated_items_are_another_turn(front: AsgiFront) -> None:
     front.plays([STOP])
     said = [{"role": "assistant", "content": text} for text in ("one", "two")]
     await front.openai.responses.create(model=MODEL, input=said, instructions="Be short.")
@@ -82,7 +82,7 @@ async def test_what_comes_again_is_another_turn(front: AsgiFront) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-async def test_events_tell_what_the_whole_response_holds(front: AsgiFront, size: int) -> None:
+async def test_events_add_up_to_the_response(front: AsgiFront, size: int) -> None:
     front.plays([*front.emits(SAID, size), STOP])
     stream = await front.openai.responses.create(model=MODEL, input="Rain?", tools=[WEATHER], stream=True)
     events = [event async for event in stream]
@@ -115,7 +115,7 @@ async def test_events_tell_what_the_whole_response_holds(front: AsgiFront, size:
     assert whole.usage is not None
 
 
-async def test_the_clients_own_accumulation_agrees(front: AsgiFront) -> None:
+async def test_the_clients_accumulated_response_agrees(front: AsgiFront) -> None:
     front.plays([*front.emits("<think>so</think>Yes.<|im_end|>", 2), STOP])
     async with front.openai.responses.stream(model=MODEL, input="Rain?") as stream:
         whole = await stream.get_final_response()
@@ -137,7 +137,7 @@ class Point(BaseModel):
         ({"type": "json_schema", "name": "p", "schema": POINT, "description": "d"}, ['{"x": 7}'], ["{}"]),
     ],
 )
-async def test_an_answer_has_the_form_that_is_asked_for(front: AsgiFront, form: Any, good: Any, bad: Any) -> None:
+async def test_structured_output(front: AsgiFront, form: Any, good: Any, bad: Any) -> None:
     front.plays([*front.emits(good[0]), STOP])
     whole = await front.openai.responses.create(model=MODEL, input="Tell.", text={"format": form, "verbosity": "low"})
     assert whole.output_text == good[0]
@@ -157,7 +157,7 @@ async def test_an_answer_has_the_form_that_is_asked_for(front: AsgiFront, form: 
         ({"temperature": 1.5, "top_p": 0.5}, (1.5, 0.5)),
     ],
 )
-async def test_a_response_tells_the_parameters_that_are_used(asked: Any, used: tuple[float, float]) -> None:
+async def test_a_response_reports_its_parameters(asked: Any, used: tuple[float, float]) -> None:
     """Those of the checkpoint, where the request has none."""
     async with asgi_front(talking_codec(), defaults=GenerationDefaults(temperature=0.6, top_p=0.9)) as front:
         front.plays([*front.emits("Yes."), STOP])
@@ -172,7 +172,7 @@ async def test_a_response_tells_the_parameters_that_are_used(asked: Any, used: t
     assert (sampling.temperature, sampling.top_p) == used
 
 
-async def test_without_a_form_an_answer_is_any_text(front: AsgiFront) -> None:
+async def test_without_a_format_an_answer_is_unconstrained(front: AsgiFront) -> None:
     front.plays([STOP])
     for text in (None, {}, {"format": None}, {"format": {"type": "text"}}):
         body = {"model": MODEL, "input": "Tell.", "text": text}
@@ -181,7 +181,7 @@ async def test_without_a_form_an_answer_is_any_text(front: AsgiFront) -> None:
     assert [generation.grammar for generation in front.generator.generations] == [""] * 4
 
 
-async def test_where_tools_are_offered_an_answer_has_its_form_or_calls(front: AsgiFront) -> None:
+async def test_with_tools_an_answer_has_its_format_or_calls(front: AsgiFront) -> None:
     front.plays([STOP])
     form: Any = {"type": "json_schema", "name": "p", "schema": POINT}
     await front.openai.responses.create(model=MODEL, input="Tell.", tools=[WEATHER], text={"format": form})
@@ -192,7 +192,7 @@ async def test_where_tools_are_offered_an_answer_has_its_form_or_calls(front: As
     assert not sayings.takes(generation.grammar, "It rains.")
 
 
-async def test_an_answer_is_read_by_the_clients_own_model(front: AsgiFront) -> None:
+async def test_an_answer_parses_into_the_clients_model(front: AsgiFront) -> None:
     front.plays([*front.emits('{"x": 7}'), STOP])
     whole = await front.openai.responses.parse(model=MODEL, input="Tell.", text_format=Point)
     assert whole.output_parsed == Point(x=7)
@@ -200,7 +200,7 @@ async def test_an_answer_is_read_by_the_clients_own_model(front: AsgiFront) -> N
         assert (await stream.get_final_response()).output_parsed == Point(x=7)
 
 
-async def test_an_answer_that_was_cut_off_is_incomplete(front: AsgiFront) -> None:
+async def test_a_truncated_answer_is_incomplete(front: AsgiFront) -> None:
     front.plays([*front.emits("Once upon"), Ended(Finish.LENGTH)])
     whole = await front.openai.responses.create(model=MODEL, input="Tell.", max_output_tokens=9)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -211,7 +211,7 @@ async def test_an_answer_that_was_cut_off_is_incomplete(front: AsgiFront) -> Non
     assert [event.type async for event in stream][-1] == "response.incomplete"
 
 
-async def test_a_failure_under_way_ends_the_stream_as_one(front: AsgiFront) -> None:
+async def test_a_failure_ends_the_stream_as_failed(front: AsgiFront) -> None:
     front.plays([*front.emits("Once"), TargetLostError("gone")])
     stream = await front.openai.responses.create(model=MODEL, input="Tell.", stream=True)
     last = [event async for event in stream][-1]
@@ -226,7 +226,7 @@ async def test_events_are_named_on_the_wire(front: AsgiFront) -> None:
         assert json.loads(data.removeprefix("data: "))["type"] == name.removeprefix("event: ")
 
 
-async def test_all_events_that_are_sent_are_described_and_no_others(front: AsgiFront) -> None:
+async def test_exactly_the_sent_events_are_documented(front: AsgiFront) -> None:
     document = (await front.http.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     described = Draft202012Validator({"$ref": f"{COMPONENTS}ResponseStreamEvent", "components": {"schemas": schemas}})
@@ -306,7 +306,7 @@ OF_ONE_SESSION = {"session", "seed", "draft_seed", "hash_key", "traceparent"}
 
 
 @pytest.mark.parametrize("name", AS_IN_CHATS)
-async def test_a_field_of_chats_means_the_same(front: AsgiFront, name: str) -> None:
+async def test_chat_fields_have_the_same_meaning(front: AsgiFront, name: str) -> None:
     front.plays([STOP])
     bodies = {
         "responses": {"input": "hi"},
@@ -323,14 +323,14 @@ async def test_a_field_of_chats_means_the_same(front: AsgiFront, name: str) -> N
     assert asked == in_chat != plain
 
 
-async def test_an_item_that_is_not_served_is_refused_in_words(front: AsgiFront) -> None:
+async def test_an_unserved_item_is_refused(front: AsgiFront) -> None:
     asked = {"model": MODEL, "input": [{"type": "custom_tool_call", "call_id": "1", "name": "a", "input": "x"}]}
     error = (await front.http.post("/v1/responses", json=asked)).json()["error"]
     assert error["param"] == "input[0]"
     assert "expected a message, function_call, function_call_output or reasoning" in error["message"]
 
 
-async def test_an_answer_ends_at_a_stop_string_and_reasoning_is_left_out_where_asked(front: AsgiFront) -> None:
+async def test_stop_strings_and_omitted_reasoning(front: AsgiFront) -> None:
     front.plays([*front.emits("<think>so</think>Yes. No."), STOP])
     whole = await front.openai.responses.create(
         model=MODEL, input="Tell.", extra_body={"stop": [" No"], "include_reasoning": False}
@@ -339,7 +339,7 @@ async def test_an_answer_ends_at_a_stop_string_and_reasoning_is_left_out_where_a
     assert whole.output_text == "Yes."
 
 
-async def test_vllms_forms_hold_here_too(front: AsgiFront) -> None:
+async def test_vllms_structured_outputs_are_served(front: AsgiFront) -> None:
     front.plays([STOP])
     asked = {"structured_outputs": {"json": POINT}}
     await front.openai.responses.create(model=MODEL, input="Tell.", extra_body=asked)
@@ -356,7 +356,7 @@ async def test_vllms_forms_hold_here_too(front: AsgiFront) -> None:
         {"session_id": "s", "vllm_xargs": {}, "enable_response_messages": False, "media_io_kwargs": None},
     ],
 )
-async def test_what_agents_and_load_generators_send_is_taken(front: AsgiFront, fields: Any) -> None:
+async def test_fields_of_agents_and_load_generators_are_accepted(front: AsgiFront, fields: Any) -> None:
     front.plays([*front.emits("Yes."), STOP])
     body = {"model": MODEL, "input": "Tell.", "stream": True, **fields}
     answer = (await front.http.post("/v1/responses", json=body)).text

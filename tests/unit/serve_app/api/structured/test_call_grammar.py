@@ -60,7 +60,7 @@ def call(name: str, arguments: str) -> str:
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("choice", ["required", named("time")])
-def test_whatever_is_said_is_calls_by_their_schemas(writer: str, choice: Any) -> None:
+def test_generated_calls_satisfy_their_schemas(writer: str, choice: Any) -> None:
     codec = WRITERS[writer]()
     schemas = {"weather": PLAIN if writer == "tagged" else CITY, "time": PLAIN}
     tools = [tool(name, schema) for name, schema in schemas.items()]
@@ -129,7 +129,7 @@ def test_whatever_is_said_is_calls_by_their_schemas(writer: str, choice: Any) ->
         ),
     ],
 )
-def test_what_an_answer_may_be(fields: Any, good: list[str], bad: list[str]) -> None:
+def test_accepted_and_rejected_answers(fields: Any, good: list[str], bad: list[str]) -> None:
     codec = json_writer()
     tools = [tool("weather"), {"type": "function", "function": {"name": "time"}}]
     grammar = held(codec, tools=tools, **fields)
@@ -139,7 +139,7 @@ def test_what_an_answer_may_be(fields: Any, good: list[str], bad: list[str]) -> 
     assert [text for text in bad if sayings.takes(grammar.text, text)] == []
 
 
-def test_a_text_between_tags_is_any_that_does_not_end_the_call() -> None:
+def test_tagged_text_may_not_contain_the_end_tag() -> None:
     codec = tagged_writer()
     schema = {"type": "object", "properties": {"a": {"type": "string", "description": "x"}}, "required": ["a"]}
     grammar = held(codec, tools=[tool("f", schema)], tool_choice="required")
@@ -155,7 +155,7 @@ def test_a_text_between_tags_is_any_that_does_not_end_the_call() -> None:
     assert not sayings.takes_spelt(grammar.text, written("a</tool_call>b"), "</tool_call>")
 
 
-def test_strict_tools_are_held_to_their_schemas_and_others_to_an_object() -> None:
+def test_strict_tools_follow_their_schemas_and_others_take_any_object() -> None:
     codec = json_writer()
     grammar = held(codec, tools=[tool("weather", strict=True), tool("time", strict=False)])
     assert grammar is not None
@@ -168,7 +168,7 @@ def test_strict_tools_are_held_to_their_schemas_and_others_to_an_object() -> Non
 @pytest.mark.parametrize(
     "fields", [{"tools": []}, {"tools": [tool("f")]}, {"tools": [tool("f")], "tool_choice": "none"}]
 )
-def test_without_a_need_any_text_will_do(fields: Any) -> None:
+def test_no_grammar_if_nothing_is_required(fields: Any) -> None:
     assert held(json_writer(), **fields) is None
 
 
@@ -183,7 +183,7 @@ THOUGHT = "so <tool_call> it is</think>"
         ("over", [""], [f"<think>{THOUGHT}", THOUGHT]),
     ],
 )
-def test_a_model_may_think_first_unless_its_prompt_has_it_done(
+def test_a_model_may_reason_first_unless_its_prompt_did(
     reasoning: ReasoningInPrompt, good: list[str], bad: list[str]
 ) -> None:
     codec = json_writer()
@@ -195,7 +195,7 @@ def test_a_model_may_think_first_unless_its_prompt_has_it_done(
     assert [text for text in bad if sayings.takes(grammar.text, text + one)] == []
 
 
-def test_what_is_thought_is_no_call_where_calls_are_free() -> None:
+def test_calls_in_reasoning_are_unconstrained() -> None:
     codec = json_writer()
     grammar = held(codec, "begun", tools=[tool("weather", strict=True)])
     assert grammar is not None
@@ -208,7 +208,7 @@ def test_what_is_thought_is_no_call_where_calls_are_free() -> None:
     assert list(dict.fromkeys(kinds)) == [Reasoning, Content, Call]
 
 
-def test_a_mark_that_is_a_token_is_spelt_in_no_other_way() -> None:
+def test_a_mark_token_has_no_other_spelling() -> None:
     codec = json_writer()
     grammar = held(codec, "begun", tools=[tool("weather", strict=True)])
     assert grammar is not None
@@ -233,13 +233,13 @@ def test_a_mark_that_is_a_token_is_spelt_in_no_other_way() -> None:
         (tagged_writer, [tool("f", {"oneOf": [CITY]})], "'oneOf'"),
     ],
 )
-def test_what_has_no_grammar_is_refused_by_name(writer: Callable[[], TextCodec], tools: list[Any], why: str) -> None:
+def test_requests_without_a_possible_grammar_are_refused(writer: Callable[[], TextCodec], tools: list[Any], why: str) -> None:
     with pytest.raises(RequestError, match=why) as caught:
         held(writer(), tools=tools, tool_choice="required")
     assert caught.value.field == "tools"
 
 
-async def test_a_schema_that_cannot_be_kept_to_is_refused_by_name() -> None:
+async def test_an_unsupported_schema_is_refused() -> None:
     codec = json_writer()
     grammar = held(codec, tools=[tool("f", {"not": {}})], tool_choice="required")
     assert grammar is not None
@@ -255,7 +255,7 @@ async def test_a_schema_that_cannot_be_kept_to_is_refused_by_name() -> None:
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ],
 )
-def test_what_contradicts_itself_is_refused(fields: Any, field: str) -> None:
+def test_contradictory_requests_are_refused(fields: Any, field: str) -> None:
     with pytest.raises(RequestError) as caught:
         held(json_writer(), tools=[tool("f")], **fields)
     assert caught.value.field == field

@@ -84,20 +84,20 @@ def takes(grammar: RequestedGrammar | None, text: str) -> bool:
         ),
     ],
 )
-def test_what_is_asked_for_is_what_an_answer_may_be(fields, good, bad):
+def test_answers_match_the_requested_format(fields, good, bad):
     grammar = asked(**fields)
     assert [text for text in good if not takes(grammar, text)] == []
     assert [text for text in bad if takes(grammar, text)] == []
 
 
-def test_whitespace_between_the_parts_of_json_has_an_end():
+def test_whitespace_in_json_is_limited():
     grammar = asked(response_format={"type": "json_object"})
     assert takes(grammar, "{" + " " * 20 + "}")
     assert not takes(grammar, "{" + " " * 21 + "}")
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}])
-def test_without_a_form_any_text_will_do(fields):
+def test_no_grammar_without_a_format(fields):
     assert asked(**fields) is None
 
 
@@ -125,7 +125,7 @@ def test_without_a_form_any_text_will_do(fields):
         (by_schema(POINT) | {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
-def test_what_is_no_form_is_refused_by_name(fields, field):
+def test_invalid_formats_are_refused(fields, field):
     with pytest.raises(RequestError) as caught:
         asked(**fields)
     named = caught.value.field or ""
@@ -148,14 +148,14 @@ def test_what_is_no_form_is_refused_by_name(fields, field):
         ({"structured_outputs": {"grammar": "start: missing"}}, "missing"),
     ],
 )
-async def test_what_cannot_be_kept_to_is_refused_by_name_and_reason(fields, why):
+async def test_unsupported_grammars_are_refused_with_the_reason(fields, why):
     grammar = asked(**fields)
     with pytest.raises(RequestError, match=why) as caught:
         await GrammarCheck(COMPILER).check(grammar)
     assert caught.value.field == grammar.field
 
 
-async def test_what_can_be_kept_to_passes_and_a_model_without_grammars_refuses_all():
+async def test_supported_grammars_pass_unless_the_model_has_none():
     grammar = asked(**by_schema(POINT))
     await GrammarCheck(COMPILER).check(grammar)
     with pytest.raises(RequestError) as caught:
@@ -163,7 +163,7 @@ async def test_what_can_be_kept_to_passes_and_a_model_without_grammars_refuses_a
     assert caught.value.field == SCHEMA_FIELD
 
 
-def test_a_chat_takes_the_same_fields():
+def test_chats_take_the_same_fields():
     body = {"model": "toy", "messages": [{"role": "user", "content": "x"}], **by_schema(POINT)}
     request = parse(ChatRequest, json.dumps(body).encode(), RequestBounds())
     assert takes(content_grammar(request.response_format, request.structured_outputs), '{"x":1,"y":2}')

@@ -49,7 +49,7 @@ def a_draft(name: str) -> DraftPool:
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "layer_skip"])
 @pytest.mark.parametrize("block_len", [1, 2, LONGEST])
-def test_a_text_takes_as_many_verifications_as_lock_step_makes(
+def test_verifications_equal_those_in_lock_step(
     name: str, block_len: int, target: MeasuredTarget
 ) -> None:
     draft = a_draft(name)
@@ -73,7 +73,7 @@ def test_a_text_takes_as_many_verifications_as_lock_step_makes(
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("options", [{}, {"project": "drafter"}, {"keep": False}], ids=str)
 @torch.inference_mode()
-def test_heads_are_fed_the_targets_own_states(name: str, options: dict[str, Any], target: MeasuredTarget) -> None:
+def test_heads_read_the_targets_states(name: str, options: dict[str, Any], target: MeasuredTarget) -> None:
     """They are projected where a deployment's target projects them."""
     draft = a_draft(name).model_copy(update={"states": StatesOptions(**options)})
     setup = target.setup(draft, LONGEST)
@@ -93,7 +93,7 @@ def test_heads_are_fed_the_targets_own_states(name: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_drafts_everywhere_but_where_no_state_can_be_there(name: str, target: MeasuredTarget) -> None:
+def test_a_head_drafts_wherever_states_exist(name: str, target: MeasuredTarget) -> None:
     draft = a_draft(name)
     method = create_method(draft, target.setup(draft, LONGEST))
     text = target.decode(target.generation(0, target.prompt(PROMPTS[0]), TOKENS, 0.0, NODES))
@@ -120,7 +120,7 @@ def a_place(coming: tuple[int, ...], chain: tuple[int, ...], tree: DraftTree = N
 SIBLINGS = DraftTree((7, 1, 2, 9), (-1, -1, 1, -1))  # 7, or 1 and then 2, or 9
 
 
-def test_verifications_go_on_after_what_was_accepted_and_one_token_more() -> None:
+def test_verification_continues_after_accepted_tokens_and_one_more() -> None:
     text = [
         a_place((1, 2, 3, 4), (1, 2, 9), SIBLINGS),
         a_place((2, 3, 4), (5,)),
@@ -133,13 +133,13 @@ def test_verifications_go_on_after_what_was_accepted_and_one_token_more() -> Non
     assert verifies(text, 3, trees=True) == 2  # 1 2 3, then 4
 
 
-def test_a_block_has_no_more_tokens_than_there_is_room_for() -> None:
+def test_blocks_fit_in_the_remaining_length() -> None:
     text = [a_place((1, 2), (1, 2), room=1), a_place((2,), (2,), room=0)]
     assert verifies(text, 2, trees=False) == 1
     assert verifies([a_place((1, 2), (1, 2), room=0), a_place((2,), (2,), room=0)], 2, trees=False) == 2
 
 
-def test_measures_are_those_of_what_was_offered() -> None:
+def test_measures_cover_the_offered_tokens() -> None:
     texts = [[a_place((1, 2), (7,), SIBLINGS), a_place((2,), ())], [a_place((9, 5), (7,), SIBLINGS)]]
     texts[1].append(a_place((5,), (5,), room=0))
     found = measures("a", "eagle", 0.0, texts, (1,), (1, 2, 4), 64)

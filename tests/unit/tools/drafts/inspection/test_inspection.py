@@ -151,13 +151,13 @@ def loads(method: str, folder: Path) -> bool:
 
 
 @every_head
-def test_every_published_layout_is_told_with_its_facts(name: str) -> None:
+def test_every_published_layout_is_recognized(name: str) -> None:
     found = inspect_draft(checkpoint(name), TARGET)
     assert (found.mismatches, told(found.facts)) == ((), KNOWN[name])
 
 
 @every_head
-def test_without_a_target_only_what_follows_from_its_depth_is_open(name: str) -> None:
+def test_without_a_target_only_depth_dependent_facts_are_unknown(name: str) -> None:
     found = inspect_draft(checkpoint(name))
     is_said = name in ("eagle3_speculators", "dflash", "dflash_speculators")
     assert told(found.facts) == KNOWN[name] | ({} if is_said else {"layers": ()})
@@ -173,7 +173,7 @@ def test_parameters_and_bytes_are_those_of_the_loaded_tensors(name: str) -> None
 
 
 @every_head
-def test_no_weight_is_read(name: str) -> None:
+def test_weights_are_not_read(name: str) -> None:
     tensors = read_headers(checkpoint(name)).tensors
     whole = read_head(checkpoint(name)).tensors
     assert {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()} == {
@@ -185,13 +185,13 @@ def test_no_weight_is_read(name: str) -> None:
 
 
 @every_head
-def test_the_configuration_that_it_writes_is_right_and_names_the_method(name: str) -> None:
+def test_the_suggested_configuration_is_valid(name: str) -> None:
     config = validated(yaml.safe_load(inspect_draft(checkpoint(name), TARGET).snippet))
     assert (config.draft.method, config.draft.model) == (KNOWN[name]["method"], str(checkpoint(name)))
     assert (config.model.target, config.model.max_context) == (str(TARGET), 256)
 
 
-def test_bytes_on_the_wire_are_a_rows() -> None:
+def test_state_bytes_are_those_of_one_row() -> None:
     states = inspect_draft(checkpoint("eagle3")).facts.states
     assert states is not None
     assert states.row_bytes == {
@@ -200,7 +200,7 @@ def test_bytes_on_the_wire_are_a_rows() -> None:
     }
 
 
-def test_a_language_model_is_a_draft_model_and_of_itself_some_layers_are() -> None:
+def test_a_language_model_is_a_draft_model_or_layer_skip_of_itself() -> None:
     alone = inspect_draft(TARGET)
     assert (alone.facts.layout, alone.facts.shape["layers"], alone.facts.states) == (CAUSAL, 8, None)
     itself = inspect_draft(TARGET, TARGET)
@@ -213,7 +213,7 @@ def test_a_language_model_is_a_draft_model_and_of_itself_some_layers_are() -> No
     [{"output_norm": "both"}, {"states": [0, 3, 7]}, {"layer_ids": "state"}, {"max_positions": 100}],
     ids=lambda options: next(iter(options)),
 )
-def test_with_options_a_head_is_shown_as_it_is_loaded_with_them(options: dict[str, Any], tmp_path: Path) -> None:
+def test_options_apply_to_the_shown_head(options: dict[str, Any], tmp_path: Path) -> None:
     """Its configuration lists layers, so that what their ids mean can be overridden."""
     tensors = read_head(checkpoint("eagle3")).tensors
     folder = copied(tmp_path, "eagle3", tensors, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]})
@@ -227,12 +227,12 @@ def test_with_options_a_head_is_shown_as_it_is_loaded_with_them(options: dict[st
     assert validated(yaml.safe_load(found.snippet)).draft.eagle == EagleOptions.model_validate(options)
 
 
-def test_options_that_do_not_fit_the_head_are_misfits(tmp_path: Path) -> None:
+def test_unsuitable_options_are_misfits(tmp_path: Path) -> None:
     (misfit,) = inspect_draft(checkpoint("eagle3"), TARGET, {"eagle": {"states": [1, 2]}}).mismatches
     assert "the list of states that was given" in str(misfit)
 
 
-def test_without_a_target_its_hidden_size_follows_from_how_many_states_are_given(tmp_path: Path) -> None:
+def test_the_targets_hidden_size_follows_from_the_number_of_states(tmp_path: Path) -> None:
     """Covers a head narrower than its target, where only `fc` gives the width of the states."""
     tensors = dict(read_head(checkpoint("eagle3")).tensors) | {"fc.weight": torch.ones(32, 4 * 12)}
     folder = copied(tmp_path, "eagle3", tensors)
@@ -241,7 +241,7 @@ def test_without_a_target_its_hidden_size_follows_from_how_many_states_are_given
     assert (states.hidden, states.layers) == (12, (1, 2, 3, 4))
 
 
-def test_layers_that_the_target_lacks_are_a_misfit() -> None:
+def test_layers_beyond_the_targets_depth_are_a_misfit() -> None:
     found = inspect_draft(TARGET, TARGET, {"layer_skip": {"layers": [0, 7]}})
     assert (found.fits, validated(yaml.safe_load(found.snippet)).draft.layer_skip.ids) == (True, (0, 7))
     (misfit,) = inspect_draft(TARGET, TARGET, {"layer_skip": {"layers": [0, 8]}}).mismatches
@@ -261,7 +261,7 @@ def test_layers_that_the_target_lacks_are_a_misfit() -> None:
         ("medusa", {"hydra_mlp.0.1.linear.weight": torch.zeros(32, 64)}, "Medusa heads, FasterDecoding's layout"),
     ],
 )
-def test_further_layouts_are_told_by_their_tensors(name: str, changed: dict[str, Tensor], layout: str) -> None:
+def test_further_layouts_are_recognized_by_tensors(name: str, changed: dict[str, Tensor], layout: str) -> None:
     files = read_head(checkpoint(name))
     assert layout_of(replace(files, tensors=dict(files.tensors) | changed)).name == layout
 
@@ -273,12 +273,12 @@ def test_further_layouts_are_told_by_their_tensors(name: str, changed: dict[str,
         ({"eagle_config": {}}, "EAGLE-3 head, ModelOpt's or SpecForge's layout"),
     ],
 )
-def test_publishers_are_told_by_the_configuration(config: dict[str, Any], layout: str) -> None:
+def test_publishers_are_recognized_by_configuration(config: dict[str, Any], layout: str) -> None:
     files = read_head(checkpoint("eagle3"))
     assert layout_of(replace(files, config=files.config | config)).name == layout
 
 
-def test_a_peagle_head_fits_with_its_mask_however_it_was_saved(tmp_path: Path) -> None:
+def test_a_peagle_head_fits_in_either_mask_format(tmp_path: Path) -> None:
     tensors = dict(read_head(checkpoint("eagle3")).tensors) | {"mask_hidden": torch.zeros(1, 1, 96)}
     folder = copied(tmp_path, "eagle3", tensors, pard_token=3)
     found = inspect_draft(folder, TARGET)
@@ -286,7 +286,7 @@ def test_a_peagle_head_fits_with_its_mask_however_it_was_saved(tmp_path: Path) -
     assert "predicts several tokens in one forward, by mask token 3" in found.facts.conventions
 
 
-def test_medusa_heads_that_borrow_the_lm_head_say_so(tmp_path: Path) -> None:
+def test_medusa_heads_report_a_shared_lm_head(tmp_path: Path) -> None:
     tensors = read_head(checkpoint("medusa")).tensors
     blocks = {f"blocks.{key[0]}.layers.0{key[len('0.0.linear') :]}": t for key, t in tensors.items() if "linear" in key}
     folder = copied(tmp_path, "medusa", blocks, original_lm_head=True)
@@ -300,7 +300,7 @@ def test_medusa_heads_that_borrow_the_lm_head_say_so(tmp_path: Path) -> None:
     ]
 
 
-def test_what_no_method_drafts_with_does_not_fit(tmp_path: Path) -> None:
+def test_checkpoints_without_a_method_do_not_fit(tmp_path: Path) -> None:
     tensors = dict(read_head(checkpoint("dflash")).tensors) | {"prefix_gru.weight_hh_l0": torch.zeros(9, 3)}
     found = inspect_draft(copied(tmp_path, "dflash", tensors), TARGET)
     assert (found.facts.layout.name, found.snippet) == ("Domino head", "")
@@ -311,7 +311,7 @@ def test_what_no_method_drafts_with_does_not_fit(tmp_path: Path) -> None:
 
 
 @every_head
-def test_whatever_tensor_is_missing_or_of_another_shape_is_found_where_the_loader_refuses_it(
+def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(
     name: str, tmp_path: Path
 ) -> None:
     tensors = read_head(checkpoint(name)).tensors
@@ -327,7 +327,7 @@ def test_whatever_tensor_is_missing_or_of_another_shape_is_found_where_the_loade
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash"])
-def test_a_tensor_too_many_is_found_where_the_loader_refuses_it(name: str, tmp_path: Path) -> None:
+def test_extra_tensors_are_found_like_by_the_loader(name: str, tmp_path: Path) -> None:
     folder = copied(tmp_path, name, dict(read_head(checkpoint(name)).tensors) | {"gate.weight": torch.ones(3)})
     assert inspect_draft(folder, TARGET).mismatches == (
         Mismatch("tensor gate.weight", "none: no head of this layout computes with it", "one"),
@@ -335,7 +335,7 @@ def test_a_tensor_too_many_is_found_where_the_loader_refuses_it(name: str, tmp_p
     assert not loads(KNOWN[name]["method"], folder)
 
 
-def test_every_misfit_is_named_with_what_was_expected_and_found(tmp_path: Path) -> None:
+def test_misfits_name_expected_and_found_values(tmp_path: Path) -> None:
     tensors = dict(read_head(checkpoint("dflash")).tensors)
     del tensors["layers.0.self_attn.q_norm.weight"]
     tensors["norm.weight"] = torch.ones(31)
@@ -356,20 +356,20 @@ def test_every_misfit_is_named_with_what_was_expected_and_found(tmp_path: Path) 
     ]
 
 
-def test_ids_that_lead_out_of_the_vocabulary_do_not_fit(tmp_path: Path) -> None:
+def test_ids_outside_the_vocabulary_do_not_fit(tmp_path: Path) -> None:
     folder = altered(tmp_path, "eagle3", lambda tensors: tensors | {"d2t": tensors["d2t"] + 60})
     (misfit,) = inspect_draft(folder, TARGET).mismatches
     assert "expected different ids below 96" in str(misfit)
     assert not loads("eagle", folder)
 
 
-def test_a_pickle_that_is_more_than_tensors_is_not_run(tmp_path: Path) -> None:
+def test_pickled_code_is_not_run(tmp_path: Path) -> None:
     shutil.copy(checkpoint("medusa") / "config.json", tmp_path)
     torch.save({"0.0.linear.weight": print}, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(ModelError, match="cannot be read as tensors alone"):
         inspect_draft(tmp_path)
 
 
-def test_a_folder_without_a_checkpoint_is_no_draft(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"there is no .*config\.json"):
         inspect_draft(tmp_path)

@@ -45,7 +45,7 @@ def loads(folder: Path) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_named_twice", [False, True])
-def test_a_target_with_a_module_is_told_with_how_to_use_it(tmp_path: Path, layout: str, is_named_twice: bool) -> None:
+def test_a_target_with_mtp_is_recognized(tmp_path: Path, layout: str, is_named_twice: bool) -> None:
     folder = target_with(tmp_path, LAYOUTS[layout]())
     found = inspect_draft(folder, folder if is_named_twice else None)
     assert (found.facts.layout, found.mismatches, found.target) == (WITH_MTP, (), folder)
@@ -60,7 +60,7 @@ def test_a_target_with_a_module_is_told_with_how_to_use_it(tmp_path: Path, layou
     assert (config.model.target, config.draft.method, config.draft.model) == (str(folder), "mtp", None)
 
 
-def test_parameters_are_the_modules_alone(tmp_path: Path) -> None:
+def test_parameters_are_those_of_the_mtp_module(tmp_path: Path) -> None:
     module = mimo()
     size = inspect_draft(target_with(tmp_path, module)).facts.size
     assert size.parameters == sum(tensor.numel() for tensor in module.values())
@@ -71,7 +71,7 @@ def test_parameters_are_the_modules_alone(tmp_path: Path) -> None:
     [(TWO_DEEPSEEK, True), (TWO_MIMO, True), (TWO_QWEN, False)],
     ids=["deepseek", "mimo", "qwen"],
 )
-def test_of_several_modules_it_says_that_the_first_drafts(
+def test_the_first_of_several_modules_is_used(
     tmp_path: Path, tensors: Tensors, is_drafted_with: bool
 ) -> None:
     folder = target_with(tmp_path, tensors)
@@ -82,7 +82,7 @@ def test_of_several_modules_it_says_that_the_first_drafts(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whatever_tensor_is_missing_or_of_another_shape_is_found_where_the_loader_refuses_it(
+def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(
     tmp_path: Path, layout: str
 ) -> None:
     module = LAYOUTS[layout]()
@@ -94,7 +94,7 @@ def test_whatever_tensor_is_missing_or_of_another_shape_is_found_where_the_loade
         assert inspect_draft(wrong).fits == loads(wrong), f"with a longer {key}"
 
 
-def test_a_module_of_a_kind_that_is_not_supported_is_a_misfit(tmp_path: Path) -> None:
+def test_an_unsupported_module_is_a_misfit(tmp_path: Path) -> None:
     experts = {f"model.layers.{LAYERS}.mlp.experts.0.up_proj.weight": torch.zeros(4, 4)}
     (misfit,) = inspect_draft(target_with(tmp_path, deepseek() | experts)).mismatches
     assert "experts and latent attention are not supported" in str(misfit)
