@@ -21,8 +21,6 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import DraftPool, Resources, SlipstreamConfig, TargetPool
 from cluster.placement import rank_bundle, target_group_options
-from serve_app.app import ENDS_S, POOL_SHUTDOWN
-from serve_app.serve_manifest import ROUTER_ENDS_S
 from tests.unit.k8s.overlays import (
     K8S,
     OVERLAYS,
@@ -87,6 +85,14 @@ def draft_reservation(pool: DraftPool) -> dict[str, float]:
 def replicas_per_pod(group: Json, reservation: Mapping[str, float]) -> int:
     offered = ray_resources(group)
     return min(int(offered.get(name, 0) // amount) for name, amount in reservation.items())
+
+
+def built_deployments(service: Json) -> dict[str, Any]:
+    """Returns the deployments that the application's builder makes, by name."""
+    (application,) = serve_config(service)["applications"]
+    module, _, function = application["import_path"].partition(":")
+    router = getattr(import_module(module), function)(application["args"])._bound_deployment
+    return {one.name: one for one in (router, *(pool._bound_deployment for pool in router.init_args[1:]))}
 
 
 def pool_groups(service: Json) -> list[tuple[Json, dict[str, float], int, int]]:
@@ -284,12 +290,7 @@ class TestServeConfig:
         assert len(errors(serve_schema, config)) == 2
 
     def test_the_builder_and_deployments_exist(self, service: Json) -> None:
-        (application,) = serve_config(service)["applications"]
-        module, _, function = application["import_path"].partition(":")
-        built = getattr(import_module(module), function)(application["args"])
-        router = built._bound_deployment
-        names = {one.name for one in (router, *(pool._bound_deployment for pool in router.init_args[1:]))}
-        assert {overridden["name"] for overridden in application["deployments"]} == names
+        assert deployment_parts(service).keys() == built_deployments(service).keys()
 
     def test_the_arguments_are_a_configuration(self, service: Json) -> None:
         assert isinstance(slipstream_config(service), SlipstreamConfig)
@@ -347,13 +348,14 @@ class TestPools:
                 assert resources["requests"].get(name) == resources["limits"].get(name)
 
     def test_pods_outlive_the_drain(self, service: Json) -> None:
-        """Replicas may take so long to finish; Ray waits longer for them; Kubernetes longer for Ray."""
+        """Ray waits longer than Serve does for replicas, and Kubernetes longer than Ray."""
         config = slipstream_config(service)
+        parts = deployment_parts(service)
         replicas = max(
-            config.server.drain_s + ROUTER_ENDS_S,
-            config.target.drain_s + ENDS_S,
-            POOL_SHUTDOWN["graceful_shutdown_timeout_s"],
+            parts[name].get("graceful_shutdown_timeout_s", built._deployment_config.graceful_shutdown_timeout_s)
+            for name, built in built_deployments(service).items()
         )
+        assert replicas > max(config.server.drain_s, config.target.drain_s)
         for group in worker_group_specs(service):
             pod = group["template"]["spec"]
             env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}

@@ -9,12 +9,12 @@ import pytest
 from cluster.audit import Audits
 from cluster.config import AuditConfig
 from cluster.errors import CapacityError, DrainingError
-from cluster.routing.ledger import Generation
 from cluster.routing.membership import Members, StaticMembership
 from cluster.routing.session_router import SessionRouter
 from protos.codec import Decoded, Malformed
-from protos.messages import Acceptance, Refusal, RefusalReason, Sampling
+from protos.messages import Refusal, RefusalReason
 from serve_app.router import Identity, Router, RouterLimits
+from tests.toys import a_generation
 
 
 @pytest.fixture
@@ -52,8 +52,7 @@ async def test_generation_is_refused_while_draining(router: Router) -> None:
 
 @pytest.mark.parametrize("goes_on", [False, True])
 async def test_sessions_that_outlast_the_drain_end_with_an_error(router: Router, goes_on: bool) -> None:
-    generation = Generation("session", (1, 2), 8, (), Sampling(), 0, 0, 0, 0, Acceptance.COUPLED, 0)
-    running = asyncio.ensure_future(anext(router.generate(generation)))
+    running = asyncio.ensure_future(anext(router.generate(a_generation())))
     await asyncio.sleep(0)
     router.end_after(0)
     if goes_on:

@@ -1,7 +1,7 @@
 """Committed tokens to deltas, and many sessions of which one fails or is cancelled."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Any
@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from cluster.errors import TargetLostError
-from cluster.routing.ledger import CommittedTokens, Ended, Generation
-from protos.messages import Acceptance, Finish, Sampling, TokenScore
+from cluster.routing.ledger import CommittedTokens, Ended
+from protos.messages import Finish, TokenScore
 from serve_app.api.choices import Choice, ChoiceStream, ChoiceStreamOptions, ChoiceText, Delta, TextOptions
 from serve_app.api.generation import follow, metrics_of
 from serve_app.api.metrics import Metrics
 from serve_app.api.text import StopMatcher, TextCodec
 from serve_app.api.tool_calls import PlainReader
+from tests.scripted_generator import STALL, ScriptedGenerator
+from tests.toys import a_generation
 
 
 def choice_text(codec: TextCodec, *stops: str, index: int = 0) -> ChoiceText:
@@ -169,33 +171,9 @@ def test_held_text_is_released_at_the_end(codec: TextCodec, finish: Finish, reas
     assert (delta.text, delta.finish, choice.text, choice.tokens) == ("EN", reason, "xEN", 4)
 
 
-class Scripted:
-    """Plays one list of outputs for each choice; `None` waits for ever."""
-
-    def __init__(self, *scripts: list[CommittedTokens | Ended | Exception | None]) -> None:
-        self.scripts = scripts
-        self.closed: list[int] = []
-
-    async def generate(self, generation: Generation) -> AsyncIterator[CommittedTokens | Ended]:
-        try:
-            for output in self.scripts[generation.choice]:
-                if isinstance(output, Exception):
-                    raise output
-                if output is None:
-                    await asyncio.Event().wait()
-                else:
-                    yield output
-        finally:
-            self.closed.append(generation.choice)
-
-
-def generation(choice: int) -> Generation:
-    return Generation(f"s{choice}", (1,), 32, (), Sampling(), 0, 0, choice, 0, Acceptance.COUPLED, 4)
-
-
 def choice_of(text: ChoiceText) -> Choice:
     stream = ChoiceStream(text.index, PlainReader(), ChoiceStreamOptions(), lambda: 0)
-    return Choice(generation(text.index), text, stream)
+    return Choice(a_generation(session=f"s{text.index}", choice=text.index), text, stream)
 
 
 def choices(codec: TextCodec, number: int, *stops: str) -> list[Choice]:
@@ -204,7 +182,7 @@ def choices(codec: TextCodec, number: int, *stops: str) -> list[Choice]:
 
 async def test_choices_run_at_once(codec: TextCodec) -> None:
     ended = [CommittedTokens(codec.encode("a"), 0, 0), Ended(Finish.STOP)]
-    generator = Scripted([None], ended)
+    generator = ScriptedGenerator([STALL], ended)
     async with aclosing(follow(generator, choices(codec, 2), Metrics(), count().__next__)) as deltas:
         first = await anext(deltas)
         second = await anext(deltas)
@@ -213,7 +191,7 @@ async def test_choices_run_at_once(codec: TextCodec) -> None:
 
 
 async def test_one_failure_ends_all_choices_and_is_raised_unchanged(codec: TextCodec) -> None:
-    generator = Scripted([None], [CommittedTokens(codec.encode("a"), 0, 0), TargetLostError("gone")])
+    generator = ScriptedGenerator([STALL], [CommittedTokens(codec.encode("a"), 0, 0), TargetLostError("gone")])
     deltas = follow(generator, choices(codec, 2), Metrics(), count().__next__)
     assert (await anext(deltas)).text == "a"
     with pytest.raises(TargetLostError, match="gone"):
@@ -223,7 +201,7 @@ async def test_one_failure_ends_all_choices_and_is_raised_unchanged(codec: TextC
 
 async def test_text_that_waits_for_the_interval_precedes_a_failure(codec: TextCodec) -> None:
     emits = [CommittedTokens(codec.encode(text), 0, 0) for text in ("a", "b")]
-    generator = Scripted([*emits, TargetLostError("gone")])
+    generator = ScriptedGenerator([*emits, TargetLostError("gone")])
     choice = choice_of(ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=100))
     deltas = follow(generator, [choice], Metrics(), count().__next__)
     assert [(await anext(deltas)).text, (await anext(deltas)).text] == ["a", "b"]
@@ -232,14 +210,14 @@ async def test_text_that_waits_for_the_interval_precedes_a_failure(codec: TextCo
 
 
 async def test_a_stop_string_closes_the_session(codec: TextCodec) -> None:
-    generator = Scripted([CommittedTokens(codec.encode("a."), 1, 1), None])
+    generator = ScriptedGenerator([CommittedTokens(codec.encode("a."), 1, 1), STALL])
     async with aclosing(follow(generator, choices(codec, 1, "."), Metrics(), count().__next__)) as deltas:
         assert [delta.text async for delta in deltas] == ["a"]
     assert generator.closed == [0]
 
 
 async def test_closing_closes_sessions_and_leaves_no_task(codec: TextCodec) -> None:
-    generator = Scripted([CommittedTokens(codec.encode("a"), 0, 0), None], [None])
+    generator = ScriptedGenerator([CommittedTokens(codec.encode("a"), 0, 0), STALL], [STALL])
     deltas = follow(generator, choices(codec, 2), Metrics(), count().__next__)
     await anext(deltas)
     await deltas.aclose()
@@ -249,7 +227,7 @@ async def test_closing_closes_sessions_and_leaves_no_task(codec: TextCodec) -> N
 
 async def test_inter_token_time_is_measured_per_verdict(codec: TextCodec) -> None:
     metrics = Metrics()
-    generator = Scripted(
+    generator = ScriptedGenerator(
         [CommittedTokens((1,), 0, 0), CommittedTokens((1, 2), 1, 4), CommittedTokens((1,), 0, 3), Ended(Finish.LENGTH)]
     )
     async for _ in follow(generator, choices(codec, 1), metrics, count().__next__):

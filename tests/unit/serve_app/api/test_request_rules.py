@@ -4,21 +4,13 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import RequestError
 from protos.messages import Scoring, TokenRules
-from serve_app.api.schemas import ChatRequest, CompletionRequest
+from serve_app.api.schemas import CompletionRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.validation import bad_words_of, check_rules, rules_of, scoring_of, truncated
+from tests.unit.serve_app.api.sample_requests import chat, completion, refusal_of
 
 VOCABULARY = 100
-
-
-def completion(**fields: Any) -> CompletionRequest:
-    return CompletionRequest.model_validate({"model": "toy", "prompt": "x"} | fields)
-
-
-def chat(**fields: Any) -> ChatRequest:
-    return ChatRequest.model_validate({"model": "toy", "messages": [{"role": "user", "content": "x"}]} | fields)
 
 
 def test_a_plain_request_has_neutral_rules_and_no_scoring() -> None:
@@ -41,9 +33,8 @@ def test_rules_match_the_fields_and_min_tokens_follow_the_prompt() -> None:
     ],
 )
 def test_ids_outside_the_vocabulary_are_refused(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(RequestError, match="outside the vocabulary of 100") as caught:
+    with refusal_of(field, "outside the vocabulary of 100"):
         rules_of(completion(**fields), 7, (), VOCABULARY)
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -55,9 +46,8 @@ def test_ids_outside_the_vocabulary_are_refused(fields: dict[str, Any], field: s
     ],
 )
 def test_contradictory_fields_are_refused(request_: CompletionRequest, field: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refusal_of(field):
         check_rules(request_)
-    assert caught.value.field == field
 
 
 def test_min_tokens_may_equal_max_tokens() -> None:
@@ -75,9 +65,8 @@ def test_requested_scores() -> None:
 
 
 def test_too_many_prompt_logprobs_for_a_message_are_refused() -> None:
-    with pytest.raises(RequestError) as caught:
+    with refusal_of("prompt_logprobs"):
         scoring_of(completion(prompt_logprobs=20), 60_000)
-    assert caught.value.field == "prompt_logprobs"
 
 
 def test_bad_words_are_forbidden_with_and_without_a_leading_space(codec: TextCodec) -> None:

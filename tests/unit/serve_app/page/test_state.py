@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from cluster.speculation.estimators import AcceptanceCounts
 from cluster.telemetry import Actor, Event, Recording, pack
-from serve_app.page.routes import MOST_BARS, MOST_REPLICAS, MOST_TRACKS, WINDOW_S, DraftSample, TargetSample, page_state
+from serve_app.page.routes import DraftSample, TargetSample, page_state
 
 
 def recording(role: str, name: str, *events: tuple[float, str, str], offset_s: float = 0.0) -> bytes:
@@ -68,10 +68,11 @@ def test_utilization_is_at_most_one() -> None:
 
 def test_bars_lie_in_the_window_whatever_each_clock_shows() -> None:
     ends = 1000.0
+    window_s = page_state("m", [], []).window_ms / 1e3
     target = recording(
         "target",
         "t",
-        *[(ends - WINDOW_S - 1, "verify", "a"), (ends - WINDOW_S + 1, "decided", "a")],
+        *[(ends - window_s - 1, "verify", "a"), (ends - window_s + 1, "decided", "a")],
         *[(ends - 1, "verify", "ab"), (ends - 0.5, "decided", "ab")],
         offset_s=900.0,
     )
@@ -94,12 +95,13 @@ def test_unfinished_work_is_drawn_until_now() -> None:
 def test_a_large_fleet_is_cut() -> None:
     events = [(100 - 2 + at / 1000, what, "a") for at in range(1000) for what in ("verify", "decided")]
     busy = replace(TARGET, recording=recording("target", "t", *events))
-    names = [f"t{number}" for number in range(MOST_REPLICAS + 9)]
+    names = [f"t{number}" for number in range(999)]
     others = [replace(TARGET, name=name, recording=recording("target", name)) for name in names]
     state = page_state("m", [], [busy, *others])
-    assert (len(state.targets), state.unlisted, len(state.tracks)) == (MOST_REPLICAS, 10, MOST_TRACKS)
-    assert len(state.tracks[0].bars) == MOST_BARS
-    assert state.tracks[0].bars[-1][1] == 1999.0, "the latest stay"
+    assert 0 < len(state.tracks) <= len(state.targets) < 100
+    assert len(state.targets) + state.unlisted == 1000
+    assert 0 < len(state.tracks[0].bars) < 1000
+    assert state.tracks[0].bars[-1][1] == 1999.0, "the latest are kept"
     assert len(state.model_dump_json()) < 50_000
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cluster.draft_quality import TOKENS, AcceptanceStats, LoadCheck, kind_of
+from cluster.draft_quality import AcceptanceStats, LoadCheck, kind_of
 from serve_app.status import acceptance_table, drafters_table, handovers_table, remedies_table
 
 
@@ -18,8 +18,8 @@ def a_drafter(name: str, check: LoadCheck) -> dict[str, Any]:
 
 
 def test_a_drafter_far_below_its_confidence_is_named():
-    bad = LoadCheck(0.8, TOKENS, 3, 40.0)
-    good = LoadCheck(0.8, TOKENS, 50, 40.0)
+    bad = LoadCheck(0.8, 1000, 50, 600.0)
+    good = LoadCheck(0.8, 1000, 780, 600.0)
     shown = rows(drafters_table([a_drafter("a", bad), a_drafter("b", good), a_drafter("c", LoadCheck())]))
     assert [row[3:5] for row in shown] == [("0.80", "0.05"), ("0.80", "0.78"), ("-", "-")]
     assert shown[0][5].startswith("far below: the target accepts 5 % of its first tokens")

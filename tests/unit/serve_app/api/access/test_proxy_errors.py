@@ -17,9 +17,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.api.proxy_errors import PROXY_ENVIRONMENT
-from serve_app.api.replies import RETRY_AFTER_S
+from tests.asgi_front import http_client
 
-FULL = BackPressureError(7, 7, status_code=429, retry_after_s=RETRY_AFTER_S)
+FULL = BackPressureError(7, 7, status_code=429, retry_after_s=1)
 NONE_THERE = DeploymentUnavailableError(DeploymentID("Router", "slipstream"))
 
 
@@ -45,8 +45,7 @@ async def told(
 
     (callback,) = PROXY_ENVIRONMENT.values()
     around = validate_http_proxy_callback_return(call_function_from_import_path(callback))
-    transport = httpx.ASGITransport(_apply_middlewares(proxy, around))
-    async with httpx.AsyncClient(transport=transport, base_url="http://serve") as http:
+    async with http_client(_apply_middlewares(proxy, around)) as http:
         return await http.post(path, headers=headers)
 
 
@@ -63,7 +62,7 @@ async def test_proxy_errors_have_openais_form(error: Exception, status: int, kin
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers.get_list("X-Request-Id") == ["job-7"]
-    assert answer.headers.get("retry-after") == (None if status == 408 else str(RETRY_AFTER_S))
+    assert answer.headers.get("retry-after") == (None if status == 408 else "1")
     found = answer.json()["error"]
     assert (found["type"], found["param"], found["code"]) == (kind, None, code)
     assert says in found["message"]
@@ -85,7 +84,7 @@ async def test_every_path_is_unavailable_without_an_application(routes: list[Mes
     answer = await told("/v1/models", NOT_FOUND, routes=routes)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert "starting or stopping" in answer.json()["error"]["message"]
-    assert answer.headers["retry-after"] == str(RETRY_AFTER_S)
+    assert answer.headers["retry-after"] == "1"
 
 
 async def test_serves_own_endpoints_are_unchanged() -> None:

@@ -3,7 +3,7 @@
 import math
 
 from protos.messages import TokenScore
-from serve_app.api.logprobs import MIN_LOGPROB, ScoredToken, chat_logprobs, completion_logprobs, prompt_logprobs
+from serve_app.api.logprobs import ScoredToken, chat_logprobs, completion_logprobs, prompt_logprobs
 
 TEXTS = {1: "a", 2: "bc", 3: "\N{SNOWMAN}", 4: "a"}
 SCORED = [
@@ -69,4 +69,4 @@ def test_prompt_logprobs_begin_at_the_second_token() -> None:
 def test_infinite_logprobs_are_replaced_by_finite_ones() -> None:
     for value in (-math.inf, math.nan):
         (found,) = completion_logprobs([ScoredToken(1, TokenScore(value, 1))], 0, text_of).token_logprobs
-        assert found == MIN_LOGPROB
+        assert found == -9999.0
