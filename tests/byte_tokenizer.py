@@ -14,7 +14,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> Any:
-    """One token a byte, so that every character beyond ASCII is split; then <eos>, <pad> and the word <tool>."""
+    """Returns a tokenizer with one token per byte, which splits characters beyond ASCII, and <eos>, <pad>, <tool>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     built = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

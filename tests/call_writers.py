@@ -72,7 +72,7 @@ class Sayings:
         self._compiler = GrammarCompiler(grammar_vocabulary(codec.tokenizer, codec.eos_ids))
 
     def one(self, grammar: str, seed: int, most: int = 2000) -> str | None:
-        """One of them; None where it found no end."""
+        """Returns one of them, or None without an end."""
         draw = random.Random(seed)
         followed = self._compiler.follow(grammar)
         tokens: list[int] = []

@@ -161,7 +161,7 @@ SENSIBLE = {
 
 @st.composite
 def mutated(draw: st.DrawFn, frames: Sequence[FrameType]) -> Sent:
-    """One frame, of a sensible message or two of its type, with up to four changes."""
+    """Generates a frame of one or two valid messages with up to four changes."""
     frame = draw(st.sampled_from(frames))
     data = bytearray(draw(st.sampled_from(SENSIBLE[frame])))
     for _ in range(draw(st.integers(0, 4))):

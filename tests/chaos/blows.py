@@ -28,7 +28,7 @@ ROLES = {"drafter": "Drafter", "target": "Target", "rank": "Rank", "router": "Ro
 
 @dataclass
 class Scene:
-    """The cluster under attack, and follow-ups that are still due."""
+    """The cluster under test, and follow-ups that are still due."""
 
     cluster: Cluster
     add_node: Callable[[], object]
@@ -39,7 +39,7 @@ class Scene:
 
     @property
     def nodes(self) -> list[Node]:
-        """Those that may be lost: all but the head."""
+        """Nodes that may be lost: all except the head."""
         return sorted(self.cluster.worker_nodes, key=lambda node: str(node.node_id))
 
     def processes(self, role: str) -> list[Found]:
@@ -48,7 +48,7 @@ class Scene:
         return sorted(found, key=lambda one: one.process.pid)
 
     def stop(self, found: Sequence[Found], lasts_s: float) -> None:
-        """They go on by themselves, whatever else takes time meanwhile."""
+        """Stops processes and resumes them after a while, on a timer."""
 
         def go_on() -> None:
             for one in found:
@@ -84,7 +84,7 @@ class Scene:
 
 
 def _pool(role: str) -> str:
-    """A rank's replica is lost with it."""
+    """Kills a rank, and with it its replica."""
     return "Target" if role == "Rank" else role
 
 
@@ -113,7 +113,7 @@ def stop(role: str, scene: Scene) -> Blow | None:
 
 
 def cut(scene: Scene) -> Blow | None:
-    """One TCP connection to a drafter's or a target's gRPC server, by the kernel: both ends see a reset."""
+    """Resets a TCP connection to a drafter's or target's gRPC server through the kernel."""
     if not (connections := sorted(_streams())):
         return None
     dialling, dialled = scene.rng.choice(connections)
@@ -124,7 +124,7 @@ def cut(scene: Scene) -> Blow | None:
 
 
 def _streams() -> Iterator[tuple[int, int]]:
-    """Ports of who dialled and of who was dialled."""
+    """Returns the ports of both ends, the dialer's first."""
     ports = grpc_ports()
     for one in psutil.net_connections("tcp"):
         if one.status == psutil.CONN_ESTABLISHED and one.raddr and one.raddr.port in ports:
@@ -132,7 +132,7 @@ def _streams() -> Iterator[tuple[int, int]]:
 
 
 def grpc_ports() -> dict[int, str]:
-    """Pools of all targets and drafters by port, as routers know them. All are of one machine here."""
+    """Returns the pools of all targets and drafters by port, as routers know them; all are on one machine here."""
     membership = ServeMembership(deployed("Target", APPLICATION), deployed("Drafter", APPLICATION))
     members = asyncio.run(membership.current())
     pools = {"Target": members.targets, "Drafter": members.drafters}
@@ -140,7 +140,7 @@ def grpc_ports() -> dict[int, str]:
 
 
 def lose_node(scene: Scene) -> Blow | None:
-    """All processes of a node at once, as when its machine is switched off; a new one comes after a while."""
+    """Kills all processes of a node, like a power failure; adds a new node after a while."""
     if not scene.nodes:
         return None
     node = scene.rng.choice(scene.nodes)
@@ -158,7 +158,7 @@ def lose_node(scene: Scene) -> Blow | None:
 
 
 def freeze_node(scene: Scene) -> Blow | None:
-    """All processes of a node stand still, as when its machine is moved or its memory thrashes."""
+    """Stops all processes of a node for a while, like a live migration or thrashing."""
     if not scene.nodes:
         return None
     node = scene.rng.choice(scene.nodes)
@@ -177,7 +177,7 @@ def _named(struck: Sequence[Found]) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of blow. It strikes once, and says what it did; nothing where nobody is there to be struck."""
+    """A kind of failure. Injects it once and describes it; returns nothing if there is no process to hit."""
 
     strike: Callable[[Scene], Blow | None]
     pools: frozenset[str]  # deployments that it may strike

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 
 class Deck:
-    """Kinds of blows, of which none comes again before each has come, but those that nobody is there for."""
+    """Deals each kind of failure once per round; kinds without a possible victim are postponed."""
 
     def __init__(self, kinds: Sequence[str], rng: random.Random) -> None:
         self._kinds = tuple(kinds)
@@ -13,7 +13,7 @@ class Deck:
         self._left: list[str] = []
 
     def draw(self, may_come: Callable[[str], bool]) -> str | None:
-        """The next kind that may come now; None where those that are left have to wait."""
+        """Returns the next possible kind; None if all remaining ones must wait."""
         if not self._left:
             self._left = self._rng.sample(self._kinds, len(self._kinds))
         kind = next(filter(may_come, self._left), None)

@@ -1,4 +1,4 @@
-"""Streams over HTTP without end: what each answered, when its pieces came, and who gave them."""
+"""Endless HTTP streams: each answer, the arrival of its pieces, and the replicas that served it."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ TIMEOUT_S = 600.0  # the load itself gives nothing up: what stands still shows i
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how its answer is sampled."""
+    """A prompt and its sampling parameters."""
 
     prompt: str
     sampling: Mapping[str, object]
@@ -25,7 +25,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """One request's result; times are of the monotonic clock."""
+    """Result of one request; times are on the monotonic clock."""
 
     request: int  # index among the requests
     began_s: float
@@ -38,7 +38,7 @@ class Answer:
 
 
 class Load:
-    """Every request again and again, one stream each, until told to stop."""
+    """Repeats every request, one stream each, until stopped."""
 
     def __init__(self, url: str, model: str, tokens: int, requests: Sequence[Request]) -> None:
         self.answers: list[Answer] = []
@@ -53,7 +53,7 @@ class Load:
         self._stopping.set()
 
     async def run(self, rounds: int | None = None) -> None:
-        """Runs until stopped, or until each request was answered often enough."""
+        """Runs until stopped, or until each request was answered `rounds` times."""
         async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, trust_env=False) as http:
             await asyncio.gather(*(self._repeat(http, index, rounds) for index in range(len(self._requests))))
 
@@ -95,7 +95,7 @@ class Load:
 
 
 def _take(answer: Answer, data: str) -> bool:
-    """One event; returns whether it is the last."""
+    """Records an event; returns whether it is the last."""
     if data == "[DONE]":
         return True
     event: dict[str, Any] = json.loads(data)

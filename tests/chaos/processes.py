@@ -1,4 +1,4 @@
-"""The processes of a deployment, by the names that Ray gives them, without asking any: some are stopped."""
+"""Finds the processes of a deployment by the names that Ray gives them; stopped ones could not answer."""
 
 import signal
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ ROLES = {"Drafter": f"{REPLICA}Drafter", "Target": f"{REPLICA}Target", "Router":
 
 @dataclass(frozen=True)
 class Found:
-    """A process and what it is."""
+    """A process and its role."""
 
     role: str
     process: psutil.Process
 
     def send(self, what: signal.Signals) -> None:
-        """One that has ended meanwhile hears nothing."""
+        """Sends a signal, unless the process has ended."""
         with suppress(psutil.NoSuchProcess):
             self.process.send_signal(what)
 
@@ -42,7 +42,7 @@ def workers(node: Node) -> list[psutil.Process]:
 
 
 def found_on(node: Node) -> Iterator[Found]:
-    """Replicas and ranks of a node."""
+    """Returns the replicas and ranks on a node."""
     for process in workers(node):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
             title = process.cmdline()[0]

@@ -12,17 +12,17 @@ ON_ITS_WAY_S = 2.0  # for which streams may go on with what was decided before a
 
 @dataclass(frozen=True)
 class Blow:
-    """Something that was done to a deployment."""
+    """An injected failure."""
 
     kind: str
     at_s: float
     pools: tuple[str, ...] = ()  # deployments that lose replicas by it, or may
     struck: str = ""  # for people
-    stopped_s: float | None = None  # for which whoever was struck stood still; None: they are lost
+    stopped_s: float | None = None  # for which processes were stopped; None: they are lost
 
     @property
     def noticed_by_s(self) -> float:
-        """Time by which everybody affected has noticed."""
+        """Time by which all affected peers have noticed."""
         return self.at_s + (LOST_NOTICED_S if self.stopped_s is None else self.stopped_s + NOTICED_S)
 
 
@@ -36,14 +36,14 @@ class Stream:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Replicas that run, by deployment, at one moment."""
+    """Running replicas by deployment at one moment."""
 
     at_s: float
     running: Mapping[str, int]
 
 
 def stall_s(blow: Blow, streams: Sequence[Stream]) -> float:
-    """The longest that a stream stood still from the blow on: until it went on, or from soon after, until it did.
+    """Returns the longest stall of a stream that began at the failure or soon after.
 
     What was on its way when the blow fell still comes.
     """
@@ -72,7 +72,7 @@ def whole_s(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> fl
 
 
 def is_open(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int], now_s: float) -> bool:
-    """Returns whether the pools still lack a replica, or may yet be found to."""
+    """Returns whether the pools lack a replica, or may not have noticed its loss."""
     if not blow.pools or whole_s(blow, sizes, wanted) is not None:
         return False
     after = [one for one in sizes if blow.at_s < one.at_s <= blow.noticed_by_s]

@@ -1,4 +1,4 @@
-"""The application with routers that name themselves in each answer, so that a test knows whose death broke which."""
+"""An application whose routers name themselves in each answer, so that a test can match broken answers to killed ones."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ ROUTER = "x-router-pid"
 
 
 class Named:
-    """An ASGI application whose answers say which process gave them."""
+    """Adds the process to each answer of an ASGI application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

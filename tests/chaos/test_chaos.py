@@ -1,4 +1,4 @@
-"""Load on a real cluster of several nodes under random blows: no failed request, no changed token, nothing left over.
+"""Load on a real cluster of several nodes with random failures: no failed request, changed token or leaked resource.
 
 Not part of the default suite: `make chaos`. Requests may fail whose router was killed, and no others. All kinds of blow
 come before one comes again. A pool is struck once it is whole from the blow before, so that what is measured is what
@@ -49,7 +49,7 @@ RAY = {
     "RAY_raylet_start_wait_time_s": "180",  # of a node that comes while others start
 }
 LOOK_S = 0.5  # between two looks at who runs
-SETTLED_S = 300  # models take long to load where everything is started anew at once
+SETTLED_S = 300  # models load slowly if everything restarts at once
 WHERE = "labels: {models: 'yes'}"
 POOLS = (
     f"target.resources_per_rank={{num_cpus: 0.1, {WHERE}}}",
@@ -150,19 +150,19 @@ class Struck:
     sizes: list[Sizes] = field(default_factory=list)
 
     def look(self) -> None:
-        """Tells when pools lose and gain replicas."""
+        """Records when pools lose and gain replicas."""
         now = sizes()
         if self.sizes and now.running != self.sizes[-1].running:
             print(f"{now.at_s - self.began_s:6.1f} s      there are {dict(now.running)}", flush=True)
         self.sizes.append(now)
 
     def at_work(self, now_s: float) -> frozenset[str]:
-        """Pools that are not whole from a blow, or may not be."""
+        """Pools that have not recovered from a failure, or may not have."""
         return frozenset(pool for blow in self.blows if is_open(blow, self.sizes, WANTED, now_s) for pool in blow.pools)
 
 
 def strike(scene: Scene, chaos: Chaos, struck: Struck) -> None:
-    """Blow after blow until time is up, and then whatever still is to follow them."""
+    """Injects failures until time is up, and then completes their follow-ups."""
     deck = Deck(chaos.kinds, scene.rng)
     began = struck.began_s
     until = began + 60 * chaos.minutes
@@ -181,7 +181,7 @@ def strike(scene: Scene, chaos: Chaos, struck: Struck) -> None:
 
 
 def under_blows(load: Load, scene: Scene, chaos: Chaos, struck: Struck) -> None:
-    """The load is in a thread of its own: Ray starts nodes in the main one only."""
+    """Runs the load in its own thread, because Ray starts nodes only in the main one."""
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(asyncio.run, load.run())
         try:
@@ -199,7 +199,7 @@ def is_whole_again(struck: Struck) -> bool:
 
 
 def is_excused(answer: Answer, scene: Scene) -> bool:
-    """Returns whether a request's router was killed meanwhile, which an unanswered request cannot name."""
+    """Returns whether the request's router may have been killed; an unanswered request cannot name its router."""
     hits = scene.routers_hit
     times = [at for pid, ats in hits.items() for at in ats if answer.router in {None, pid}]
     return any(answer.began_s <= at <= answer.ended_s for at in times)
@@ -237,7 +237,7 @@ def test_chaos(nodes: Cluster, served: Served, chaos: Chaos, request: pytest.Fix
 
 
 def nothing_is_left(served: Served, scene: Scene) -> None:
-    """Once idle: no session, page or stream beyond those that an idle deployment has, and no process."""
+    """Checks the idle deployment for leaked sessions, pages, streams and processes."""
     assert_nothing_left(served)
     counts = {role: len(scene.processes(role)) for role in (*WANTED, "Rank")}
     assert counts == {**WANTED, "Rank": WANTED["Target"] * served.config.target.tensor_parallel}

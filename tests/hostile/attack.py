@@ -59,7 +59,7 @@ class Place:
     async def connection(
         self, receive_buffer: int = 0
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """Closed at once afterwards, whatever is on its way."""
+        """A connection that is closed at once afterwards."""
         plug = socket.socket()
         plug.setblocking(False)
         if receive_buffer:
@@ -82,7 +82,7 @@ class Place:
         return "\r\n".join((*lines, "Content-Type: application/json", "Connection: close", "", "")).encode()
 
     async def exchange(self, name: str, request: bytes) -> Answer:
-        """A whole request for a whole answer; the server may answer, and hang up, before all has been sent."""
+        """Sends a request and returns its answer; the server may answer and close before all was sent."""
         async with self.connection() as (reader, writer), asyncio.timeout(PATIENCE_S):
             writer.write(request)
             answering = asyncio.ensure_future(_arriving(reader))  # it may be there before all has been sent
@@ -178,7 +178,7 @@ def hostile_bodies(model: str) -> dict[str, bytes]:
 
 
 async def bodies(place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """One after the other, over and over."""
+    """Sends the requests in turn, repeatedly."""
     made = {name: place.posts(body) for name, body in hostile_bodies(place.model).items()}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -192,7 +192,7 @@ async def bodies(place: Place, seconds: float) -> AsyncIterator[Answer]:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, and the status that its answer must have."""
+    """A request and the required status of its answer."""
 
     status: int
     method: str
@@ -219,7 +219,7 @@ FAULT = "fault"
 
 
 def broken_templates(model: str) -> dict[str, Ask]:
-    """Conversations by which the template fails, at each endpoint that has some."""
+    """Returns conversations on which the template fails, for each endpoint that takes them."""
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     bodies: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": ("/v1/chat/completions", {**chat, "max_tokens": 4}),
@@ -235,7 +235,7 @@ def broken_templates(model: str) -> dict[str, Ask]:
 
 
 def strange_methods(model: str) -> dict[str, Ask]:
-    """Methods that no client of the API uses, and a schema that is not served."""
+    """Returns requests with unused methods and an unserved scheme."""
     read = ("/health", "/health/live", "/health/ready", "/v1/models", "/metrics", "/docs", "/openapi.json", "/version")
     posted = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize")
     schema = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
@@ -250,7 +250,7 @@ def strange_methods(model: str) -> dict[str, Ask]:
 
 
 ASKS: dict[str, Callable[[str], dict[str, Ask]]] = {"templates": broken_templates, "methods": strange_methods}
-"""Kinds of requests, by name; each is an attack of its own."""
+"""Attacks by name."""
 
 
 def _body(model: str, **fields: Any) -> bytes:
@@ -258,7 +258,7 @@ def _body(model: str, **fields: Any) -> bytes:
 
 
 async def asks(kind: str, place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """All of a kind, a few at once, over and over."""
+    """Repeats all requests of a kind, a few at once."""
     made = [
         (name, place.head(len(ask.body), ask.path, ask.method) + ask.body)
         for name, ask in ASKS[kind](place.model).items()
@@ -283,7 +283,7 @@ async def asks(kind: str, place: Place, seconds: float) -> AsyncIterator[Answer]
 
 
 async def slow_readers(place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """Each asks for a long stream, and reads a few bytes a second of it."""
+    """Requests long streams and reads a few bytes per second."""
 
     async def one() -> Answer:
         async with place.connection(receive_buffer=2048) as (reader, writer):
@@ -303,7 +303,7 @@ async def slow_readers(place: Place, seconds: float) -> AsyncIterator[Answer]:
 
 
 async def trickling(place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """Each sends a byte of its body a second, and never the last; when it is hung up on, it comes again."""
+    """Sends a byte of each body per second, never the last one; reconnects when disconnected."""
     end = time.monotonic() + seconds
     rng = random.Random(1)
 
@@ -334,7 +334,7 @@ async def trickling(place: Place, seconds: float) -> AsyncIterator[Answer]:
 
 
 async def leaving(place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """Each asks, whole or streamed, and is gone at some moment."""
+    """Sends requests, whole or streamed, and disconnects at a random moment."""
     rng = random.Random(1)
 
     async def one(stream: bool, leaves_at: float, stays_s: float) -> Answer:
@@ -366,7 +366,7 @@ async def ordinary(place: Place, seconds: float) -> AsyncIterator[Answer]:
 
 
 async def overload(place: Place, seconds: float, per_second: float) -> AsyncIterator[Answer]:
-    """So many a second, whatever is answered."""
+    """Sends requests at a fixed rate, whatever the answers."""
 
     async def one(at_s: float) -> Answer:
         await asyncio.sleep(at_s)
@@ -378,13 +378,13 @@ async def overload(place: Place, seconds: float, per_second: float) -> AsyncIter
 
 
 async def _all(works: list[Callable[[], Awaitable[Answer]]]) -> AsyncIterator[Answer]:
-    """Runs all at once and yields them as they end."""
+    """Runs all concurrently and yields them as they end."""
     for done in asyncio.as_completed([_guarded(work) for work in works]):
         yield await done
 
 
 async def _guarded(work: Callable[[], Awaitable[Answer]]) -> Answer:
-    """A connection that the server does not take, or ends, is an answer too."""
+    """Counts a refused or closed connection as an answer."""
     try:
         return await work()
     except (OSError, asyncio.IncompleteReadError, TimeoutError, IndexError) as error:

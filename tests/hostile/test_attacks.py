@@ -1,4 +1,4 @@
-"""The demo's pair under attack, while eight streams run: they hardly notice, and nothing of it stays.
+"""Attacks on the demo deployment while eight streams run: the streams continue, and nothing remains.
 
 Not part of the default suite: `make test-hostile`. `-s` prints what was measured. How fast a refusal comes is printed
 and not asserted, for a busy machine has a say in it. `docs/benchmarks.md` has the figures of a busy one.
@@ -57,7 +57,7 @@ LOOKED_AT = ("ProxyActor", "ServeReplica", "Rank")
 
 @pytest.fixture(scope="module")
 def breakable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's target with a chat template that fails where a variable says so."""
+    """Saves the demo's target with a chat template that fails if a variable is set."""
     whole = Path(demo_config().model.target).expanduser()
     folder = tmp_path_factory.mktemp("models") / MODEL
     folder.mkdir()
@@ -82,7 +82,7 @@ def served(breakable: Path) -> Iterator[Served]:
 
 
 async def warm_up(url: str) -> None:
-    """Makes the server allocate what it allocates once: the whole cache, and buffers for the largest bodies."""
+    """Makes the server allocate the whole cache and buffers for the largest bodies."""
     streaming = asyncio.create_task(Watched(url).run())
     await asyncio.sleep(WARM_UP_S)
     await attacked(url, "bodies", SECONDS["bodies"])
@@ -90,7 +90,7 @@ async def warm_up(url: str) -> None:
 
 
 async def stopped(streaming: asyncio.Task[None]) -> None:
-    """Raises what ended it before it was stopped."""
+    """Raises the error that ended it early, if any."""
     streaming.cancel()
     with suppress(asyncio.CancelledError):
         await streaming
@@ -98,7 +98,7 @@ async def stopped(streaming: asyncio.Task[None]) -> None:
 
 @dataclass
 class Watched:
-    """Streams that go on, each followed by another, and the gaps between their events.
+    """Back-to-back streams, and the gaps between their events.
 
     Their texts are the same each time, for a character of several tokens is a gap as well. Nothing that others ask for
     may change them.
@@ -143,7 +143,7 @@ class Watched:
                     self.texts[number] = self.texts.get(number, "") + choice["text"]
 
     def taken(self) -> list[float]:
-        """The gaps since they were last taken."""
+        """Returns the gaps since the previous call."""
         taken = self.gaps
         self.gaps = []
         assert len(taken) > 10 * STREAMS, f"the streams hardly went on: {dict(self.failures)}"
@@ -152,7 +152,7 @@ class Watched:
 
 @asynccontextmanager
 async def watched_streams(url: str) -> AsyncIterator[Watched]:
-    """Once they have settled."""
+    """Waits until resources have settled."""
     watched = Watched(url)
     streaming = asyncio.create_task(watched.run())
     try:
@@ -186,7 +186,7 @@ def held() -> dict[str, Held]:
 
 @pytest.fixture(scope="module")
 def usual_rate(served: Served) -> float:
-    """Requests that the pair answers in a second, while it has nothing else to do."""
+    """Measures the requests per second of the idle deployment."""
     answers = asyncio.run(attacked(served.url, "ordinary", ORDINARY_S))
     assert {one["status"] for one in answers} == {200}
     rate = len(answers) / ORDINARY_S
@@ -195,7 +195,7 @@ def usual_rate(served: Served) -> float:
 
 
 async def attacked(url: str, kind: str, seconds: float, *rate: float) -> list[dict[str, Any]]:
-    """The answers that the stranger had."""
+    """Returns the answers that the attacker received."""
     command = (sys.executable, "-m", "tests.hostile.attack", kind, url, MODEL, str(seconds), *map(str, rate))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
@@ -253,7 +253,7 @@ async def test_streams_continue_and_nothing_remains(served: Served, usual_rate: 
 
 
 def tell(answers: list[dict[str, Any]]) -> None:
-    """Prints how often each answer came, and how fast."""
+    """Prints the count and latency of each answer."""
     rows: dict[tuple[str, int, str], list[float]] = {}
     for one in answers:
         words = one["param"] or ""
@@ -272,7 +272,7 @@ def tell_growth(before: dict[str, Held], after: dict[str, Held]) -> None:
 
 
 def check(kind: str, answers: list[dict[str, Any]]) -> None:
-    """Each is an answer that was served, where its kind may be, or a clean refusal, by a router or Serve's proxy."""
+    """Checks that each answer is an allowed success or a proper refusal by a router or Serve's proxy."""
     asked = ASKS[kind](MODEL) if kind in ASKS else {}
     if kind == "bodies":
         check_bodies(answers)
@@ -294,7 +294,7 @@ def check(kind: str, answers: list[dict[str, Any]]) -> None:
 
 
 def check_texts(undisturbed: dict[int, str], under: dict[int, str]) -> None:
-    """Each stream of both runs has the same text, as far as both came."""
+    """Checks that the streams of both runs have equal text, as far as both came."""
     both = undisturbed.keys() & under.keys()
     lengths = {number: min(len(undisturbed[number]), len(under[number])) for number in both}
     print(f"  {len(both)} streams, {sum(lengths.values())} characters compared")
@@ -304,7 +304,7 @@ def check_texts(undisturbed: dict[int, str], under: dict[int, str]) -> None:
 
 
 def check_bodies(answers: list[dict[str, Any]]) -> None:
-    """Each was refused."""
+    """Checks that each was refused."""
     found = Counter((one["name"], one["status"]) for one in answers)
     refused = Counter(one["name"] for one in answers if 400 <= one["status"] < 500)
     others = {key: count for key, count in found.items() if not 400 <= key[1] < 500}

@@ -36,7 +36,7 @@ GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
 
 
 def kinds(token: int) -> dict[str, dict[str, Any]]:
-    """Requests that meet this token, by where they do."""
+    """Returns requests that reach this token, by its place."""
     at_end = GREEDY | {"prompt": [*PROMPT, token]}
     after_one = GREEDY | {"prompt": PROMPT, "logit_bias": {str(token): 100}}
     return {
@@ -53,7 +53,7 @@ def kinds(token: int) -> dict[str, dict[str, Any]]:
 
 
 def make_overflowing_target(folder: Path, demo: Path) -> str:
-    """Writes a small Granite, which scales embeddings, with the demo's tokenizer; returns where it is."""
+    """Saves a small Granite, which scales embeddings, with the demo's tokenizer; returns its folder."""
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     like = AutoConfig.from_pretrained(demo)
     config = GraniteConfig(
@@ -91,7 +91,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @dataclass
 class Heard:
-    """Texts of streams, and the gaps between their events in seconds."""
+    """Texts of streams, and the gaps between their events."""
 
     texts: dict[int, str] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
@@ -120,7 +120,7 @@ async def eight_streams(client: httpx.AsyncClient) -> Heard:
 
 
 async def beside(client: httpx.AsyncClient, token: int) -> tuple[Heard, Counter[str]]:
-    """Eight streams, and until they are over one request after the other; how many of each kind were answered."""
+    """Runs eight streams and overflowing requests in turn until they end; returns the answers by kind."""
     streaming = asyncio.create_task(eight_streams(client))
     answered: Counter[str] = Counter()
     for name, body in cycle(kinds(token).items()):

@@ -100,7 +100,7 @@ def test_every_answer_matches_the_schema(schema: Any, method: str, path: str) ->
 
 
 def cases(operation: Any) -> SearchStrategy[Any]:
-    """Allowed ones with few fields, which are mostly served; allowed ones; forbidden ones."""
+    """Generates allowed requests with few fields, allowed requests, and forbidden ones."""
     allowed = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
     if operation.path not in SOUND:
         return allowed
@@ -113,7 +113,7 @@ def cases(operation: Any) -> SearchStrategy[Any]:
 
 @st.composite
 def sound(draw: DrawFn, allowed: SearchStrategy[Any], needed: dict[str, Any]) -> Any:
-    """One with what is needed, and a few of its other fields."""
+    """Generates a body with the required fields and a few others."""
     case = draw(allowed)
     others = sorted(case.body.keys() - needed.keys())
     kept = draw(st.sets(st.sampled_from(others), max_size=FEW_FIELDS)) if others else set()
@@ -130,7 +130,7 @@ def event_schema(document: dict[str, Any], method: str, path: str) -> Draft20201
 
 
 def check_events(text: str, data: Draft202012Validator) -> None:
-    """Each is one that is described."""
+    """Checks that each answer matches the schema."""
     found = [line.removeprefix(EVENT) for line in text.splitlines() if line.startswith(EVENT)]
     assert found
     for one in found:

@@ -1,6 +1,6 @@
-"""The whole of the service in one thread, at a port: API, router, drafter and target, around toy models.
+"""The whole service in one thread, on a port: API, router, drafter and target with toy models.
 
-They say random bytes, and each step is instant, so thousands of requests take minutes.
+The models generate random bytes, and each step is instant, so thousands of requests take minutes.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_
 
 @dataclass(frozen=True)
 class ToyServer:
-    """A running one."""
+    """A running server."""
 
     listening: uvicorn.Server
     loop: asyncio.AbstractEventLoop

@@ -17,7 +17,7 @@ from tests.integration.harness import Cluster
 
 @dataclass(frozen=True)
 class Door:
-    """One way into the system."""
+    """A gRPC method that accepts streams."""
 
     path: str
     stub: Callable[[grpc.aio.Channel], Any]

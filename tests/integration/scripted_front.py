@@ -22,7 +22,7 @@ from tests.scripted_generator import Script, ScriptedGenerator
 
 @dataclass
 class Doorkeeper:
-    """Asks for a key once it has one, of all but the page itself."""
+    """Requires a key, if one is set, for everything except the page itself."""
 
     leads_to: ASGIApp
     key: str | None = None
@@ -42,7 +42,7 @@ class Doorkeeper:
 
 @dataclass
 class Front:
-    """A running server, and what its parts are told to say."""
+    """A running server with scripted parts."""
 
     url: str
     generator: ScriptedGenerator
@@ -59,7 +59,7 @@ class Front:
 
 @contextmanager
 def scripted_front() -> Iterator[Front]:
-    """A server in a thread of its own, on a free port."""
+    """Runs a server in its own thread, on a free port."""
     codec = byte_codec()
     generator = ScriptedGenerator()
     api = toy_api(generator, codec, further=page_routes(PageWatch("toy", samples)))
@@ -76,7 +76,7 @@ def scripted_front() -> Iterator[Front]:
 
 
 async def samples() -> Sequence[Sample]:
-    """A target that is busy for half of the time and decides 80 tokens a second, and its drafter."""
+    """Returns samples of a target that is busy half of the time at 80 tokens per second, and of its drafter."""
     now = time.monotonic()
     acceptance = AcceptanceCounts((100, 80, 40), (80, 40, 10))
     target = TargetSample(

@@ -1,8 +1,7 @@
-"""A target whose next token no text short of the whole tells, and a head that knows it from the target's states alone.
+"""A target whose next token depends on the whole text, and a head that reads it from the target's hidden states.
 
-The head is told the tokens that are decided, and of them looks at the last one only. So a draft token of its is right
-if every state is there and is of this text; of a state that is missing, stale or another text's, it makes one that is
-right once in `VOCABULARY` times.
+Of the committed tokens, the head uses only the last one. Its draft tokens are right if all states are present and
+belong to the text; with a missing, stale or foreign state they are right once in `VOCABULARY` times.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -59,7 +59,7 @@ class Front:
         return self.metrics.registry.get_sample_value(f"slipstream_{metric}", labels) or 0.0
 
     async def is_idle(self) -> None:
-        """Requests are counted just after their answer has gone out."""
+        """Waits for the counters, which change just after an answer was sent."""
         await until(lambda: self.count("running_requests") == 0)
 
     async def events(self, path: str, **fields: Any) -> list[str]:
@@ -72,14 +72,14 @@ class Front:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what no event tells."""
+    """Waits until a condition holds."""
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.01)
 
 
 class Doorway:
-    """The application that the one server runs: whichever a test has put into it."""
+    """Forwards requests to the application of the current test."""
 
     def __init__(self) -> None:
         self.leads_to: ASGIApp | None = None
@@ -91,7 +91,7 @@ class Doorway:
 
 @dataclass
 class SharedServer:
-    """A socket that is listened at, and clients of it: what all tests here have in common."""
+    """A listening socket and its clients, shared by all tests."""
 
     url: str
     doorway: Doorway
@@ -121,7 +121,7 @@ async def shared() -> AsyncIterator[SharedServer]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def front(shared: SharedServer) -> AsyncIterator[Front]:
-    """An application of its own for each test, which leaves nothing running."""
+    """Yields a separate application; fails if a session is still running at the end."""
     bounds = {"max_body_bytes": MAX_BODY, "body_timeout_s": BODY_TIMEOUT_S}
     config = config_of(bounds, CONTEXT, speculation={"draft_tokens": MAX_DRAFT})
     codec = byte_codec()
@@ -661,7 +661,7 @@ async def test_an_unexpected_failure_is_logged_once(front: Front, caplog: pytest
     assert [record.exc_info is not None for record in caplog.records if record.levelname == "ERROR"] == [True]
 
 
-# ------------------------------------------------------------ clients that leave
+# ------------------------------------------------------------ disconnects
 
 
 @pytest.mark.parametrize("stream", [False, True])

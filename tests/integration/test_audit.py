@@ -1,4 +1,4 @@
-"""Audits over real streams: a damaged cache is found, an honest target is not suspected, and requests come first."""
+"""Audits over real streams detect a damaged cache, pass a correct target, and yield to requests."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 
 class DamagedRunner:
-    """A model whose cache loses the first page of every text that is so long by then."""
+    """A model that zeroes the first cache page of every text longer than `length`."""
 
     def __init__(self, runner: ModelRunner, length: int) -> None:
         self.vocabulary = runner.vocabulary
@@ -43,7 +43,7 @@ class DamagedRunner:
 
 
 def a_runner() -> ModelRunner:
-    """The same model each time, with a cache of its own."""
+    """Returns the same model each time, with a separate cache."""
     torch.manual_seed(3)
     return ModelRunner(jittered(MODELS["llama"]()), PAGES, PAGE_SIZE)
 
@@ -97,7 +97,7 @@ async def test_rejection_sampled_answers_are_not_audited():
 
 
 async def test_an_audit_stops_for_a_request_and_resumes_afterwards():
-    """The audit's steps take as long as any, so a request that waited for it would be seen to share them."""
+    """Audit steps are as long as others, so a request that waited for one would be seen beside it."""
     async with cluster(audit=ALL) as c:
         (target,) = c.targets.values()
         running = target.scheduler._admission.running

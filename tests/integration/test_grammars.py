@@ -1,4 +1,4 @@
-"""Sessions with a grammar over real streams: refused alone, the same text whoever is lost, and audited like others."""
+"""Sessions with a grammar over real streams: refused individually, unchanged by failures, and audited like others."""
 
 import asyncio
 

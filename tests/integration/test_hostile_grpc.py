@@ -1,4 +1,4 @@
-"""Peers that do not fit, and peers that mean harm, over real gRPC: each is refused, and costs nobody else anything."""
+"""Incompatible and hostile peers over real gRPC are refused without affecting others."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -83,14 +83,14 @@ async def busy_cluster(**options: Any) -> AsyncIterator[Cluster]:
 
 @asynccontextmanager
 async def greeted(c: Cluster, door: Door) -> AsyncIterator[Any]:
-    """A stream past its greeting."""
+    """Yields a stream after its Hello and Welcome."""
     async with stream_to(c, door) as stream:
         await stream.write(encode(door.frame, [HELLO]))
         assert isinstance(decode(await stream.read()).messages[0], Welcome)
         yield stream
 
 
-# ---------------------------------------------------------------- the greeting
+# ---------------------------------------------------------------- greetings
 
 GREETINGS = {
     "another protocol version": ([replace(HELLO, protocol_version=PROTOCOL_VERSION + 1)], "protocol version differs"),
@@ -152,7 +152,7 @@ async def test_an_oversized_frame_ends_only_its_stream(door):
             await within(10, stream.read())
 
 
-# ---------------------------------------------------------------- what strangers ask for
+# ---------------------------------------------------------------- messages from strangers
 
 
 def proto_open(**changes: Any) -> pb.Open:
@@ -218,7 +218,7 @@ async def test_invalid_and_stale_blocks_are_counted_and_dropped():
 
 
 async def test_a_session_leaves_a_target_with_malformed_verdicts(monkeypatch):
-    """It is closed there, or it would be decoded to its end for nobody: the cluster checks that nothing is left."""
+    """The session must also be closed at that target; the cluster checks that nothing remains."""
     async with cluster(targets=2) as c:
         tokens: list[int] = []
         garbled: TargetReplica | None = None
@@ -294,7 +294,7 @@ async def test_a_stranger_receives_no_hidden_states():
 
 
 async def test_a_stranger_cannot_end_or_starve_a_session():
-    """Closing it, claiming it in a new greeting, or filling its buffer with blocks for prefixes that never come."""
+    """Tries to close it, to claim it in a new Hello, and to fill its buffer with useless blocks."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, DRIVE_TARGET) as drive:
         (target,) = c.targets.values()
         (running,) = target.scheduler._admission.running
@@ -325,7 +325,7 @@ async def test_a_stranger_cannot_reopen_a_session():
 
 
 async def test_a_stranger_cannot_take_a_session_whose_grammar_compiles(monkeypatch):
-    """Neither by opening nor by closing it, whatever the attempt, nor by claiming it in a new greeting."""
+    """Tries to open it, to close it, and to claim it in a new Hello."""
     compiled = asyncio.Event()
 
     async def prepare(engine: PacedEngine, grammar: str) -> str | None:
@@ -375,7 +375,7 @@ async def test_a_drafter_dials_only_known_targets(caplog):
 
 
 async def test_a_drafter_with_a_routers_name_takes_no_session():
-    """It knows the name, for routers greet drafters; sessions are those of routers' streams."""
+    """Drafters know router names; sessions belong to router streams."""
     async with busy_cluster() as c, stream_to(c, VERIFY) as verify:
         (target,) = c.targets.values()
         (running,) = target.scheduler._admission.running
@@ -411,7 +411,7 @@ async def test_a_stranger_without_assignment_token_is_ignored():
 
 
 async def test_early_blocks_do_not_displace_another_drafters(caplog):
-    """It guesses the names of sessions to come, and is there first; what it sends is bounded, and logged once."""
+    """A stranger guesses names of future sessions; its early blocks are limited, and logged once."""
     async with cluster(lock_step=True) as c, greeted(c, VERIFY) as verify:
         (target,) = c.targets.values()
         names = [f"session-{number}" for number in range(10)]
@@ -452,7 +452,7 @@ async def test_a_frame_with_too_many_messages_ends_only_its_stream():
 
 
 async def test_extreme_sampling_values_are_served():
-    """Nearly greedy, nearly nothing allowed, everything penalised: legal, and for the numerics the worst."""
+    """These values are legal and numerically the worst: nearly greedy, nearly nothing allowed, everything penalized."""
     extremes = [
         Sampling(temperature=1e-39),
         Sampling(temperature=3e38),

@@ -1,4 +1,4 @@
-"""The live page's data over HTTP, in front of a real router, drafter and target over gRPC with toy models."""
+"""The live page's data over HTTP, from a real router, drafter and target over gRPC with toy models."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -20,7 +20,7 @@ HALF_RIGHT = torch.where(torch.arange(len(LOGITS))[:, None] % 2 == 0, LOGITS, LO
 
 @asynccontextmanager
 async def front(of: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the API and the page before this cluster."""
+    """Yields a client of the cluster's API and page."""
 
     async def collect() -> Sequence[Sample]:
         drafters = [draft_sample(one, one.peer_id, "toy") for one in of.drafters.values()]
@@ -48,7 +48,7 @@ async def toy() -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
 
 
 async def test_rejected_tokens_are_streamed_at_their_position(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
-    """A rejected draft is what the draft model would have said after the tokens before it."""
+    """A rejected draft is the draft model's own continuation."""
     _, client = toy
     told = await traced(client, [1, 2, 3], trace=True, rejected=True)
     pieces = [piece for event in told for piece in event["pieces"]]

@@ -1,4 +1,4 @@
-"""Planned moves over real gRPC: a replica that leaves costs no request and no token, and ends once it has nobody."""
+"""Planned moves over real gRPC: a leaving replica costs no request and no token, and ends once it is empty."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ async def a_session_in_mid_stream(c: Cluster) -> "asyncio.Task[list[int]]":
 
 
 def serving(c: Cluster) -> str:
-    """Address of the target that has the session."""
+    """Returns the address of the target that has the session."""
     (address,) = [name for name, replica in c.targets.items() if replica.scheduler.load()["sessions"]]
     return address
 
@@ -43,7 +43,7 @@ async def test_the_only_target_finishes_its_sessions_before_leaving():
 
 
 async def test_sessions_left_after_the_drain_time_move_to_another_target():
-    """The other one is full of it only once it has come to the router's notice."""
+    """The other target is down for the router until the first has left."""
     async with cluster(targets=2) as c:
         running = await a_session_in_mid_stream(c)
         left = serving(c)

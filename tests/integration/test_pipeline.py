@@ -1,4 +1,4 @@
-"""One process, real loops, real gRPC: blocks take one hop, drafting overlaps verification, lost messages heal."""
+"""The whole pipeline in one process over real gRPC: routes of blocks, overlap, and recovery from faults."""
 
 import asyncio
 import threading
@@ -102,7 +102,7 @@ async def test_drafting_overlaps_the_verification_of_another_session():
 
 
 def _lose_next_verdict(c: Cluster) -> list[Verdict]:
-    """Makes the drafter miss one verdict of its target that decides something."""
+    """Makes the drafter lose one verdict."""
     (drafter,) = c.drafters.values()
     lost: list[Verdict] = []
     deliver = drafter.receive

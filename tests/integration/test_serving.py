@@ -112,7 +112,7 @@ def test_drafts_are_accepted_and_counted(served: Served) -> None:
 
 
 def test_a_seed_fixes_the_text_with_any_speculation(served: Served) -> None:
-    """It is asked for until some of it was drafted: pacing may have speculation rest on a busy machine."""
+    """Repeats the request until drafts are accepted; speculation may pause on a busy machine."""
 
     def answer(**speculation: object) -> ChatCompletion:
         extra = {"extra_body": {"speculation": speculation}} if speculation else {}
@@ -205,7 +205,7 @@ async def test_invalid_requests_do_not_affect_others(served: Served, reference: 
 
 
 def _stream_and_disturb(served: Served, prompt: str, max_tokens: int, happenings: dict[int, Callable[[], None]]) -> str:
-    """Streams an answer and makes things happen, each once so many pieces of it have come."""
+    """Streams an answer, and calls each function once that number of pieces has arrived."""
     stream = served.client.chat.completions.create(
         model="SmolLM2-135M-Instruct",
         messages=[{"role": "user", "content": prompt}],

@@ -1,4 +1,4 @@
-"""Faults under a head that reads the target's states, over real gRPC: acceptance after each is what it was before.
+"""Faults with a head that reads the target's hidden states, over real gRPC: acceptance recovers after each.
 
 The head is right where it has the right states, and nearly never where it has not (`state_head.py`).
 """
@@ -30,7 +30,7 @@ async def answered(c: Cluster, session: str, prompt: tuple[int, ...], new: int =
 
 @both_heads
 async def test_a_killed_drafters_successor_drafts_within_two_rounds(reading):
-    """The drafter goes as a killed process does: its streams end, and it says nothing."""
+    """The drafter ends like a killed process: its streams break without a message. Nothing is computed again."""
     async with watched(reading, drafters=2) as (c, engine):
         (target,) = c.targets.values()
         engine.may_step = lambda: is_settled(target) and len(engine.decided("s")) < 6
@@ -75,7 +75,7 @@ def _pages_of(tokens: int) -> int:
 
 @both_heads
 async def test_drafts_after_a_preemption_are_fully_accepted(reading):
-    """Four sessions take 72 pages at their ends; what is preempted is read again, or found in the cache."""
+    """Four sessions need 72 pages; preempted ones are recomputed or found in the cache."""
     async with watched(reading, pages=50) as (c, engine):
         prompts = {f"s{n}": (n, *PROMPT) for n in range(4)}
         await asyncio.gather(*(answered(c, name, prompt) for name, prompt in prompts.items()))

@@ -13,7 +13,7 @@ import httpx
 from tests.integration.serving import Served, demo_served
 
 DRAIN_S = 1.0
-SETTLES_S = 1.0  # until the routers have been told, and have ended what ran
+SETTLES_S = 1.0  # until the routers have ended their requests
 PATHS = ("/v1/models", "/health", "/health/ready", "/docs", "/nothing")
 ASKS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True, "temperature": 1.0}
 

@@ -1,4 +1,4 @@
-"""From an HTTP request with a JSON schema to its answer: API, router, target and drafter over real streams.
+"""Structured output over HTTP: API, router, target and drafter over real streams.
 
 The models are random over single bytes, so only the grammar makes their output JSON.
 """

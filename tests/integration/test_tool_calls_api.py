@@ -1,6 +1,6 @@
-"""Calls that must be made and answers by schemas, through OpenAI's client: API, router, target and drafter.
+"""Required tool calls and structured output through OpenAI's client: API, router, target and drafter.
 
-The models are random over single bytes, so nothing but the grammar makes calls of what they say.
+The models are random over single bytes, so only the grammar makes their output calls.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One request in OpenTelemetry: HTTP, router, drafter and target under one trace id, over real gRPC and OTLP."""
+"""OpenTelemetry spans of one request in HTTP, router, drafter and target, over real gRPC and OTLP."""
 
 import asyncio
 from typing import Any
@@ -24,7 +24,7 @@ def attributes(item: Any) -> dict[str, Any]:
 
 
 async def ask(c: Cluster, http: TracedService, headers: dict[str, str]) -> httpx.Response:
-    """One completion of 40 tokens, through the API in this process and the cluster's router."""
+    """Requests a completion of 40 tokens through the API in this process and the cluster's router."""
     api = toy_api(c.router, byte_codec(), config_of({}, CONTEXT), spans=GenAiSpans(http.tracer))
     body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     async with http_client(api) as client:

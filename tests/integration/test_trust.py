@@ -45,7 +45,7 @@ def refusals(c: Cluster, door: Door) -> dict[str, int]:
     return dict(served.refusals.counts)
 
 
-# ---------------------------------------------------------------- those who belong
+# ---------------------------------------------------------------- authenticated peers
 
 
 def with_token(folder: Path) -> TrustConfig:
@@ -305,7 +305,7 @@ async def test_a_refused_router_logs_once_and_connects_with_the_right_token(tmp_
         assert len([record for record in caplog.records if "refuses the connection" in record.getMessage()]) == 1
 
 
-# ---------------------------------------------------------------- what is open to whom
+# ---------------------------------------------------------------- limits and reflection
 
 
 async def test_reflection_is_served_only_if_configured():
@@ -317,7 +317,7 @@ async def test_reflection_is_served_only_if_configured():
 
 
 async def test_streams_per_host_are_limited_and_released(caplog):
-    """One is the router's; drafters come once there is a session."""
+    """One stream is the router's; drafters connect once there is a session."""
     async with cluster(trust=TrustConfig(max_streams_per_host=3)) as c:
         streams_of = c.servers[VERIFY.address(c)].interceptor.streams
         async with stream_to(c, VERIFY) as one, stream_to(c, VERIFY):

@@ -57,7 +57,7 @@ def test_every_package_has_a_version_and_hashes(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packages_satisfy_the_projects_requirements(variant: str) -> None:
     found = locked(variant)
-    extras = PROJECT["project"]["optional-dependencies"]["tracing"]  # a pod may be told to trace
+    extras = PROJECT["project"]["optional-dependencies"]["tracing"]  # a pod may trace
     for requirement in map(Requirement, [*PROJECT["project"]["dependencies"], *extras]):
         assert found[requirement.name][0] in requirement.specifier, f"stale requirements-{variant}.txt: {requirement}"
     assert found["ray"][0] == Version(RAY_VERSION)

@@ -94,7 +94,7 @@ def serve_metrics() -> set[str]:
 
 @dataclass
 class Choice:
-    """One that has ended."""
+    """A replica that has ended."""
 
     tokens: int = 2
     accepted: int = 1
@@ -178,7 +178,7 @@ VLLM = {
     "vllm:spec_decode_num_accepted_tokens",
     "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
-"""As vLLM documents them; counters have `_total` behind that."""
+"""Names as vLLM documents them; counters add `_total`."""
 
 
 NAMED = re.compile(r"\b(?:ray_slipstream_|slipstream_|vllm:)[a-z_]+_(?:total|seconds|bucket|sum|count)\b")

@@ -61,7 +61,7 @@ async def test_sessions_that_outlast_the_drain_end_with_an_error(router: Router,
         assert not router.has_ended
         router.check_room(1)
         router.drain(within_s=0)
-        router.go_on()  # comes too late: it was told to drain
+        router.go_on()  # too late: it is draining
     with pytest.raises(DrainingError, match="before the answer was complete"):
         await asyncio.wait_for(running, 10)
     assert router.has_ended

@@ -1,4 +1,4 @@
-"""Committed tokens to deltas, and many sessions of which one fails or is cancelled."""
+"""Deltas from committed tokens, and requests with several sessions."""
 
 import asyncio
 from collections.abc import Sequence
@@ -238,7 +238,7 @@ async def test_inter_token_time_is_measured_per_verdict(codec: TextCodec) -> Non
     assert sample("slipstream_inter_token_seconds_sum") == 2
 
 
-# ---------------------------------------------------------------- what becomes text, and scores
+# ---------------------------------------------------------------- text options and scores
 
 
 def scores_of(tokens: Sequence[int]) -> tuple[TokenScore, ...]:

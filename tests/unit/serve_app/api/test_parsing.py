@@ -1,4 +1,4 @@
-"""Bodies that are made to be expensive: each is refused early, and the refusal is short."""
+"""Expensive bodies are refused early, with a short error."""
 
 import json
 from dataclasses import replace

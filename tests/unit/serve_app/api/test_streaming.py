@@ -19,7 +19,7 @@ NEVER_S = 1e6
 
 
 class Listener:
-    """A client: what it was sent, and what happens when it gets something."""
+    """A client that records what it receives, and signals each event."""
 
     def __init__(self) -> None:
         self.bodies: list[str] = []

@@ -1,5 +1,4 @@
-"""Starting Ray for a server of one's own, where a start that fails is tried once more, then told in a sentence; and
-joining a cluster that is there, which must have room."""
+"""Starting Ray for a local server, with one retry; joining an existing cluster, which must have room."""
 
 import logging
 
@@ -19,7 +18,7 @@ class Started(BaseException):
 
 
 class FailingRay:
-    """`ray.init` that fails so many times, then starts."""
+    """`ray.init` that fails `times` times, then starts."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures

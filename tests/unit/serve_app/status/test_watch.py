@@ -1,4 +1,4 @@
-"""One look of `slipstream status --watch`."""
+"""Output of `slipstream status --watch`."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""From a configuration to manifests: refusals, derived values, and whether the committed files are current."""
+"""Rendering manifests from a configuration: refusals, derived values, and committed files."""
 
 from pathlib import Path
 from typing import Any

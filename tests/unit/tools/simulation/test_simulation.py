@@ -199,7 +199,7 @@ MANY_ON_ONE = Workload(ClosedLoop(64), sessions=128, prompt_tokens=20, new_token
 
 
 def test_the_sessions_of_a_stalled_drafter_move_to_another():
-    """It hears all the while, so that no stream breaks: only its blocks are missing."""
+    """The drafter still receives messages, so no stream breaks; only its blocks are missing."""
     stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=20.0),))
     fleet = Fleet(drafters=2)
     report, unhurt = (run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fleet=fleet, fault_plan=a) for a in (stall, Faults()))

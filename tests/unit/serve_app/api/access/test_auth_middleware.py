@@ -1,4 +1,4 @@
-"""The door, through OpenAI's client: who is let in, and to what."""
+"""Authentication through OpenAI's client."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""Keys, and what each of them may have."""
+"""API keys and their limits."""
 
 import hashlib
 import hmac

@@ -1,4 +1,4 @@
-"""Serve's proxy answers as OpenAI's API does, by Serve's own code: how it is told to, and what it would say."""
+"""Serve's proxy answers in OpenAI's form, tested through Serve's own code."""
 
 from collections.abc import Mapping, Sequence
 

@@ -44,7 +44,7 @@ def test_a_list_of_calls_between_special_tokens() -> None:
 def test_an_unknown_format_is_none() -> None:
     assert quoting_writer().call_form is None
     tokenizer = talking_tokenizer()
-    assert TextCodec(tokenizer, (tokenizer.eos_token_id,)).call_form is None  # nothing tells calls apart
+    assert TextCodec(tokenizer, (tokenizer.eos_token_id,)).call_form is None  # calls are indistinguishable
 
 
 def test_a_format_that_does_not_round_trip_is_none() -> None:

@@ -1,4 +1,4 @@
-"""Conversations through OpenAI's client: what reaches the model, and what comes back of what it says."""
+"""Conversations through OpenAI's client: prompts, and answers of what it says."""
 
 import json
 from collections.abc import AsyncIterator
@@ -254,7 +254,7 @@ async def test_draft_origin_is_reported_for_held_text(front: AsgiFront) -> None:
     assert "".join(text for trace in traces for text, _ in trace["pieces"]) == f"{CALL}!"
 
 
-# ------------------------------------------------------------ what is refused
+# ------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ async def test_constrained_calls_need_a_known_call_format() -> None:
             with pytest.raises(openai.BadRequestError, match="no grammar is known") as caught:
                 await front.openai.chat.completions.create(**{"model": MODEL, "messages": [USER]} | fields)
             assert caught.value.param == param
-        await asked(front, USER, tools=[WEATHER], parallel_tool_calls=False)  # what comes after the first is not told
+        await asked(front, USER, tools=[WEATHER], parallel_tool_calls=False)  # further calls are dropped
 
 
 async def test_tools_need_a_template_with_tools(codec: TextCodec) -> None:

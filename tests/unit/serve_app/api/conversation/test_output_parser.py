@@ -1,4 +1,4 @@
-"""Answers told apart into their parts, wherever their text is cut."""
+"""Answers split into parts, wherever their text is cut."""
 
 import json
 from itertools import pairwise

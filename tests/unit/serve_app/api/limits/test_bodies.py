@@ -1,4 +1,4 @@
-"""Bodies on their way in: how large, how long, and how much of them at once."""
+"""Limits of request bodies: size, duration, and total bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ def bounded(*, max_reading: int = 9, timeout_s: float = FOREVER_S, min_upload_s:
 
 
 def request(*chunks: bytes, announced: str | None = None, never_ends: bool = False) -> Request:
-    """A request whose body comes in pieces; one that never ends is refused or held where it is."""
+    """Returns a request whose body arrives in chunks, or never ends."""
 
     async def messages() -> AsyncIterator[dict[str, Any]]:
         for chunk in chunks:
@@ -95,7 +95,7 @@ async def read(bodies: Bodies, *chunks: bytes, never_ends: bool = False) -> byte
 
 
 async def dawdling(bodies: Bodies, *chunks: bytes) -> asyncio.Task[bytes]:
-    """A body that began to come, and never ends."""
+    """Starts reading a body that never ends."""
     reading = asyncio.create_task(read(bodies, *chunks, never_ends=True))
     await asyncio.sleep(0)
     return reading
@@ -180,7 +180,7 @@ async def test_a_body_that_exceeds_the_byte_limit_with_its_last_chunk_is_dropped
 
 
 async def ended(*reading: asyncio.Task[bytes]) -> None:
-    """Their clients are gone."""
+    """Disconnects the clients."""
     for one in reading:
         one.cancel()
     await asyncio.gather(*reading, return_exceptions=True)

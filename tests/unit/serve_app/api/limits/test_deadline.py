@@ -1,4 +1,4 @@
-"""A request that takes longer than requests may is told so, and leaves nothing running."""
+"""Requests past their deadline end with an error and leave nothing running."""
 
 import asyncio
 import json

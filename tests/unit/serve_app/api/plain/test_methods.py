@@ -1,4 +1,4 @@
-"""Methods beside those of the API's clients, and what probes ask."""
+"""Other HTTP methods, and health probes."""
 
 import pytest
 

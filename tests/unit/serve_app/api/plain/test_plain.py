@@ -1,4 +1,4 @@
-"""Endpoints that generate nothing, through a client."""
+"""Endpoints that generate nothing."""
 
 import json
 from collections.abc import AsyncIterator
@@ -166,7 +166,7 @@ async def test_error_codes(front: AsgiFront, path: str, fields: Any, code: str) 
     assert response.json()["error"]["code"] == code
 
 
-# ------------------------------------------------------------ the description
+# ------------------------------------------------------------ the OpenAPI schema
 
 
 async def described(front: AsgiFront) -> Any:
@@ -281,7 +281,7 @@ async def test_refused_requests_violate_the_schema(front: AsgiFront, fields: Any
 
 
 class Links(HTMLParser):
-    """URLs that a page makes a browser load."""
+    """Collects the URLs that a page loads."""
 
     def __init__(self) -> None:
         super().__init__()

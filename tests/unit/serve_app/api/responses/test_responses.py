@@ -1,4 +1,4 @@
-"""Responses through OpenAI's client: what they ask of the model, and how its answer is told."""
+"""The Responses API through OpenAI's client."""
 
 import json
 from collections.abc import AsyncIterator

@@ -12,7 +12,7 @@ VOCABULARY = 96
 
 
 def a_target(folder: Path) -> Path:
-    """One token a printable ASCII character, but for the space."""
+    """Has one token for each printable ASCII character except the space."""
     shutil.copytree(TARGET, folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
     built = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
