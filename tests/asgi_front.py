@@ -1,5 +1,6 @@
 """The HTTP application without a socket: clients in front of it, and a scripted or real generator behind it."""
 
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from serve_app.api.generation import Generator
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
 from serve_app.api.text import TextCodec
+from serve_app.api.tool_calls import find_template
 from serve_app.api.validation import NO_DEFAULTS, GenerationDefaults
 from tests.byte_tokenizer import byte_tokenizer
 from tests.scripted_generator import Script, ScriptedGenerator
+from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 MODEL = "toy"
 
@@ -38,6 +41,12 @@ def codec_of(tokenizer: Any) -> TextCodec:
 
 def byte_codec() -> TextCodec:
     return codec_of(byte_tokenizer())
+
+
+def talking_codec(**options: Any) -> TextCodec:
+    """Returns the codec of a model that reasons and calls tools."""
+    tokenizer = talking_tokenizer()
+    return TextCodec(tokenizer, (tokenizer.eos_token_id,), find_template("auto", tokenizer, MODEL_TYPE), **options)
 
 
 async def healthy() -> HealthReport:
@@ -75,6 +84,16 @@ async def openai_client(app: ASGIApp, key: str = "none") -> AsyncIterator[openai
         openai.AsyncOpenAI(base_url="http://test/v1", api_key=key, max_retries=0, http_client=behind) as client,
     ):
         yield client
+
+
+def stream_data(text: str) -> list[str]:
+    """Returns the data of a stream's events."""
+    return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+
+
+def stream_events(text: str) -> list[Any]:
+    """Returns a stream's parsed events, without the final marker."""
+    return [json.loads(data) for data in stream_data(text) if data != "[DONE]"]
 
 
 @dataclass

@@ -16,9 +16,7 @@ import uvicorn
 from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from protos.messages import Finish
 from serve_app.api.text import TextCodec
-from serve_app.api.tool_calls import find_template
-from tests.asgi_front import toy_api
-from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
+from tests.asgi_front import talking_codec, toy_api
 
 TOKENS_AT_ONCE = 3
 SHORTEST = ("<tool_call>", "</think>", '"', "}", "]", ":", ",", "{", "[", "1")  # before all other tokens
@@ -100,8 +98,7 @@ def arguments(schema: Any, asked: str) -> dict[str, Any]:
 
 
 async def serve() -> None:
-    tokenizer = talking_tokenizer()
-    codec = TextCodec(tokenizer, (tokenizer.eos_token_id,), find_template("auto", tokenizer, MODEL_TYPE))
+    codec = talking_codec()
 
     app = toy_api(ObedientModel(codec), codec)
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -15,16 +15,13 @@ import uvicorn
 
 from actors.grammars import GrammarCompiler, grammar_vocabulary
 from serve_app.api.metrics import Metrics
-from serve_app.api.text import TextCodec
-from serve_app.api.tool_calls import find_template
-from tests.asgi_front import config_of, toy_api
+from tests.asgi_front import config_of, talking_codec, toy_api
 from tests.integration.harness import cluster
-from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 MODEL = "toy"
 CONTEXT = 96  # tokens: an answer without a limit ends soon
-TOKENIZER = talking_tokenizer()
-VOCABULARY = len(TOKENIZER)
+CODEC = talking_codec()
+VOCABULARY = len(CODEC.tokenizer)
 LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(6))
 
 
@@ -72,13 +69,12 @@ def toy_server(**server: Any) -> Iterator[ToyServer]:
 
 
 async def _serve(started: "Future[ToyServer]", server: dict[str, Any]) -> None:
-    grammars = GrammarCompiler(grammar_vocabulary(TOKENIZER, [TOKENIZER.eos_token_id]))
-    codec = TextCodec(TOKENIZER, (TOKENIZER.eos_token_id,), find_template("auto", TOKENIZER, MODEL_TYPE))
+    grammars = GrammarCompiler(grammar_vocabulary(CODEC.tokenizer, CODEC.eos_ids))
 
     async with cluster(logits=LOGITS, grammars=grammars, lock_step=True) as c:
         c.hurry()
         metrics = Metrics()
-        api = toy_api(c.router, codec, config_of(server, CONTEXT), metrics)
+        api = toy_api(c.router, CODEC, config_of(server, CONTEXT), metrics)
         listening = uvicorn.Server(uvicorn.Config(api, port=0, log_level="error", lifespan="off"))
         serving = asyncio.create_task(listening.serve())
         while not listening.started:

@@ -1,6 +1,5 @@
 """The live page's data over HTTP, from a real router, drafter and target over gRPC with toy models."""
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from serve_app.page.routes import PageWatch, Sample, draft_sample, page_routes, target_sample
-from tests.asgi_front import byte_codec, config_of, http_client, toy_api
+from tests.asgi_front import byte_codec, config_of, http_client, stream_events, toy_api
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.harness import CONTEXT, LOGITS, Cluster, cluster, plain_greedy
 
@@ -37,8 +36,7 @@ async def traced(client: httpx.AsyncClient, prompt: list[int], **speculation: An
     body = {"model": "toy", "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
     answer = await client.post("/v1/completions", json=body | {"speculation": {"draft_tokens": 4} | speculation})
     assert answer.status_code == 200, answer.text
-    *events, _ = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    return [json.loads(event).get("slipstream") for event in events]
+    return [event.get("slipstream") for event in stream_events(answer.text)]
 
 
 @pytest.fixture

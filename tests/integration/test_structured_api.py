@@ -14,7 +14,7 @@ import torch
 from jsonschema import validate
 
 from actors.grammars import GrammarCompiler, grammar_vocabulary
-from tests.asgi_front import codec_of, config_of, http_client, toy_api
+from tests.asgi_front import codec_of, config_of, http_client, stream_events, toy_api
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.harness import CONTEXT, cluster
 
@@ -64,7 +64,7 @@ async def test_answers_satisfy_their_schema_and_are_equal_streamed_and_without_s
             plain = (await chat(client, **asked, speculation={"draft_tokens": 0})).json()
             assert plain["choices"][0]["message"]["content"] == text
             stream = (await chat(client, **asked, stream=True)).text
-            events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+            events = stream_events(stream)
             assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == text
         assert accepted > 0
 

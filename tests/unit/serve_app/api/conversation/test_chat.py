@@ -12,10 +12,9 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from serve_app.api.text import TextCodec
-from serve_app.api.tool_calls import find_template
-from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.asgi_front import MODEL, AsgiFront, asgi_front, codec_of, stream_events, talking_codec
 from tests.call_writers import Sayings, quoting_writer
-from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
+from tests.talking_tokenizer import talking_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -28,11 +27,6 @@ STOP = Ended(Finish.STOP)
 async def front() -> AsyncIterator[AsgiFront]:
     async with asgi_front(talking_codec()) as front:
         yield front
-
-
-def talking_codec(**options: Any) -> TextCodec:
-    tokenizer = talking_tokenizer()
-    return TextCodec(tokenizer, (tokenizer.eos_token_id,), find_template("auto", tokenizer, MODEL_TYPE), **options)
 
 
 def rendered(front: AsgiFront) -> str:
@@ -163,8 +157,8 @@ async def test_a_choice_reports_its_stop_reason(front: AsgiFront, stream: bool) 
         for path, asking in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "x"})):
             body = {"model": MODEL, "stream": stream, **asking, **fields}
             answer = (await front.http.post(f"/v1/{path}", json=body)).text
-            lines = [line.removeprefix("data: ") for line in answer.splitlines() if line and "[DONE]" not in line]
-            reasons = [choice["stop_reason"] for line in lines for choice in json.loads(line)["choices"]]
+            parts = stream_events(answer) if stream else [json.loads(answer)]
+            reasons = [choice["stop_reason"] for part in parts for choice in part["choices"]]
             assert reasons[-1] == reason
             assert set(reasons[:-1]) <= {None}
 
@@ -203,8 +197,8 @@ async def test_a_named_call_ends_with_stop(
     front.plays([*front.emits(CALL), Ended(end)])
     body = {"model": MODEL, "messages": [USER], "tools": [WEATHER], "tool_choice": choice, "stream": stream}
     answer = (await front.http.post("/v1/chat/completions", json=body)).text
-    lines = [line.removeprefix("data: ") for line in answer.splitlines() if line and "[DONE]" not in line]
-    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    parts = stream_events(answer) if stream else [json.loads(answer)]
+    choices = [choice for part in parts for choice in part["choices"]]
     assert [one["finish_reason"] for one in choices if one["finish_reason"]] == [told]
 
 
@@ -248,8 +242,7 @@ async def test_draft_origin_is_reported_for_held_text(front: AsgiFront) -> None:
     front.plays([*front.emits(f"{CALL}!<|im_end|>", 4), STOP])
     body = {"model": MODEL, "messages": [USER], "tools": [WEATHER], "stream": True, "speculation": {"trace": True}}
     response = await front.http.post("/v1/chat/completions", json=body)
-    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    traces = [chunk["slipstream"] for chunk in chunks]
+    traces = [chunk["slipstream"] for chunk in stream_events(response.text)]
     assert sum(trace["tokens"] for trace in traces) == len(front.codec.encode(f"{CALL}!<|im_end|>"))
     assert "".join(text for trace in traces for text, _ in trace["pieces"]) == f"{CALL}!"
 
@@ -301,7 +294,6 @@ async def test_tools_need_a_template_with_tools(codec: TextCodec) -> None:
         assert caught.value.param == "tools"
         with pytest.raises(openai.BadRequestError, match="does not support it"):
             await front.openai.chat.completions.create(model=MODEL, messages=[USER], reasoning_effort="high")
-    tokenizer = talking_tokenizer()
-    async with asgi_front(TextCodec(tokenizer, (tokenizer.eos_token_id,))) as front:
+    async with asgi_front(codec_of(talking_tokenizer())) as front:
         with pytest.raises(openai.BadRequestError, match=r"server\.response_template"):
             await front.openai.chat.completions.create(model=MODEL, messages=[USER], tools=[WEATHER])

@@ -1,13 +1,12 @@
 """Requests past their deadline end with an error and leave nothing running."""
 
 import asyncio
-import json
 
 import pytest
 
 from serve_app.api.limits import Deadline, RequestTimeoutError
 from serve_app.api.text import TextCodec
-from tests.asgi_front import MODEL, asgi_front
+from tests.asgi_front import MODEL, asgi_front, stream_data, stream_events
 from tests.scripted_generator import STALL
 
 SOON_S = 0.001
@@ -31,9 +30,8 @@ async def test_a_stream_past_its_deadline_ends_with_an_error_event(codec: TextCo
         front.plays([*front.emits("ab"), STALL])
         answer = await front.http.post("/v1/completions", json={**ASKS, "stream": True})
         assert answer.status_code == 200
-        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-        assert json.loads(events[-2])["error"]["code"] == "request_timeout"
-        assert events[-1] == "[DONE]"
+        assert stream_events(answer.text)[-1]["error"]["code"] == "request_timeout"
+        assert stream_data(answer.text)[-1] == "[DONE]"
         assert not front.generator.running
 
 

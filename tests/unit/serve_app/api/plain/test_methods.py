@@ -8,7 +8,7 @@ from serve_app.api.failures import RefuseWhenStopped
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
 from serve_app.api.text import TextCodec
-from tests.asgi_front import MODEL, asgi_front, config_of, http_client
+from tests.asgi_front import MODEL, asgi_front, config_of, http_client, stream_data
 from tests.scripted_generator import ScriptedGenerator
 
 READ = ("/health", "/health/live", "/health/ready", "/v1/models", f"/v1/models/{MODEL}", "/version", "/metrics")
@@ -90,7 +90,7 @@ async def test_an_answer_cut_short_by_a_stop_ends_in_openais_form(codec: TextCod
         assert (whole.status_code, whole.json()["error"]["code"]) == (503, "draining")
         assert whole.headers["retry-after"] == "1"
         stream = await front.http.post(path, json={"model": MODEL, "stream": True, **body})
-        data = [line.removeprefix("data: ") for line in stream.text.splitlines() if line.startswith("data: ")]
+        data = stream_data(stream.text)
         assert stream.status_code == 200
         if path == "/v1/responses":
             assert '"type": "response.failed"' in data[-1]

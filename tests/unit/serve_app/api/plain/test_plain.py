@@ -17,7 +17,7 @@ from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Finish, TokenScore
 from serve_app.api.served_model import fingerprint
 from serve_app.api.text import TextCodec
-from tests.asgi_front import MODEL, AsgiFront, asgi_front, config_of
+from tests.asgi_front import MODEL, AsgiFront, asgi_front, config_of, stream_data
 from tests.talking_tokenizer import talking_tokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -251,7 +251,7 @@ async def test_stream_events_match_the_schema(front: AsgiFront, path: str, field
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     event = content["text/event-stream"]["schema"]
     answer = await front.http.post(path, json={"model": MODEL, "stream": True} | fields)
-    told = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    told = stream_data(answer.text)
     data = event["properties"]["data"]
     (read,) = [one["contentSchema"] for one in (data, *data.get("anyOf", ())) if "contentSchema" in one]
     assert len(told) > len("Hello.")

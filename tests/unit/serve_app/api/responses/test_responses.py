@@ -17,9 +17,9 @@ from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from serve_app.api.responses_schemas import ResponsesRequest
 from serve_app.api.validation import GenerationDefaults
-from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.asgi_front import MODEL, AsgiFront, asgi_front, stream_events, talking_codec
 from tests.call_writers import Sayings
-from tests.unit.serve_app.api.conversation.test_chat import CALL, SCHEMA, STOP, rendered, talking_codec
+from tests.unit.serve_app.api.conversation.test_chat import CALL, SCHEMA, STOP, rendered
 
 COMPONENTS = "#/components/schemas/"
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA}
@@ -164,7 +164,7 @@ async def test_a_response_reports_its_parameters(asked: Any, used: tuple[float, 
         body = {"model": MODEL, "input": "Tell.", **asked}
         answer = (await front.http.post("/v1/responses", json=body)).json()
         stream = (await front.http.post("/v1/responses", json={**body, "stream": True})).text
-        events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+        events = stream_events(stream)
     whole = [answer, *(event["response"] for event in events if "response" in event)]
     assert {(one["temperature"], one["top_p"]) for one in whole} == {used}
     assert len(whole) == 4
@@ -235,13 +235,11 @@ async def test_exactly_the_sent_events_are_documented(front: AsgiFront) -> None:
         front.plays([*front.emits(SAID, 4), end])
         body = {"model": MODEL, "input": "Rain?", "tools": [WEATHER], "stream": True}
         text = (await front.http.post("/v1/responses", json=body)).text
-        for line in text.splitlines():
-            if line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                described.validate(event)
-                for missing in event:
-                    assert not described.is_valid({name: event[name] for name in event.keys() - {missing}}), missing
-                sent.add(event["type"])
+        for event in stream_events(text):
+            described.validate(event)
+            for missing in event:
+                assert not described.is_valid({name: event[name] for name in event.keys() - {missing}}), missing
+            sent.add(event["type"])
     assert sent == schemas["ResponseStreamEvent"]["discriminator"]["mapping"].keys()
 
 
