@@ -1,4 +1,4 @@
-"""An application whose routers name themselves in each answer, so that a test can match broken answers to killed ones."""
+"""An application whose routers name themselves in each answer, so that broken answers can be matched to killed ones."""
 
 import os
 from collections.abc import Mapping

@@ -27,7 +27,9 @@ async def front(of: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
     clock = iter(range(1000))  # a new round of samples for each request
     watch = PageWatch("toy", collect, lambda: float(next(clock)))
-    async with http_client(toy_api(of.router, byte_codec(), config_of({}, CONTEXT), further=page_routes(watch))) as http:
+    async with http_client(
+        toy_api(of.router, byte_codec(), config_of({}, CONTEXT), further=page_routes(watch))
+    ) as http:
         yield http
 
 

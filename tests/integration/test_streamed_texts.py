@@ -128,9 +128,7 @@ async def test_a_completion_ends_at_the_first_of_many_stop_strings(
 @TOKENIZERS
 @settings(deadline=None, max_examples=25)
 @given(text=TEXTS, rng=st.randoms(use_true_random=False))
-async def test_response_events_add_up_to_the_final_text(
-    tokenizer: Any, text: str, rng: random.Random
-) -> None:
+async def test_response_events_add_up_to_the_final_text(tokenizer: Any, text: str, rng: random.Random) -> None:
     codec = TextCodec(tokenizer, ())
     script: Script = [*blocks(codec.encode_plain(text), (), rng), Ended(Finish.STOP)]
     told = await asked(codec, script, rng.choice([1, 3]), "/v1/responses", input="a")

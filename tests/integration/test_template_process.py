@@ -50,9 +50,7 @@ def test_the_rendered_text_equals_this_processs(process: TemplateProcess) -> Non
         ("{{ '\\ud800' }}", "surrogates not allowed"),
     ],
 )
-def test_a_template_over_its_limits_ends_alone(
-    process: TemplateProcess, template: str, says: str
-) -> None:
+def test_a_template_over_its_limits_ends_alone(process: TemplateProcess, template: str, says: str) -> None:
     with pytest.raises(TemplateFailure, match=says.replace(".", r"\.")):
         process(rendering(template))
     assert process(rendering(PLAIN)) == "user: hé\n;"

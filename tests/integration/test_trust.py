@@ -77,9 +77,7 @@ async def test_callers_without_a_valid_certificate_fail_the_handshake(door, kind
 
 
 @pytest.mark.parametrize(("kind", "connections"), [("none", 3), ("expired", 3), ("foreign", 3), ("plain", 1)])
-async def test_failed_handshakes_are_counted_and_logged_once(
-    kind, connections, tmp_path, monkeypatch, caplog
-):
+async def test_failed_handshakes_are_counted_and_logged_once(kind, connections, tmp_path, monkeypatch, caplog):
     """Plain channels share a connection that failed."""
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:

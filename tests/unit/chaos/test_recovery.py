@@ -70,9 +70,7 @@ def test_a_resumed_replica_may_be_replaced_afterwards(seen: list[Sizes], expecte
         (Blow("stream cut", 10.0), sizes((11.0, 2)), 11.0, False),
     ],
 )
-def test_a_fault_is_open_until_its_pool_recovers(
-    blow: Blow, seen: list[Sizes], now_s: float, expected: bool
-) -> None:
+def test_a_fault_is_open_until_its_pool_recovers(blow: Blow, seen: list[Sizes], now_s: float, expected: bool) -> None:
     assert is_open(blow, seen, WANTED, now_s) == expected
 
 

@@ -395,9 +395,7 @@ class TestHttp:
         wanted = router_service["spec"]["selector"].items()
         assert [labels["ray.io/group"] for labels, _ in pods(service) if wanted <= labels.items()] == ["router"]
 
-    def test_router_pods_run_a_router(
-        self, router_service: Json, service: Json
-    ) -> None:
+    def test_router_pods_run_a_router(self, router_service: Json, service: Json) -> None:
         router = deployment_parts(service)["Router"]
         group = group_for(service, router["ray_actor_options"]["label_selector"])
         assert group["groupName"] == router_service["spec"]["selector"]["ray.io/group"]
@@ -455,7 +453,9 @@ class TestObjectsAround:
         head = everyone | {"as-metrics", "dash-metrics"}
         assert scraped == {"headgroup": head, "target": everyone, "draft": everyone, "router": everyone}
 
-    def test_the_network_policy_covers_every_pod_and_allows_their_traffic(self, objects: list[Json], service: Json) -> None:
+    def test_the_network_policy_covers_every_pod_and_allows_their_traffic(
+        self, objects: list[Json], service: Json
+    ) -> None:
         (policy,) = [each for each in of_kind(objects, "NetworkPolicy") if each["metadata"]["name"] == "slipstream"]
         everyone = policy["spec"]["podSelector"]
         assert all(everyone["matchLabels"].items() <= labels.items() for labels, _ in pods(service))

@@ -101,9 +101,7 @@ def test_a_change_replaces_only_the_affected_deployments(change: dict[str, Any],
     ],
     ids=lambda given: str(given),
 )
-def test_options_of_independent_methods_affect_only_drafters(
-    method: str, options: dict[str, Any]
-) -> None:
+def test_options_of_independent_methods_affect_only_drafters(method: str, options: dict[str, Any]) -> None:
     chosen = {"model": {"target": "owner/target"}, "draft": {"method": method, "model": options.get("model")}}
     assert replaced(validated(chosen), validated(merged(chosen, {"draft": options}))) == {"Drafter"}
 

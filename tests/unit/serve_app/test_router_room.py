@@ -70,9 +70,7 @@ async def test_sessions_that_outlast_the_drain_end_with_an_error(router: Router,
         router.check_room(1)
 
 
-def test_log_lines_name_the_session_in_text_and_as_a_field(
-    router: Router, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_lines_name_the_session_in_text_and_as_a_field(router: Router, caplog: pytest.LogCaptureFixture) -> None:
     refusal = Refusal("5f3c", 1, RefusalReason.OVERLOADED, "full")
     malformed = Malformed("Verdict", "91ab\n", 1, "no tokens")
     with caplog.at_level(logging.INFO, "serve_app.router"):

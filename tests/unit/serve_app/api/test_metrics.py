@@ -38,9 +38,7 @@ def test_a_cancelled_request_counts_as_client_left() -> None:
     metrics = Metrics()
     with pytest.raises(KeyboardInterrupt), metrics.request("chat"):
         raise KeyboardInterrupt
-    assert metrics.registry.get_sample_value(
-        "slipstream_requests_total", {"endpoint": "chat", "status": "499"}
-    )
+    assert metrics.registry.get_sample_value("slipstream_requests_total", {"endpoint": "chat", "status": "499"})
 
 
 def test_metrics_instances_are_independent() -> None:

@@ -11,7 +11,6 @@ from serve_app.api.schemas import ChatRequest, CompletionRequest
 from tests.unit.serve_app.api.sample_requests import CHAT, COMPLETION, parsed, refusal_of
 
 
-
 def prompts(prompt: object) -> object:
     request = parsed(COMPLETION | {"prompt": prompt})
     assert isinstance(request, CompletionRequest)

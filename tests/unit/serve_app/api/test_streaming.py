@@ -165,7 +165,9 @@ async def test_a_stream_within_its_deadline_has_no_error() -> None:
     assert record.status == 200
 
 
-async def test_a_client_that_stopped_reading_is_disconnected_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stopped_reading_is_disconnected_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(streaming, "LAST_EVENT_S", SOON_S)
     closed = []
 

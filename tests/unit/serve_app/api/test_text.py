@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.errors import RequestError
 from serve_app.api.text import Detokenizer, StopMatcher, TextCodec
 from tests.unit.serve_app.api.sample_requests import refusal_of
 
@@ -144,9 +143,7 @@ LOST = 8000  # tokens
     ],
 )
 @pytest.mark.parametrize("fallback", [False, True])
-def test_replacement_characters_cost_no_more_than_others(
-    tokens: list[int], is_spelt: bool, fallback: bool
-) -> None:
+def test_replacement_characters_cost_no_more_than_others(tokens: list[int], is_spelt: bool, fallback: bool) -> None:
     pieces = [bytes([byte]) for byte in range(256)]
     tokenizer = CountingTokenizer(byte_fallback()) if fallback else BytePieces(pieces)
     texts = given_out(tokenizer, tokens)

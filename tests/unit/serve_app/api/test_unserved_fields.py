@@ -101,9 +101,7 @@ EACH = [
 
 
 @pytest.mark.parametrize(("base", "name", "neutral", "asking"), EACH)
-def test_neutral_values_change_nothing(
-    base: dict[str, Any], name: str, neutral: list[Any], asking: Any
-) -> None:
+def test_neutral_values_change_nothing(base: dict[str, Any], name: str, neutral: list[Any], asking: Any) -> None:
     plain = parsed(base).model_dump(exclude={name})
     for value in neutral:
         assert parsed(base | {name: value}).model_dump(exclude={name}) == plain

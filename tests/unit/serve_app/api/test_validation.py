@@ -154,7 +154,9 @@ def test_maximum_length(request_: GenerationRequest, prompt_len: int, max_len: i
         (completion(), (1, VOCABULARY), "prompt"),
     ],
 )
-def test_prompts_and_limits_beyond_the_context_are_refused(request_: GenerationRequest, prompt: tuple[int, ...], field: str) -> None:
+def test_prompts_and_limits_beyond_the_context_are_refused(
+    request_: GenerationRequest, prompt: tuple[int, ...], field: str
+) -> None:
     with refusal_of(field, match=field):
         resolved(request_, prompt)
 

@@ -36,9 +36,7 @@ def start() -> None:
         raise AssertionError("nothing was started")
 
 
-def test_a_failed_ray_start_is_retried_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_ray_start_is_retried_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     failing = FailingRay(failures=1)
     monkeypatch.setattr(ray, "init", failing.init)
     with caplog.at_level(logging.WARNING), pytest.raises(Started):

@@ -41,9 +41,7 @@ async def test_a_valid_key_is_served_within_its_limits(front: AsgiFront) -> None
 
 
 @pytest.mark.parametrize(("path", "fields"), [("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [1]})])
-async def test_utility_requests_count_toward_a_keys_limit(
-    front: AsgiFront, path: str, fields: Any
-) -> None:
+async def test_utility_requests_count_toward_a_keys_limit(front: AsgiFront, path: str, fields: Any) -> None:
     front.plays([STALL])
     shown = {"Authorization": f"Bearer {KEY}"}
     for _ in range(3):  # none of them is counted longer than it lasts

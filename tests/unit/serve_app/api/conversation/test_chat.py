@@ -191,9 +191,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
         (NAMED, Finish.LENGTH, "length"),
     ],
 )
-async def test_a_named_call_ends_with_stop(
-    front: AsgiFront, choice: Any, end: Finish, told: str, stream: bool
-) -> None:
+async def test_a_named_call_ends_with_stop(front: AsgiFront, choice: Any, end: Finish, told: str, stream: bool) -> None:
     front.plays([*front.emits(CALL), Ended(end)])
     body = {"model": MODEL, "messages": [USER], "tools": [WEATHER], "tool_choice": choice, "stream": stream}
     answer = (await front.http.post("/v1/chat/completions", json=body)).text

@@ -59,9 +59,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("text", "parts"), ANSWERS)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_parts_do_not_depend_on_block_sizes(
-    readers: ResponseReaders, text: str, parts: Any, size: int
-) -> None:
+def test_parts_do_not_depend_on_block_sizes(readers: ResponseReaders, text: str, parts: Any, size: int) -> None:
     assert read(readers, text, size=size) == parts
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from cluster.errors import RequestError
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.grammars import GrammarCheck, RequestedGrammar, call_grammar, content_grammar
 from serve_app.api.schemas import ChatRequest
@@ -233,7 +232,9 @@ def test_a_mark_token_has_no_other_spelling() -> None:
         (tagged_writer, [tool("f", {"oneOf": [CITY]})], "'oneOf'"),
     ],
 )
-def test_requests_without_a_possible_grammar_are_refused(writer: Callable[[], TextCodec], tools: list[Any], why: str) -> None:
+def test_requests_without_a_possible_grammar_are_refused(
+    writer: Callable[[], TextCodec], tools: list[Any], why: str
+) -> None:
     with refusal_of("tools", why):
         held(writer(), tools=tools, tool_choice="required")
 

@@ -49,9 +49,7 @@ def a_draft(name: str) -> DraftPool:
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "layer_skip"])
 @pytest.mark.parametrize("block_len", [1, 2, LONGEST])
-def test_verifications_equal_those_in_lock_step(
-    name: str, block_len: int, target: MeasuredTarget
-) -> None:
+def test_verifications_equal_those_in_lock_step(name: str, block_len: int, target: MeasuredTarget) -> None:
     draft = a_draft(name)
     setup = target.setup(draft, LONGEST)
     accepted = 0

@@ -311,9 +311,7 @@ def test_checkpoints_without_a_method_do_not_fit(tmp_path: Path) -> None:
 
 
 @every_head
-def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(
-    name: str, tmp_path: Path
-) -> None:
+def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(name: str, tmp_path: Path) -> None:
     tensors = read_head(checkpoint(name)).tensors
     method = KNOWN[name]["method"]
     for key in tensors:

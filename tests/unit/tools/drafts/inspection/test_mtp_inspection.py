@@ -71,9 +71,7 @@ def test_parameters_are_those_of_the_mtp_module(tmp_path: Path) -> None:
     [(TWO_DEEPSEEK, True), (TWO_MIMO, True), (TWO_QWEN, False)],
     ids=["deepseek", "mimo", "qwen"],
 )
-def test_the_first_of_several_modules_is_used(
-    tmp_path: Path, tensors: Tensors, is_drafted_with: bool
-) -> None:
+def test_the_first_of_several_modules_is_used(tmp_path: Path, tensors: Tensors, is_drafted_with: bool) -> None:
     folder = target_with(tmp_path, tensors)
     found = inspect_draft(folder)
     assert (found.fits, loads(folder)) == (is_drafted_with, is_drafted_with)
@@ -82,9 +80,7 @@ def test_the_first_of_several_modules_is_used(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(
-    tmp_path: Path, layout: str
-) -> None:
+def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(tmp_path: Path, layout: str) -> None:
     module = LAYOUTS[layout]()
     for key in module:
         missing = target_with(tmp_path, {name: tensor for name, tensor in module.items() if name != key})
