@@ -1,27 +1,29 @@
 """Inspection of a draft checkpoint on disk: what it is, what it needs, and whether it fits a target.
 
 Only metadata is read: headers, configurations and tables of ids (`headers.py`). The result has the facts, every
-mismatch with its expected and found value, notes, and a suitable configuration. The loader's requirements on tensors
-are data here (`ExpectedTensors`).
+mismatch with its expected and found value, notes, and a suitable configuration. The loader itself finds misfits of
+tensors: it reads them without their values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import yaml
+from torch import Tensor
 
+from actors.compute.linear import PlainProjection
 from actors.drafters.heads.dflash.config import DFlashConfig
-from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, FeatureNorm, OutputNorm, WeightSource
+from actors.drafters.heads.dflash.weights import DFlashReader
 from actors.drafters.heads.eagle.mtp import layout_in, module_count
+from actors.drafters.heads.eagle.weights import EagleReader
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
-from actors.drafters.heads.medusa import MedusaConfig
-from actors.drafters.heads.mlp_speculator import MlpSpeculatorConfig
-from actors.drafters.heads.projection import draft_columns
+from actors.drafters.heads.medusa import MedusaConfig, medusa_of
+from actors.drafters.heads.mlp_speculator import MlpSpeculatorConfig, mlp_speculator_of
 from actors.drafters.heads.rope import TargetShape, target_shape
-from actors.drafters.heads.weight_reader import DERIVED, NOT_COMPUTED_WITH
 from actors.models.checkpoint import check_draft, vocabulary
 from actors.models.config_reader import read_config
 from actors.models.layer_subset import check_layers
@@ -31,10 +33,12 @@ from cluster.config_sections import STATE_READERS, TAKING_MODELS, HeadOptions, L
 from cluster.errors import ConfigError, ModelError
 from tools.drafts.headers import (
     CAUSAL,
+    ID_TABLES,
     LAYER_SKIP,
     WITH_MTP,
     DraftFacts,
     DraftLayout,
+    HeadConfig,
     Mismatch,
     StatesRead,
     canonical_files,
@@ -47,140 +51,44 @@ from tools.drafts.headers import (
     stored_size,
 )
 
-Shape = tuple[int, ...]
-MASK_STATE = "mask_hidden"  # P-EAGLE: one row, saved with any number of dimensions of size 1
+NOWHERE = Path()  # tensors that a head borrows are not read
+META = torch.device("meta")
 
 
-@dataclass(slots=True)
-class ExpectedTensors:
-    """Shapes by tensor name. A bias is allowed with each linear weight."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SurveyedFiles(HeadFiles):
+    """Files that a loader reads to the end: misfits are noted instead of raised."""
 
-    needed: dict[str, Shape] = field(default_factory=dict)
-    allowed: dict[str, Shape] = field(default_factory=dict)
-    is_closed: bool = True  # True if any further tensor is a misfit
+    mismatches: list[Mismatch] = field(default_factory=list)
 
-    def linear(self, name: str, outputs: int, inputs: int) -> None:
-        self.needed[f"{name}.weight"] = (outputs, inputs)
-        self.allowed[f"{name}.bias"] = (outputs,)
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        found = self.tensors.get(name)
+        if found is not None and shape in (None, tuple(found.shape)):
+            return found
+        held = "none" if found is None else f"shape {tuple(found.shape)}"
+        self.mismatches.append(Mismatch(f"tensor {name}", f"shape {shape}", held))
+        return torch.zeros(shape or (), device="cpu" if name in ID_TABLES else META)
 
-    def norm(self, name: str, size: int, *, is_needed: bool = True) -> None:
-        (self.needed if is_needed else self.allowed)[f"{name}.weight"] = (size,)
+    def borrowed(self, target_folder: Path, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, device=META)
 
-    def either(self, is_needed: bool, name: str, shape: Shape) -> None:
-        """Expects a tensor if it is needed; otherwise it is borrowed from elsewhere."""
-        if is_needed:
-            self.needed[name] = shape
-
-
-def expected_tensors(
-    files: HeadFiles, config: EagleConfig | DFlashConfig | MedusaConfig | MlpSpeculatorConfig
-) -> ExpectedTensors:
-    """Returns the expected tensors of a head in canonical names that was resolved to `config`."""
-    if isinstance(config, EagleConfig):
-        return _of_eagle(config, files)
-    if isinstance(config, DFlashConfig):
-        return _of_dflash(config, files)
-    return _of_medusa(config, files) if isinstance(config, MedusaConfig) else _of_mlp_speculator(config)
+    def refuse_unused(self, names: Sequence[str], family: str) -> None:
+        expected = "none: no head of this layout computes with it"
+        self.mismatches.extend(Mismatch(f"tensor {name}", expected, "one") for name in names)
 
 
-def _of_eagle(config: EagleConfig, files: HeadFiles) -> ExpectedTensors:
-    found = ExpectedTensors()
-    is_eagle3 = config.kind is EagleKind.EAGLE3
-    hidden = config.hidden
-    if config.projects or not is_eagle3:
-        found.linear("fc", hidden, config.needs.width if is_eagle3 else 2 * hidden)
-    _feature_norms(found, config)
-    if config.kind is EagleKind.MTP:
-        found.norm("state_layernorm", hidden, is_needed=False)
-    for index in range(config.layers):
-        is_wide = is_eagle3 and index == 0
-        found.norm(f"layers.{index}.input_layernorm", hidden, is_needed=is_wide or index > 0)
-        _decoder_layer(found, config, index, (2 if is_wide else 1) * hidden)
-        if f"layers.{index}.self_attn.q_norm.weight" in files.tensors:
-            _head_norms(found, config, index)
-    if is_eagle3:
-        found.norm("layers.0.hidden_norm", hidden, is_needed=False)
+def _read_all(files: HeadFiles, config: HeadConfig) -> None:
+    """Reads every tensor of a head as its loader does."""
+    tokens = range(config.vocabulary)
+    dtype = torch.float32
+    if isinstance(config, MedusaConfig):
+        medusa_of(files, config, NOWHERE, dtype, META, tokens, PlainProjection)
+    elif isinstance(config, MlpSpeculatorConfig):
+        mlp_speculator_of(files, config, dtype, META, tokens, PlainProjection)
+    elif isinstance(config, DFlashConfig):
+        DFlashReader(files, NOWHERE, config, dtype, META, PlainProjection).weights(tokens)
     else:
-        found.norm("embed_layernorm", hidden, is_needed=False)
-    last = "norm" if is_eagle3 else "lm_head_layernorm"
-    found.norm(last, hidden, is_needed=config.output_norm is not OutputNorm.NOTHING)
-    found.either(config.embedding is WeightSource.HEAD, "embed_tokens.weight", (config.vocabulary, hidden))
-    found.either(config.lm_head is WeightSource.HEAD, "lm_head.weight", (config.columns, hidden))
-    found.either(config.columns < config.vocabulary, "d2t", (config.columns,))
-    found.either(config.mask_token is not None, MASK_STATE, (config.needs.width,))
-    found.allowed["d2t"] = (config.columns,)
-    return found
-
-
-def _feature_norms(found: ExpectedTensors, config: EagleConfig) -> None:
-    if config.feature_norm is FeatureNorm.ALL:
-        found.norm("input_norm", config.needs.width)
-    elif config.feature_norm is FeatureNorm.EACH:
-        for part in range(config.needs.width // config.target_hidden):
-            found.norm(f"fc_norm.{part}", config.target_hidden)
-
-
-def _of_dflash(config: DFlashConfig, files: HeadFiles) -> ExpectedTensors:
-    found = ExpectedTensors()
-    hidden = config.hidden
-    found.linear("fc", hidden, config.needs.width)
-    found.norm("hidden_norm", hidden)
-    found.norm("norm", hidden)
-    for index in range(len(config.layers)):
-        found.norm(f"layers.{index}.input_layernorm", hidden)
-        _decoder_layer(found, config, index, hidden)
-        _head_norms(found, config, index)
-    found.either("embed_tokens.weight" in files.tensors, "embed_tokens.weight", (config.vocabulary, hidden))
-    found.either("lm_head.weight" in files.tensors, "lm_head.weight", (config.columns, hidden))
-    found.allowed["d2t"] = (config.columns,)
-    return found
-
-
-def _decoder_layer(found: ExpectedTensors, config: EagleConfig | DFlashConfig, index: int, inputs: int) -> None:
-    layer = f"layers.{index}"
-    queries = config.heads * config.head_dim
-    keys = config.kv_heads * config.head_dim
-    for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
-        found.linear(f"{layer}.self_attn.{name}_proj", outputs, inputs)
-    found.linear(f"{layer}.self_attn.o_proj", config.hidden, queries)
-    found.norm(f"{layer}.post_attention_layernorm", config.hidden)
-    found.linear(f"{layer}.mlp.gate_proj", config.intermediate, config.hidden)
-    found.linear(f"{layer}.mlp.up_proj", config.intermediate, config.hidden)
-    found.linear(f"{layer}.mlp.down_proj", config.hidden, config.intermediate)
-
-
-def _head_norms(found: ExpectedTensors, config: EagleConfig | DFlashConfig, index: int) -> None:
-    """Expects both norms; heads have both or neither."""
-    for name in ("q_norm", "k_norm"):
-        found.norm(f"layers.{index}.self_attn.{name}", config.head_dim)
-
-
-def _of_medusa(config: MedusaConfig, files: HeadFiles) -> ExpectedTensors:
-    """Allows for FasterDecoding's layout, where the blocks of a head may be one module, saved once."""
-    found = ExpectedTensors(is_closed=False)
-    is_vllm = any(name.startswith("blocks.") for name in files.tensors)
-    for head in range(config.heads):
-        for block in range(config.blocks):
-            name = f"blocks.{head}.layers.{block}" if is_vllm else f"{head}.{block}.linear"
-            if is_vllm or block == 0 or f"{name}.weight" in files.tensors:
-                found.linear(name, config.hidden, config.hidden)
-        last = f"lm_heads.{head}" if is_vllm else f"{head}.{config.blocks}"
-        found.either(not files.config.get("original_lm_head"), f"{last}.weight", (config.columns, config.hidden))
-    found.allowed["token_map"] = (config.columns,)
-    return found
-
-
-def _of_mlp_speculator(config: MlpSpeculatorConfig) -> ExpectedTensors:
-    found = ExpectedTensors(is_closed=False)
-    own = range(1 if config.is_tied else config.steps)
-    for step in own:
-        found.needed[f"emb.{step}.weight"] = (config.columns, config.inner)
-        found.needed[f"head.{step}.weight"] = (config.columns, config.inner)
-        found.needed[f"ln.{step}.weight"] = (config.inner,)
-        found.needed[f"ln.{step}.bias"] = (config.inner,)
-    for step in range(min(2, config.steps) if config.is_tied else config.steps):
-        found.needed[f"proj.{step}.weight"] = (config.inner, config.hidden if step == 0 else config.inner)
-    return found
+        EagleReader(files, NOWHERE, config, dtype, META, PlainProjection).weights(tokens)
 
 
 DEPTH_KEY = "num_target_layers"  # key in a DFlash configuration
@@ -201,29 +109,17 @@ def target_facts(folder: Path) -> TargetFacts:
     return TargetFacts(folder, target_shape(folder), getattr(config, "max_position_embeddings", None))
 
 
-def wrong_tensors(files: HeadFiles, draft: DraftPool) -> list[Mismatch]:
-    """Finds tensors that are missing, unused, or of another shape.
+def tensor_mismatches(files: HeadFiles, draft: DraftPool) -> list[Mismatch]:
+    """Finds tensors that are missing, unused, of another shape, or of wrong values.
 
     The head must have canonical names and must resolve.
     """
-    config = resolved(files, draft, presumed_target(files, draft))
-    expected = expected_tensors(files, config)
-    return [*_missing(files, expected), *_of_another_shape(files, expected), *_surplus(files, expected)]
-
-
-def wrong_ids(files: HeadFiles, facts: DraftFacts) -> list[Mismatch]:
-    """Finds a table of draft ids that maps outside the vocabulary, or twice to one token."""
-    offsets = files.tensors.get("d2t")
-    table = files.tensors.get("token_map")
-    if (offsets is None and table is None) or not facts.vocabulary:
-        return []
-    ids = table if offsets is None else offsets.long() + offsets.new_ones(len(offsets)).long().cumsum(0) - 1
-    assert ids is not None
+    surveyed = SurveyedFiles(files.folder, files.config, files.tensors)
     try:
-        draft_columns(files.folder, ids.long(), facts.vocabulary, range(facts.vocabulary))
-    except ModelError as error:
-        return [Mismatch(str(error))]
-    return []
+        _read_all(surveyed, resolved(files, draft, presumed_target(files, draft)))
+    except ModelError as error:  # of ids or a mask
+        surveyed.mismatches.append(Mismatch(str(error)))
+    return surveyed.mismatches
 
 
 def head_mismatches(files: HeadFiles, facts: DraftFacts, target: TargetFacts, draft: DraftPool) -> list[Mismatch]:
@@ -282,29 +178,6 @@ def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
             yield Mismatch(f"{what} that is borrowed of the target", f"one of {', '.join(names)}", "none of them")
         elif stored[name].shape != expected:
             yield Mismatch(f"{what} that is borrowed of the target", f"{expected}", f"{stored[name].shape} ({name})")
-
-
-def _missing(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Mismatch]:
-    for name, shape in expected.needed.items():
-        if name not in files.tensors:
-            yield Mismatch(f"tensor {name}", f"shape {shape}", "none")
-
-
-def _of_another_shape(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Mismatch]:
-    for name, shape in {**expected.allowed, **expected.needed}.items():
-        if name not in files.tensors:
-            continue
-        found = tuple(files.tensors[name].shape)
-        if (found if name != MASK_STATE else (files.tensors[name].numel(),)) != shape:
-            yield Mismatch(f"tensor {name}", f"shape {shape}", f"shape {found}")
-
-
-def _surplus(files: HeadFiles, expected: ExpectedTensors) -> Iterator[Mismatch]:
-    """Finds tensors that the forward would not use: they belong to another kind of head."""
-    known = {**expected.allowed, **expected.needed}
-    for name in files.tensors if expected.is_closed else ():
-        if name not in known and not name.startswith(NOT_COMPUTED_WITH) and not name.endswith(DERIVED):
-            yield Mismatch(f"tensor {name}", "none: no head of this layout computes with it", "one")
 
 
 BESIDE = ("recurrent_head.safetensors", "frequent_tokens.json", "mask_embedding.pt")  # optional files
@@ -392,7 +265,7 @@ def _head(
         facts = head_facts(files, layout, draft)
     except ModelError as error:
         return DraftFacts(layout, stored_size(files.tensors)), [Mismatch(str(error))]
-    mismatches = [*wrong_tensors(files, draft), *wrong_ids(files, facts)]
+    mismatches = tensor_mismatches(files, draft)
     if target is None:
         return facts, mismatches
     mismatches += head_mismatches(files, facts, target, draft)

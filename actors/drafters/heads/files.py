@@ -65,6 +65,22 @@ class HeadFiles:
             raise ModelError(f"{name} in {self.folder} has shape {tuple(found.shape)}, expected {shape}")
         return found
 
+    def borrowed(self, target_folder: Path, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+        """Reads the first of these tensors that the target holds. Raises ModelError if it has another shape."""
+        found = target_tensor(target_folder, names)
+        if tuple(found.shape) != shape:
+            raise ModelError(
+                f"{self.folder} borrows {names[0]} of {target_folder}, which has shape {tuple(found.shape)}, expected"
+                f" {shape}"
+            )
+        return found
+
+    def refuse_unused(self, names: Sequence[str], family: str) -> None:
+        """Raises ModelError for tensors that no known head of the family computes with."""
+        raise ModelError(
+            f"{self.folder} holds tensors that no {family} head known here computes with: {', '.join(names)}"
+        )
+
 
 def read_head(folder: Path) -> HeadFiles:
     """Reads a folder with a `config.json`, and safetensors or pickled tensors; safetensors take precedence.

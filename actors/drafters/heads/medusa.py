@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.compute.linear import Product, Projection, projection
-from actors.drafters.heads.files import HEAD, HeadFiles, head_folder, read_head, target_tensor
+from actors.drafters.heads.files import HEAD, HeadFiles, head_folder, read_head
 from actors.drafters.heads.last_state import final_state, last_state_drafting
 from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
@@ -118,10 +118,23 @@ def load_medusa(
 ) -> MedusaHeads:
     """Loads published heads. Raises ModelError if they do not fit the target."""
     files = heads_alone(read_head(folder))
+    config = resolve_medusa(files, target_shape(target_folder))
+    return medusa_of(files, config, target_folder, dtype, device, proposable, product)
+
+
+def medusa_of(
+    files: HeadFiles,
+    config: MedusaConfig,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int],
+    product: Product,
+) -> MedusaHeads:
+    """Builds heads from tensors in names without a prefix. Raises ModelError if one is missing or of another shape."""
     names = _names_of(files)
-    config = _resolve(files, names, target_shape(target_folder))
     ids = files.tensors.get("token_map", torch.arange(config.columns)).long()
-    columns = draft_columns(folder, ids, config.vocabulary, proposable)
+    columns = draft_columns(files.folder, ids, config.vocabulary, proposable)
 
     def placed(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype).contiguous()
@@ -134,12 +147,8 @@ def load_medusa(
 
     def lm_head(head: int) -> Projection:
         name = names.lm_head(head)
-        weight = files.tensor(name) if name else target_tensor(target_folder, HEAD)
-        if weight.shape != (config.columns, config.hidden):
-            raise ModelError(
-                f"the LM head of head {head} in {folder} has shape {tuple(weight.shape)}, expected"
-                f" {(config.columns, config.hidden)}"
-            )
+        shape = (config.columns, config.hidden)
+        weight = files.tensor(name, shape) if name else files.borrowed(target_folder, HEAD, shape)
         return product(placed(columns.of(weight)), None)
 
     branches = [
@@ -151,7 +160,25 @@ def load_medusa(
 
 def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
     """Resolves heads with tensors in names without a prefix. Raises ModelError if they do not fit the target."""
-    return _resolve(files, _names_of(files), target)
+    names = _names_of(files)
+    if not names.heads or names.heads != list(range(len(names.heads))):
+        raise ModelError(
+            f"{files.folder} holds the Medusa heads {names.heads}, expected 0, 1, ... without a gap: tensors as"
+            " 0.0.linear.weight, or blocks.0.layers.0.weight"
+        )
+    hidden = int(files.tensor(f"{names.block(0, 0)}.weight").shape[-1]) if names.blocks else target.hidden
+    if hidden != target.hidden:
+        raise ModelError(
+            f"{files.folder} reads states of {hidden} elements, but the target's have {target.hidden}; use heads made"
+            " for this target"
+        )
+    name = names.lm_head(0)
+    columns = int(files.tensor(name).shape[0]) if name else target.vocabulary
+    mapped = files.tensors.get("token_map")
+    if mapped is not None and len(mapped) != columns:
+        raise ModelError(f"token_map in {files.folder} has {len(mapped)} tokens, expected one for each of {columns}")
+    needs = StatesNeeded((target.layers,), hidden)
+    return MedusaConfig(names.layout, len(names.heads), names.blocks, hidden, columns, target.vocabulary, needs)
 
 
 def heads_alone(files: HeadFiles) -> HeadFiles:
@@ -211,24 +238,3 @@ _Names = _OwnNames | _VllmNames
 
 def _names_of(files: HeadFiles) -> _Names:
     return _OwnNames(files) if any(map(BLOCK.fullmatch, files.tensors)) else _VllmNames(files)
-
-
-def _resolve(files: HeadFiles, names: _Names, target: TargetShape) -> MedusaConfig:
-    if not names.heads or names.heads != list(range(len(names.heads))):
-        raise ModelError(
-            f"{files.folder} holds the Medusa heads {names.heads}, expected 0, 1, ... without a gap: tensors as"
-            " 0.0.linear.weight, or blocks.0.layers.0.weight"
-        )
-    hidden = int(files.tensor(f"{names.block(0, 0)}.weight").shape[-1]) if names.blocks else target.hidden
-    if hidden != target.hidden:
-        raise ModelError(
-            f"{files.folder} reads states of {hidden} elements, but the target's have {target.hidden}; use heads made"
-            " for this target"
-        )
-    name = names.lm_head(0)
-    columns = int(files.tensor(name).shape[0]) if name else target.vocabulary
-    mapped = files.tensors.get("token_map")
-    if mapped is not None and len(mapped) != columns:
-        raise ModelError(f"token_map in {files.folder} has {len(mapped)} tokens, expected one for each of {columns}")
-    needs = StatesNeeded((target.layers,), hidden)
-    return MedusaConfig(names.layout, len(names.heads), names.blocks, hidden, columns, target.vocabulary, needs)

@@ -137,12 +137,24 @@ def load_mlp_speculator(
     """Loads a published speculator. Raises ModelError if it does not fit the target."""
     files = read_head(folder).renamed(ALIASES)
     config = resolve_mlp_speculator(files, target_shape(target_folder))
+    return mlp_speculator_of(files, config, dtype, device, proposable, product)
+
+
+def mlp_speculator_of(
+    files: HeadFiles,
+    config: MlpSpeculatorConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    proposable: Collection[int],
+    product: Product,
+) -> MlpSpeculator:
+    """Builds a speculator from tensors in names without a prefix. Raises ModelError if they do not fit the target."""
     if config.columns <= max(proposable):
         raise ModelError(
-            f"{folder} has embeddings for {config.columns} tokens, but the target's ids go up to {max(proposable)}; use"
+            f"{files.folder} has embeddings for {config.columns} tokens, but the target's ids go up to {max(proposable)}; use"
             " a speculator made for this target"
         )
-    columns = draft_columns(folder, torch.arange(config.columns), config.vocabulary, proposable)
+    columns = draft_columns(files.folder, torch.arange(config.columns), config.vocabulary, proposable)
 
     def placed(name: str, *shape: int) -> Tensor:
         return files.tensor(name, shape).to(device, dtype).contiguous()

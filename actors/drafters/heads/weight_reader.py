@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.compute.linear import Product, Projection
-from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles, target_tensor
+from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DraftColumns, draft_columns
 from actors.models.decoder import Norm, norm_of
 from cluster.errors import ModelError
@@ -86,13 +86,7 @@ class WeightReader:
         shape = (rows, self.config.hidden)
         if self.has(name):
             return self.tensor(name, *shape)
-        borrowed = target_tensor(self.target_folder, BORROWABLE[name])
-        if tuple(borrowed.shape) != shape:
-            raise ModelError(
-                f"{self.files.folder} borrows {BORROWABLE[name][0]} of {self.target_folder}, which has shape"
-                f" {tuple(borrowed.shape)}, expected {shape}"
-            )
-        return self.placed(borrowed)
+        return self.placed(self.files.borrowed(self.target_folder, BORROWABLE[name], shape))
 
     def draft_columns(self, proposable: Collection[int] | None) -> DraftColumns:
         """Selects the proposable columns, None for all; `d2t` holds the offset from a draft id to the target's id."""
@@ -112,6 +106,4 @@ class WeightReader:
             if name not in self.used and not name.startswith(NOT_COMPUTED_WITH) and not name.endswith(DERIVED)
         ]
         if unused:
-            raise ModelError(
-                f"{self.files.folder} holds tensors that no {family} head known here computes with: {', '.join(unused)}"
-            )
+            self.files.refuse_unused(unused, family)

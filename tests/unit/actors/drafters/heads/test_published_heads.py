@@ -654,7 +654,7 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, name: str, c
         ("medusa", without("3.0"), r"no tensor 3\.0\.linear\.weight"),
         ("medusa", mapped(MAP[:3]), "token_map .* has 3 tokens, expected one for each of 4"),
         ("medusa", mapped(MAP + 10), "expected different ids below 96"),
-        ("medusa", added("1.1.weight", 90, 32), r"LM head of head 1 .* \(90, 32\), expected"),
+        ("medusa", added("1.1.weight", 90, 32), r"1\.1\.weight .* \(90, 32\), expected"),
         ("mlp_speculator", lambda _: {"fc.weight": torch.zeros(2)}, "holds no MLPSpeculator"),
         ("mlp_speculator", added("speculator.proj.0.weight", 24, 16), "states of 16 elements.* target's have 32"),
         ("mlp_speculator", added("speculator.ln.1.bias", 23), r"ln\.1\.bias .* shape \(23,\), expected \(24,\)"),
