@@ -1,9 +1,8 @@
 """vLLM as a target's engine: our scheduler plans what is verified; vLLM runs pages, batch slots, prompts and forwards.
 
 `engine.py` is the engine that a target uses; start there. `core.py` runs vLLM's EngineCore step by step, and
-`block_scheduler.py` makes vLLM's scheduler follow our plan. `worker_draws.py`, `noise_processor.py` and
-`coupled_sampler.py` make vLLM's workers sample with our noise. `worker_states.py` and `states_executor.py` capture
-hidden states, and `self_test.py` checks all of it at start.
+`block_scheduler.py` makes vLLM's scheduler follow our plan. `worker.py`, `noise_processor.py` and `coupled_sampler.py`
+make vLLM's workers sample with our noise and keep hidden states, and `self_test.py` checks all of it at start.
 
 Nothing outside this folder imports vLLM, and the folder is imported only if the configuration selects vLLM.
 """

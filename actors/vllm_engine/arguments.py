@@ -32,7 +32,7 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
         "distributed_executor_backend": _executor(config),
         "async_scheduling": False,  # blocks are matched by the tokens before them, which must be known
         "scheduler_cls": f"{PACKAGE}.block_scheduler.BlockScheduler",
-        "worker_extension_cls": f"{PACKAGE}.worker_draws.DrawingWorker",
+        "worker_extension_cls": f"{PACKAGE}.worker.DrawingWorker",
         "additional_config": {"slipstream_vocabulary": vocabulary},
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -56,6 +56,6 @@ def _executor(config: SlipstreamConfig) -> str:
 def _speculation(longest: int, first_runner: bool) -> dict[str, Any]:
     """Makes room for drafts in vLLM's steps; the drafting component that this configures is replaced by a no-op."""
     if first_runner:
-        model = f"{PACKAGE}.worker_draws.NoProposer"
+        model = f"{PACKAGE}.worker.NoProposer"
         return {"method": "custom_class", "model": model, "num_speculative_tokens": longest}
     return {"method": "ngram", "prompt_lookup_max": 2, "num_speculative_tokens": longest}

@@ -1,5 +1,5 @@
 """`slipstream drafts`: what a draft checkpoint is, whether it fits a target, and how much it speeds it up.
 
-`command.py` has the two subcommands. `inspect` reads only metadata (folder `inspection`) and prints it through
-`sheets.py`; `measure` replays decoded texts (folder `eval`) and prints them through `comparison.py`.
+`command.py` has the two subcommands. `inspect` reads only metadata (`headers.py`, `inspection.py`); `measure` replays
+decoded texts (`evaluation.py`) and compares the drafts (`comparison.py`).
 """

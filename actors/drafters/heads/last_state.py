@@ -93,6 +93,11 @@ class LastStateHead(Protocol):
     @property
     def config(self) -> LastStateConfig: ...
 
+    @property
+    def token_ids(self) -> Tensor:
+        """Token ids of the target by column of the logits, (columns,)."""
+        ...
+
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
         """Predicts what follows `tokens`, which come `depth` tokens after those that the target's states cover.
 
@@ -243,27 +248,8 @@ def _last(draft: PredictedDraft) -> tuple[Tensor, int]:
 log = logging.getLogger(__name__)
 
 
-class LoadedHead(LastStateHead, Protocol):
-    """A head, and the tokens that its logits stand for."""
-
-    @property
-    def token_ids(self) -> Tensor:
-        """Token ids of the target by column of the logits, (columns,)."""
-        ...
-
-
-class HeadLoader(Protocol):
-    """Loads a head from a folder. Raises ModelError if it does not fit the target."""
-
-    def __call__(
-        self,
-        folder: Path,
-        target_folder: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        proposable: Collection[int],
-        product: Product,
-    ) -> LoadedHead: ...
+HeadLoader = Callable[[Path, Path, torch.dtype, torch.device, Collection[int], Product], LastStateHead]
+"""Loads a head from a folder, for the target in another. Raises ModelError if it does not fit the target."""
 
 
 def final_state(target: Path) -> StatesNeeded:
