@@ -76,12 +76,11 @@ def bench(
 ) -> None:
     """Measures the same prompts and answer lengths with and without speculation, interleaved."""
     from serve_app.demo_data import BENCH_PROMPTS
-    from tools.bench.experiment import Plan, read_dataset, read_prompts
+    from tools.bench.experiment import Plan, read_prompts
     from tools.bench.reports import measure_rates, report_on_batches
 
     console = Console()
-    asked = read_dataset(dataset) if dataset is not None else read_prompts(prompts or BENCH_PROMPTS)
-    plan = Plan(asked, tuple(concurrency or [1]), max_tokens, repeats)
+    plan = Plan(read_prompts(dataset or prompts or BENCH_PROMPTS), tuple(concurrency or [1]), max_tokens, repeats)
     paths = json_path, html_path
     if url is not None:
         measure_rates(url, key, plan, rate or [], requests, console, *paths)

@@ -15,7 +15,6 @@ from itertools import cycle, groupby, islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console, Group
 from rich.progress import MofNCompleteColumn, Progress
 
@@ -42,13 +41,12 @@ AT_ONCE = "requests at once"
 WARM_UP_TOKENS = 16
 
 
-class Prompt(BaseModel):
-    """One line of a prompts file."""
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One entry of a prompts file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kind: str = Field(min_length=1)
-    prompt: str = Field(min_length=1)
+    kind: str
+    prompt: str
     earlier: tuple[Turn, ...] = ()  # earlier turns of the conversation that ends in the prompt
 
     def question(self, max_tokens: int, draft_tokens: int | None) -> ChatQuestion:
@@ -75,26 +73,6 @@ class Task:
     index: int
     repeat: int
     prompts: tuple[Prompt, ...]
-
-
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Reads the prompts in a JSON-lines file. Raises ConfigError, naming the invalid line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read prompts {path}: {error.strerror}") from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompts.append(Prompt.model_validate_json(line))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            where = ".".join(map(str, fault["loc"])) or "line"
-            expected = 'expected {"kind": "...", "prompt": "..."}'
-            raise ConfigError(f"{path}, line {number}: {where}: {fault['msg']}; {expected}") from error
-    if len(prompts) < 2:
-        raise ConfigError(f"{path} holds {len(prompts)} prompts; an interval needs at least 2")
-    return tuple(prompts)
 
 
 def tasks(plan: Plan, arms: Sequence[str]) -> Iterator[Task]:
@@ -225,7 +203,7 @@ async def run_bench(
 def write_json(path: Path, config: dict[str, Any], plan: Plan, report: BenchReport, batches: Sequence[Batch]) -> None:
     """Writes everything that was measured, raw runs included."""
     settings = {"concurrencies": plan.concurrencies, "max_tokens": plan.max_tokens, "repeats": plan.repeats}
-    prompts = [prompt.model_dump() for prompt in plan.prompts]
+    prompts = [asdict(prompt) for prompt in plan.prompts]
     runs = [asdict(batch) for batch in batches]
     data = {"config": config, "settings": settings, "report": asdict(report), "prompts": prompts, "runs": runs}
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -237,7 +215,7 @@ EXPECTED = (
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
-def read_dataset(path: Path) -> tuple[Prompt, ...]:
+def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """Reads the prompts of a file. Raises ConfigError, naming the entry that is invalid.
 
     Of messages, all up to the user's last one form the prompt. Of ShareGPT conversations, which people had with another
@@ -254,7 +232,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the data set {path}: {error}") from error
+        raise ConfigError(f"cannot read prompts {path}: {error}") from error
     if text.lstrip().startswith("["):
         yield from ((f"entry {number}", entry) for number, entry in enumerate(_parsed(text, str(path)), 1))
         return

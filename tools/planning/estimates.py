@@ -8,7 +8,7 @@ alternative.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, product
 
 from cluster.costs import CostModel
@@ -89,9 +89,6 @@ def cost_per_million(prices: Prices | None, candidate: CandidateFleet, tokens_pe
     return 1e6 * per_s / tokens_per_s
 
 
-PRECISION = 1e-9  # of bisection
-
-
 def expected_tokens(acceptance: float, block_len: int) -> float:
     """Mean tokens that verifying a block commits: (1 - g^(K+1)) / (1 - g), with the recovered or bonus token.
 
@@ -117,10 +114,6 @@ class RoundCosts:
     hop_s: float = 0.0  # one way between drafter and target
 
 
-RoundTime = Callable[[RoundCosts], float]
-"""Seconds from one verification to the next."""
-
-
 def lock_step(costs: RoundCosts) -> float:
     """Returns the time of a round that drafts, sends, verifies and sends the verdict in sequence."""
     return costs.draft_s + costs.verify_s + 2 * costs.hop_s
@@ -134,49 +127,17 @@ def in_process(costs: RoundCosts) -> float:
     return costs.draft_s + costs.verify_s
 
 
-def draft_ahead(costs: RoundCosts) -> float:
-    """Returns the time of a round with perfect guesses: drafting and network overlap with verification."""
-    return max(costs.verify_s, costs.draft_s)
-
-
 def speed_up(tokens: float, round_s: float, non_speculative_s: float) -> float:
     """Returns the throughput relative to non-speculative decoding, which yields one token per `non_speculative_s`."""
     return tokens * non_speculative_s / round_s
 
 
-def break_even_draft_s(tokens: float, costs: RoundCosts, round_time: RoundTime = lock_step) -> float:
-    """Returns the drafting time that cancels the gain of committing `tokens` per round.
+def break_even_draft_s(tokens: float, costs: RoundCosts) -> float:
+    """Returns the drafting time that cancels the gain of committing `tokens` per round in lock step.
 
-    0 if verification alone costs as much as it gains. It is always finite, because a round takes at least as long as
-    its draft.
+    0 if verification alone costs as much as it gains.
     """
-    worth = tokens * costs.non_speculative_s
-
-    def too_long(draft_s: float) -> bool:
-        return round_time(replace(costs, draft_s=draft_s)) > worth
-
-    return 0.0 if too_long(0.0) else _least(too_long, 0.0, _first_doubled(too_long, worth))
-
-
-def _first_doubled(holds: Callable[[float], bool], start: float) -> float:
-    value = start
-    while not holds(value):
-        value *= 2
-        assert math.isfinite(value), "a condition that must hold somewhere holds nowhere"
-    return value
-
-
-def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Returns the least value from which on the condition holds, by bisection; it must hold at `high`."""
-    if holds(low):
-        return low
-    while high - low > PRECISION * max(1.0, high):
-        middle = (low + high) / 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    return max(0.0, tokens * costs.non_speculative_s - costs.verify_s - 2 * costs.hop_s)
 
 
 MAX_CONCURRENT = 4096  # a target with more concurrent sessions than this does not keep up

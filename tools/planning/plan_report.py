@@ -27,6 +27,7 @@ from tools.planning.estimates import (
     RoundCosts,
     break_even_draft_s,
     expected_tokens,
+    lock_step,
     speed_up,
 )
 from tools.planning.plan import ProgressExecutor, Recommendation, processes, recommend, run_count
@@ -87,7 +88,7 @@ def _formula_check(acceptance: float, block_len: int, non_speculative_rate: floa
         block_len,
         tokens,
         usual.tokens_per_block,
-        speed_up(tokens, costs.draft_s + costs.verify_s + 2 * HOP_S, STEP_S),
+        speed_up(tokens, lock_step(costs), STEP_S),
         usual.tokens_per_s / non_speculative_rate,
         break_even_s,
         there.tokens_per_s / non_speculative_rate,

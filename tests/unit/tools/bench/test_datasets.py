@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import ConfigError
-from tools.bench.experiment import read_dataset
+from tools.bench.experiment import read_prompts
 
 MESSAGES = {
     "messages": [
@@ -29,7 +29,7 @@ def written(folder: Path, *entries: Any) -> Path:
 
 def test_prompts_and_conversations_are_read(tmp_path: Path) -> None:
     path = written(tmp_path, {"prompt": "One?"}, {"kind": "code", "prompt": "Two?"}, MESSAGES, SHARE_GPT)
-    one, two, messages, shared = read_dataset(path)
+    one, two, messages, shared = read_prompts(path)
     assert (one.kind, one.prompt, one.earlier) == ("prompt", "One?", ())
     assert (two.kind, two.prompt) == ("code", "Two?")
     assert messages.prompt == "Why?", "the latest turn of the user"
@@ -38,14 +38,14 @@ def test_prompts_and_conversations_are_read(tmp_path: Path) -> None:
 
 
 def test_a_conversation_is_sent_whole(tmp_path: Path) -> None:
-    question = read_dataset(written(tmp_path, MESSAGES, MESSAGES))[0].question(8, None)
+    question = read_prompts(written(tmp_path, MESSAGES, MESSAGES))[0].question(8, None)
     assert question.messages == MESSAGES["messages"][:4]
 
 
 def test_sharegpt_lists_are_read(tmp_path: Path) -> None:
     path = tmp_path / "shared.json"
     path.write_text(json.dumps([SHARE_GPT, SHARE_GPT], indent=1))
-    assert [prompt.prompt for prompt in read_dataset(path)] == ["Hello", "Hello"]
+    assert [prompt.prompt for prompt in read_prompts(path)] == ["Hello", "Hello"]
 
 
 @pytest.mark.parametrize(
@@ -61,18 +61,18 @@ def test_sharegpt_lists_are_read(tmp_path: Path) -> None:
 )
 def test_invalid_prompts_are_refused_with_their_position(tmp_path: Path, entry: Any, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
-        read_dataset(written(tmp_path, {"prompt": "One?"}, entry))
+        read_prompts(written(tmp_path, {"prompt": "One?"}, entry))
 
 
 def test_invalid_json_is_refused_with_its_position(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "One?"}\n{"prompt": \n')
     with pytest.raises(ConfigError, match="line 2: no JSON"):
-        read_dataset(path)
+        read_prompts(path)
 
 
 def test_a_single_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds 1 prompts"):
-        read_dataset(written(tmp_path, {"prompt": "One?"}))
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_dataset(tmp_path / "none.jsonl")
+        read_prompts(written(tmp_path, {"prompt": "One?"}))
+    with pytest.raises(ConfigError, match=r"cannot read prompts .*none\.jsonl: .*No such file"):
+        read_prompts(tmp_path / "none.jsonl")

@@ -101,24 +101,3 @@ async def test_report_and_file_contain_the_measurements(tmp_path: Path) -> None:
 def test_default_prompts_have_four_of_each_kind() -> None:
     kinds = Counter(prompt.kind for prompt in read_prompts(BENCH_PROMPTS))
     assert kinds == dict.fromkeys(("chat", "code", "mathematics", "summary", "rewriting", "lists"), 4)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"kind": "chat", "prompt": "a"}\n{"prompt": "b"}\n', "line 2: kind: Field required"),
-        ('{"kind": "chat", "prompt": ""}\n', "line 1: prompt: String should have at least 1 character"),
-        ("hello\n", "line 1: line: Invalid JSON"),
-        ('{"kind": "chat", "prompt": "a"}\n', "holds 1 prompts; an interval needs at least 2"),
-    ],
-)
-def test_invalid_prompt_files_are_refused_with_the_line(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        read_prompts(path)
-
-
-def test_a_missing_prompt_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read prompts .*none\.jsonl: No such file"):
-        read_prompts(tmp_path / "none.jsonl")

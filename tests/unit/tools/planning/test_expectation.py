@@ -7,7 +7,6 @@ import pytest
 from tools.planning.estimates import (
     RoundCosts,
     break_even_draft_s,
-    draft_ahead,
     expected_tokens,
     expected_tokens_by_position,
     in_process,
@@ -47,23 +46,16 @@ def test_acceptance_by_position_with_one_value_is_the_geometric_case():
 def test_round_times():
     assert lock_step(COSTS) == pytest.approx(0.034)
     assert in_process(COSTS) == pytest.approx(0.032)
-    assert draft_ahead(COSTS) == 0.022
-    assert draft_ahead(RoundCosts(0.02, 0.02, 0.05)) == 0.05
 
 
 def test_speed_up():
     assert speed_up(3.4, 0.034, 0.020) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("round_time", [lock_step, in_process, draft_ahead])
-def test_the_gain_vanishes_at_the_break_even_draft_time(round_time):
-    draft_s = break_even_draft_s(3.0, COSTS, round_time)
+def test_the_gain_vanishes_at_the_break_even_draft_time():
+    draft_s = break_even_draft_s(3.0, COSTS)
     there = RoundCosts(COSTS.non_speculative_s, COSTS.verify_s, draft_s, COSTS.hop_s)
-    assert round_time(there) == pytest.approx(3.0 * COSTS.non_speculative_s, abs=1e-6)
-
-
-def test_drafting_ahead_tolerates_slower_drafts_than_lock_step():
-    assert break_even_draft_s(3.0, COSTS, draft_ahead) > break_even_draft_s(3.0, COSTS, lock_step)
+    assert lock_step(there) == pytest.approx(3.0 * COSTS.non_speculative_s, abs=1e-6)
 
 
 def test_no_break_even_if_verification_costs_the_gain():
