@@ -3,14 +3,11 @@
 Changes that depend on the text before a row come earlier (`processors`). Acceptance comes later.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from actors.sampling.processors import Penalties, paths_of
-from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Sampling
 
 CANDIDATES = 1024  # tokens that top-k and top-p examine before sorting everything
@@ -27,21 +24,6 @@ class Restricted:
     logits: Tensor
     sure: Tensor
     candidates: Tensor | None
-
-
-def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: DraftTree = NO_TREE) -> Tensor:
-    """Returns scaled and masked logits, float32, shape (positions, vocabulary) like `logits`.
-
-    Row 0 is the distribution after `generated`, row 1 + i the one after node i of `draft`. The softmax of a row is the
-    request's distribution; excluded tokens are -inf. There is no prompt here: a repetition penalty sees `generated`
-    only.
-    """
-    logits = logits.to(torch.float32, copy=True)
-    if sampling.penalised:
-        penalties = Penalties(sampling)
-        penalties.advance(generated)
-        penalties.apply(logits, paths_of(draft))
-    return filtered(logits, sampling)
 
 
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -1,6 +1,16 @@
 """The two acceptance rules for all blocks of a step, beside the logits, with one copy to the host.
 
-`reference.accept` decides one block at a time and is easier to read; tests require equal results.
+Both are exact; greedy decoding is the special case of both. Text after a stop id is cut elsewhere.
+
+* Gumbel coupling (`coupled`): the target draws every position itself, as argmax(logits + Gumbel noise), with noise that
+  the drafter used too. A draft token is accepted if it equals the target's own draw, so a tree is walked from its root
+  to the child with the target's token each time. The output is a function of prefix, parameters and seed alone (Daliri
+  et al. 2024, arXiv 2408.07978).
+* Rejection sampling (`rejection`): a draft token x is accepted with probability min(1, target_probs[x] /
+  draft_probs[x]); after a rejection, the recovered token is drawn from the normalised max(target_probs - draft_probs,
+  0) (Leviathan et al. 2023, arXiv 2211.17192). A draft token without probabilities is a point mass. Chains only.
+
+`tests/sampling_reference.py` decides one block at a time and is easier to read; tests require equal results.
 """
 
 from collections import Counter, defaultdict
@@ -13,14 +23,65 @@ from torch import Tensor
 
 from actors.compute.kv_cache import to_device
 from actors.sampling.filters import Restricted, restrict
-from actors.sampling.gumbel import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, uniform_scalar
+from actors.sampling.gumbel import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, key, uniform_scalar
 from actors.sampling.processors import ProcessorChain, paths_of
-from actors.sampling.reference import NOT_DECIDED, BlockDecision, DrawAddress, distribution, match, offsets
-from protos.draft_tree import DraftTree
+from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling
 
 NOT_FINITE = -1  # replaces the token if logits are not finite
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers processed together: as many as stay in a cache, or fit in memory
+
+
+@dataclass(frozen=True, slots=True)
+class DrawAddress:
+    """Address of a session's noise; `position` is that of the first token to decide."""
+
+    seed: int
+    choice: int
+    position: int
+
+    def key(self, offset: int, purpose: Purpose) -> int:
+        return key(self.seed, self.choice, self.position + offset, purpose)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDecision:
+    """The accepted nodes on `path`, from the root, and `next_token`, the recovered or bonus token.
+
+    If `is_finite` is false, logits were NaN or +inf, or a row had only -inf: nothing is decided.
+    """
+
+    path: tuple[int, ...]
+    next_token: int
+    is_finite: bool = True
+
+
+NOT_DECIDED = BlockDecision((), 0, is_finite=False)
+
+
+def offsets(draft: DraftTree) -> list[int]:
+    """Returns the positions of the tokens to draw, relative to the first; a node's successor is one after the node."""
+    return [0, *[depth + 1 for depth in draft.depths]]
+
+
+def match(own: Sequence[int], draft: DraftTree) -> BlockDecision:
+    """Accepts nodes by the target's own tokens: from each accepted node to the child that equals the next token."""
+    path: list[int] = []
+    last = -1
+    for node, parent in enumerate(draft.parents):  # a node's children come after it
+        if parent == last and draft.tokens[node] == own[last + 1]:
+            path.append(node)
+            last = node
+    return BlockDecision(tuple(path), own[last + 1])
+
+
+def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> dict[int, float]:
+    """Returns the distribution that one draft token was drawn from, by token id; a point mass if none was sent."""
+    if draft_probs is None:
+        return {token: 1.0}
+    total = sum(draft_probs.weights[offset])
+    pairs = zip(draft_probs.token_ids[offset], draft_probs.weights[offset], strict=True)
+    return {token_id: weight / total for token_id, weight in pairs if weight > 0}
 
 
 @dataclass(frozen=True, slots=True)

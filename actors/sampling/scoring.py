@@ -14,8 +14,7 @@ from torch import Tensor
 from actors.compute.kv_cache import to_device
 from actors.sampling.gumbel import Purpose, gumbel
 from actors.sampling.processors import ProcessorChain
-from actors.sampling.reference import BlockDecision, DrawAddress
-from actors.sampling.rejection_sampler import PendingBlock
+from actors.sampling.rejection_sampler import BlockDecision, DrawAddress, PendingBlock
 from protos.messages import Sampling, TokenScore
 
 ROWS_AT_ONCE = 64

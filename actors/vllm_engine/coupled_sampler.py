@@ -11,8 +11,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from actors.sampling.processors import Maker, ProcessorChain, chain_of
-from actors.sampling.reference import BlockDecision, DrawAddress
-from actors.sampling.rejection_sampler import PendingBlock, decide
+from actors.sampling.rejection_sampler import BlockDecision, DrawAddress, PendingBlock, decide
 from actors.sampling.scoring import decided_scores, margin
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE, DraftTree

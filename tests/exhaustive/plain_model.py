@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.grammars import GrammarCompiler, load_grammar_vocabulary
 from actors.sampling.processors import MAKERS, chain_of
-from actors.sampling.reference import DrawAddress
+from actors.sampling.rejection_sampler import DrawAddress
 from actors.sampling.scoring import margin
 from cluster.config import SlipstreamConfig
 from cluster.routing.ledger import Generation

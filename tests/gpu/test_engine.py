@@ -17,8 +17,7 @@ from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
 from actors.sampling.processors import chain_of
-from actors.sampling.reference import DrawAddress
-from actors.sampling.rejection_sampler import PendingBlock, decide
+from actors.sampling.rejection_sampler import DrawAddress, PendingBlock, decide
 from cluster.verification.step import Row, StepPlan
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Open, Sampling, TokenRules

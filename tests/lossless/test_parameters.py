@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from actors.sampling.filters import filtered
-from actors.sampling.reference import DrawAddress, accept
+from actors.sampling.rejection_sampler import DrawAddress
 from cluster.routing.ledger import Generation
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Block, Sampling, TokenRules
@@ -26,6 +26,7 @@ from tests.lossless.test_distribution import FALSE_ALARM, p_value_of
 from tests.lossless.test_pools import DRAFT, FEW, FEW_AT_ONCE, FEW_DRAFT, FEW_NEW, FEW_TARGET, FEW_WORLDS, TARGET
 from tests.lossless.test_pools import VOCABULARY as MANY
 from tests.lossless.world import calm, stormy
+from tests.sampling_reference import accept
 
 PROMPT = (1, 2, 3)
 NEW_TOKENS = 16

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.sampling.filters import process
-from actors.sampling.reference import DrawAddress, accept
+from actors.sampling.rejection_sampler import DrawAddress
 from cluster.costs import ForwardCost
 from cluster.routing.ledger import Generation
 from protos.draft_tree import DraftTree
@@ -17,6 +16,7 @@ from tests.lossless.parts import EOS, Schedule, Setting
 from tests.lossless.pools import Pools, PoolWorld
 from tests.lossless.test_distribution import FALSE_ALARM, p_value_of
 from tests.lossless.world import calm, near_patience, stormy
+from tests.sampling_reference import accept, process
 
 VOCABULARY = 12
 NEW_TOKENS = 24

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.sampling.filters import process
-from actors.sampling.reference import DrawAddress, draw
+from actors.sampling.rejection_sampler import DrawAddress
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape, TokenRules
 from tests.unit.actors.drafters.drafting import (
@@ -33,6 +32,7 @@ from tests.unit.actors.drafters.drafting import (
     propose,
 )
 from tests.unit.cluster.samples import GREEDY
+from tests.sampling_reference import draw, process
 
 ACCEPTANCES = pytest.mark.parametrize("acceptance", list(Acceptance))
 

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.sampling.filters import process, restrict
+from actors.sampling.filters import restrict
 from protos.draft_tree import DraftTree
 from protos.messages import Sampling
 from tests.unit.trees import trees
+from tests.sampling_reference import process
 
 VOCABULARY = 12
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=5)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from actors.sampling.filters import process
 from actors.sampling.gumbel import Purpose, key, uniform_scalar
-from actors.sampling.reference import BlockDecision, DrawAddress, accept, draw, match
+from actors.sampling.rejection_sampler import BlockDecision, DrawAddress, match
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling
+from tests.sampling_reference import accept, draw, process
 
 COUPLED, REJECTION = Acceptance
 FALSE_ALARM = 1e-6
@@ -211,7 +211,7 @@ def test_acceptance_noise_is_the_addressed_one():
 
 def test_a_rejection_where_rounding_leaves_no_residual_draws_from_the_target(monkeypatch):
     """Equal distributions: a rejection is a rounding accident, and nothing is left to draw the token from."""
-    monkeypatch.setattr("actors.sampling.reference.uniform_scalar", lambda _: 1.0)
+    monkeypatch.setattr("tests.sampling_reference.uniform_scalar", lambda _: 1.0)
     probs = [0.5, 0.25, 0.25]
     logits = log_probs(probs, probs)
     equal = sparse({0: 2, 1: 1, 2: 1})

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from actors.sampling.processors import MAKERS, chain_of
-from actors.sampling.reference import DrawAddress
-from actors.sampling.rejection_sampler import PendingBlock, decide
+from actors.sampling.rejection_sampler import DrawAddress, PendingBlock, decide
 from actors.sampling.scoring import decided_scores, margin
 from actors.vllm_engine.coupled_sampler import (
     ExtraResults,
