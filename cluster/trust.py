@@ -10,6 +10,7 @@ not fill the log.
 """
 
 import hmac
+import ipaddress
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -86,3 +87,11 @@ def roles_of(names: Iterable[str]) -> frozenset[PeerRole]:
     """Returns the roles that a certificate with these alternative names holds."""
     held = set(names)
     return frozenset(role for role in PeerRole if role.name_in_certificate in held)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -8,7 +8,6 @@ use. The channel and server options limit frame sizes and set how soon a silent 
 """
 
 import hmac
-import ipaddress
 import logging
 import ssl
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ import grpc
 
 from cluster.config_sections import TrustConfig
 from cluster.errors import ConfigError
-from cluster.trust import PeerRole, roles_of
+from cluster.trust import PeerRole, is_loopback, roles_of
 from protos.messages import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
@@ -265,13 +264,6 @@ class MutualTls:
 
 def _server_configuration(found: CertificateSet) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(found.key, found.certificate)], found.authority)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def credentials_of(trust: TrustConfig, role: PeerRole) -> Credentials:

@@ -5,7 +5,6 @@ Only what cannot work is refused. That a pool fits by these sums does not mean t
 nodes.
 """
 
-import ipaddress
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from cluster.config import AdminConfig, Replicas, Resources, ServerConfig, SlipstreamConfig
 from cluster.errors import ConfigError
 from cluster.placement import rank_bundle, target_group_options
+from cluster.trust import is_loopback
 
 ROUTER_CPUS = 0.1
 
@@ -71,14 +71,6 @@ def missing_keys() -> str:
         "server.keys is empty, so anybody would be served; set keys (`slipstream key` makes one) or server.insecure:"
         " true"
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 SLACK = 1e-6  # Ray counts in ten-thousandths, this module in floats

@@ -14,11 +14,10 @@ from actors.net.credentials import (
     NoCredentials,
     TokenFile,
     credentials_of,
-    is_loopback,
 )
 from cluster.config_sections import TrustConfig
 from cluster.errors import ConfigError
-from cluster.trust import PeerRole
+from cluster.trust import PeerRole, is_loopback
 from tests.certificates import Authority
 
 
