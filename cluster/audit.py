@@ -16,7 +16,7 @@ continues where it stopped. Callers pass the time in and send the returned messa
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2b
 from types import MappingProxyType
@@ -110,23 +110,13 @@ class Replay:
             max_len = self._recorded_len
             tokens += self._plain
         self._prefix = Prefix(generation.hash_key, tokens)
-        return Open(
+        return replace(
+            generation.open_with(tokens, self.attempt),
             session=self.name,
-            attempt=self.attempt,
-            tokens=tokens,
-            prompt_len=len(generation.prompt),
             max_len=max_len,
-            stop_ids=generation.stop_ids,
-            sampling=generation.sampling,
-            seed=generation.seed,
-            choice=generation.choice,
-            hash_key=generation.hash_key,
-            acceptance=generation.acceptance,
             draft_tokens=0,
-            grammar=generation.grammar,
             audit=True,
             rival=self._rival,
-            rules=generation.rules,
         )
 
     def receive(self, verdict: Verdict) -> Progress:

@@ -178,6 +178,9 @@ class Sampling:
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
+GREEDY = Sampling(temperature=0.0)
+
+
 @value
 class TokenRules:
     """Token constraints and biases of a request; the neutral values change nothing."""
@@ -238,6 +241,13 @@ class Open:
         Rejection sampling decides only about chains.
         """
         return self.sampling.greedy or self.acceptance is Acceptance.COUPLED
+
+    @classmethod
+    def measured(
+        cls, session: str, tokens: tuple[int, ...], max_len: int, draft_tokens: int, sampling: Sampling = GREEDY
+    ) -> "Open":
+        """Returns a session that no client asked for, which a replica opens to measure or test itself."""
+        return cls(session, 1, tokens, len(tokens), max_len, (), sampling, 1, 0, 0, Acceptance.COUPLED, draft_tokens)
 
 
 @value

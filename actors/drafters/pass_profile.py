@@ -7,7 +7,7 @@ from actors.engine.runner import least_seconds
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod, ReadsStates
 from cluster.drafting.session_table import DrafterLimits
-from protos.messages import Acceptance, DraftRequest, Open, Sampling
+from protos.messages import DraftRequest, Open
 from protos.prefix import Prefix
 
 ROWS = (1, 4, 16)  # sessions in a drafting pass
@@ -51,20 +51,7 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
 def _session(limits: DrafterLimits, index: int) -> Open:
     """Returns a greedy session. No two of these prompts share a page."""
     tokens = tuple((index * PROMPT_TOKENS + position) % limits.vocabulary for position in range(PROMPT_TOKENS))
-    return Open(
-        session=f"profile {index}",
-        attempt=1,
-        tokens=tokens,
-        prompt_len=len(tokens),
-        max_len=limits.max_context,
-        stop_ids=(),
-        sampling=Sampling(temperature=0.0),
-        seed=0,
-        choice=0,
-        hash_key=0,
-        acceptance=Acceptance.COUPLED,
-        draft_tokens=limits.max_context,
-    )
+    return Open.measured(f"profile {index}", tokens, limits.max_context, limits.max_context)
 
 
 def _request(session: Open, length: int) -> DraftRequest:

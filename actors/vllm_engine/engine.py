@@ -25,7 +25,7 @@ from cluster.errors import EngineError, ModelError
 from cluster.page_allocator import EnginePages
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan
 from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Open, Sampling
+from protos.messages import Open
 
 SIZES = (1, 2, 4, 8, 16, 32)  # tokens per step
 PROMPT = (1, 2, 3, 4)
@@ -54,20 +54,7 @@ class StepProfile:
 
     def _open(self, name: str) -> Open:
         self._lengths[name] = 0
-        return Open(
-            session=name,
-            attempt=0,
-            tokens=PROMPT,
-            prompt_len=len(PROMPT),
-            max_len=self._context,
-            stop_ids=(),
-            sampling=Sampling(temperature=0.0),
-            seed=0,
-            choice=0,
-            hash_key=0,
-            acceptance=Acceptance.COUPLED,
-            draft_tokens=max(self._by_row),
-        )
+        return Open.measured(name, PROMPT, self._context, max(self._by_row))
 
     def _feed(self, names: Sequence[str], drafted: int, opens: tuple[Open, ...] = ()) -> None:
         rows = []

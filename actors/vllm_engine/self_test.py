@@ -10,7 +10,7 @@ from functools import partial
 from cluster.errors import EngineError
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import NO_TREE, DraftTree
-from protos.messages import Acceptance, Open, Sampling
+from protos.messages import GREEDY, Open, Sampling
 
 Step = Callable[[StepPlan], list[Outcome]]
 PROMPT_TOKENS = 5
@@ -26,7 +26,7 @@ def check_engine(step: Step, fed: Callable[[Row], Row | None], vocabulary: int, 
     block rounds differently from a single token. Therefore one of several prompts has to pass; a real fault fails all
     of them.
     """
-    for sampling in (Sampling(temperature=0.0), Sampling(temperature=1.0)):
+    for sampling in (GREEDY, Sampling()):
         faults = []
         for start in STARTS:
             fault = _fault_of(partial(_Trial, step, fed, vocabulary, sampling, start), longest)
@@ -68,20 +68,8 @@ class _Trial:
         self._step = step
         self._fed = fed
         self._tokens = [token % vocabulary for token in range(start, start + PROMPT_TOKENS)]
-        self._open = Open(
-            session=SESSION,
-            attempt=0,
-            tokens=tuple(self._tokens),
-            prompt_len=PROMPT_TOKENS,
-            max_len=PROMPT_TOKENS + 2 * PLAIN_TOKENS,
-            stop_ids=(),
-            sampling=sampling,
-            seed=1,
-            choice=0,
-            hash_key=0,
-            acceptance=Acceptance.COUPLED,
-            draft_tokens=PLAIN_TOKENS,
-        )
+        max_len = PROMPT_TOKENS + 2 * PLAIN_TOKENS
+        self._open = Open.measured(SESSION, tuple(self._tokens), max_len, PLAIN_TOKENS, sampling)
 
     def decide(self, drafts: list[DraftTree]) -> tuple[list[int], str]:
         """Runs one step per draft. Returns the committed tokens, and a description of a wrongly fed row, if any."""

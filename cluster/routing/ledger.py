@@ -68,6 +68,25 @@ class Generation:
     wants_rejected: bool = False  # whether `CommittedTokens` contains rejected draft tokens
     learn_from: Source | None = None  # the origin of the example that the session becomes; None: it becomes none
 
+    def open_with(self, tokens: Sequence[int], attempt: int) -> Open:
+        """Returns the Open that continues after `tokens`, with all that the text depends on and nothing else."""
+        return Open(
+            session=self.session,
+            attempt=attempt,
+            tokens=tuple(tokens),
+            prompt_len=len(self.prompt),
+            max_len=self.max_len,
+            stop_ids=self.stop_ids,
+            sampling=self.sampling,
+            seed=self.seed,
+            choice=self.choice,
+            hash_key=self.hash_key,
+            acceptance=self.acceptance,
+            draft_tokens=self.draft_tokens,
+            grammar=self.grammar,
+            rules=self.rules,
+        )
+
 
 @value
 class ToTarget:
@@ -326,47 +345,31 @@ class Session:
     # ------------------------------------------------------------ helpers
 
     def _open(self) -> Open:
-        g = self.generation
-        return Open(
-            session=g.session,
-            attempt=self.attempt,
-            tokens=tuple(self._prefix.tokens),
-            prompt_len=len(g.prompt),
-            max_len=g.max_len,
-            stop_ids=g.stop_ids,
-            sampling=g.sampling,
-            seed=g.seed,
-            choice=g.choice,
-            hash_key=g.hash_key,
-            acceptance=g.acceptance,
-            draft_tokens=g.draft_tokens,
-            grammar=g.grammar,
+        generation = self.generation
+        return replace(
+            generation.open_with(self.tokens, self.attempt),
             token_key=self._token_key,
-            traceparent=g.traceparent,
-            rules=g.rules,
-            scoring=g.scoring,
-            priority=g.priority,
-            cache_salt=g.cache_salt,
-            wants_rejected=g.wants_rejected,
+            traceparent=generation.traceparent,
+            scoring=generation.scoring,
+            priority=generation.priority,
+            cache_salt=generation.cache_salt,
+            wants_rejected=generation.wants_rejected,
         )
 
     def _open_drafter(self) -> list[Command]:
         if self.drafter is None or self.target is None:
             return []
-        g = self.generation
-        seed = g.seed if g.acceptance is Acceptance.COUPLED else g.draft_seed
-        assignment_token = issue(self._token_key, g.session, self._drafters) if self._token_key else None
-        said = replace(
-            self._open(),
-            seed=seed,
+        generation = self.generation
+        issued = issue(self._token_key, generation.session, self._drafters) if self._token_key else None
+        request = replace(
+            generation.open_with(self.tokens, self.attempt),
+            seed=generation.seed if generation.acceptance is Acceptance.COUPLED else generation.draft_seed,
             target_address=self.target,
-            token_key=b"",
-            assignment_token=assignment_token,
-            scoring=NO_SCORING,
-            priority=0,
-            wants_rejected=False,
+            assignment_token=issued,
+            traceparent=generation.traceparent,
+            cache_salt=generation.cache_salt,
         )
-        return [ToDrafter(self.drafter, said)]
+        return [ToDrafter(self.drafter, request)]
 
     def _release(self) -> list[Command]:
         """Closes the session at both peers; idempotent."""

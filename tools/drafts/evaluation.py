@@ -140,7 +140,7 @@ class MeasuredTarget:
             tokens += emit.tokens
             ends.append(time.perf_counter())
         self._steps += [end - began for began, end in pairwise(ends)]  # without the first step, which reads the prompt
-        return DecodedText(_opened(generation), tuple(tokens))
+        return DecodedText(generation.open_with(generation.prompt, attempt=1), tuple(tokens))
 
     @torch.inference_mode()
     def states(self, draft: DraftPool, texts: Sequence[DecodedText]) -> list[bytes]:
@@ -159,25 +159,6 @@ class MeasuredTarget:
             part = tokens[start : start + STEP_TOKENS]
             runner.forward([InputRow(part, start, 1, pages[: -(-(start + len(part)) // PAGE_SIZE)])])
         return runner.read_states(range(len(tokens)))
-
-
-def _opened(generation: Generation) -> Open:
-    """Returns the Open that a drafter would receive."""
-    is_ratio = generation.acceptance is Acceptance.REJECTION and not generation.sampling.greedy
-    return Open(
-        session=generation.session,
-        attempt=1,
-        tokens=generation.prompt,
-        prompt_len=len(generation.prompt),
-        max_len=generation.max_len,
-        stop_ids=generation.stop_ids,
-        sampling=generation.sampling,
-        seed=generation.draft_seed if is_ratio else generation.seed,
-        choice=generation.choice,
-        hash_key=generation.hash_key,
-        acceptance=generation.acceptance,
-        draft_tokens=generation.draft_tokens,
-    )
 
 
 @dataclass(frozen=True, slots=True)
