@@ -4,7 +4,6 @@ The loader of each method decides from the configuration's keys and the tensors'
 holds.
 """
 
-import json
 import pickle
 import re
 import zipfile
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from actors.models.checkpoint import first_of_each, folder_with, local_folder
+from actors.models.config_reader import CONFIG, read_json
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.config import DraftPool
 from cluster.errors import ModelError
@@ -56,6 +56,15 @@ class HeadFiles:
             found[name] = tensor
         return replace(self, tensors=found)
 
+    def size(self, options: Mapping[str, Any], key: str, default: int | None = None) -> int:
+        """Reads a size from options of the configuration. Raises ModelError unless it is a positive whole number."""
+        found = options.get(key)
+        if found is None and default is not None:
+            return default
+        if not isinstance(found, int) or found < 1:
+            raise ModelError(f"{key} in the {CONFIG} of {self.folder} is {found!r}, expected a positive whole number")
+        return found
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """Returns a tensor. Raises ModelError if there is none, or it has another shape."""
         found = self.tensors.get(name)
@@ -89,7 +98,7 @@ def read_head(folder: Path) -> HeadFiles:
 
     Pickles are read as tensors only, so none of their code runs. Raises ModelError if the folder holds no head.
     """
-    config = read_config(folder / "config.json")
+    config = read_json(folder / CONFIG)
     tensors = _read_safetensors(folder) or _read_pickles(folder)
     if not tensors:
         raise ModelError(f"{folder} holds no tensors; expected *.safetensors or {', '.join(PICKLES)}")
@@ -124,19 +133,6 @@ def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
     if not groups:
         return local_folder(target, with_weights=False)
     return folder_with(target, first_of_each(groups))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Reads a head's `config.json`. Raises ModelError if there is none."""
-    if not path.is_file():
-        raise ModelError(f"there is no {path}; a draft head's folder has a config.json")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds no object of JSON, but {type(config).__name__}")
-    return config
 
 
 def _read_safetensors(folder: Path) -> dict[str, Tensor]:

@@ -133,12 +133,7 @@ class _Resolution:
         )
 
     def _size(self, name: str, default: int | None = None) -> int:
-        found = self._options.get(name)
-        if found is None and default is not None:
-            return default
-        if not isinstance(found, int) or found < 1:
-            raise self._wrong(name, "expected a positive whole number")
-        return found
+        return self._files.size(self._options, name, default)
 
     def _block_size(self) -> int:
         found = self._size("block_size", BLOCK_SIZE)

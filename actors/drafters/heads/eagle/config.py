@@ -254,10 +254,10 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
     Raises ModelError if it cannot draft for this target.
     """
     body = _body(files.config)
-    hidden = _size(files, body, "hidden_size")
+    hidden = files.size(body, "hidden_size")
     kind = _kind(files, hidden)
-    heads = _size(files, body, "num_attention_heads")
-    vocabulary = _size(files, body, "vocab_size")
+    heads = files.size(body, "num_attention_heads")
+    vocabulary = files.size(body, "vocab_size")
     _check_target(files, body, target, vocabulary)
     _check_layers(files, body)
     needs = _needs(files, kind, hidden, target, overrides)
@@ -265,14 +265,14 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
     return EagleConfig(
         kind=kind,
         hidden=hidden,
-        intermediate=_size(files, body, "intermediate_size"),
+        intermediate=files.size(body, "intermediate_size"),
         layers=layer_count(files),
         heads=heads,
-        kv_heads=_size(files, body, "num_key_value_heads", heads),
-        head_dim=_size(files, body, "head_dim", hidden // heads),
+        kv_heads=files.size(body, "num_key_value_heads", heads),
+        head_dim=files.size(body, "head_dim", hidden // heads),
         eps=float(body.get("rms_norm_eps", 1e-6)),
         rope=rope_of(body),
-        max_positions=overrides.max_positions or _size(files, body, "max_position_embeddings", MAX_POSITIONS),
+        max_positions=overrides.max_positions or files.size(body, "max_position_embeddings", MAX_POSITIONS),
         vocabulary=vocabulary,
         columns=columns,
         target_hidden=target.hidden,
@@ -290,15 +290,6 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
 def _body(config: Mapping[str, Any]) -> dict[str, Any]:
     """Flattens a configuration to one level. The decoder's section of speculators takes precedence."""
     return {**config, **(config.get("eagle_config") or {}), **(config.get("transformer_layer_config") or {})}
-
-
-def _size(files: HeadFiles, body: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    found = body.get(key)
-    if found is None and default is not None:
-        return default
-    if not isinstance(found, int) or found < 1:
-        raise ModelError(f"{key} in the config.json of {files.folder} is {found!r}, expected a positive whole number")
-    return found
 
 
 def _kind(files: HeadFiles, hidden: int) -> EagleKind:
