@@ -185,6 +185,9 @@ class EagleOverrides:
     max_positions: int | None = None  # published configurations often state 2048 although the head was trained for more
 
 
+AS_CONFIGURED = EagleOverrides()
+
+
 def overrides_of(options: EagleOptions) -> EagleOverrides:
     """Reads the overrides from the method's options."""
     meaning = options.layer_ids

@@ -17,12 +17,11 @@ from actors.attention import AttentionBackend
 from actors.attention.batch import RaggedBatch, never
 from actors.attention.select_backend import AttentionShape, choose_attention
 from actors.compute.kv_cache import InputRow, PagedCache
-from actors.compute.linear import Product, projection
-from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, EagleOverrides, OutputNorm, canonical, resolve
+from actors.compute.linear import Product
+from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, OutputNorm
 from actors.drafters.heads.eagle.weights import EagleReader, EagleWeights
-from actors.drafters.heads.files import HeadFiles, read_head
-from actors.drafters.heads.projection import RowProjection
-from actors.drafters.heads.rope import rotary_of, target_shape
+from actors.drafters.heads.files import HeadFiles
+from actors.drafters.heads.rope import rotary_of
 from actors.models.decoder import AttentionHeads, ForwardOutput, gated_mlp, rotation_of
 from cluster.page_allocator import PageCopy
 
@@ -85,9 +84,6 @@ class EagleDecoder:
         return ForwardOutput(weights.lm_head(normed), recycled)
 
 
-AS_CONFIGURED = EagleOverrides()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleHead:
     """A loaded head."""
@@ -104,46 +100,6 @@ class EagleHead:
         return 2 * config.layers * config.kv_heads * config.head_dim * page_size * self.dtype.itemsize
 
 
-def read_eagle_config(folder: Path, target_folder: Path, overrides: EagleOverrides = AS_CONFIGURED) -> EagleConfig:
-    """Resolves a published head for a target. Raises ModelError if it does not fit or its kind is unknown."""
-    return resolve(canonical(read_head(folder)), target_shape(target_folder), overrides)
-
-
-def load_row_projection(
-    folder: Path,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    overrides: EagleOverrides = AS_CONFIGURED,
-    product: Product = projection,
-) -> RowProjection:
-    """Loads the projection of a published head that has one, and no other tensor.
-
-    Raises ModelError as `load_eagle` does.
-    """
-    files = canonical(read_head(folder))
-    config = resolve(files, target_shape(target_folder), overrides)
-    return EagleReader(files, target_folder, config, dtype, device, product).row_projection()
-
-
-def load_eagle(
-    folder: Path,
-    target_folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    overrides: EagleOverrides = AS_CONFIGURED,
-    proposable: Collection[int] | None = None,
-    product: Product = projection,
-) -> EagleHead:
-    """Loads a published head for a target, leaving out tokens that are not `proposable`.
-
-    Raises ModelError if the head does not fit the target or its kind is unknown.
-    """
-    files = canonical(read_head(folder))
-    config = resolve(files, target_shape(target_folder), overrides)
-    return head_of(files, config, target_folder, dtype, device, proposable, product)
-
-
 def head_of(
     files: HeadFiles,
     config: EagleConfig,
@@ -153,7 +109,10 @@ def head_of(
     proposable: Collection[int] | None,
     product: Product,
 ) -> EagleHead:
-    """Builds a head from tensors in canonical names."""
+    """Builds a head from tensors in canonical names, leaving out tokens that are not `proposable`.
+
+    Raises ModelError if a tensor is missing, has another shape, or is not used.
+    """
     reader = EagleReader(files, target_folder, config, dtype, device, product)
     weights = reader.weights(proposable)
     rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)

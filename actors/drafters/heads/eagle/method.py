@@ -8,16 +8,13 @@ from pathlib import Path
 import torch
 
 from actors.attention import AttentionBackend
-from actors.drafters.heads.eagle.config import WeightSource, overrides_of
-from actors.drafters.heads.eagle.loading import (
-    EagleHead,
-    EagleRunner,
-    load_eagle,
-    load_row_projection,
-    read_eagle_config,
-)
-from actors.drafters.heads.files import folder_to_borrow_from, head_folder
+from actors.compute.linear import projection
+from actors.drafters.heads.eagle.config import EagleConfig, WeightSource, canonical, overrides_of, resolve
+from actors.drafters.heads.eagle.loading import EagleHead, EagleRunner, head_of
+from actors.drafters.heads.eagle.weights import EagleReader
+from actors.drafters.heads.files import HeadFiles, folder_to_borrow_from, head_folder, read_head
 from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded
+from actors.drafters.heads.rope import target_shape
 from actors.drafters.heads.weight_reader import borrowed_tensors
 from actors.drafters.model.draft_cache import DraftCache, FedStates
 from actors.drafters.model.draft_model import DraftModel
@@ -39,7 +36,8 @@ UNFED = 1  # each token is fed with the state before it, so the first token is n
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
     """Returns which hidden states the head named by `draft.model` reads."""
-    return read_eagle_config(head_folder(draft), target, overrides_of(draft.eagle)).needs
+    _, config = _read(draft, target)
+    return config.needs
 
 
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
@@ -47,7 +45,14 @@ def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.de
 
     It is computed in the target's dtype, even if the drafter quantizes the head.
     """
-    return load_row_projection(head_folder(draft), target, getattr(torch, dtype), device, overrides_of(draft.eagle))
+    files, config = _read(draft, target)
+    return EagleReader(files, target, config, getattr(torch, dtype), device, projection).row_projection()
+
+
+def _read(draft: DraftPool, target: Path) -> tuple[HeadFiles, EagleConfig]:
+    """Reads the head named by `draft.model`. Raises ModelError if it does not fit the target or its kind is unknown."""
+    files = canonical(read_head(head_folder(draft)))
+    return files, resolve(files, target_shape(target), overrides_of(draft.eagle))
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
@@ -57,20 +62,11 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """
     device = device_of(draft.resources)
     products = choose_products(draft.eagle.quantization, setup.dtype, device)
-    overrides = overrides_of(draft.eagle)
-    folder = head_folder(draft)
-    config = read_eagle_config(folder, local_folder(setup.target, with_weights=False), overrides)
+    files, config = _read(draft, local_folder(setup.target, with_weights=False))
     sources = {"embed_tokens.weight": config.embedding, "lm_head.weight": config.lm_head}
     own = [name for name, source in sources.items() if source is not WeightSource.TARGET]
-    head = load_eagle(
-        folder,
-        folder_to_borrow_from(setup.target, borrowed_tensors(own)),
-        products.dtype,
-        device,
-        overrides,
-        setup.target_tokens.keys(),
-        products.product,
-    )
+    target = folder_to_borrow_from(setup.target, borrowed_tensors(own))
+    head = head_of(files, config, target, products.dtype, device, setup.target_tokens.keys(), products.product)
     return deployed(head, draft, draft.eagle, setup)
 
 

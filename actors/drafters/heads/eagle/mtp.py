@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from actors.compute.linear import Product, projection
-from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, resolve
-from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleHead, head_of
+from actors.drafters.heads.eagle.config import AS_CONFIGURED, EagleConfig, EagleKind, resolve
+from actors.drafters.heads.eagle.loading import EagleHead, head_of
 from actors.drafters.heads.eagle.method import deployed
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DecodedStates

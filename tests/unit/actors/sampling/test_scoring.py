@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.sampling.filters import process
 from actors.sampling.gumbel import Purpose, gumbel
 from actors.sampling.processors import chain_of
-from actors.sampling.reference import DrawAddress, draw
+from actors.sampling.rejection_sampler import DrawAddress
 from actors.sampling.scoring import margin, score
 from protos.draft_tree import NO_TREE
 from protos.messages import Sampling
+from tests.sampling_reference import draw, process
 from tests.unit.actors.sampling.processor_opens import opened
 
 

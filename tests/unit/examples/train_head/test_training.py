@@ -9,7 +9,7 @@ from torch import Tensor
 from actors.compute.hidden_states import CaptureSpec, StateCapture, decode_rows
 from actors.compute.kv_cache import InputRow
 from actors.drafters.heads.dflash.drafting import DFlashContext, load_dflash
-from actors.drafters.heads.eagle.loading import EagleRunner, load_eagle
+from actors.drafters.heads.eagle.loading import EagleRunner
 from actors.drafters.heads.medusa import load_medusa
 from actors.drafters.heads.mlp_speculator import load_mlp_speculator
 from actors.engine.runner import ModelRunner
@@ -23,7 +23,7 @@ from examples.train_head.shards import Shards, StatesBatch
 from examples.train_head.states import states_of
 from examples.train_head.trainer import BEST, LATEST
 from protos.messages import StateDtype, StatesFormat
-from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET
+from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET, loaded
 from tests.unit.actors.tiny_models import MODELS, jittered
 from tests.unit.examples.train_head.tiny_training import (
     CPU,
@@ -91,7 +91,7 @@ def test_an_eagle_head_drafts_as_trained(tmp_path, shards, draft_vocabulary, lay
     """Every step of the unroll at every place, against the loaded head that is fed the same states and tokens."""
     training = a_training(tmp_path, shards, an_option(HeadKind.EAGLE, draft_vocabulary, layers), steps=8)
     training.run()
-    head = load_eagle(tmp_path / LATEST, TARGET, torch.float32, CPU)
+    head = loaded(tmp_path / LATEST)
     assert head.config.needs.layers == LAYERS
     assert head.token_ids.tolist() == training.module.token_ids.tolist()
     batch = one_text(shards)
@@ -122,7 +122,7 @@ def test_heads_of_other_architectures_draft_as_trained(tmp_path, name):
     shards = stored(tmp_path / "states", target=target, layers=(1, 2))
     training = a_training(tmp_path / "head", shards, an_option(HeadKind.EAGLE), steps=2, target=target)
     training.run()
-    head = load_eagle(tmp_path / "head" / LATEST, target, torch.float32, CPU)
+    head = loaded(tmp_path / "head" / LATEST, target=target)
     batch = one_text(shards)
     fed = tuple(batch.tokens[0, 1:].tolist())
     runner = EagleRunner(head, len(PAGES), PAGE_SIZE)

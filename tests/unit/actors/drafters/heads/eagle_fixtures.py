@@ -1,7 +1,7 @@
 """EAGLE heads in published layouts with what their makers' code computed (`tests/data/heads`), driven here."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from actors.compute.kv_cache import InputRow
-from actors.drafters.heads.eagle.config import EagleOverrides
-from actors.drafters.heads.eagle.loading import AS_CONFIGURED, EagleHead, EagleRunner, load_eagle
+from actors.compute.linear import Product, projection
+from actors.drafters.heads.eagle.config import AS_CONFIGURED, EagleOverrides, canonical, resolve
+from actors.drafters.heads.eagle.loading import EagleHead, EagleRunner, head_of
 from actors.drafters.heads.files import read_head
+from actors.drafters.heads.rope import target_shape
 from actors.models.decoder import ForwardOutput
 
 DATA = Path(__file__).parents[4] / "data" / "heads"
@@ -38,8 +40,16 @@ def case(name: str) -> Case:
         return {key: torch.from_numpy(stored[key]) for key in stored.files}
 
 
-def loaded(folder: Path, overrides: EagleOverrides = AS_CONFIGURED, **options: Any) -> EagleHead:
-    return load_eagle(folder, TARGET, torch.float32, CPU, overrides, **options)
+def loaded(
+    folder: Path,
+    overrides: EagleOverrides = AS_CONFIGURED,
+    target: Path = TARGET,
+    proposable: Collection[int] | None = None,
+    product: Product = projection,
+) -> EagleHead:
+    files = canonical(read_head(folder))
+    config = resolve(files, target_shape(target), overrides)
+    return head_of(files, config, target, torch.float32, CPU, proposable, product)
 
 
 def altered(

@@ -14,21 +14,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from actors.drafters.heads.dflash.drafting import load_dflash
-from actors.drafters.heads.eagle.config import overrides_of
-from actors.drafters.heads.eagle.loading import load_eagle, read_eagle_config
+from actors.drafters.heads.eagle.config import canonical, overrides_of, resolve
 from actors.drafters.heads.files import read_head
 from actors.drafters.heads.medusa import load_medusa
 from actors.drafters.heads.mlp_speculator import load_mlp_speculator
+from actors.drafters.heads.rope import target_shape
 from cluster.config import validated
 from cluster.config_sections import EagleOptions
 from cluster.errors import ModelError
-from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, altered, checkpoint
+from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, altered, checkpoint, loaded
 from tools.drafts.headers import CAUSAL, LAYER_SKIP, DraftFacts, Mismatch, conventions_of, layout_of, read_headers
 from tools.drafts.inspection import inspect_draft
 
 VOCABULARY = 96
 LOADERS: Mapping[str, Callable[..., object]] = {
-    "eagle": load_eagle,
     "dflash": load_dflash,
     "medusa": load_medusa,
     "mlp_speculator": load_mlp_speculator,
@@ -141,7 +140,10 @@ def copied(folder: Path, name: str, tensors: Mapping[str, Tensor], **config: Any
 
 def loads(method: str, folder: Path) -> bool:
     try:
-        LOADERS[method](folder, TARGET, torch.float32, CPU, proposable=range(VOCABULARY))
+        if method == "eagle":
+            loaded(folder, proposable=range(VOCABULARY))
+        else:
+            LOADERS[method](folder, TARGET, torch.float32, CPU, proposable=range(VOCABULARY))
     except ModelError:
         return False
     return True
@@ -219,10 +221,11 @@ def test_options_apply_to_the_shown_head(options: dict[str, Any], tmp_path: Path
     folder = copied(tmp_path, "eagle3", tensors, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]})
     found = inspect_draft(folder, TARGET, {"eagle": options})
     usual = inspect_draft(folder, TARGET)
-    loaded = read_eagle_config(folder, TARGET, overrides_of(EagleOptions.model_validate(options)))
+    overrides = overrides_of(EagleOptions.model_validate(options))
+    config = resolve(canonical(read_head(folder)), target_shape(TARGET), overrides)
     assert found.facts.states is not None
-    assert (found.facts.states.layers, found.facts.positions) == (loaded.needs.layers, loaded.max_positions)
-    assert found.facts.conventions == conventions_of(loaded)
+    assert (found.facts.states.layers, found.facts.positions) == (config.needs.layers, config.max_positions)
+    assert found.facts.conventions == conventions_of(config)
     assert replace(found.facts, size=usual.facts.size) != usual.facts
     assert validated(yaml.safe_load(found.snippet)).draft.eagle == EagleOptions.model_validate(options)
 
