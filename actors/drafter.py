@@ -19,6 +19,7 @@ from functools import partial
 
 from actors.net.credentials import Credentials, NoCredentials
 from actors.net.streams import Link, Outbox
+from actors.tracing import NO_TRACING, SessionSpans
 from cluster.autoscaling import DraftReport
 from cluster.costs import DraftCost, ForwardCost
 from cluster.draft_quality import VersionWatch
@@ -29,7 +30,6 @@ from cluster.drafting.scheduler import DraftReporter, DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.envelope import Send, states_stream, stream_name
 from cluster.telemetry import Timeline
-from cluster.tracing import NoTracing, SessionTracer
 from cluster.trust import PeerRole, Refusals
 from cluster.watchdog import TimeoutPolicy, Watchdog
 from protos import speculation_pb2 as pb
@@ -80,7 +80,7 @@ class Drafter:
         thread: DraftingThread = DraftingThread(),
         figures: MethodFigures = MethodFigures(),
         access: TargetAccess = TargetAccess(),
-        tracer: SessionTracer | None = None,
+        tracer: SessionSpans = NO_TRACING,
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
         self.vocabulary = vocabulary
@@ -95,7 +95,7 @@ class Drafter:
         self.refused: Counter[str] = Counter()  # malformed messages by kind
         self.pass_s: defaultdict[str, float] = defaultdict(float)  # time in passes, requested or ahead
         self._credentials = access.credentials
-        self._tracer = tracer or NoTracing()
+        self._tracer = tracer
         self._method = method
         self._limits = limits
         self._clock = clock

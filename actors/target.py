@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from actors.engine.executor import Engine, done_within
 from actors.net.streams import Outbox, StatesOutbox
+from actors.tracing import NO_TRACING, SessionSpans
 from cluster.autoscaling import TargetReport
 from cluster.costs import ForwardCost
 from cluster.envelope import Send, peer_of, states_stream, stream_name
@@ -22,7 +23,6 @@ from cluster.errors import EngineError
 from cluster.page_allocator import SessionMemory
 from cluster.speculation.controller import PacingPolicy
 from cluster.telemetry import Timeline
-from cluster.tracing import NoTracing, SessionTracer
 from cluster.trust import Refusals, not_permitted
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import StepPlan
@@ -159,7 +159,7 @@ class TargetReplica:
         pacing: PacingPolicy | None = None,
         step_cost: ForwardCost | None = None,
         clock: Callable[[], float] = time.monotonic,
-        tracer: SessionTracer | None = None,
+        tracer: SessionSpans = NO_TRACING,
         memory: SessionMemory | None = None,
     ) -> None:
         self.peer_id = f"target-{uuid.uuid4().hex[:12]}"
@@ -176,7 +176,7 @@ class TargetReplica:
         )
         self._progress = Watchdog(TimeoutPolicy(most_s=step_timeout_s))
         self._clock = clock
-        self._tracer = tracer or NoTracing()
+        self._tracer = tracer
         self._outboxes: dict[str, Outbox] = {}  # by stream
         self._changed = asyncio.Event()
         self._left = asyncio.Event()  # draining as planned

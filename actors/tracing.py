@@ -1,8 +1,8 @@
 """OpenTelemetry spans of a process's work for traced sessions.
 
-`ServiceTracing` is the entry point: it does nothing, and imports no OpenTelemetry, unless tracing is configured.
-`SessionSpans` records one span per session, below the router's; slow ones list their rounds as events. `TracedService`
-exports them, with one provider per service, since traces distinguish services by provider.
+`ServiceTracing` is the entry point; its tracers do nothing unless tracing is configured. `SessionSpans` records one span
+per session, below the router's; slow ones list their rounds as events. `TracedService` exports them, with one provider
+per service, since traces distinguish services by provider.
 """
 
 import time
@@ -14,15 +14,16 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
-from opentelemetry.trace import Span, SpanKind, Tracer, set_span_in_context
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from cluster.config_sections import TracingConfig
 from cluster.errors import ConfigError
-from cluster.tracing import MOST_EVENTS, Fact, NoTracing, SessionEvents, SessionTracer
+from cluster.tracing import MOST_EVENTS, Fact, SessionEvents
 from protos.messages import Close, Finish, Message, Open, Refusal, Verdict
 
 TRACEPARENT = "traceparent"
+NO_TRACER = NoOpTracer()
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -39,23 +40,6 @@ def traceparent_of(span: Span) -> str:
     return carrier[TRACEPARENT]
 
 
-class ServiceTracing:
-    """Tracing of one service in this process."""
-
-    def __init__(self, options: TracingConfig, service: str) -> None:
-        """Raises ConfigError if tracing is on and the exporter is not installed."""
-        self.service = TracedService.begun(options, service) if options.is_on else None
-
-    def sessions(self, work: str) -> SessionTracer:
-        """Returns the session tracer; `work` names what the service does for a session."""
-        return NoTracing() if self.service is None else self.service.sessions(work)
-
-    def close(self) -> None:
-        """Exports the remaining spans; may take a while."""
-        if self.service is not None:
-            self.service.close()
-
-
 MOST_SESSIONS = 4096  # most sessions traced at once; further ones are not traced
 NANO = 1_000_000_000
 
@@ -69,7 +53,7 @@ class _TracedSession:
 
 
 class SessionSpans:
-    """Implements `SessionTracer`; `name` is what the process does for a session."""
+    """One process's spans of traced sessions, others are ignored; `name` is what the process does for a session."""
 
     def __init__(
         self, tracer: Tracer, name: str, kind: SpanKind, slow_s: float, clock_ns: Callable[[], int] = time.time_ns
@@ -82,6 +66,7 @@ class SessionSpans:
         self._sessions: dict[str, _TracedSession] = {}
 
     def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
+        """Starts the process's span for the peer `by`; returns the context to pass on, empty if not traced."""
         now = self._clock_ns()
         if (known := self._sessions.get(session)) is not None:
             known.by = by
@@ -107,6 +92,7 @@ class SessionSpans:
                 self._note(message)
 
     def on_sent(self, peer: str, message: Message) -> None:
+        """Records a message sent to this peer."""
         traced = self._sessions.get(getattr(message, "session", ""))
         if traced is None or (isinstance(message, Verdict) and peer != traced.by):
             return  # a target also sends drafters the verdicts that its router gets
@@ -115,12 +101,14 @@ class SessionSpans:
             self.ended(message.session, "refused")
 
     def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
+        """Records an event of these sessions."""
         if self._sessions:
             for session in sessions:
                 if (traced := self._sessions.get(session)) is not None:
                     traced.events.add(self._clock_ns(), name, facts)
 
     def ended(self, session: str, why: str) -> None:
+        """Ends the process's span of a session."""
         if (traced := self._sessions.pop(session, None)) is None:
             return
         now = self._clock_ns()
@@ -134,6 +122,7 @@ class SessionSpans:
         span.end(now)
 
     def gone(self, peer: str) -> None:
+        """Ends everything started for this peer, because its stream broke."""
         for session in [name for name, traced in self._sessions.items() if traced.by == peer]:
             self.ended(session, "stream broke")
 
@@ -144,6 +133,9 @@ class SessionSpans:
         traced.events.message(self._clock_ns(), message)
         if isinstance(message, Verdict) and message.finish is not Finish.NONE:
             self.ended(session, message.finish.name.lower())
+
+
+NO_TRACING = SessionSpans(NO_TRACER, "", SpanKind.SERVER, 0.0)
 
 
 def _named(facts: Mapping[str, Fact]) -> dict[str, Fact]:
@@ -181,6 +173,27 @@ class TracedService:
     def close(self) -> None:
         """Exports the remaining spans."""
         self.provider.shutdown()
+
+
+class ServiceTracing:
+    """Tracing of one service in this process."""
+
+    def __init__(self, options: TracingConfig, service: str) -> None:
+        """Raises ConfigError if tracing is on and the exporter is not installed."""
+        self.service = TracedService.begun(options, service) if options.is_on else None
+
+    @property
+    def tracer(self) -> Tracer:
+        return NO_TRACER if self.service is None else self.service.tracer
+
+    def sessions(self, work: str) -> SessionSpans:
+        """Returns the session tracer; `work` names what the service does for a session."""
+        return NO_TRACING if self.service is None else self.service.sessions(work)
+
+    def close(self) -> None:
+        """Exports the remaining spans; may take a while."""
+        if self.service is not None:
+            self.service.close()
 
 
 def _otlp_exporter(options: TracingConfig) -> SpanExporter:

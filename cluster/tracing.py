@@ -1,68 +1,16 @@
-"""Tracing of sessions: hooks that processes call, and the events of a session's rounds. Pure.
+"""Events of a session's rounds, for traces: bounded, counted, and free of tokens and texts. Pure.
 
-The hooks are no-ops when tracing is disabled. Events are bounded, counted, and free of tokens and texts. OpenTelemetry
-is in `actors.tracing`.
+`actors.tracing` records them in spans of OpenTelemetry.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from protos.messages import Attach, Block, DraftAnswer, DraftRequest, Message, NoDraft, Refusal, Resync, Verdict
 
 Fact = str | bool | int | float
 """Attribute of a span or an event: a count, a name or an address, never a token or a text."""
-
-
-class SessionTracer(Protocol):
-    """One process's spans of traced sessions; other sessions are ignored."""
-
-    def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
-        """Starts the process's span for the peer `by`; returns the context to pass on, empty if not traced."""
-        ...
-
-    def on_received(self, peer: str, message: Message) -> None:
-        """Records a received message."""
-        ...
-
-    def on_sent(self, peer: str, message: Message) -> None:
-        """Records a message sent to this peer."""
-        ...
-
-    def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
-        """Records an event of these sessions."""
-        ...
-
-    def ended(self, session: str, why: str) -> None:
-        """Ends the process's span of a session."""
-        ...
-
-    def gone(self, peer: str) -> None:
-        """Ends everything started for this peer, because its stream broke."""
-        ...
-
-
-class NoTracing:
-    """Tracer that does nothing."""
-
-    def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
-        return ""
-
-    def on_received(self, peer: str, message: Message) -> None:
-        return
-
-    def on_sent(self, peer: str, message: Message) -> None:
-        return
-
-    def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
-        return
-
-    def ended(self, session: str, why: str) -> None:
-        return
-
-    def gone(self, peer: str) -> None:
-        return
 
 
 MOST_EVENTS = 1024  # latest events kept per session; an answer of a thousand tokens has about three hundred rounds

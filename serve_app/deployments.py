@@ -387,7 +387,6 @@ class RouterDeployment(_ReplicaDeployment):
         from serve_app.api.app import create_api
         from serve_app.api.failures import RefuseWhenStopped
         from serve_app.api.metrics import Metrics
-        from serve_app.api.observability import request_spans
         from serve_app.api.template_process import TemplateProcess
         from serve_app.api.text import TextCodec
         from serve_app.api.validation import NO_DEFAULTS, load_defaults
@@ -436,7 +435,7 @@ class RouterDeployment(_ReplicaDeployment):
             load_defaults(str(folder)) if config.server.generation_defaults == "model" else NO_DEFAULTS,
             identity.target_model,
             page_routes(watch) if config.server.page else [],
-            request_spans(http_tracing),
+            http_tracing.tracer,
             AggregateMetrics([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)]),
         )
         self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: self._router.has_ended)

@@ -16,6 +16,7 @@ from typing import Any
 
 from actors.net.credentials import Credentials, NoCredentials
 from actors.net.streams import Link
+from actors.tracing import NO_TRACING, SessionSpans
 from cluster.audit import Audits
 from cluster.envelope import Send
 from cluster.errors import CapacityError, DrainingError
@@ -24,7 +25,6 @@ from cluster.routing.ledger import CommittedTokens, Ended, Event, Failed, Genera
 from cluster.routing.membership import Endpoint, Membership
 from cluster.routing.session_router import Assignment, PrefixOptions, SessionRouter
 from cluster.telemetry import Timeline
-from cluster.tracing import NoTracing, SessionTracer
 from cluster.trust import KEY_BYTES, PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
@@ -87,7 +87,7 @@ class Router:
         audits: Audits,
         clock: Callable[[], float] = time.monotonic,
         credentials: Credentials | None = None,  # presented to targets and drafters
-        tracer: SessionTracer | None = None,
+        tracer: SessionSpans = NO_TRACING,
         examples: Callable[[Example], None] | None = None,  # takes ended sessions that drafts may learn from
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
@@ -98,7 +98,7 @@ class Router:
         self._limits = limits
         self._clock = clock
         self._credentials = credentials or NoCredentials()
-        self._tracer = tracer or NoTracing()
+        self._tracer = tracer
         self._examples = examples
         self._draining = False
         self._ended = False

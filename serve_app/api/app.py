@@ -16,6 +16,7 @@ from functools import partial
 from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 from fastapi import FastAPI
+from opentelemetry.trace import Tracer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -24,6 +25,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from actors.tracing import NO_TRACER
 from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from cluster.routing.ledger import Generation
@@ -55,7 +57,7 @@ from serve_app.api.generation import Generator, follow, metrics_of, usage_of
 from serve_app.api.grammars import GrammarCheck, RequestedGrammar
 from serve_app.api.limits import Bodies, Deadline
 from serve_app.api.metrics import Metrics
-from serve_app.api.observability import NoRequestSpans, RequestRecord, RequestSpans, logged
+from serve_app.api.observability import RequestRecord, RequestSpans, logged
 from serve_app.api.openapi import HEADERS, KEY, BodyRoute, docs_page, errors, openapi_document
 from serve_app.api.replies import (
     ChatChunk,
@@ -114,7 +116,7 @@ def create_api(
     defaults: GenerationDefaults = NO_DEFAULTS,
     checkpoint: str = "",
     further: Sequence[Route] = (),
-    spans: RequestSpans | None = None,
+    tracer: Tracer = NO_TRACER,
     exposition: Exposition | None = None,
 ) -> FastAPI:
     """Builds the application from the model's codec (`text`), its `checkpoint` fingerprint and a `generator` of tokens.
@@ -139,7 +141,7 @@ def create_api(
         GrammarCheck(text.grammars()),
         fingerprint(config, checkpoint),
         defaults,
-        spans or NoRequestSpans(),
+        RequestSpans(tracer),
     )
     api.router.routes.extend(_body_routes(service, needs_key=bool(server.keys)))
     _add_model_routes(api, config)
@@ -292,8 +294,8 @@ class Service:
     bodies: Bodies
     grammars: GrammarCheck
     fingerprint: str
-    defaults: GenerationDefaults = NO_DEFAULTS
-    spans: RequestSpans = NoRequestSpans()
+    defaults: GenerationDefaults
+    spans: RequestSpans
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))

@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from actors.tracing import TRACEPARENT, ServiceTracing, context_of, traceparent_of
+from actors.tracing import TRACEPARENT, context_of, traceparent_of
 from serve_app.api.replies import FinishReason
 from serve_app.api.schemas import GenerationRequest
 
@@ -92,33 +92,6 @@ def _as_text(fields: Mapping[str, object]) -> str:
     return " ".join(f"{name}={str(value).replace(' ', ',')}" for name, value in fields.items())
 
 
-class RequestSpans(Protocol):
-    """Traces requests from their records."""
-
-    def request(
-        self, endpoint: str, path: str, headers: Mapping[str, str], record: RequestRecord
-    ) -> AbstractContextManager[None]:
-        """Spans the request, and sets the record's `traceparent` if it is sampled."""
-        ...
-
-
-class NoRequestSpans:
-    """Tracing disabled."""
-
-    def request(
-        self, endpoint: str, path: str, headers: Mapping[str, str], record: RequestRecord
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-def request_spans(tracing: ServiceTracing) -> RequestSpans:
-    """Returns the configured tracer of requests."""
-    if tracing.service is None:
-        return NoRequestSpans()
-
-    return GenAiSpans(tracing.service.tracer)
-
-
 OPERATIONS: Mapping[str, str] = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
 """OpenTelemetry's GenAI operation of each endpoint."""
 
@@ -127,14 +100,15 @@ PROVIDER = "slipstream"
 Attribute = str | int | float | bool | list[str]
 
 
-class GenAiSpans:
-    """Implements `RequestSpans`."""
+class RequestSpans:
+    """Traces requests from their records."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     @contextmanager
     def request(self, endpoint: str, path: str, headers: Mapping[str, str], record: RequestRecord) -> Iterator[None]:
+        """Spans the request, and sets the record's `traceparent` if it is sampled."""
         operation = OPERATIONS[endpoint]
         given = headers.get(TRACEPARENT)
         context = context_of(given) if given is not None else Context()

@@ -18,6 +18,7 @@ from actors.models.decoder import ToyRunner
 from actors.net.credentials import credentials_of
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
+from actors.tracing import NO_TRACING, SessionSpans
 from cluster.audit import Audits, Difference
 from cluster.config import AuditConfig
 from cluster.config_sections import TrustConfig
@@ -28,7 +29,6 @@ from cluster.learning import Example
 from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from cluster.routing.membership import Endpoint, Members, StaticMembership
 from cluster.speculation.controller import Adaptive, ReferenceLoop
-from cluster.tracing import NoTracing, SessionTracer
 from cluster.trust import PeerRole
 from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
@@ -213,7 +213,7 @@ async def cluster(
     dials_any: bool = True,  # whether drafters dial addresses that are no target's
     grammars: GrammarCompiler | None = None,  # over the vocabulary
     sessions: int = SESSIONS,  # that each target and each drafter serves at once
-    tracer: Callable[[str], SessionTracer] = lambda _: NoTracing(),  # of a service, by its name
+    tracer: Callable[[str], SessionSpans] = lambda _: NO_TRACING,  # of a service, by its name
     examples: Callable[[Example], None] | None = None,  # takes sessions that drafts may learn from
 ) -> AsyncIterator[Cluster]:
     """Starts everything, and afterwards checks that nothing was left behind before stopping it.

@@ -6,10 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.tracing import TracedService
+from actors.tracing import SessionSpans, TracedService
 from cluster.config_sections import TracingConfig
-from cluster.tracing import SessionTracer
-from serve_app.api.observability import GenAiSpans
 from tests.asgi_front import byte_codec, config_of, http_client, toy_api
 from tests.integration.harness import CONTEXT, Cluster, cluster
 from tests.otlp_collector import collecting
@@ -25,7 +23,7 @@ def attributes(item: Any) -> dict[str, Any]:
 
 async def ask(c: Cluster, http: TracedService, headers: dict[str, str]) -> httpx.Response:
     """Requests a completion of 40 tokens through the API in this process and the cluster's router."""
-    api = toy_api(c.router, byte_codec(), config_of({}, CONTEXT), spans=GenAiSpans(http.tracer))
+    api = toy_api(c.router, byte_codec(), config_of({}, CONTEXT), tracer=http.tracer)
     body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     async with http_client(api) as client:
         return await client.post("/v1/completions", json=body, headers=headers)
@@ -35,7 +33,7 @@ async def traced(options: TracingConfig, headers: dict[str, str]) -> dict[str, A
     services = {name: TracedService.begun(options, name) for name in SERVICES}
     work = {"router": "route", "drafter": "draft", "target": "verify"}
 
-    def tracer(name: str) -> SessionTracer:
+    def tracer(name: str) -> SessionSpans:
         return services[name].sessions(work[name])
 
     async with cluster(tracer=tracer, lock_step=True) as c:

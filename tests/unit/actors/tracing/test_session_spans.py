@@ -9,9 +9,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from actors.tracing import ServiceTracing, SessionSpans
+from actors.tracing import NO_TRACING, ServiceTracing, SessionSpans
 from cluster.config_sections import TracingConfig
-from cluster.tracing import NoTracing, SessionEvents
+from cluster.tracing import SessionEvents
 from protos.messages import Close, DraftAnswer, Finish, Message, Refusal, RefusalReason, Verdict
 from tests.unit.cluster.samples import a_block, an_open
 
@@ -149,5 +149,5 @@ def test_without_an_endpoint_nothing_is_traced() -> None:
     tracing = ServiceTracing(TracingConfig(), "target")
     assert tracing.service is None
     tracer = tracing.sessions("verify")
-    assert isinstance(tracer, NoTracing)
+    assert tracer is NO_TRACING
     assert tracer.opened("s", PARENT) == ""
