@@ -30,13 +30,3 @@ class Membership(Protocol):
     """Source of the current members."""
 
     async def current(self) -> Members: ...
-
-
-class StaticMembership:
-    """A fixed list, for tests and for running without Serve."""
-
-    def __init__(self, members: Members) -> None:
-        self._members = members
-
-    async def current(self) -> Members:
-        return self._members

@@ -6,8 +6,8 @@ mirrored. For Ray these are gauges; for queries they are equivalent.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
@@ -18,27 +18,9 @@ TOTAL = "_total"  # suffix that Ray itself adds to names of counters
 CREATED = "_created"  # not mirrored
 
 
-class RayCounter(Protocol):
-    def inc(self, value: float, tags: dict[str, str]) -> None: ...
-
-
-class RayGauge(Protocol):
-    def set(self, value: float, tags: dict[str, str]) -> None: ...
-
-
 def ray_name(name: str) -> str:
     """Returns the name under which a sample is given to Ray."""
     return name.replace(":", "_")
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...]) -> RayCounter:
-    made: RayCounter = metrics.Counter(name, text, labels)
-    return made
-
-
-def _gauge(name: str, text: str, labels: tuple[str, ...]) -> RayGauge:
-    made: RayGauge = metrics.Gauge(name, text, labels)
-    return made
 
 
 class RayMirror:
@@ -47,8 +29,8 @@ class RayMirror:
     def __init__(
         self,
         collect: Callable[[], Iterable[Metric]],
-        counter: Callable[[str, str, tuple[str, ...]], RayCounter] = _counter,
-        gauge: Callable[[str, str, tuple[str, ...]], RayGauge] = _gauge,
+        counter: Callable[[str, str, tuple[str, ...]], Any] = metrics.Counter,
+        gauge: Callable[[str, str, tuple[str, ...]], Any] = metrics.Gauge,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`collect` returns the current families."""
@@ -56,8 +38,8 @@ class RayMirror:
         self._counter = counter
         self._gauge = gauge
         self._clock = clock
-        self._counters: dict[str, RayCounter] = {}
-        self._gauges: dict[str, RayGauge] = {}
+        self._counters: dict[str, Any] = {}
+        self._gauges: dict[str, Any] = {}
         self._published: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         self._due = clock()
 
@@ -92,16 +74,3 @@ class RayMirror:
             counter = self._counters[name] = self._counter(name, text, tuple(sample.labels))
         counter.inc(grown, dict(sample.labels))
         self._published[key] = sample.value
-
-
-def exported(families: Iterable[Metric]) -> Mapping[str, set[str]]:
-    """Returns the labels of each sample that a mirror of these families publishes, by its name at Ray's port.
-
-    Serve's labels are added there.
-    """
-    found: dict[str, set[str]] = {}
-    for family in families:
-        for sample in family.samples:
-            if not sample.name.endswith(CREATED):
-                found.setdefault(f"ray_{ray_name(sample.name)}", set()).update(sample.labels)
-    return found

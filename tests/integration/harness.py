@@ -27,7 +27,7 @@ from cluster.drafting.method import DraftingMethod
 from cluster.drafting.session_table import DrafterLimits
 from cluster.learning import Example
 from cluster.routing.ledger import CommittedTokens, Ended, Generation
-from cluster.routing.membership import Endpoint, Members, StaticMembership
+from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import Adaptive, ReferenceLoop
 from cluster.trust import PeerRole
 from cluster.verification.scheduler import VerificationLimits
@@ -37,6 +37,7 @@ from protos.messages import Attach, Close, Open, Sampling
 from serve_app.router import Identity, Router, RouterLimits
 from tests.lossless.states import LAYOUT, ReadingMethod, RememberingRunner
 from tests.toys import a_generation, toy_draft_model
+from tests.static_membership import StaticMembership
 
 VOCABULARY = 32
 CONTEXT = 512

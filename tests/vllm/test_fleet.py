@@ -29,13 +29,14 @@ from cluster.config import AuditConfig
 from cluster.drafting.session_table import DrafterLimits
 from cluster.page_allocator import SessionMemory
 from cluster.routing.ledger import CommittedTokens, Generation
-from cluster.routing.membership import Endpoint, Members, StaticMembership
+from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits
 from protos.messages import Acceptance
 from serve_app.router import Identity, Router, RouterLimits
 from tests.vllm.cases import asked, config
 from tests.vllm.scripted import CONTEXT, LONGEST, VOCABULARY, ScriptedTarget, Scripts
+from tests.static_membership import StaticMembership
 
 IDENTITY = Identity("tiny-vocabulary", "tiny-target")
 PAGE_SIZE = 16

@@ -25,7 +25,7 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import CommittedTokens, Generation, Session
-from cluster.routing.membership import Endpoint, Members, StaticMembership
+from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
@@ -35,6 +35,7 @@ from tests.vllm.cases import config, limits, on_own_engine
 from tests.vllm.right_head import Text, right_head
 from tests.vllm.scripted import CONTEXT, VOCABULARY, Scripts, request
 from tests.vllm.second_runner import IS_ASKED_FOR
+from tests.static_membership import StaticMembership
 
 IDENTITY = Identity("tiny-vocabulary", "tiny-target")
 READ = (0, 1)  # the embeddings, and the output of the first layer

@@ -18,7 +18,7 @@ from actors.target import TargetReplica
 from cluster.audit import Audits
 from cluster.config import AuditConfig, SlipstreamConfig
 from cluster.drafting.session_table import DrafterLimits
-from cluster.routing.membership import Endpoint, Members, StaticMembership
+from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import ReferenceLoop
 from serve_app.api.app import create_api
 from serve_app.api.metrics import Metrics
@@ -29,6 +29,7 @@ from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.router import Identity, Router, RouterLimits
 from serve_app.startup import start_engine
 from tests.integration.serving import EXACT, Reference
+from tests.static_membership import StaticMembership
 
 PROMPTS = 20
 NEW_TOKENS = 24

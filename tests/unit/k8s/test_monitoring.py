@@ -18,11 +18,11 @@ from serve_app.api.metrics import Metrics
 from serve_app.api.replies import FinishReason
 from serve_app.api.schemas import ChatRequest
 from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, version_levels
-from serve_app.publishing.ray_mirror import exported
 from serve_app.replica_counters import CAUSE, HELP, LABELS
 from serve_app.router import RouterActivity
 from tests.unit.k8s.overlays import K8S, ROOT, Json, dashboard, errors, load
 from tests.unit.k8s.schemas import SCHEMAS
+from tests.unit.serve_app.publishing.exported_names import exported
 
 MONITORING = K8S / "components" / "monitoring"
 SERVE_LABELS = {"deployment", "replica", "application"}  # that Serve gives to each metric of a replica

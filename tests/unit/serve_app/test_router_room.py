@@ -9,12 +9,13 @@ import pytest
 from cluster.audit import Audits
 from cluster.config import AuditConfig
 from cluster.errors import CapacityError, DrainingError
-from cluster.routing.membership import Members, StaticMembership
+from cluster.routing.membership import Members
 from cluster.routing.session_router import SessionRouter
 from protos.codec import Decoded, Malformed
 from protos.messages import Refusal, RefusalReason
 from serve_app.router import Identity, Router, RouterLimits
 from tests.toys import a_generation
+from tests.static_membership import StaticMembership
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from serve_app.publishing.ray_mirror import RayMirror, exported
+from serve_app.publishing.ray_mirror import RayMirror
+from tests.unit.serve_app.publishing.exported_names import exported
 
 Labels = tuple[tuple[str, str], ...]
 
