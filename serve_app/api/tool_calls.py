@@ -16,6 +16,7 @@ from itertools import islice, takewhile
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
+from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import (
     ResponseTemplate,
     ResponseTemplateField,
@@ -121,20 +122,6 @@ class Call:
 Segment = Content | Reasoning | Call
 
 
-class Parser(Protocol):
-    """The interface used of `transformers.utils.chat_parsing.ResponseParser`."""
-
-    def feed(self, text: str) -> list[dict[str, Any]]: ...
-
-    def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]: ...
-
-
-class Pattern(Protocol):
-    """The interface used of a compiled regular expression."""
-
-    def search(self, text: str, /) -> object | None: ...
-
-
 class Reader(Protocol):
     """Splits an answer's text as it grows."""
 
@@ -166,7 +153,7 @@ class ResponseReader:
     """
 
     def __init__(
-        self, start: Callable[[str], Parser], prompt: str, *, offers_tools: bool, json_opening: Pattern | None
+        self, start: Callable[[str], ResponseParser], prompt: str, *, offers_tools: bool, json_opening: re.Pattern[str] | None
     ) -> None:
         """`start` returns a parser for what follows a prompt; `json_opening` begins a call in JSON."""
         self._start = start
@@ -336,6 +323,9 @@ class TaggedArguments:
     before_value: str
     after_value: str
 
+    def written(self, arguments: Mapping[str, str]) -> str:
+        return "".join(f"{self.before_key}{k}{self.before_value}{v}{self.after_value}" for k, v in arguments.items())
+
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
@@ -426,27 +416,25 @@ def _find_call(turn: str, name: str, start: int, tags: TaggedArguments | None) -
     name_at = turn.find(name, start)
     if name_at < 0:
         raise ValueError("the chat template omits the names of calls")
-    begin, end = (_json_at if tags is None else _tags_at)(turn, name_at + len(name), tags)
+    after = name_at + len(name)
+    begin, end = _json_at(turn, after) if tags is None else _tags_at(turn, after, tags)
     return _Written(name_at, begin, end)
 
 
-def _json_at(turn: str, start: int, tags: TaggedArguments | None) -> tuple[int, int]:
+def _json_at(turn: str, start: int) -> tuple[int, int]:
     """Returns the position of the arguments as a JSON object."""
-    del tags
-    for brace in re.finditer(r"\{", turn[start:]):
-        begin = start + brace.start()
+    for brace in _BRACE.finditer(turn, start):
         try:
-            value, end = json.JSONDecoder().raw_decode(turn, begin)
+            value, end = json.JSONDecoder().raw_decode(turn, brace.start())
         except ValueError:
             continue
         if value == ARGUMENTS:
-            return begin, end
+            return brace.start(), end
     raise ValueError("the chat template does not write arguments as a JSON object")
 
 
-def _tags_at(turn: str, start: int, tags: TaggedArguments | None) -> tuple[int, int]:
-    assert tags is not None, "there are tags"
-    written = "".join(f"{tags.before_key}{k}{tags.before_value}{v}{tags.after_value}" for k, v in ARGUMENTS.items())
+def _tags_at(turn: str, start: int, tags: TaggedArguments) -> tuple[int, int]:
+    written = tags.written(ARGUMENTS)
     begin = turn.find(written, start)
     if begin < 0:
         raise ValueError("the chat template formats two arguments differently")
@@ -494,8 +482,6 @@ def _thinking(response: ResponseTemplate) -> tuple[str, str] | None:
 
 
 def _example(form: CallForm) -> str:
-    one = json.dumps(ARGUMENTS)
-    if (tags := form.tags) is not None:
-        one = "".join(f"{tags.before_key}{k}{tags.before_value}{v}{tags.after_value}" for k, v in ARGUMENTS.items())
+    one = json.dumps(ARGUMENTS) if form.tags is None else form.tags.written(ARGUMENTS)
     first, second = (f"{name}{form.middle}{one}" for name in NAMES)
     return f"{form.opening}{first}{form.between}{second}{form.closing}"
