@@ -1,8 +1,8 @@
 """OpenTelemetry spans of a process's work for traced sessions.
 
-`ServiceTracing` is the entry point; its tracers do nothing unless tracing is configured. `SessionSpans` records one span
-per session, below the router's; slow ones list their rounds as events. `TracedService` exports them, with one provider
-per service, since traces distinguish services by provider.
+`ServiceTracing` is the entry point; its tracers do nothing unless tracing is configured. `SessionSpans` records one
+span per session, below the router's; slow ones list their rounds as events. `TracedService` exports them, with one
+provider per service, since traces distinguish services by provider.
 """
 
 import time

@@ -153,7 +153,12 @@ class ResponseReader:
     """
 
     def __init__(
-        self, start: Callable[[str], ResponseParser], prompt: str, *, offers_tools: bool, json_opening: re.Pattern[str] | None
+        self,
+        start: Callable[[str], ResponseParser],
+        prompt: str,
+        *,
+        offers_tools: bool,
+        json_opening: re.Pattern[str] | None,
     ) -> None:
         """`start` returns a parser for what follows a prompt; `json_opening` begins a call in JSON."""
         self._start = start

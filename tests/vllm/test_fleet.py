@@ -34,9 +34,9 @@ from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits
 from protos.messages import Acceptance
 from serve_app.router import Identity, Router, RouterLimits
+from tests.static_membership import StaticMembership
 from tests.vllm.cases import asked, config
 from tests.vllm.scripted import CONTEXT, LONGEST, VOCABULARY, ScriptedTarget, Scripts
-from tests.static_membership import StaticMembership
 
 IDENTITY = Identity("tiny-vocabulary", "tiny-target")
 PAGE_SIZE = 16

@@ -31,11 +31,11 @@ from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits
+from tests.static_membership import StaticMembership
 from tests.vllm.cases import config, limits, on_own_engine
 from tests.vllm.right_head import Text, right_head
 from tests.vllm.scripted import CONTEXT, VOCABULARY, Scripts, request
 from tests.vllm.second_runner import IS_ASKED_FOR
-from tests.static_membership import StaticMembership
 
 IDENTITY = Identity("tiny-vocabulary", "tiny-target")
 READ = (0, 1)  # the embeddings, and the output of the first layer

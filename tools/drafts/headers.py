@@ -28,7 +28,6 @@ from actors.drafters.heads.mlp_speculator import MlpSpeculatorConfig, resolve_ml
 from actors.drafters.heads.rope import TargetShape, rope_of, target_shape
 from actors.drafters.model.forwards import MASK_KEYS
 from cluster.config import DraftPool
-from cluster.errors import ModelError
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
 
 ID_TABLES = ("d2t", "token_map")  # tables of the tokens that a head proposes: small, and needed to describe it

@@ -151,8 +151,8 @@ def mlp_speculator_of(
     """Builds a speculator from tensors in names without a prefix. Raises ModelError if they do not fit the target."""
     if config.columns <= max(proposable):
         raise ModelError(
-            f"{files.folder} has embeddings for {config.columns} tokens, but the target's ids go up to {max(proposable)}; use"
-            " a speculator made for this target"
+            f"{files.folder} has embeddings for {config.columns} tokens, but the target's ids go up to"
+            f" {max(proposable)}; use a speculator made for this target"
         )
     columns = draft_columns(files.folder, torch.arange(config.columns), config.vocabulary, proposable)
 

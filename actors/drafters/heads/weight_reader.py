@@ -15,7 +15,6 @@ from actors.compute.linear import Product, Projection
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DraftColumns, draft_columns
 from actors.models.decoder import Norm, norm_of
-from cluster.errors import ModelError
 
 NOT_COMPUTED_WITH = ("t2d", "verifier_")  # prefixes of tensors used in training only
 DERIVED = "rotary_emb.inv_freq"  # suffix of a tensor that follows from the configuration

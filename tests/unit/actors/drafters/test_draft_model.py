@@ -12,6 +12,7 @@ import torch
 from actors.sampling.rejection_sampler import DrawAddress
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape, TokenRules
+from tests.sampling_reference import draw, process
 from tests.unit.actors.drafters.drafting import (
     COUPLED,
     DRAWN,
@@ -32,7 +33,6 @@ from tests.unit.actors.drafters.drafting import (
     propose,
 )
 from tests.unit.cluster.samples import GREEDY
-from tests.sampling_reference import draw, process
 
 ACCEPTANCES = pytest.mark.parametrize("acceptance", list(Acceptance))
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from actors.sampling.filters import restrict
 from protos.draft_tree import DraftTree
 from protos.messages import Sampling
-from tests.unit.trees import trees
 from tests.sampling_reference import process
+from tests.unit.trees import trees
 
 VOCABULARY = 12
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=5)

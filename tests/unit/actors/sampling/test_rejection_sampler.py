@@ -13,9 +13,9 @@ from actors.sampling.processors import ProcessorChain, chain_of, paths_of
 from actors.sampling.rejection_sampler import NOT_DECIDED, BlockDecision, DrawAddress, PendingBlock, decide
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling, TokenRules
+from tests.sampling_reference import accept
 from tests.unit.actors.sampling.processor_opens import opened
 from tests.unit.trees import grown, trees
-from tests.sampling_reference import accept
 
 VOCABULARY = 12
 SAMPLINGS = [

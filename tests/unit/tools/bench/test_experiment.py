@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import ConfigError
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.endpoint_client import ChatQuestion, Counters, Tally, TimedAnswer
 from tools.bench.experiment import (
