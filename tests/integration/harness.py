@@ -36,8 +36,8 @@ from protos.codec import Decoded
 from protos.messages import Attach, Close, Open, Sampling
 from serve_app.router import Identity, Router, RouterLimits
 from tests.lossless.states import LAYOUT, ReadingMethod, RememberingRunner
-from tests.toys import a_generation, toy_draft_model
 from tests.static_membership import StaticMembership
+from tests.toys import a_generation, toy_draft_model
 
 VOCABULARY = 32
 CONTEXT = 512

@@ -14,8 +14,8 @@ from cluster.routing.session_router import SessionRouter
 from protos.codec import Decoded, Malformed
 from protos.messages import Refusal, RefusalReason
 from serve_app.router import Identity, Router, RouterLimits
-from tests.toys import a_generation
 from tests.static_membership import StaticMembership
+from tests.toys import a_generation
 
 
 @pytest.fixture

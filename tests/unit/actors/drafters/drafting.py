@@ -18,8 +18,7 @@ from actors.compute.hidden_states import encode_rows
 from actors.compute.kv_cache import InputRow
 from actors.compute.linear import Product, projection
 from actors.drafters.heads.dflash.drafting import DFlashPredictor, load_dflash
-from actors.drafters.heads.eagle.config import EagleOverrides
-from actors.drafters.heads.eagle.config import AS_CONFIGURED
+from actors.drafters.heads.eagle.config import AS_CONFIGURED, EagleOverrides
 from actors.drafters.heads.eagle.method import eagle_draft_model
 from actors.drafters.heads.head_drafter import HeadDrafter
 from actors.drafters.heads.last_state import LastRows, LastStatePredictor
