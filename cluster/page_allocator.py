@@ -14,7 +14,7 @@ rows wait for memory; the scheduler asks after each step what was fed.
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
@@ -93,9 +93,9 @@ class PageAllocator:
         return len(self._free) + len(self._evictable)
 
     @property
-    def cached_pages(self) -> int:
+    def cached_pages(self) -> Set[int]:
         """Pages that `open` can find."""
-        return len(self._published)
+        return self._published.keys()
 
     def pages_for(self, length: int) -> int:
         """Returns the number of pages that `length` positions take."""

@@ -116,15 +116,26 @@ class _Lack:
 class HiddenStateSender:
     """Feeds of all sessions of a target; with no format, no drafter reads states and nothing is sent.
 
-    `is_kept`: pages beside the cache keep the states.
+    `is_kept`: pages beside the cache keep the states. `ride_bytes` bounds the states of known tokens that go with a
+    verdict, and `window_bytes` a drafter's unacknowledged states.
     """
 
-    def __init__(self, layout: StatesFormat | None, admission: Admission, is_kept: bool = True) -> None:
+    def __init__(
+        self,
+        layout: StatesFormat | None,
+        admission: Admission,
+        is_kept: bool = True,
+        ride_bytes: int | None = None,
+        window_bytes: int | None = None,
+    ) -> None:
         self.rows: Counter[str] = Counter()  # rows sent, with verdicts or apart
         self.fresh = None if is_kept else StateRecompute(admission.pages.page_size)
         self._layout = layout
         self._admission = admission
         self._pages = admission.pages
+        self._ride_bytes = RIDE_BYTES if ride_bytes is None else ride_bytes
+        default = WINDOW_BYTES if is_kept else UNKEPT_WINDOW_BYTES
+        self._window_bytes = default if window_bytes is None else window_bytes
 
     @property
     def counts(self) -> dict[str, int]:
@@ -176,7 +187,7 @@ class HiddenStateSender:
         if self._layout is None or feed is None or session.paused or not row.decide:
             return ()
         known = (row.base_len - feed.sent) * self._layout.row_bytes
-        if not 0 <= known <= RIDE_BYTES or (self.fresh is not None and feed.sent < row.start):
+        if not 0 <= known <= self._ride_bytes or (self.fresh is not None and feed.sent < row.start):
             return ()
         return self._places(session, feed.sent, row.start + len(row.tokens))
 
@@ -215,7 +226,7 @@ class HiddenStateSender:
         if layout is None:
             return None
         on_way = self._rows_on_way()
-        window = max(1, (WINDOW_BYTES if self.fresh is None else UNKEPT_WINDOW_BYTES) // layout.row_bytes)
+        window = max(1, self._window_bytes // layout.row_bytes)
         found = [lack for lack in self._lacks() if on_way[lack.feed.drafter] < window]
         if not found:
             return None

@@ -120,6 +120,8 @@ class VerificationLimits:
     own_draws_only: bool = False  # whether the engine reports only its own draws, no probabilities
     states: StatesFormat | None = None  # format of captured hidden states; None: not captured
     keeps_states: bool = True  # whether the engine keeps hidden states beside the cache
+    ride_bytes: int | None = None  # most hidden states sent with a verdict; None: the default
+    window_bytes: int | None = None  # most unacknowledged hidden states per drafter; None: the default
     max_queued: int = 1024
     buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
 
@@ -283,7 +285,9 @@ class VerificationScheduler:
         self.sentinel = DraftQualityMonitor()
         self.refusals = Refusals(log)
         self.reporter = TargetReporter(limits, self._admission, self._pacer)
-        self.feeds = HiddenStateSender(limits.states, self._admission, limits.keeps_states)
+        self.feeds = HiddenStateSender(
+            limits.states, self._admission, limits.keeps_states, limits.ride_bytes, limits.window_bytes
+        )
         self.departure = Departure(self._admission, self._forget)
         self._early = OrphanBuffer(limits.buffer, self.counts)  # messages for sessions that are not open yet
         self.router_of = self._admission.router_of

@@ -1,9 +1,9 @@
-"""The committed text follows the target's distribution exactly, whatever drafter and schedule.
+"""The committed text follows the target's distribution exactly, for every drafter and schedule.
 
-Under ratio, chi-square over all continuations of a few tokens shows it. Every such test has a false-alarm rate of 1e-5,
-and seeds are fixed, so a failure is a bug or an unlucky change of seeds once in 100 000. Under coupled the text is that
-of plain decoding, session by session, and plain decoding has the distribution: equality sees a single wrong token, so
-it needs fewer sessions.
+Under rejection sampling, chi-square over all continuations of a few tokens shows it. Each such test has a false-alarm
+rate of 1e-5, and seeds are fixed, so a failure is a bug or, once in 100 000 changes of seeds, bad luck. Under Gumbel
+coupling the text equals that of non-speculative decoding, which has the distribution. Equality detects a single wrong
+token, so it needs fewer sessions.
 """
 
 import functools
@@ -95,7 +95,7 @@ def p_value_of(exact: Mapping[tuple[int, ...], float], samples: list[tuple[int, 
         pytest.param((0.7, 0.3, 0.0), (69, 30, 1), False, id="what cannot be"),
     ],
 )
-def test_a_p_value_tells_another_distribution_and_is_a_number(probabilities, counts, is_likely):
+def test_the_p_value_detects_another_distribution(probabilities, counts, is_likely):
     exact = {(token,): probability for token, probability in enumerate(probabilities)}
     samples = [(token,) for token, count in enumerate(counts) for _ in range(count)]
     p = p_value_of(exact, samples)
@@ -115,14 +115,14 @@ def plain_texts(new_tokens: int, sessions: int, seed: int) -> list[tuple[int, ..
 
 
 @pytest.mark.parametrize("new_tokens", [3, 6])
-def test_plain_decoding_has_the_targets_distribution(new_tokens):
+def test_non_speculative_decoding_has_the_targets_distribution(new_tokens):
     assert p_value(plainly(new_tokens), plain_texts(new_tokens, SESSIONS, seed=11)) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda a: a.name.lower())
-def test_joint_distribution_is_the_targets(acceptance, drafter, schedule):
+def test_speculation_keeps_the_joint_distribution(acceptance, drafter, schedule):
     setting = Setting(TARGET, DRAFTERS[drafter], acceptance, schedule)
     sessions = SESSIONS if acceptance is Acceptance.REJECTION else EQUAL_SESSIONS
     world = World(setting, sessions, seed=11)
@@ -131,15 +131,15 @@ def test_joint_distribution_is_the_targets(acceptance, drafter, schedule):
         assert p_value(setting, samples) > FALSE_ALARM
     else:
         assert samples == plain_texts(setting.new_tokens, sessions, seed=11)
-    drafted = sum(s.counts.drafted for s in world.sessions.values())
-    assert drafted > sessions / 5, "the drafter was hardly used, so this showed nothing"
+    drafted = world.drafted
+    assert drafted > sessions / 5, "too few drafts, so this proves nothing"
 
 
 @pytest.mark.parametrize("weight_scale", [2, 3])
-def test_a_drafter_draws_from_what_it_sends_however_coarse_that_is(weight_scale):
-    """Rounding nearly doubles the chance of all but the likeliest token, and the target agrees with what is sent.
+def test_a_drafter_draws_from_the_rounded_probabilities_that_it_sends(weight_scale):
+    """Rounding nearly doubles the probability of all but the likeliest token, and the target agrees with what is sent.
 
-    So each block stands whole, and the text shows what it was drawn from: before rounding it would be another text.
+    So whole blocks are accepted, and the text shows which distribution they were drawn from.
     """
     likeliest = torch.eye(VOCABULARY).roll(1, dims=1)
     sent = (likeliest * weight_scale).clamp_min(1.0).log()
@@ -147,7 +147,7 @@ def test_a_drafter_draws_from_what_it_sends_however_coarse_that_is(weight_scale)
     setting = Setting(sent, drafted, Acceptance.REJECTION, calm, weight_scale=weight_scale)
     world = World(setting, SESSIONS, seed=14)
     assert p_value(setting, world.run()) > FALSE_ALARM
-    assert sum(s.counts.accepted for s in world.sessions.values()) > SESSIONS / 2
+    assert world.accepted > SESSIONS / 2
 
 
 WAYS_TO_DRAFT_AHEAD = (
@@ -167,14 +167,14 @@ def in_all_ways(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def drafted_ahead(setting: Setting, seeds: range) -> list[tuple[int, ...]]:
-    """The texts of a world for each seed, in all of which guesses have mattered."""
+    """Returns the texts of a world for each seed; guesses must have mattered."""
     samples: list[tuple[int, ...]] = []
     counts: Counter[str] = Counter()
     for seed in seeds:
         world = World(setting, FEW, seed)
         samples += world.run()
         counts.update(world.drafting.counts, preempted=world.verification.preempted)
-    assert counts["guess_hit"] > len(samples) / 30, "guesses hardly ever mattered, so this showed nothing"
+    assert counts["guess_hit"] > len(samples) / 30, "too few guesses were used, so this proves nothing"
     assert counts["guesses"] > 2 * (counts["guess_hit"] + counts["guess_miss"]), "several outcomes for each verdict"
     assert (counts["preempted"] > len(seeds) / 10) == (setting.pages < 4096)
     return samples
@@ -217,13 +217,13 @@ def with_best_two_swapped(logits: Tensor) -> Tensor:
     return logits.scatter(-1, best.indices, best.values.flip(-1))
 
 
-def test_a_schedule_that_looks_at_tokens_breaks_ratio():
-    """The control: the test above can fail, and for the reason that the design names."""
+def test_a_schedule_that_depends_on_tokens_breaks_rejection_sampling():
+    """The control: the tests above can fail."""
     setting = Setting(TARGET, TARGET, Acceptance.REJECTION, only_with_eos_in_time)
     assert p_value(setting, World(setting, SESSIONS, seed=12).run()) < FALSE_ALARM
 
 
-def test_the_same_schedule_does_not_break_coupled():
+def test_the_same_schedule_does_not_break_gumbel_coupling():
     setting = Setting(TARGET, TARGET, Acceptance.COUPLED, only_with_eos_in_time)
     samples = World(setting, EQUAL_SESSIONS, seed=12).run()
     assert samples == plain_texts(setting.new_tokens, EQUAL_SESSIONS, seed=12)
@@ -233,18 +233,18 @@ def test_the_same_schedule_does_not_break_coupled():
 @pytest.mark.parametrize(
     "sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7)], ids=["greedy", "temperature 0.7"]
 )
-def test_coupled_and_greedy_do_not_depend_on_drafter_schedule_or_length(acceptance, sampling):
-    """Equality, not statistics: the output is a function of prefix, parameters and seed alone."""
+def test_coupled_and_greedy_texts_do_not_depend_on_drafter_schedule_or_draft_length(acceptance, sampling):
+    """The text is a function of prefix, parameters and seed alone."""
     if acceptance is Acceptance.REJECTION and not sampling.greedy:
-        pytest.skip("sampled ratio output may depend on the drafter; only its distribution is fixed")
+        pytest.skip("sampled text may depend on the drafter; only its distribution is fixed")
 
-    accepted: list[int] = []
+    branches: list[int] = []
 
     def outputs(drafter: Tensor, schedule, block_len: int) -> list[tuple[int, ...]]:
         setting = Setting(TARGET, drafter, acceptance, schedule, block_len, new_tokens=12, sampling=sampling)
         world = World(setting, 50, seed=13)
         found = world.run()
-        accepted.append(world.branches_accepted)
+        branches.append(world.branches_accepted)
         return found
 
     plain = outputs(TARGET, calm, block_len=0)
@@ -252,4 +252,4 @@ def test_coupled_and_greedy_do_not_depend_on_drafter_schedule_or_length(acceptan
         assert outputs(DRAFTERS[name], schedule, block_len) == plain
     for schedule in (calm, stormy):
         assert outputs(with_best_two_swapped(TARGET), schedule, 3) == plain
-    assert sum(accepted[-2:]) > 5, "trees hardly ever mattered, so this showed nothing of them"
+    assert sum(branches[-2:]) > 5, "trees hardly ever mattered"

@@ -1,4 +1,4 @@
-"""Texts that keep to a grammar are plain decoding's, or have its distribution, whoever drafts and knows of it."""
+"""Texts under a grammar are those of non-speculative decoding, or have its distribution, for any drafter."""
 
 import functools
 import itertools
@@ -17,9 +17,9 @@ from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import EOS, Setting
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value_of
 from tests.lossless.test_distribution import TARGET as FEW_TARGET
-from tests.lossless.test_reference_loop import DRAFT, NEW_TOKENS, TARGET, VOCABULARY, texts
+from tests.lossless.test_reference_loop import DRAFT, NEW_TOKENS, TARGET, VOCABULARY
 from tests.lossless.test_trees import into_a_tree
-from tests.lossless.world import World, calm, near_patience, stormy
+from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
 
 WRITTEN = ["a", "b", "c", "(", ")", ",", *map("".join, itertools.product("abc(),", "abc(),"))]
 LETTERS = ("<end>", *WRITTEN[: VOCABULARY - 1])
@@ -66,19 +66,11 @@ SETTING = Setting(
 
 
 def worlds(setting: Setting) -> list[World]:
-    made = [World(replace(setting, prompt=(1 + seed, 7, 8)), AT_ONCE, seed) for seed in range(WORLDS)]
-    for world in made:
-        world.run()
-    return made
-
-
-def accepted(made: Sequence[World]) -> int:
-    return sum(session.counts.accepted for world in made for session in world.sessions.values())
+    return run_worlds(setting, AT_ONCE, [(1 + seed, 7, 8) for seed in range(WORLDS)])
 
 
 @functools.cache
-def plain(sampling: Sampling) -> list[tuple[int, ...]]:
-    """Generates without drafts."""
+def without_drafts(sampling: Sampling) -> list[tuple[int, ...]]:
     return texts(worlds(replace(SETTING, block_len=0, sampling=sampling)))
 
 
@@ -109,26 +101,26 @@ SAMPLINGS = [
     ],
 )
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_chains_and_trees_decide_what_plain_decoding_does(sampling, schedule, pages):
+def test_chains_and_trees_give_the_text_of_non_speculative_decoding(sampling, schedule, pages):
     altered = None if schedule is near_patience else into_a_tree(prompt_len=3)
     made = worlds(replace(SETTING, schedule=schedule, sampling=sampling, pages=pages, altered=altered))
-    assert texts(made) == plain(sampling)
-    assert accepted(made) > 10, "hardly anything was drafted: this showed nothing"
+    assert texts(made) == without_drafts(sampling)
+    assert accepted(made) > 10, "too few drafts, so this proves nothing"
     preempted = sum(world.verification.preempted for world in made)
     assert preempted or pages > FEW_PAGES or sampling.greedy  # whose texts are all short
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_every_text_keeps_to_its_grammar(sampling):
-    assert all(keeps_to_lists(text) for text in plain(sampling))
+def test_every_text_follows_its_grammar(sampling):
+    assert all(keeps_to_lists(text) for text in without_drafts(sampling))
     free = worlds(replace(SETTING, grammar="", block_len=0, sampling=sampling))
-    assert not all(keeps_to_lists(text) for text in texts(free)), "they do so without it"
+    assert not all(keeps_to_lists(text) for text in texts(free)), "texts follow it anyway"
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_more_is_accepted_of_a_drafter_that_knows_the_grammar(sampling):
+def test_a_drafter_that_knows_the_grammar_has_more_tokens_accepted(sampling):
     ignorant = worlds(replace(SETTING, sampling=sampling, masks_drafts=False))
-    assert texts(ignorant) == plain(sampling)
+    assert texts(ignorant) == without_drafts(sampling)
     assert accepted(worlds(replace(SETTING, sampling=sampling))) > 1.2 * accepted(ignorant)
 
 
@@ -157,7 +149,7 @@ def masked_distribution(setting: Setting) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("masks_drafts", [True, False], ids=["it knows", "it does not"])
 @pytest.mark.parametrize("drafter", ["good", "bad", "eos_heavy"])
-def test_under_ratio_the_distribution_is_the_targets_among_what_is_allowed(drafter, masks_drafts):
+def test_under_rejection_sampling_the_distribution_is_the_targets_among_allowed_tokens(drafter, masks_drafts):
     setting = Setting(
         FEW_TARGET,
         DRAFTERS[drafter],
@@ -173,4 +165,4 @@ def test_under_ratio_the_distribution_is_the_targets_among_what_is_allowed(draft
     exact = masked_distribution(setting)
     assert abs(sum(exact.values()) - 1) < 1e-9
     assert p_value_of(exact, samples) > FALSE_ALARM
-    assert sum(session.counts.drafted for session in world.sessions.values()) > SESSIONS / 5
+    assert world.drafted > SESSIONS / 5

@@ -1,4 +1,4 @@
-"""Heads that predict several tokens from the target's states, through the whole world: chains, trees, and ahead."""
+"""Heads that predict several tokens from the target's hidden states: chains, trees, and blocks drafted ahead."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from tests.lossless.states import ReadingMethod
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, FEW, FEW_WORLDS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
 from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, NEW_TOKENS, TARGET
-from tests.lossless.world import World, calm, near_patience, stormy
+from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
 
 WORLDS = 2
 EACH_KIND = pytest.mark.parametrize(
@@ -21,14 +21,7 @@ EACH_KIND = pytest.mark.parametrize(
 
 
 def worlds_of(kind: type[World], setting: Setting) -> list[World]:
-    worlds = [kind(replace(setting, prompt=tuple(range(1, 8 + seed))), AT_ONCE, seed) for seed in range(WORLDS)]
-    for world in worlds:
-        world.run()
-    return worlds
-
-
-def texts_of(worlds: list[World]) -> list[tuple[int, ...]]:
-    return [session.committed for world in worlds for session in world.sessions.values()]
+    return run_worlds(setting, AT_ONCE, [range(1, 8 + seed) for seed in range(WORLDS)], kind)
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -48,38 +41,37 @@ PENALISED = Sampling(temperature=1.0, frequency_penalty=0.5)
         pytest.param(PENALISED, calm, id="penalties, calm"),
     ],
 )
-def test_blocks_of_heads_decide_what_plain_decoding_does(
+def test_blocks_of_heads_give_the_text_of_non_speculative_decoding(
     sampling: Sampling, schedule: Any, keeps: bool, kind: Any
 ) -> None:
-    """Trees and blocks ahead of verdicts among them, on every schedule, with a pass cut short now and then."""
+    """Includes trees and blocks drafted ahead, on every schedule, with interrupted passes."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
     drafted = replace(plain, schedule=schedule, block_len=BLOCK_LEN, interruption=0.1, pages=64)
     setting = replace(drafted, reads_states=True, keeps_states=keeps)
     worlds = worlds_of(kind, setting)
-    assert texts_of(worlds) == texts_of(worlds_of(World, plain))
-    accepted = sum(session.counts.accepted for world in worlds for session in world.sessions.values())
-    assert accepted > (len(texts_of(worlds)) if schedule is calm else 0), "hardly any draft stood: this showed nothing"
-    assert sum(world.branches_accepted for world in worlds) > 0, "no tree stood along another path than its first"
-    assert sum(world.drafting.counts["guess_hit"] for world in worlds) > 0, "no block ahead of a verdict was of use"
+    assert texts(worlds) == texts(worlds_of(World, plain))
+    assert accepted(worlds) > (len(texts(worlds)) if schedule is calm else 0), "too few drafts, so this proves nothing"
+    assert sum(world.branches_accepted for world in worlds) > 0, "no tree mattered"
+    assert sum(world.drafting.counts["guess_hit"] for world in worlds) > 0, "no block drafted ahead was used"
 
 
 @EACH_KIND
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
-def test_heads_that_begin_in_mid_text_decide_what_plain_decoding_does(sampling: Sampling, kind: Any) -> None:
-    """Drafters and targets are lost, so that sessions come to drafters in their middle."""
+def test_heads_that_begin_late_give_the_text_of_non_speculative_decoding(sampling: Sampling, kind: Any) -> None:
+    """Messages are lost, so drafters receive sessions late."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
     drafted = replace(plain, schedule=stormy, block_len=BLOCK_LEN, interruption=0.1, pages=64)
     worlds = worlds_of(kind, replace(drafted, reads_states=True, keeps_states=False, enough_states=2))
-    assert texts_of(worlds) == texts_of(worlds_of(World, plain))
+    assert texts(worlds) == texts(worlds_of(World, plain))
     methods = [drafter.method for world in worlds for drafter in world.drafters.values()]
     late = sum(method.begun_late for method in methods if isinstance(method, ReadingMethod))
-    assert late > 0, "no text began in its middle: this showed nothing"
-    assert sum(session.counts.accepted for world in worlds for session in world.sessions.values()) > 0
+    assert late > 0, "no drafter began within a text, so this proves nothing"
+    assert accepted(worlds) > 0
 
 
 @EACH_KIND
 @pytest.mark.parametrize(("new_tokens", "interruption"), [(4, 0.0), (5, 0.1)], ids=["whole passes", "interrupted"])
-def test_under_ratio_blocks_ahead_of_heads_keep_the_distribution(
+def test_under_rejection_sampling_blocks_ahead_of_heads_keep_the_distribution(
     new_tokens: int, interruption: float, kind: Any
 ) -> None:
     """Tests all texts by chi-square, with a false-alarm rate of 1e-5 per case."""
@@ -97,4 +89,4 @@ def test_under_ratio_blocks_ahead_of_heads_keep_the_distribution(
     samples = [text for world in worlds for text in world.run()]
     assert p_value(setting, samples) > FALSE_ALARM
     hits = sum(world.drafting.counts["guess_hit"] for world in worlds)
-    assert hits > len(samples) / 10, "blocks ahead were hardly used: this showed nothing"
+    assert hits > len(samples) / 10, "too few blocks ahead, so this proves nothing"

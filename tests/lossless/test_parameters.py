@@ -1,6 +1,6 @@
-"""Every parameter, and each pair of them, with speculation: the text is what plain decoding says by a plain reference.
+"""With every sampling parameter and each pair, speculation gives the text of a simple non-speculative reference.
 
-The reference changes one row of logits at a time, with loops over a list of numbers, and knows nothing of blocks.
+The reference changes one row of logits at a time, in Python loops.
 """
 
 import itertools
@@ -110,27 +110,27 @@ def setting_of(names: tuple[str, ...], base: Sampling) -> Setting:
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
-def test_each_pair_of_parameters_gives_the_text_of_plain_decoding(names):
+def test_each_pair_of_parameters_gives_the_text_of_the_reference(names):
     world = PoolWorld(setting_of(names, Sampling()), Pools(TARGET, DRAFT), AT_ONCE, seed=1)
     assert world.run() == [plainly(session.generation, TARGET) for session in world.sessions.values()]
 
 
 @pytest.mark.parametrize("names", [(name,) for name in PARAMETERS if name != "temperature"], ids="-".join)
-def test_each_parameter_gives_the_greedy_text_of_plain_decoding_too(names):
+def test_each_parameter_gives_the_greedy_text_of_the_reference(names):
     world = PoolWorld(setting_of(names, Sampling(temperature=0.0)), Pools(TARGET, DRAFT), AT_ONCE, seed=1)
     assert world.run() == [plainly(session.generation, TARGET) for session in world.sessions.values()]
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in ("top_k", "top_p", "min_p")])
-def test_each_parameter_changes_texts_and_the_drafter_foresees_it(name):
-    """Else the equalities above show nothing. A drafter that knew nothing of a rule would be rejected more often."""
+def test_each_parameter_changes_texts_and_the_drafter_applies_it_too(name):
+    """A drafter that ignored it would be rejected more often."""
     texts: dict[bool, list[tuple[int, ...]]] = {}
     counts: Counter[str] = Counter()
     for is_set in (True, False):
         world = PoolWorld(setting_of((name,) if is_set else (), Sampling()), Pools(TARGET, TARGET), 8, seed=2)
         texts[is_set] = world.run()
         if is_set:
-            counts["accepted"] = sum(session.counts.accepted for session in world.sessions.values())
+            counts["accepted"] = world.accepted
             counts["blocks"] = sum(session.counts.blocks for session in world.sessions.values())
     assert texts[True] != texts[False]
     assert counts["accepted"] > counts["blocks"], "a draft that is the target is accepted, rules or not"
@@ -212,7 +212,7 @@ def drawn(
     for seed in range(worlds):
         world = PoolWorld(setting, Pools(FEW_TARGET, FEW_DRAFT), FEW_AT_ONCE, seed)
         samples += world.run()
-        accepted += sum(session.counts.accepted for session in world.sessions.values())
+        accepted += world.accepted
         branches_accepted += world.branches_accepted
     (generation, *_) = [session.generation for session in world.sessions.values()]
     assert accepted > len(samples) / 10, "hardly anything was speculated, so this showed little"

@@ -1,7 +1,7 @@
-"""The fast loop against the slow one, which is its executable specification: draft, verify, commit, one cohort.
+"""The overlapped loop against the reference loop, its executable specification: draft, verify, commit, one cohort.
 
-The same sessions under both pacings; what is drawn by coupled noise, or not drawn at all, must be the same tokens.
-Sampled ratio output may depend on the blocks, so of it the distribution is compared, as in the tests of that.
+The same sessions run under both. Greedy and coupled texts must be equal. Under rejection sampling the text may depend
+on the blocks, so the distribution is compared.
 """
 
 import functools
@@ -17,7 +17,7 @@ from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import EOS, Setting, generations, rounds_in_lock_step, texts_in_lock_step
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
-from tests.lossless.world import World, calm, near_patience, stormy
+from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
 
 VOCABULARY = 40
 BLOCK_LEN = 4
@@ -29,7 +29,7 @@ SCHEDULES = [calm, stormy, near_patience]
 
 def logits(seed: int, scale: float) -> torch.Tensor:
     drawn = scale * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
-    drawn[:, EOS] -= 2.0  # or most texts would be over before anything was drafted
+    drawn[:, EOS] -= 2.0  # otherwise most texts end before anything is drafted
     return drawn
 
 
@@ -38,16 +38,11 @@ DRAFT = TARGET + logits(22, 0.6)
 
 
 def worlds(setting: Setting) -> list[World]:
-    """Run, each with a prompt and seeds of its own."""
-    made = [World(replace(setting, prompt=(1 + seed,)), AT_ONCE, seed) for seed in range(WORLDS)]
-    for world in made:
-        world.run()
-    return made
+    return run_worlds(setting, AT_ONCE, [(1 + seed,) for seed in range(WORLDS)])
 
 
 @functools.cache
-def plain(sampling: Sampling) -> list[tuple[int, ...]]:
-    """The texts without any draft, which no rule and no schedule has a part in."""
+def without_drafts(sampling: Sampling) -> list[tuple[int, ...]]:
     setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
     return texts(worlds(setting))
 
@@ -63,16 +58,12 @@ def specified(acceptance: Acceptance, sampling: Sampling) -> list[tuple[int, ...
     ]
 
 
-def texts(found: list[World]) -> list[tuple[int, ...]]:
-    return [session.committed for world in found for session in world.sessions.values()]
-
-
 def counts(found: list[World]) -> Counter[str]:
     return sum((world.drafting.counts for world in found), Counter[str]())
 
 
 def rows_without_block(world: World) -> int:
-    """Those with room for one, but for the first step's: that is made before any drafter is there."""
+    """Counts rows that could hold a block and do not, except in the first step, which precedes all drafters."""
     longest = 1 + NEW_TOKENS
     rows = (row for step in world.steps[1:] for row in step)
     return sum(not row.drafted and row.base_len + 1 < longest for row in rows)
@@ -83,52 +74,52 @@ def rows_without_block(world: World) -> int:
     ("acceptance", "sampling"),
     [
         pytest.param(Acceptance.COUPLED, Sampling(temperature=0.0), id="greedy"),
-        pytest.param(Acceptance.REJECTION, Sampling(temperature=0.0), id="greedy by ratio"),
+        pytest.param(Acceptance.REJECTION, Sampling(temperature=0.0), id="greedy by rejection sampling"),
         pytest.param(Acceptance.COUPLED, Sampling(temperature=0.7), id="coupled"),
         pytest.param(Acceptance.COUPLED, Sampling(temperature=1.0, top_p=0.9, frequency_penalty=0.5), id="penalties"),
     ],
 )
-def test_both_loops_decide_what_plain_decoding_does(acceptance, sampling, schedule):
+def test_both_loops_give_the_text_of_non_speculative_decoding(acceptance, sampling, schedule):
     setting = Setting(TARGET, DRAFT, acceptance, schedule, BLOCK_LEN, NEW_TOKENS, sampling, ahead=4)
-    assert specified(acceptance, sampling) == plain(sampling)
+    assert specified(acceptance, sampling) == without_drafts(sampling)
     slow = worlds(replace(setting, lock_step=True))
     fast = worlds(setting)
-    assert texts(slow) == plain(sampling)
-    assert texts(fast) == plain(sampling)
+    assert texts(slow) == without_drafts(sampling)
+    assert texts(fast) == without_drafts(sampling)
     for found in (slow, fast):
-        assert sum(s.counts.accepted for world in found for s in world.sessions.values()) > len(plain(sampling))
-    assert counts(slow)["guesses"] == 0, "lock step drafts nothing ahead"
-    assert counts(fast)["guess_hit"] > 0, "nothing that was drafted ahead was used: the two loops were one"
+        assert accepted(found) > len(without_drafts(sampling))
+    assert counts(slow)["guesses"] == 0, "the reference loop drafts nothing ahead"
+    assert counts(fast)["guess_hit"] > 0, "nothing drafted ahead was used, so both loops were the same"
 
 
 @pytest.mark.parametrize("schedule", [calm, near_patience], ids=lambda s: s.__name__)
-def test_lock_step_drafts_for_all_and_verifies_all(schedule):
-    """Or the comparison above would be with something else than the specification."""
+def test_the_reference_loop_drafts_for_all_sessions_and_verifies_all(schedule):
     setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, schedule, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
     for world in worlds(replace(setting, lock_step=True)):
         assert rows_without_block(world) == 0, "a session did not wait for its block"
         # The first step begins as soon as one session is there.
         cohorts = [{row.session for row in step} for step in world.steps[1:]]
         assert all(later <= earlier for earlier, later in pairwise(cohorts)), "a session stayed out of a step"
-    assert all(rows_without_block(world) > 0 for world in worlds(setting)), "the other loop waits for all of them too"
+    assert all(rows_without_block(world) > 0 for world in worlds(setting)), (
+        "the overlapped loop waits for all of them too"
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
-def test_sampled_ratio_has_the_targets_distribution_in_lock_step_too(schedule):
+def test_rejection_sampling_in_the_reference_schedule_has_the_targets_distribution(schedule):
     setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.REJECTION, schedule, lock_step=True)
     world = World(setting, SESSIONS, seed=11)
     assert p_value(setting, world.run()) > FALSE_ALARM
     assert world.drafting.counts["guesses"] == 0
-    assert sum(s.counts.drafted for s in world.sessions.values()) > SESSIONS / 5, "the drafter was hardly used"
+    assert world.drafted > SESSIONS / 5, "the drafter was hardly used"
 
 
-def test_the_specification_has_the_targets_distribution_under_sampled_ratio():
+def test_the_specification_has_the_targets_distribution_under_rejection_sampling():
     setting = Setting(FEW_TOKENS, DRAFTERS["good"], Acceptance.REJECTION, calm)
     assert p_value(setting, texts_in_lock_step(setting, SESSIONS, seed=17)) > FALSE_ALARM
 
 
 def test_the_specification_drafts_verifies_and_commits_in_every_round():
-    """Or it would be plain decoding, and what it is compared with might be too."""
     setting = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
     (generation,) = generations(setting, 1, random.Random(5))
     emits = list(rounds_in_lock_step(setting, generation))

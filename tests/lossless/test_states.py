@@ -1,4 +1,4 @@
-"""Methods that read the target's hidden states: each state is of its own text, or is missing, whatever is lost."""
+"""A method that reads hidden states gets those of its own text or none, whatever is lost; it checks them itself."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,15 +9,13 @@ from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import Setting
 from tests.lossless.states import ReadingMethod
 from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET
-from tests.lossless.world import World, calm, near_patience, stormy
+from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
 
 WORLDS = 3
 
 
-def texts_of(setting: Setting) -> tuple[list[tuple[int, ...]], list[World]]:
-    """The method itself checks what it is told."""
-    worlds = [World(replace(setting, prompt=tuple(range(1, 8 + seed))), AT_ONCE, seed) for seed in range(WORLDS)]
-    return [text for world in worlds for text in world.run()], worlds
+def worlds_of(setting: Setting) -> list[World]:
+    return run_worlds(setting, AT_ONCE, [range(1, 8 + seed) for seed in range(WORLDS)])
 
 
 def rows_read(worlds: list[World]) -> int:
@@ -31,19 +29,19 @@ def rows_read(worlds: list[World]) -> int:
 @pytest.mark.parametrize(
     "sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7)], ids=["greedy", "temperature 0.7"]
 )
-def test_the_text_is_that_of_plain_decoding_and_drafts_are_made_of_the_right_states(sampling, schedule, pages, keeps):
+def test_drafts_from_states_give_the_text_of_non_speculative_decoding(sampling, schedule, pages, keeps):
     plain = Setting(TARGET, DRAFT, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
     drafted = replace(plain, schedule=schedule, block_len=BLOCK_LEN)
     setting = replace(drafted, reads_states=True, pages=pages, keeps_states=keeps)
-    texts, worlds = texts_of(setting)
-    assert texts == texts_of(plain)[0]
-    accepted = sum(session.counts.accepted for world in worlds for session in world.sessions.values())
-    assert accepted > len(texts), "it was hardly ever drafted from states, so this showed nothing"
-    assert rows_read(worlds) > len(texts) * NEW_TOKENS / 2
-    if not sampling.greedy:  # else all sessions share their pages
+    worlds = worlds_of(setting)
+    found = texts(worlds)
+    assert found == texts(worlds_of(plain))
+    assert accepted(worlds) > len(found), "too few drafts, so this proves nothing"
+    assert rows_read(worlds) > len(found) * NEW_TOKENS / 2
+    if not sampling.greedy:  # otherwise all sessions share their pages
         assert (sum(world.verification.preempted for world in worlds) > 0) == (pages < 4096)
     counts = sum((Counter(world.verification.feeds.counts) for world in worlds), Counter[str]())
-    assert (counts["again"] > 0) != keeps, "what is not kept is computed again after a prefix hit or a loss"
+    assert (counts["again"] > 0) != keeps, "states that are not kept are computed again after a prefix hit or a loss"
     assert counts["lost"] == 0
-    assert all(world.verification.feeds.rows["verdict"] > 0 for world in worlds), "none rode with a verdict"
-    assert sum(world.branches_accepted for world in worlds) > 0, "no tree stood along another path than its first"
+    assert all(world.verification.feeds.rows["verdict"] > 0 for world in worlds), "none went with a verdict"
+    assert sum(world.branches_accepted for world in worlds) > 0, "no tree mattered"

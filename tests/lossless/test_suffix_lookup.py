@@ -1,9 +1,10 @@
-"""Suffix lookup through the whole world: texts stay what they are, while it learns from each of them.
+"""Suffix lookup changes no text while it learns from each.
 
-One method outlives several worlds, so that its drafts come from other sessions' answers too.
+One method serves several worlds, so that its drafts come from other sessions' answers too.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -13,12 +14,12 @@ from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import Schedule, Setting, a_draft_scheduler
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, FEW, FEW_WORLDS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
-from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET, plain, texts
-from tests.lossless.world import ToyDrafter, World, calm, near_patience, stormy
+from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET, without_drafts
+from tests.lossless.world import ToyDrafter, World, accepted, calm, near_patience, run_worlds, stormy, texts
 
 
 class SuffixWorld(World):
-    """Drafts with a lookup that was there before."""
+    """Drafts with an existing lookup."""
 
     def __init__(self, method: SuffixLookup, setting: Setting, sessions: int, seed: int) -> None:
         self._method = method
@@ -35,23 +36,18 @@ def a_method() -> SuffixLookup:
 
 @pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.4)], ids=["greedy", "coupled"])
-def test_texts_are_those_of_plain_decoding(sampling, schedule):
+def test_suffix_lookup_gives_the_text_of_non_speculative_decoding(sampling, schedule):
     method = a_method()
     setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, schedule, BLOCK_LEN, NEW_TOKENS, sampling, ahead=4)
-    found = [SuffixWorld(method, replace(setting, prompt=(1 + seed,)), AT_ONCE, seed) for seed in (0, 1)]
-    for world in found:
-        world.run()
-    assert texts(found) == plain(sampling)
-    accepted = sum(s.counts.accepted for world in found for s in world.sessions.values())
-    assert accepted > AT_ONCE, "hardly anything was drafted: this showed nothing"
+    found = run_worlds(setting, AT_ONCE, [(1,), (2,)], partial(SuffixWorld, method))
+    assert texts(found) == without_drafts(sampling)
+    assert accepted(found) > AT_ONCE, "too few drafts, so this proves nothing"
 
 
-def test_trees_bring_what_chains_do_not():
+def test_branches_of_trees_are_accepted():
     method = a_method()
     setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, calm, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
-    found = [SuffixWorld(method, setting, AT_ONCE, seed) for seed in range(4)]
-    for world in found:
-        world.run()
+    found = run_worlds(setting, AT_ONCE, [setting.prompt] * 4, partial(SuffixWorld, method))
     assert sum(world.branches_accepted for world in found) > 4
 
 
@@ -61,17 +57,17 @@ def p_value_over_answers_of_others(schedule: Schedule, worlds: int) -> float:
         FEW_TOKENS, DRAFTERS["bad"], Acceptance.REJECTION, schedule, new_tokens=6, ahead=2, interruption=0.1
     )
     samples: list[tuple[int, ...]] = []
-    accepted = 0
+    drafts_accepted = 0
     method = a_method()
     SuffixWorld(method, replace(setting, acceptance=Acceptance.COUPLED), 50, seed=999).run()
     for seed in range(worlds):
         world = SuffixWorld(method, setting, FEW, seed)
         samples += world.run()
-        accepted += sum(s.counts.accepted for s in world.sessions.values())
-    assert accepted > len(samples) / 4, "hardly anything was drafted: this showed nothing"
+        drafts_accepted += world.accepted
+    assert drafts_accepted > len(samples) / 4, "too few drafts, so this proves nothing"
     return p_value(setting, samples)
 
 
 @pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
-def test_under_ratio_the_distribution_is_the_target_s(schedule):
+def test_under_rejection_sampling_the_distribution_is_the_targets(schedule):
     assert p_value_over_answers_of_others(schedule, FEW_WORLDS) > FALSE_ALARM

@@ -1,6 +1,7 @@
-"""Random trees through the whole world give the text of plain decoding, on every schedule and whatever pages are lost.
+"""Random trees give the text of non-speculative decoding, on every schedule and with preemption.
 
-A drafter's blocks become trees of the target's likely tokens on their way; those drafted ahead, late and doubled too.
+Every block of a drafter becomes a tree of the target's likely tokens in transit, also if it is drafted ahead, late or
+repeated.
 """
 
 import functools
@@ -13,8 +14,8 @@ import pytest
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Block, Sampling
 from tests.lossless.parts import Setting
-from tests.lossless.test_reference_loop import AT_ONCE, DRAFT, NEW_TOKENS, TARGET, VOCABULARY, WORLDS, texts
-from tests.lossless.world import World, calm, near_patience, stormy
+from tests.lossless.test_reference_loop import AT_ONCE, DRAFT, NEW_TOKENS, TARGET, VOCABULARY, WORLDS
+from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
 
 BLOCK_LEN = 6
 FEW_PAGES = 18  # of all sessions together, where one may need 14
@@ -43,19 +44,14 @@ def into_a_tree(prompt_len: int) -> Callable[[Block, random.Random], Block]:
 
 
 def worlds(setting: Setting) -> list[World]:
-    """Run, each with a prompt and seeds of its own."""
-    made = [World(replace(setting, prompt=(1 + seed, 7, 8)), AT_ONCE, seed) for seed in range(WORLDS)]
-    for world in made:
-        world.run()
-    return made
+    return run_worlds(setting, AT_ONCE, [(1 + seed, 7, 8) for seed in range(WORLDS)])
 
 
 SETTING = Setting(TARGET, DRAFT, Acceptance.COUPLED, calm, BLOCK_LEN, NEW_TOKENS, ahead=4)
 
 
 @functools.cache
-def plain(sampling: Sampling) -> list[tuple[int, ...]]:
-    """The texts without any draft."""
+def without_drafts(sampling: Sampling) -> list[tuple[int, ...]]:
     return texts(worlds(replace(SETTING, block_len=0, sampling=sampling)))
 
 
@@ -77,16 +73,16 @@ def plain(sampling: Sampling) -> list[tuple[int, ...]]:
         pytest.param(Sampling(temperature=0.0, presence_penalty=0.7), id="greedy with penalties"),
     ],
 )
-def test_random_trees_decide_what_plain_decoding_does(sampling, schedule, pages):
+def test_random_trees_give_the_text_of_non_speculative_decoding(sampling, schedule, pages):
     altered = into_a_tree(prompt_len=3)
     grown = worlds(replace(SETTING, schedule=schedule, sampling=sampling, pages=pages, altered=altered))
-    assert texts(grown) == plain(sampling)
-    assert sum(world.branches_accepted for world in grown) > 1, "no trees: this showed nothing"
-    assert sum(s.counts.accepted for world in grown for s in world.sessions.values()) > len(plain(sampling))
+    assert texts(grown) == without_drafts(sampling)
+    assert sum(world.branches_accepted for world in grown) > 1, "no tree mattered, so this proves nothing"
+    assert accepted(grown) > len(without_drafts(sampling))
     assert (sum(world.verification.preempted for world in grown) > 0) == (pages < 4096)
 
 
-def test_under_ratio_a_tree_is_dropped_and_counted_and_the_session_goes_on():
+def test_under_rejection_sampling_trees_are_dropped_and_counted():
     made = worlds(replace(SETTING, acceptance=Acceptance.REJECTION, altered=into_a_tree(prompt_len=3)))
     assert all(world.verification.counts.dropped["tree"] > 0 for world in made)
     assert all(session.committed for world in made for session in world.sessions.values())

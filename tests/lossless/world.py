@@ -5,9 +5,10 @@ Only time and transport are simulated: a schedule decides when each block and ve
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import TypeVar
 
 import torch
 
@@ -72,17 +73,26 @@ class ToyTarget:
     executor: StepExecutor
     is_busy: bool = False
     _memory: TokenMemory = field(default_factory=lambda: TokenMemory(PAGE_SIZE))
+    _texts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # committed tokens that were fed, by session
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Fails where a row's pages hold another text than its session's."""
+        for name in plan.closes:
+            del self._texts[name]
+        self._texts |= {request.session: request.tokens for request in plan.opens}
         outcomes = self.executor.step(plan)
         self._memory.move(plan.moves)
         self._memory.copy(plan.copies)
         for row in plan.rows:
             self._memory.write(row.tokens, row.start, row.pages)
         for row in plan.rows:
-            known = tuple(self.executor._sessions[row.session].tokens[: row.base_len])
+            known = self._texts[row.session][: row.start] + row.tokens[: row.known]
+            assert len(known) == row.base_len
             assert self._memory.read(row.start + len(row.tokens), row.pages) == known + row.draft.tokens
+            self._texts[row.session] = known + self._texts[row.session][row.base_len :]
+        for outcome in outcomes:
+            row = next(row for row in plan.rows if row.session == outcome.session)
+            self._texts[row.session] = self._texts[row.session][: row.base_len] + outcome.tokens_of(row)
         return outcomes
 
 
@@ -137,6 +147,16 @@ class World:
                 self._draft(address)
         self._check_that_nothing_is_left()
         return [session.committed for session in self.sessions.values()]
+
+    @property
+    def accepted(self) -> int:
+        """Accepted draft tokens of all sessions."""
+        return sum(session.counts.accepted for session in self.sessions.values())
+
+    @property
+    def drafted(self) -> int:
+        """Verified draft tokens of all sessions."""
+        return sum(session.counts.drafted for session in self.sessions.values())
 
     @property
     def verification(self) -> VerificationScheduler:
@@ -281,3 +301,29 @@ class World:
         """It may be the one that gave the session up."""
         if session.wants_drafter:
             self._do(session.assign_drafter(self._rng.choice(list(self.drafters))))
+
+
+W = TypeVar("W", bound=World)
+
+
+def run_worlds(
+    setting: Setting,
+    at_once: int,
+    prompts: Iterable[Sequence[int]],
+    kind: Callable[[Setting, int, int], W] = World,  # type: ignore[assignment]
+) -> list[W]:
+    """Runs a world for each prompt, each with its own seed and `at_once` sessions."""
+    worlds = [kind(replace(setting, prompt=tuple(prompt)), at_once, seed) for seed, prompt in enumerate(prompts)]
+    for world in worlds:
+        world.run()
+    return worlds
+
+
+def texts(worlds: Iterable[World]) -> list[tuple[int, ...]]:
+    """Returns the committed texts of all sessions."""
+    return [session.committed for world in worlds for session in world.sessions.values()]
+
+
+def accepted(worlds: Iterable[World]) -> int:
+    """Returns the number of accepted draft tokens."""
+    return sum(world.accepted for world in worlds)

@@ -10,9 +10,11 @@ Each line is an event and, after `->`, what the scheduler answers; two or more a
 `s` is a session and `1,2` its text, which messages carry as a length and a hash; `:5,6` are draft tokens and `+5,7`
 decided ones. `name=value` sets a field; other fields have the defaults of `an_open` and of the message. Events:
 
-* `peer: Message ...` delivers a message; a Step is a Verdict and the DraftRequest for the text after it;
+* `peer: Message ...` delivers a message; a Step is a Verdict and the DraftRequest for the text after it, and
+  `States s 5,6,7 1` holds the hidden states of that text from position 1 on;
 * `connected peer` and `gone peer` report the state of a stream, and `at 0.5` sets the time;
-* `draft [limit]`, `ahead [limit]` and `pass` start a pass; answers list sessions closed and blocks requested;
+* `draft [limit]`, `ahead [limit]` and `pass` start a pass; answers list sessions closed, states received, blocks
+  requested;
 * `exchange 3` exchanges the method's weights for those of version 3;
 * `block` hands in a drafted block; with `outcome=...`, one for a text that ends with the assumed tokens;
 * `show name ...` reads counters and properties of the scheduler.
@@ -22,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
@@ -41,6 +44,10 @@ from protos.messages import (
     Refusal,
     Resync,
     Shape,
+    StateDtype,
+    States,
+    StatesAck,
+    StatesFormat,
     Verdict,
 )
 from protos.prefix import Prefix
@@ -48,6 +55,7 @@ from tests.scenarios.transcript import Tokens, check, read_event, read_tokens, w
 from tests.unit.cluster.samples import KEY, an_open
 
 LIMITS = DrafterLimits(vocabulary=50, max_context=100, max_sessions=3)
+STATES = StatesFormat(2, StateDtype.BFLOAT16)  # of States events; a row repeats its token
 
 FIELDS: dict[str, Callable[[str], Any]] = {
     "accepted": int,
@@ -68,11 +76,22 @@ FIELDS: dict[str, Callable[[str], Any]] = {
 REQUEST_FIELDS = {"max_tokens", "hold_step", "least_chance", "shape"}
 
 
+def rows_of(tokens: Tokens) -> bytes:
+    return b"".join(bytes([token]) * STATES.row_bytes for token in tokens)
+
+
 class Drafter:
     """A drafter's scheduler, and the texts that its drafting method knows."""
 
-    def __init__(self, draft_ahead: bool = False, **options: Any) -> None:
-        self.scheduler = DraftScheduler(LIMITS, draft_ahead, **options)
+    def __init__(
+        self,
+        draft_ahead: bool = False,
+        states: StatesFormat | None = None,
+        bounds: StateBounds = LIMITS.state_bounds,
+        **options: Any,
+    ) -> None:
+        limits = replace(LIMITS, states=states, state_bounds=bounds)
+        self.scheduler = DraftScheduler(limits, draft_ahead, **options)
         self.now = 0.0
         self._texts: dict[str, Tokens] = {}
         self._by_address: dict[tuple[int, int], Tokens] = {}  # texts that events mentioned, by length and hash
@@ -130,6 +149,11 @@ class Drafter:
         if kind == "Open":
             self.address(text)
             return [an_open(session, **{"tokens": text, "target_address": "t1"} | fields)]
+        if kind == "States":
+            (first,) = new
+            _, prefix_hash = self.address(text)
+            rows = rows_of(text[first:])
+            return [replace(States(session, first, prefix_hash, STATES.dtype, STATES.width, rows), **fields)]
         if kind == "Step":
             requested = {name: fields.pop(name) for name in REQUEST_FIELDS & fields.keys()}
             verdict = Verdict(session, 1, *self.address(text), new, 0, 0)
@@ -150,10 +174,12 @@ class Drafter:
         self._texts |= {request.session: request.tokens for request in drafting.updates.opened}
         for session, tokens in drafting.updates.committed:
             self._texts[session] += tokens
-        requests = drafting.requests or drafting.ahead
-        return [f"closed {session}" for session in drafting.updates.closed] + [
-            self._requested(each) for each in requests
-        ]
+        answers = [f"closed {session}" for session in drafting.updates.closed]
+        for session, first, rows in drafting.updates.states:
+            end = first + len(rows) // STATES.row_bytes
+            assert rows == rows_of(self._texts[session][first:end]), "states of another text"
+            answers.append(f"states {session} {first}-{end}")
+        return answers + [self._requested(each) for each in drafting.requests or drafting.ahead]
 
     def _requested(self, request: DraftRequest | AheadRequest) -> str:
         text = self._texts[request.session]
@@ -177,13 +203,17 @@ class Drafter:
         words = [peer, "<-", type(message).__name__, getattr(message, "session", "")]
         match message:
             case Attach():
-                assert (message.states_from, message.states_by) == (None, None)
                 words.append(written(self._by_address[message.have_len, message.have_hash]))
+                for name in ("states_from", "states_by"):
+                    if (position := getattr(message, name)) is not None:
+                        words.append(f"{name}={position}")
                 if message.assignment_token is not None:
                     assert message.assignment_token.proof == b"proof"
                     words.append(f"assignment_token={message.assignment_token.assignment}")
             case Resync():
                 words.append(written(self._by_address[message.have_len, message.have_hash]))
+            case StatesAck():
+                words.append(str(message.have_len))
             case Block() | NoDraft():
                 words.append(written(self._by_address[message.base_len, message.prefix_hash]))
                 if isinstance(message, Block):

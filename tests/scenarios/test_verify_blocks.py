@@ -209,7 +209,7 @@ def test_opening_and_closing_before_a_step_never_reaches_the_engine():
 
 
 def test_a_target_is_idle_while_it_has_sessions_and_makes_no_step():
-    Target(patience=lambda _: 5.0, hold=5.0).run("""
+    Target(patience=5.0, hold=5.0).run("""
         at 100
         router#1: Open s 1,2 max_len=5
         drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
@@ -682,4 +682,11 @@ def test_all_nodes_of_a_tree_count_towards_its_length():
         show dropped -> dropped=too_long:1
         drafter#1: Block s 1,2,3,45 :1,2,3,50/-1,-1,-1,-1
         show dropped -> dropped=out_of_vocabulary:1,too_long:1
+    """)
+
+
+def test_trees_are_requested_with_penalties_too():
+    Target().run("""
+        router#1: Open s 1,2,3 sampling=0,presence_penalty=1
+        drafter#1: Attach s 1,2,3 -> drafter#1 <- DraftRequest s 1,2,3 max_tokens=4
     """)

@@ -1,5 +1,7 @@
 """Sessions of a target: drafters that attach and leave, waiting for blocks, queues, routers and audits."""
 
+from itertools import chain, repeat
+
 import pytest
 
 from tests.scenarios.verification import Target
@@ -29,7 +31,7 @@ def test_a_drafter_with_other_tokens_is_resynchronised_and_gets_no_verdicts(have
 
 
 def test_a_drafter_that_left_receives_nothing_and_is_not_waited_for():
-    Target(patience=lambda _: 9.0).run("""
+    Target(patience=9.0).run("""
         router#1: Open s 1,2
         drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
         step
@@ -43,7 +45,7 @@ def test_a_drafter_that_left_receives_nothing_and_is_not_waited_for():
 
 def test_only_the_attached_drafter_can_detach():
     """A drafter that detached is not waited for. The router knows whether it assigned a drafter."""
-    Target(patience=lambda _: 1.0).run("""
+    Target(patience=1.0).run("""
         router#1: Open s 1,2,3
         step -> router#1 <- Verdict s 1,2,3 +45
         drafter#1: Attach s 1,2,3,45 -> drafter#1 <- DraftRequest s 1,2,3,45 max_tokens=4
@@ -59,7 +61,7 @@ def test_only_the_attached_drafter_can_detach():
 
 def test_a_session_waits_for_its_block_and_then_goes_on_without():
     """The prompt is fed at once."""
-    Target(patience=lambda _: 2.0).run("""
+    Target(patience=2.0).run("""
         router#1: Open s 1,2
         drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
         step
@@ -78,7 +80,7 @@ def test_a_session_waits_for_its_block_and_then_goes_on_without():
 
 
 def test_a_block_ends_the_wait_at_once():
-    Target(patience=lambda _: 2.0).run("""
+    Target(patience=2.0).run("""
         router#1: Open s 1,2
         drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
         step
@@ -96,7 +98,7 @@ def test_a_block_ends_the_wait_at_once():
 
 def test_no_step_waits_before_the_last_token_or_with_speculation_off():
     """One non-speculative step ends the session: a block would gain nothing."""
-    Target(patience=lambda _: 2.0).run("""
+    Target(patience=2.0).run("""
         router#1: Open last 1,2 max_len=4
         router#1: Open baseline 1,2 draft_tokens=0
         drafter#1: Attach last 1,2 -> drafter#1 <- DraftRequest last 1,2 max_tokens=4
@@ -114,7 +116,7 @@ def test_no_step_waits_before_the_last_token_or_with_speculation_off():
 
 
 def test_no_draft_for_another_prefix_does_not_end_the_wait():
-    Target(patience=lambda _: 1.0).run("""
+    Target(patience=1.0).run("""
         router#1: Open s 1,2,3
         step -> router#1 <- Verdict s 1,2,3 +45
         drafter#1: Attach s 1,2,3,45 -> drafter#1 <- DraftRequest s 1,2,3,45 max_tokens=4
@@ -166,7 +168,7 @@ def test_a_step_waits_for_blocks_and_then_goes_on_without_them():
 
 
 def test_a_step_begins_as_soon_as_the_last_awaited_block_arrives():
-    Target(patience=lambda _: 9.0, hold=5.0).run("""
+    Target(patience=9.0, hold=5.0).run("""
         router#1: Open a 1,2
         drafter#1: Attach a 1,2 -> drafter#1 <- DraftRequest a 1,2 max_tokens=4
         router#1: Open b 1,2
@@ -223,7 +225,7 @@ def test_blocks_that_are_not_waited_for_are_used_if_they_have_arrived():
 
 
 def test_a_verdict_requests_the_next_block():
-    Target(patience=lambda _: 9.0, asked=2).run("""
+    Target(patience=9.0, asked=2).run("""
         router#1: Open s 1,2
         drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=2
         step
@@ -235,11 +237,39 @@ def test_a_verdict_requests_the_next_block():
 
 
 def test_a_drafter_without_a_request_is_not_waited_for():
-    Target(patience=lambda _: 9.0, asked=0).run("""
+    Target(patience=9.0, asked=0).run("""
         router#1: Open s 1,2
         drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=0
         step -> router#1 <- Verdict s 1,2 +23
         step -> router#1 <- Verdict s 1,2,23 +35
+    """)
+
+
+def test_a_drafter_without_requests_gets_no_verdicts_until_tokens_are_requested():
+    """They would cost the target a message per token, and the drafter the reading. The end is sent in any case."""
+    Target(asked=chain([0, 0, 0, 2, 2], repeat(0))).run("""
+        router#1: Open s 1,2 max_len=11
+        drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=0
+        step -> router#1 <- Verdict s 1,2 +23
+        step -> router#1 <- Verdict s 1,2,23 +35
+        step
+            drafter#1 <- Verdict s 1,2 +23,35,31
+            drafter#1 <- DraftRequest s 1,2,23,35,31 max_tokens=2
+            router#1 <- Verdict s 1,2,23,35 +31
+        step
+            drafter#1 <- Verdict s 1,2,23,35,31 +49 answer=missed
+            drafter#1 <- DraftRequest s 1,2,23,35,31,49 max_tokens=2
+            router#1 <- Verdict s 1,2,23,35,31 +49 answer=missed
+        step
+            drafter#1 <- Verdict s 1,2,23,35,31,49 +43 answer=missed
+            drafter#1 <- DraftRequest s 1,2,23,35,31,49,43 max_tokens=0
+            router#1 <- Verdict s 1,2,23,35,31,49 +43 answer=missed
+        step -> router#1 <- Verdict s 1,2,23,35,31,49,43 +45
+        step -> router#1 <- Verdict s 1,2,23,35,31,49,43,45 +11
+        step -> router#1 <- Verdict s 1,2,23,35,31,49,43,45,11 +39
+        step
+            drafter#1 <- Verdict s 1,2,23,35,31,49,43 +45,11,39,13 finish=length
+            router#1 <- Verdict s 1,2,23,35,31,49,43,45,11,39 +13 finish=length
     """)
 
 
@@ -297,13 +327,30 @@ def test_the_drafter_of_a_queued_session_is_asked_for_its_first_block():
     """)
 
 
+def test_queued_sessions_are_admitted_by_priority_and_then_by_arrival():
+    Target(max_sessions=1).run("""
+        router#1: Open running 1,2 max_len=3 priority=5
+        router#1: Open late 1,2 max_len=3 priority=3
+        router#1: Open first 1,2 max_len=3 priority=-2
+        router#1: Open second 1,2 max_len=3 priority=-2
+        router#1: Open usual 1,2 max_len=3
+        step -> router#1 <- Verdict running 1,2 +23 finish=length
+        step -> router#1 <- Verdict first 1,2 +23 finish=length
+        step -> router#1 <- Verdict second 1,2 +23 finish=length
+        step -> router#1 <- Verdict usual 1,2 +23 finish=length
+        step -> router#1 <- Verdict late 1,2 +23 finish=length
+    """)
+
+
 def test_requests_that_exceed_the_queue_or_a_limit_are_refused():
     Target(max_sessions=1, max_queued=1).run("""
         router#1: Open a 1,2,3
         router#1: Open b 1,2,3
-        router#1: Open c 1,2,3 attempt=3 -> router#1 <- Refusal c overloaded attempt=3
-        router#1: Open c 50 attempt=3 -> router#1 <- Refusal c invalid attempt=3
-        router#1: Open c 1,2,3 attempt=3 max_len=101 -> router#1 <- Refusal c invalid attempt=3
+        router#1: Open c 1,2,3 attempt=3 -> router#1 <- Refusal c overloaded "1 sessions are queued already" attempt=3
+        router#1: Open c 50 attempt=3
+            router#1 <- Refusal c invalid "token id 50 is outside the vocabulary of 50" attempt=3
+        router#1: Open c 1,2,3 attempt=3 max_len=101
+            router#1 <- Refusal c invalid "max_len is 101, the context holds 100 tokens" attempt=3
     """)
 
 
@@ -351,14 +398,6 @@ def test_a_hello_that_frees_a_session_admits_a_queued_one():
     """)
 
 
-def test_another_router_cannot_close_a_session():
-    Target().run("""
-        router#1: Open s 1,2
-        other#1: Close s attempt=9
-        show sessions -> sessions=1
-    """)
-
-
 def test_unknown_sessions_are_no_error():
     Target().run("""
         router#1: Close unknown
@@ -388,7 +427,8 @@ def test_blocks_of_one_session_never_go_to_another():
 def test_an_audit_is_refused_while_requests_are_served():
     Target().run("""
         router#1: Open request 1,2,3 max_len=4
-        other#1: Open audit 1,2,3 audit=yes -> other#1 <- Refusal audit overloaded
+        other#1: Open audit 1,2,3 audit=yes
+            other#1 <- Refusal audit overloaded "requests are being served; audit later"
         step -> router#1 <- Verdict request 1,2,3 +45 finish=length
         plan -> close request
         apply
@@ -401,8 +441,8 @@ def test_a_request_ends_the_audits_of_all_routers_at_once():
         router#1: Open a 1,2,3 audit=yes
         other#1: Open b 1,2,3 audit=yes
         third#1: Open request 1,2,3
-            router#1 <- Refusal a overloaded
-            other#1 <- Refusal b overloaded
+            router#1 <- Refusal a overloaded "requests are being served; audit later"
+            other#1 <- Refusal b overloaded "requests are being served; audit later"
         plan
             open request
             row request@0 1,2,3
@@ -419,8 +459,8 @@ def test_an_audit_that_a_request_ended_during_its_step_gets_no_verdict():
             row a@0 1,2,3
             row b@0 1,2,3
         third#1: Open request 1,2,3
-            router#1 <- Refusal a overloaded
-            other#1 <- Refusal b overloaded
+            router#1 <- Refusal a overloaded "requests are being served; audit later"
+            other#1 <- Refusal b overloaded "requests are being served; audit later"
         apply
         plan
             close a
@@ -439,5 +479,60 @@ def test_audits_do_not_count_as_load():
 
 def test_a_rival_outside_the_vocabulary_is_refused():
     Target().run("""
-        router#1: Open s 1,2 max_len=3 audit=yes rival=50 -> router#1 <- Refusal s invalid
+        router#1: Open s 1,2 max_len=3 audit=yes rival=50
+            router#1 <- Refusal s invalid "token id 50 is outside the vocabulary of 50"
+    """)
+
+
+# ---------------------------------------------------------------- departure
+
+SERVING = """
+        router#1: Open a 1,2
+        router#1: Open b 1,2
+        other#1: Open c 1,2
+        leave
+            router#1 <- Leaving
+            other#1 <- Leaving
+"""
+
+
+def test_a_leaving_target_refuses_new_sessions_and_serves_existing_ones_until_they_move():
+    """Its routers receive one Leaving each, and the router of a new session another."""
+    Target(max_sessions=1).run(f"""
+        show has_left -> has_left=no
+        {SERVING.strip()}
+        third#1: Open d 1,2
+            third#1 <- Refusal d overloaded "this target replica is stopping"
+            third#1 <- Leaving
+        step -> router#1 <- Verdict a 1,2 +23
+        router#1: Close a
+        router#1: Close b
+        show has_left -> has_left=no
+        other#1: Close c
+        show has_left -> has_left=yes
+    """)
+
+
+def test_a_leaving_target_finally_returns_its_sessions_even_during_a_step():
+    Target(max_sessions=1).run(f"""
+        {SERVING.strip()}
+        plan
+            open a
+            row a@0 1,2
+        end
+            router#1 <- Refusal a overloaded "this target replica is stopping"
+            router#1 <- Refusal b overloaded "this target replica is stopping"
+            other#1 <- Refusal c overloaded "this target replica is stopping"
+        apply
+        plan -> close a
+        apply
+        show is_idle -> is_idle=yes
+    """)
+
+
+def test_a_leaving_target_returns_audits_at_once():
+    Target().run("""
+        router#1: Open a 1,2 audit=yes
+        leave -> router#1 <- Refusal a overloaded "this target replica is stopping"
+        show has_left -> has_left=yes
     """)

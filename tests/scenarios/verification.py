@@ -12,28 +12,31 @@ Each line is an event and, after `->`, what the scheduler answers; two or more a
         router#1 <- Verdict s 1,2 +23,35 accepted=1 drafted=2 answer=given
 
 `s` is a session and `1,2` its text, which messages carry as a length and a hash; `:23,9` are draft tokens (a tree
-appends the parents: `:23,9/-1,-1`) and `+23,35` decided ones. `s@0` is a row that begins at position 0. Answers leave
-out fields that have their defaults. Events:
+appends the parents: `:23,9/-1,-1`) and `+23,35` decided ones. `s@0` is a row that begins at position 0. Assignment
+tokens are written `key/session/number`. Answers leave out fields that have their defaults. Events:
 
 * `peer: Message ...` delivers a message, `gone peer` breaks a stream, and `at 0.5` sets the time;
 * `plan` begins a step and lists what the engine must do; `apply` ends it; `step` does both and lists the messages;
+* `leave` begins the replica's planned departure, and `end` returns the sessions that are left;
 * `due` reads when the scheduler has to be called next;
 * `show name ...` reads counters and properties of the scheduler.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.envelope import Send
-from cluster.speculation.controller import Awaited, DraftingDecision
+from cluster.speculation.controller import Awaited, DraftingDecision, PacingPolicy
 from cluster.speculation.estimators import Load, ReplicaStats, SessionStats
+from cluster.trust import issue
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
 from protos.messages import (
     Acceptance,
+    AssignmentToken,
     Attach,
     Close,
     Detach,
@@ -75,22 +78,23 @@ def text(prompt: Tokens, count: int) -> Tokens:
     return tuple(tokens[len(prompt) :])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Steady:
-    """Requests a fixed draft length, or the longest one allowed."""
+    """Requests one draft length, some in turn, or the longest allowed, and records the statistics passed to it."""
 
-    patience: Callable[[SessionStats], float]
+    patience: float = 0.0
     hold: float = 0.0
-    asked: int | None = None
+    asked: int | Iterator[int] | None = None
     waits: bool = True
-    asked_next: Callable[[], int] | None = None
+    seen: list[tuple[SessionStats, ReplicaStats]] = field(default_factory=list)
 
     def decide(
         self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load, may_try: bool
     ) -> DraftingDecision:
-        tokens = self.asked_next() if self.asked_next else self.asked
+        self.seen.append((replace(blocks), fleet))
+        tokens = next(self.asked) if isinstance(self.asked, Iterator) else self.asked
         wanted = limit if tokens is None else tokens
-        return DraftingDecision(wanted, hold_step=self.waits, skip_for_s=self.patience(blocks))
+        return DraftingDecision(wanted, hold_step=self.waits, skip_for_s=self.patience)
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
         return self.hold
@@ -101,18 +105,20 @@ class Target:
 
     def __init__(
         self,
-        patience: Callable[[SessionStats], float] = lambda _: 0.0,
+        patience: float = 0.0,
         hold: float = 0.0,
-        asked: int | None = None,
+        asked: int | Iterator[int] | None = None,
         waits: bool = True,
+        policy: PacingPolicy | None = None,
         **limits: Any,
     ) -> None:
         self.limits = replace(LIMITS, **limits)
-        self.scheduler = VerificationScheduler(self.limits, Steady(patience, hold, asked, waits))
+        self.steady = Steady(patience, hold, asked, waits)
+        self.scheduler = VerificationScheduler(self.limits, policy or self.steady)
         self.now = 0.0
         self.known: dict[str, list[int]] = {}  # the engine's text of each session
         self.rows: list[tuple[Row, ...]] = []  # of every step
-        self._memory = TokenMemory(self.limits.page_size)
+        self.memory = TokenMemory(self.limits.page_size)
         self._plan: StepPlan | None = None
         self._prompts: list[Tokens] = []  # of all sessions that transcripts opened
 
@@ -124,6 +130,9 @@ class Target:
 
     def block(self, before: tuple[int, ...], tokens: tuple[int, ...] | DraftTree, session: str = "s") -> None:
         self.scheduler.receive(DRAFTER, a_block(before, tokens, session), self.now)
+
+    def close(self, session: str = "s", router: str = ROUTER) -> None:
+        self.scheduler.receive(router, Close(session, 1), self.now)
 
     def step(self) -> list[Send]:
         plan = self.scheduler.plan(self.now)
@@ -139,18 +148,18 @@ class Target:
         assert len({row.session for row in plan.rows}) == len(plan.rows) <= self.limits.max_sessions
         assert sum(len(row.tokens) for row in plan.rows) <= self.limits.max_step_tokens
         self.rows.append(plan.rows)
-        self._memory.move(plan.moves)
-        self._memory.copy(plan.copies)
+        self.memory.move(plan.moves)
+        self.memory.copy(plan.copies)
         for row in plan.rows:
             assert row.tokens
             assert max(row.pages) < self.limits.pages
-            self._memory.write(row.tokens, row.start, row.pages)
+            self.memory.write(row.tokens, row.start, row.pages)
         return [outcome for row in plan.rows if (outcome := self._run(row)) is not None]
 
     def _run(self, row: Row) -> Outcome | None:
         """Decides a row from what its pages hold after all rows are written, so that wrong writes show."""
         known = self.known[row.session]
-        cached = self._memory.read(row.start + len(row.tokens), row.pages)
+        cached = self.memory.read(row.start + len(row.tokens), row.pages)
         assert row.start <= len(known), "a row begins beyond what is known of its session"
         base = row.base_len
         known[row.start : base] = row.tokens[: row.known]
@@ -207,6 +216,10 @@ class Target:
             case ["gone", peer]:
                 self.scheduler.gone(peer, self.now)
                 return []
+            case ["leave"]:
+                sends = self.scheduler.departure.begin()
+            case ["end"]:
+                sends = self.scheduler.departure.end()
             case ["due"]:
                 due = self.scheduler.next_due()
                 return ["never" if due is None else f"{due:g}"]
@@ -268,6 +281,7 @@ class Target:
                     ["answer=" + message.answer.name.lower()] if message.answer is not DraftAnswer.NOT_ASKED else []
                 )
                 words += ["rejected=" + written(message.rejected)] if message.rejected else []
+                words += [f"cached={message.prefix_cached}"] if message.prefix_cached else []
             case DraftRequest():
                 words += [self._text_at(message.session, message.base_len, message.prefix_hash)]
                 words.append(f"max_tokens={message.max_tokens}")
@@ -276,9 +290,10 @@ class Target:
             case Resync():
                 words.append(self._text_at(message.session, message.have_len, message.have_hash))
             case Refusal():
-                words.append(message.reason.name.lower())
+                words += [message.reason.name.lower(), f'"{message.message}"']
         attempt = getattr(message, "attempt", 1)
-        return " ".join([*words, f"attempt={attempt}"] if attempt != 1 else words)
+        words += [f"attempt={attempt}"] if attempt != 1 else []
+        return " ".join(word for word in words if word)
 
     def _text_at(self, session: str, length: int, prefix_hash: int) -> str:
         """Returns the text of this length and hash; all texts that were opened, and what the model adds, are known."""
@@ -293,26 +308,46 @@ class Target:
         match name:
             case "sessions" | "queued":
                 return f"{scheduler.load()[name]:.0f}"
-            case "dropped":
-                return ",".join(f"{cause}:{count}" for cause, count in sorted(self.dropped.items())) or "none"
-            case "is_idle":
-                return "yes" if scheduler.is_idle else "no"
+            case "dropped" | "refusals":
+                counts = self.dropped if name == "dropped" else scheduler.refusals.counts
+                return ",".join(f"{cause}:{count}" for cause, count in sorted(counts.items())) or "none"
+            case "is_idle" | "has_left":
+                return "yes" if (scheduler.is_idle if name == "is_idle" else scheduler.departure.is_complete) else "no"
             case "idle_s" | "step_s":
                 return f"{getattr(scheduler.counts, name):g}"
         return str(getattr(scheduler.counts if hasattr(scheduler.counts, name) else scheduler, name))
 
 
+def read_assignment_token(word: str) -> AssignmentToken | None:
+    """Reads `key/session/number`, `none`, or `zeros`; a further number replaces the one that was issued."""
+    if word in ("none", "zeros"):
+        return AssignmentToken(0, bytes(16)) if word == "zeros" else None
+    key, session, number, *shown = word.split("/")
+    token = issue(key.encode(), session, int(number))
+    return replace(token, assignment=int(shown[0])) if shown else token
+
+
+def read_sampling(word: str) -> Sampling:
+    """Reads a temperature, then further parameters as `,name=value`."""
+    temperature, *others = word.split(",")
+    return Sampling(float(temperature), **{name: float(number) for name, number in (o.split("=") for o in others)})
+
+
 FIELDS: dict[str, Callable[[str], Any]] = {
     "acceptance": lambda word: Acceptance[word.upper()],
+    "assignment_token": read_assignment_token,
     "attempt": int,
     "base_len": int,
     "audit": lambda word: word == "yes",
     "draft_tokens": int,
+    "have_hash": int,
     "max_len": int,
     "prefix_hash": int,
+    "priority": int,
     "rival": int,
-    "sampling": lambda word: Sampling(temperature=float(word)),
+    "sampling": read_sampling,
     "stop_ids": read_tokens,
+    "token_key": str.encode,
     "wants_rejected": lambda word: word == "yes",
 }
 

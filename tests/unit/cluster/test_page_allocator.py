@@ -1,9 +1,10 @@
 """The pages of a paged cache: nothing lost, nothing shared wrongly, nothing recomputed that is known."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_with_too_few_pages_nothing_changes():
     assert allocator.available == 2
     table = allocator.table("fork")
     assert allocator.reserve("fork", 6, 13) is None, "two more pages, and one instead of the shared one"
-    assert (allocator.table("fork"), allocator.available, allocator.cached_pages) == (table, 2, 1)
+    assert (allocator.table("fork"), allocator.available, len(allocator.cached_pages)) == (table, 2, 1)
     allocator.check()
     assert allocator.reserve("fork", 6, 12) == [PageCopy(table[1], allocator.table("fork")[1])], "one page less will do"
 
@@ -73,7 +74,7 @@ def test_closing_gives_everything_back():
     allocator.open("s", ())
     allocator.reserve("s", 0, 12)
     allocator.close("s")
-    assert (allocator.available, allocator.cached_pages) == (3, 0)
+    assert (allocator.available, len(allocator.cached_pages)) == (3, 0)
     with pytest.raises(KeyError):
         allocator.table("s")
     allocator.check()
@@ -158,7 +159,7 @@ def test_only_whole_pages_among_the_first_length_positions_are_published():
     allocator.reserve("first", 0, 12)
     for length, cached in ((3, 0), (7, 4), (12, 12)):
         allocator.publish("first", PROMPT, length)
-        assert allocator.cached_pages == cached // SIZE
+        assert len(allocator.cached_pages) == cached // SIZE
         assert allocator.open("second", (*PROMPT, 12)) == cached
         allocator.close("second")
 
@@ -168,7 +169,7 @@ def test_published_pages_outlive_their_session_and_are_there_for_others_to_take(
     a_computed(allocator, "first", PROMPT[:10])
     table = allocator.table("first")
     allocator.close("first")
-    assert (allocator.available, allocator.cached_pages) == (8, 2)
+    assert (allocator.available, len(allocator.cached_pages)) == (8, 2)
     assert allocator.open("second", PROMPT) == 8
     assert allocator.table("second") == table[:2]
     assert allocator.available == 6
@@ -183,12 +184,12 @@ def test_withdrawn_pages_are_found_by_nobody_until_a_holder_publishes_them_again
     assert allocator.open("second", longer) == 12
     allocator.reserve("second", 12, 16)
     allocator.publish("second", longer, 16)
-    assert allocator.cached_pages == 4
+    assert len(allocator.cached_pages) == 4
     table = allocator.table("second")
     allocator.withdraw("first")
     allocator.close("first")
     allocator.check()
-    assert allocator.cached_pages == 0
+    assert len(allocator.cached_pages) == 0
     assert allocator.open("third", PROMPT) == 0
     allocator.publish("second", longer, 16)
     assert allocator.open("fourth", (*longer, 0)) == 16
@@ -207,7 +208,9 @@ def test_what_two_sessions_computed_at_the_same_time_is_kept_once():
     allocator.publish("first", PROMPT, 8)
     allocator.publish("second", PROMPT, 12)
     assert allocator.table("first")[:2] == allocator.table("second")[:2]
-    assert (allocator.available, allocator.cached_pages) == (4, 3), "and the second goes on where the first stopped"
+    assert (allocator.available, len(allocator.cached_pages)) == (4, 3), (
+        "and the second goes on where the first stopped"
+    )
     allocator.check()
 
 
@@ -215,7 +218,7 @@ def test_the_same_tokens_after_others_are_another_page():
     allocator = a_book()
     for session, token in (("first", 0), ("second", 1)):
         a_computed(allocator, session, (*[token] * SIZE, *PROMPT[:4]))
-    assert allocator.cached_pages == 4
+    assert len(allocator.cached_pages) == 4
     for session, token in (("third", 0), ("fourth", 1)):
         assert allocator.open(session, (*[token] * SIZE, *PROMPT[:5])) == 8
     assert allocator.table("third") + allocator.table("fourth") == allocator.table("first") + allocator.table("second")
@@ -258,7 +261,7 @@ def test_a_page_that_was_rolled_back_is_published_with_its_new_tokens():
 def test_one_hash_for_everything_shares_nothing_that_differs():
     allocator = PageAllocator(8, SIZE, KEY, lambda key, parent, tokens: b"the same")
     a_computed(allocator, "first", PROMPT)
-    assert allocator.cached_pages == 1, "what comes later to a hash that is taken stays private"
+    assert len(allocator.cached_pages) == 1, "what comes later to a hash that is taken stays private"
     assert allocator.open("other", (99, *PROMPT[1:])) == 0
     assert allocator.open("same", PROMPT) == SIZE
     allocator.check()
@@ -361,7 +364,7 @@ def test_the_least_recently_used_goes_first_and_a_hit_counts_as_use():
     allocator.close("again")
     allocator.open("new", ())
     assert allocator.reserve("new", 0, 8) == []
-    assert allocator.cached_pages == 1
+    assert len(allocator.cached_pages) == 1
     assert allocator.open("hit", (*prompts["a"], 1)) == 4
     allocator.check()
 
@@ -382,9 +385,9 @@ def test_free_pages_are_used_before_cached_ones_are_evicted():
     allocator.close("s")
     allocator.open("new", ())
     allocator.reserve("new", 0, 8)
-    assert allocator.cached_pages == 1
+    assert len(allocator.cached_pages) == 1
     allocator.reserve("new", 8, 12)
-    assert allocator.cached_pages == 0
+    assert len(allocator.cached_pages) == 0
     allocator.check()
 
 
@@ -394,46 +397,76 @@ def test_what_somebody_uses_is_not_evicted():
     allocator.open("new", ())
     assert allocator.reserve("new", 0, 8) is None
     assert allocator.reserve("new", 0, 4) == []
-    assert allocator.cached_pages == 2
+    assert len(allocator.cached_pages) == 2
 
 
 # ------------------------------------------------------------ integrity
 
-DAMAGE: dict[str, Callable[[PageAllocator], object]] = {
-    "a page that is lost": lambda a: a._free.pop(),
-    "a page that is free twice": lambda a: a._free.append(a._free[0]),
-    "a page that is free and used": lambda a: a._free.append(a.table("s")[0]),
-    "a page that is free and evictable": lambda a: a._free.append(next(iter(a._evictable))),
-    "a page that is published and free": lambda a: a._free.append(a._evictable.popitem()[0]),
-    "a reference too many": lambda a: a._acquire(a.table("s")[2]),
-    "a reference too few": lambda a: a._release(a.table("s")[2]),
-    "a page that is in a table twice": lambda a: a._sessions["s"].table.append(a.table("s")[0]),
-    "a page that is in a table twice, and counted": lambda a: (
-        a._sessions["s"].table.append(a.table("s")[2]),
-        a._acquire(a.table("s")[2]),
-    ),
-    "a used page that is evictable": lambda a: a._evictable.update({a.table("s")[0]: None}),
-    "an unused page that cannot be evicted": lambda a: a._evictable.popitem(),
-    "a hash that is forgotten": lambda a: a._index.popitem(),
-    "a hash of another page": lambda a: a._index.update({b"other": next(iter(a._index.values()))}),
-    "a published page that is forgotten": lambda a: a._published.popitem(),
-    "a chain that is not published": lambda a: setattr(a._sessions["s"], "published", 3),
-    "a chain that is out of order": lambda a: a._sessions["s"].table.insert(0, a._sessions["s"].table.pop(1)),
-    "a chain beyond the table": lambda a: setattr(a._sessions["whole"], "published", 2),
-}
 
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_the_check_finds(damage):
+def in_use() -> PageAllocator:
+    """Returns an allocator with free, used, published and evictable pages."""
     allocator = a_book()
     a_computed(allocator, "gone", (9,) * 4)
     allocator.close("gone")
     a_computed(allocator, "s", PROMPT[:10])
     a_computed(allocator, "whole", (8,) * 4)
     allocator.check()
-    damage(allocator)
-    with pytest.raises(AssertionError):
-        allocator.check()
+    return allocator
+
+
+def holders(allocator: PageAllocator) -> list[tuple[Any, str]]:
+    """Returns every attribute of the allocator and of its sessions, with its owner."""
+    entries = [entry for state in vars(allocator).values() if isinstance(state, dict) for entry in state.values()]
+    owners = [allocator, *[entry for entry in entries if hasattr(entry, "__dict__")]]
+    return [(owner, name) for owner in owners for name in vars(owner)]
+
+
+def lost(state: Any) -> Any:
+    """Leaves out the last element."""
+    return type(state)([*(state.items() if isinstance(state, dict) else state)][:-1])
+
+
+def repeated(state: Any) -> Any:
+    """Repeats the first element, under a new key if it has one."""
+    if isinstance(state, list):
+        return [*state, state[0]]
+    key = next(iter(state))
+    return type(state)({**state, (key + 1 if isinstance(key, int) else key + key[:1]): state[key]})
+
+
+def changed(state: Any) -> Any:
+    """Replaces the first element by the next number."""
+    return [state[0] + 1, *state[1:]] if isinstance(state, list) else lost(state)
+
+
+@pytest.mark.parametrize("damage", [lost, repeated, changed])
+def test_the_check_finds_a_damaged_entry_anywhere(damage):
+    found = 0
+    for index, (owner, name) in enumerate(holders(in_use())):
+        if isinstance(vars(owner)[name], list | dict) and vars(owner)[name]:
+            allocator = in_use()
+            owner, name = holders(allocator)[index]
+            setattr(owner, name, damage(vars(owner)[name]))
+            with pytest.raises(AssertionError):
+                allocator.check()
+            found += 1
+    assert found >= 7
+
+
+def test_the_check_finds_a_count_that_is_too_high_and_pages_out_of_order():
+    """The number of a session's published pages, and the order of its table."""
+    found = 0
+    for index, (owner, name) in enumerate(holders(in_use())):
+        state = vars(owner)[name]
+        is_table = isinstance(state, list) and not isinstance(owner, PageAllocator) and len(state) > 1
+        if is_table or (isinstance(state, int) and not isinstance(owner, PageAllocator)):
+            allocator = in_use()
+            owner, name = holders(allocator)[index]
+            setattr(owner, name, state[::-1] if is_table else state + 1)
+            with pytest.raises(AssertionError):
+                allocator.check()
+            found += 1
+    assert found >= 3
 
 
 # ------------------------------------------------------------ against a model
@@ -500,10 +533,10 @@ class Pool:
 
     def withdraw(self, name: str) -> None:
         """Nobody finds its pages from now on."""
-        before = self.allocator.cached_pages
+        before = len(self.allocator.cached_pages)
         self.allocator.withdraw(name)
-        self.seen["withdrawn"] += before > self.allocator.cached_pages
-        assert not set(self.allocator.table(name)) & self.allocator._published.keys()
+        self.seen["withdrawn"] += before > len(self.allocator.cached_pages)
+        assert not set(self.allocator.table(name)) & self.allocator.cached_pages
 
     def close(self, name: str) -> None:
         self.allocator.close(name)
@@ -559,22 +592,26 @@ class Pool:
         """Asks for room, makes the copies, and ruins what is writable and not kept."""
         allocator = self.allocator
         before = self.allocator.table(name)
-        cached = self.allocator.cached_pages
+        cached = len(self.allocator.cached_pages)
         available = allocator.available
         size = allocator.page_size
         first = start // size
         last = allocator.pages_for(end)
         others = {page for other in self.sessions if other != name for page in allocator.table(other)}
         missing = max(0, last - len(before))
-        needed = missing + sum(page in others or page in allocator._published for page in before[first:last])
+        needed = missing + sum(page in others or page in allocator.cached_pages for page in before[first:last])
         copies = allocator.reserve(name, start, end)
         assert (copies is None) == (needed > available)
         if copies is None:
             self.seen["refused"] += 1
-            assert (allocator.table(name), allocator.available, allocator.cached_pages) == (before, available, cached)
+            assert (allocator.table(name), allocator.available, len(allocator.cached_pages)) == (
+                before,
+                available,
+                cached,
+            )
             return False
         self.seen["copies"] += len(copies)
-        self.seen["evicted"] += cached - allocator.cached_pages
+        self.seen["evicted"] += cached - len(allocator.cached_pages)
         after = allocator.table(name)
         assert after[:first] == before[:first]
         assert len(after) == max(last, len(before))
@@ -613,4 +650,4 @@ def test_ten_thousand_random_operations_lose_no_page_and_share_none_wrongly(seed
     assert all(pool.seen[event] > 100 for event in ("hits", "refused", "copies", "evicted", "withdrawn")), pool.seen
     allocator.open("all", ())
     assert allocator.reserve("all", 0, pages * page_size) == []
-    assert (sorted(allocator.table("all")), allocator.cached_pages) == (list(range(pages)), 0)
+    assert (sorted(allocator.table("all")), len(allocator.cached_pages)) == (list(range(pages)), 0)

@@ -11,7 +11,6 @@ from cluster.config import DraftPool, DraftReplicas, Resources, TargetPool, Targ
 from cluster.placement import (
     ALONE_POLICY,
     AUTOSCALING_POLICY,
-    COORDINATOR_CPUS,
     actor_options,
     bounds,
     rank_bundle,
@@ -22,7 +21,7 @@ from cluster.placement import (
 GPU = Resources(num_cpus=2, num_gpus=0.5, accelerator_type="L4", custom={"rack": 1}, labels={"zone": "a"})
 
 
-def test_an_actor_asks_for_all_of_its_resources():
+def test_an_actor_requests_all_of_its_resources():
     assert actor_options(GPU) == {
         "num_cpus": 2,
         "num_gpus": 0.5,
@@ -30,28 +29,28 @@ def test_an_actor_asks_for_all_of_its_resources():
         "resources": {"rack": 1},
         "label_selector": {"zone": "a"},
     }
-    assert actor_options(Resources()) == {"num_cpus": 1, "num_gpus": 0}, "nothing is asked for that was not configured"
+    assert actor_options(Resources()) == {"num_cpus": 1, "num_gpus": 0}, "only configured resources are requested"
 
 
-def test_a_bundle_holds_what_its_actor_asks_for():
+def test_a_bundle_holds_the_resources_of_its_actor():
     """A rank whose options exceed its bundle is never scheduled, and the replica hangs at start."""
     assert rank_bundle(GPU) == {"CPU": 2, "GPU": 0.5, "rack": 1, "accelerator_type:L4": 0.001}
     assert rank_bundle(Resources(num_cpus=1)) == {"CPU": 1}, "Ray refuses amounts of zero"
 
 
-def test_a_target_replica_is_one_group_on_one_node_with_room_for_its_coordinator():
+def test_a_target_replica_is_one_group_on_one_node_that_includes_its_coordinator():
     options = target_group_options(TargetPool(tensor_parallel=3, resources_per_rank=GPU))
     first, *others = options["placement_group_bundles"]
     assert options["placement_group_strategy"] == "STRICT_PACK"
-    assert first["CPU"] == 2 + options["ray_actor_options"]["num_cpus"] == 2 + COORDINATOR_CPUS
+    assert first["CPU"] == 2 + options["ray_actor_options"]["num_cpus"] > 2
     assert others == [rank_bundle(GPU)] * 2
     assert options["placement_group_bundle_label_selector"] == [{"zone": "a"}]
     assert "placement_group_bundle_label_selector" not in target_group_options(TargetPool())
 
 
-def test_ranks_without_cpus_still_leave_room_for_the_coordinator():
+def test_a_group_whose_ranks_have_no_cpus_includes_the_coordinator():
     options = target_group_options(TargetPool(resources_per_rank=Resources(num_cpus=0, num_gpus=1)))
-    assert options["placement_group_bundles"] == [{"GPU": 1, "CPU": COORDINATOR_CPUS}]
+    assert options["placement_group_bundles"] == [{"GPU": 1, "CPU": options["ray_actor_options"]["num_cpus"]}]
 
 
 def test_bounds_and_settings_reach_the_policy():
@@ -68,21 +67,21 @@ def test_bounds_and_settings_reach_the_policy():
 
 
 def test_a_pool_of_fixed_size_reports_too():
-    """Else the other one would scale by nothing."""
+    """The other pool may scale by its reports."""
     scaled = bounds(TargetReplicas(min=2, max=2))
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 2)
 
 
-@pytest.mark.parametrize(("asked", "aim"), [(None, 8), (6.0, 6)], ids=["half of max_sessions", "as asked"])
-def test_what_a_target_replica_is_to_hold(asked: float | None, aim: float):
+@pytest.mark.parametrize(("asked", "aim"), [(None, 8), (6.0, 6)], ids=["half of max_sessions", "configured"])
+def test_the_sessions_aimed_at_per_target_replica(asked: float | None, aim: float):
     pool = TargetPool(max_sessions=16, replicas=TargetReplicas(sessions_per_replica=asked))
-    told = scaling_settings(pool, DraftPool(method="suffix"))["target"]
-    assert (told["sessions_per_replica"], told["max_sessions"]) == (aim, 16)
+    settings = scaling_settings(pool, DraftPool(method="suffix"))["target"]
+    assert (settings["sessions_per_replica"], settings["max_sessions"]) == (aim, 16)
 
 
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field")
-def test_serve_takes_the_policies_by_value():
-    """Its controller may not have this package: what it unpickles must not import it."""
+def test_serve_receives_the_policies_by_value():
+    """Its controller may lack this package, so unpickling must not import it."""
     alone = AutoscalingConfig(**bounds(TargetReplicas()), policy=ALONE_POLICY).policy.get_serialized_policy_def()
     both = AutoscalingPolicy(**AUTOSCALING_POLICY).get_serialized_policy_def()
     settings = as_numbers(scaling_settings(TargetPool(), DraftPool(method="suffix")))

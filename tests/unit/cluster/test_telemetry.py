@@ -1,14 +1,13 @@
-"""The timeline's ring, and the spans that lie between events of all actors."""
+"""The timeline's ring buffer, and the spans between events of all actors."""
 
 import itertools
 import random
-from dataclasses import asdict
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from cluster.telemetry import (
-    COLUMNS,
-    MESSAGE_BYTES,
     Actor,
     Event,
     Recording,
@@ -36,7 +35,7 @@ def test_a_recording_carries_the_offset_of_its_clock():
     assert timeline.recording(lambda: 1005.0) == Recording(1000.0, (Event(0, 5.0, "a", ("s",)),))
 
 
-def test_the_latest_seconds_hold_what_is_named_in_order():
+def test_the_latest_seconds_hold_the_named_events_in_order():
     now = [0.0]
     timeline = Timeline(lambda: now[0])
     for at, name in enumerate(["a", "b", "a", "c", "b"]):
@@ -71,23 +70,23 @@ def test_a_round_has_all_its_stages_in_wall_time():
     ]
 
 
-def test_a_span_begins_at_the_latest_beginning_before_its_end():
+def test_a_span_starts_at_the_latest_start_before_its_end():
     target = actor("target", (1.0, "verify", "a"), (2.0, "verify", "a"), (3.0, "decided", "a"), (4.0, "decided", "a"))
     assert [(span.began_s, span.ended_s) for span in spans([target])] == [(2.0, 3.0)]
 
 
-def test_an_end_whose_beginning_has_left_the_ring_is_no_span():
+def test_an_end_whose_start_was_overwritten_gives_no_span():
     assert spans([actor("target", (3.0, "decided", "a"), (4.0, "verify", "a"))]) == []
 
 
-def test_drafting_ahead_is_told_from_drafting():
+def test_drafting_ahead_has_its_own_spans():
     drafter = actor(
         "drafter", (1.0, "draft", "a"), (2.0, "drafted", "a"), (2.0, "draft ahead", "a"), (3.0, "drafted", "a")
     )
     assert [(span.name, span.began_s) for span in spans([drafter])] == [("draft", 1.0), ("draft ahead", 2.0)]
 
 
-def test_a_block_that_leaves_during_a_pass_was_not_sent_at_the_end_of_the_one_before():
+def test_a_block_sent_during_a_pass_does_not_belong_to_the_pass_before():
     """A pass ahead ended at 2.0 with nothing new; the next one sends a block after its first forward."""
     drafter = actor(
         "drafter", (1.0, "draft ahead", "a"), (2.0, "drafted", "a"), (4.0, "draft ahead", "a"), (5.0, "sent", "a")
@@ -109,15 +108,15 @@ def a_long_recording(events: int, sessions: int) -> Actor:
     return Actor("target", "target 1", Recording(12.5, tuple(found)))
 
 
-def test_a_recording_arrives_as_it_was_sent():
+def test_a_recording_round_trips():
     for actor in (a_long_recording(500, 4), Actor("router", "router 1", Recording(0.0, ()))):
         assert unpack(pack(actor)) == actor
 
 
-def test_of_a_recording_too_long_for_a_message_the_latest_events_arrive():
+def test_a_recording_too_long_for_a_message_is_cut_to_its_latest_events():
     actor = a_long_recording(4096, 64)
     arrived = unpack(packed := pack(actor)).recording.events
-    assert len(packed) <= MESSAGE_BYTES
+    assert len(packed) < 100 * 1024, "Ray carries larger answers through its object store"
     assert 0 < len(arrived) < 4096
     assert arrived == actor.recording.events[-len(arrived) :]
 
@@ -137,8 +136,8 @@ def test_of_a_recording_too_long_for_a_message_the_latest_events_arrive():
     ids=str,
 )
 def test_a_recording_that_contradicts_itself_is_refused(wrong):
-    told = actor("target", (1.0, "verify", "a"), (2.0, "decided", "b"), (3.0, "verify", "a"))
-    fields = asdict(unpacked(pack(told), COLUMNS))
-    assert unpack(packed(fields)) == told
+    sent = actor("target", (1.0, "verify", "a"), (2.0, "decided", "b"), (3.0, "verify", "a"))
+    fields = unpacked(pack(sent), TypeAdapter(dict[str, Any]))
+    assert unpack(packed(fields)) == sent
     with pytest.raises(ValueError, match=r"packed recording|_Columns|argument 2 is longer"):
         unpack(packed({**fields, **wrong}))

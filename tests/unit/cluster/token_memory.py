@@ -6,11 +6,11 @@ from cluster.page_allocator import PageCopy, SlotMove
 
 
 class TokenMemory:
-    """One pool of pages; a place that was never written holds nothing, and reading it is a failure."""
+    """One pool of pages; reading a slot that was never written fails."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._held: dict[int, int] = {}  # tokens by place
+        self._held: dict[int, int] = {}  # tokens by slot
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """Copies pages in order, as their owner would."""
@@ -22,7 +22,7 @@ class TokenMemory:
                     self._held[to] = self._held[source]
 
     def move(self, moves: Iterable[SlotMove]) -> None:
-        """All at once; what nobody has written cannot be moved."""
+        """Moves all slots at once; fails for one that was never written."""
         moved = [(move.to, self._held[move.source]) for move in moves]
         self._held.update(moved)
 
@@ -31,10 +31,13 @@ class TokenMemory:
             self._held[self._place(position, pages)] = token
 
     def read(self, end: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """The tokens at positions 0 to `end`."""
-        places = [self._place(position, pages) for position in range(end)]
-        assert all(place in self._held for place in places), "a row reads what nobody has written"
-        return tuple(self._held[place] for place in places)
+        """Returns the tokens at positions 0 to `end`."""
+        return self.at([self._place(position, pages) for position in range(end)])
+
+    def at(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Returns the tokens in these slots."""
+        assert self._held.keys() >= {*slots}, "a slot is read that was never written"
+        return tuple(self._held[slot] for slot in slots)
 
     def _place(self, position: int, pages: Sequence[int]) -> int:
         return pages[position // self._page_size] * self._page_size + position % self._page_size

@@ -1,13 +1,13 @@
-"""All audits of a router: which requests, how many wait, where one is decided, and what it yields to."""
+"""Audits of a router: selection of requests, queue, choice of targets, interruptions and results."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cluster.audit import OUTCOMES, PAUSE_S, Audits, Difference, is_chosen
+from cluster.audit import Audits, Difference, is_chosen
 from cluster.config import AuditConfig
-from cluster.routing.ledger import MAX_REOPENS, Generation, Session
+from cluster.routing.ledger import Generation, Session
 from cluster.routing.session_router import Peers
 from protos.messages import Acceptance, Close, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
@@ -65,7 +65,7 @@ class Desk:
         return {outcome: count for outcome, count in self.audits.counts.items() if count}
 
 
-# ---------------------------------------------------------------- which
+# ---------------------------------------------------------------- selection
 
 
 def test_about_the_share_is_chosen_and_a_session_always_or_never():
@@ -81,32 +81,33 @@ def test_by_default_nothing_is_audited():
     audits = Audits(AuditConfig(), "bfloat16", lambda _: None)
     audits.ended(an_ended("s"), frozenset("T"))
     assert (audits.waiting, audits.state) == (0, "off")
-    assert dict(audits.counts) == dict.fromkeys(OUTCOMES, 0)
+    assert set(audits.counts.values()) == {0}
+    assert audits.counts.keys() >= {"equal", "differs"}, "exported from the beginning"
 
 
-def test_ratio_is_counted_and_not_audited():
+def test_rejection_sampling_is_counted_and_not_audited():
     desk = Desk()
     desk.ended(sampling=Sampling(temperature=0.7), acceptance=Acceptance.REJECTION)
     assert (desk.outcomes, desk.tick()) == ({"rejection": 1}, [])
 
 
-def test_a_request_that_came_to_nothing_is_no_request():
+def test_a_request_without_tokens_is_not_audited():
     desk = Desk()
     desk.ended(committed=())
     assert (desk.outcomes, desk.audits.waiting) == ({}, 0)
 
 
-# ---------------------------------------------------------------- how many
+# ---------------------------------------------------------------- queue
 
 
-def test_what_does_not_fit_is_dropped_and_counted():
+def test_requests_beyond_the_queue_are_dropped_and_counted():
     desk = Desk(max_waiting=2)
     for name in "abc":
         desk.ended(name)
     assert (desk.audits.waiting, desk.outcomes) == (2, {"dropped": 1})
 
 
-def test_tokens_are_bounded_too():
+def test_waiting_tokens_are_bounded():
     desk = Desk(max_waiting_tokens=14)
     desk.ended("a")
     desk.ended("b", committed=tuple(range(10, 16)))
@@ -114,63 +115,63 @@ def test_tokens_are_bounded_too():
     assert (desk.audits.waiting, desk.outcomes) == (2, {"dropped": 1})
 
 
-def test_one_at_a_time():
+def test_one_audit_runs_at_a_time():
     desk = Desk()
     desk.begin(name="a")
     desk.ended("b")
     assert desk.tick(10.0) == []
 
 
-# ---------------------------------------------------------------- where and when
+# ---------------------------------------------------------------- targets
 
 
-def test_another_target_decides_where_there_is_one():
+def test_another_target_than_the_one_that_served_is_preferred():
     assert [Desk(targets).begin()[0] for targets in ("TU", "UT", "T")] == ["U", "U", "T"]
 
 
-def test_where_the_other_has_sessions_it_waits_rather_than_ask_the_same():
+def test_an_audit_waits_for_another_target_and_lets_others_pass():
     desk = Desk()
     desk.targets.moved(None, "U")
     desk.ended("a", served_by="T")
     assert desk.tick() == []
     desk.ended("b", served_by="U")
     ((target, request),) = desk.tick()
-    assert (target, request.session) == ("T", "audit-b"), "it keeps nobody else waiting"
+    assert (target, request.session) == ("T", "audit-b"), "it does not block the queue"
     desk.say(target, request, *TEXT)
     desk.targets.moved("U", None)
     ((target, request),) = desk.tick()
     assert (target, request.session) == ("U", "audit-a")
 
 
-def test_no_target_with_sessions_is_asked():
+def test_targets_with_sessions_are_not_used():
     desk = Desk("T")
     desk.targets.moved(None, "T")
     desk.ended()
     assert desk.tick(99.0) == []
 
 
-def test_it_yields_and_goes_on_from_where_it_was_before_any_other():
+def test_a_refused_audit_continues_after_a_pause_before_any_other():
     desk = Desk("T")
     target, request = desk.begin(name="a")
     desk.ended("b")
     desk.say(target, request, 10)
     desk.refuse(target, request)
-    assert desk.tick(PAUSE_S / 2) == [], "requests are being served"
-    ((_, again),) = desk.tick(PAUSE_S / 2)
+    assert desk.tick() == [], "requests are being served"
+    ((_, again),) = desk.tick(10.0)
     assert (again.session, again.tokens, again.attempt) == ("audit-a", (*PROMPT, 10), 2)
     desk.say(target, again, 11, 12)
     assert desk.outcomes == {"equal": 1}
 
 
-def test_a_refusal_of_an_earlier_attempt_is_void():
+def test_a_refusal_of_an_earlier_attempt_is_ignored():
     desk = Desk("T")
     target, request = desk.begin()
     (sent,) = desk.say(target, request, 50)
     desk.refuse(target, request)
-    assert desk.say(target, sent[1], 50, margin=3.0), "it is still there"
+    assert desk.say(target, sent[1], 50, margin=3.0), "it still runs"
 
 
-def test_a_target_that_finds_fault_is_not_asked_again():
+def test_an_audit_refused_as_invalid_fails():
     desk = Desk("T")
     target, request = desk.begin()
     desk.refuse(target, request, RefusalReason.INVALID)
@@ -178,22 +179,26 @@ def test_a_target_that_finds_fault_is_not_asked_again():
 
 
 @pytest.mark.parametrize("malformed", [False, True])
-def test_an_audit_that_ends_targets_does_not_end_them_all(malformed):
+def test_an_audit_that_loses_its_targets_is_given_up_after_a_few(malformed):
     desk = Desk("T")
     target, request = desk.begin()
-    for _ in range(MAX_REOPENS):
+    lost = 0
+    while True:
+        lost += 1
+        assert lost < 10
         if malformed:
-            assert desk.audits.unreadable(target, request.session) == [
-                (target, Close(request.session, request.attempt))
-            ]
+            close = Close(request.session, request.attempt)
+            assert desk.audits.unreadable(target, request.session) == [(target, close)]
         else:
             desk.audits.gone(target)
-        ((target, request),) = desk.tick()
-    desk.audits.gone(target)
-    assert (desk.tick(99.0), desk.outcomes) == ([], {"failed": 1})
+        if not (sent := desk.tick(99.0)):
+            break
+        ((target, request),) = sent
+    assert lost > 1
+    assert desk.outcomes == {"failed": 1}
 
 
-def test_others_that_go_or_speak_change_nothing():
+def test_other_targets_and_sessions_are_ignored():
     desk = Desk()
     target, request = desk.begin()
     desk.audits.gone("T")
@@ -203,7 +208,7 @@ def test_others_that_go_or_speak_change_nothing():
     assert desk.outcomes == {"equal": 1}
 
 
-def test_who_stops_audits_nothing_more():
+def test_a_stopped_router_ends_all_audits():
     desk = Desk()
     target, request = desk.begin(name="a")
     desk.ended("b")
@@ -212,7 +217,7 @@ def test_who_stops_audits_nothing_more():
     assert desk.audits.stop() == []
 
 
-# ---------------------------------------------------------------- what comes of it
+# ---------------------------------------------------------------- results
 
 
 def a_difference(desk: Desk, margin: float) -> tuple[str, list[Any]]:
@@ -222,7 +227,7 @@ def a_difference(desk: Desk, margin: float) -> tuple[str, list[Any]]:
     return target, desk.say(target, question, 50, margin=margin)
 
 
-def test_a_difference_is_counted_and_raises_the_alarm():
+def test_a_difference_is_counted_and_alarmed():
     desk = Desk()
     target, sent = a_difference(desk, 3.0)
     assert desk.found == []
@@ -231,7 +236,7 @@ def test_a_difference_is_counted_and_raises_the_alarm():
     assert (desk.outcomes, desk.audits.state) == ({"differs": 1}, "differs")
 
 
-def test_near_ties_go_by_the_dtype_unless_the_config_says_otherwise():
+def test_the_near_tie_margin_follows_the_dtype_unless_configured():
     for config, margin, outcome in (
         ({}, 0.001, "near_tie"),
         ({}, 0.003, "differs"),
@@ -245,12 +250,12 @@ def test_near_ties_go_by_the_dtype_unless_the_config_says_otherwise():
 
 
 @pytest.mark.parametrize("how", ["stopped", "lost"])
-def test_a_difference_whose_continuation_never_comes_is_a_difference(how):
+def test_a_difference_is_reported_without_its_continuation(how):
     desk = Desk("T")
     target, _ = a_difference(desk, 3.0)
     if how == "stopped":
         desk.audits.stop()
-    for _ in range(MAX_REOPENS + 1 if how == "lost" else 0):
+    for _ in range(10 if how == "lost" else 0):
         desk.audits.gone(target)
         desk.tick()
     assert [found.plain for found in desk.found] == [(50,)]

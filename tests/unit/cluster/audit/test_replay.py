@@ -1,11 +1,11 @@
-"""One audit: what it asks of targets, and what it makes of their verdicts."""
+"""One audit: its requests to targets and its conclusions from their verdicts."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cluster.audit import RECORDED_TOKENS, Progress, Replay, is_repeatable
+from cluster.audit import Progress, Replay, is_repeatable
 from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Finish, Open, Sampling, Verdict
 from protos.prefix import Prefix
@@ -29,16 +29,16 @@ def a_verdict(request: Open, *tokens: int, after: tuple[int, ...] = (), **change
     return replace(Verdict(request.session, request.attempt, len(here), here.hash, tokens, 0, 0, finish), **changes)
 
 
-def test_it_is_the_same_request_without_drafts_and_no_longer_than_its_answer():
+def test_an_audit_is_the_same_request_without_drafts_limited_to_the_answers_length():
     request = a_replay(sampling=Sampling(temperature=0.7)).open()
     assert (request.tokens, request.prompt_len, request.max_len) == (PROMPT, 3, 7)
     assert (request.sampling, request.seed, request.choice) == (Sampling(temperature=0.7), 7, 1)
     assert (request.stop_ids, request.acceptance) == ((0,), Acceptance.COUPLED)
     assert (request.audit, request.draft_tokens, request.rival) == (True, 0, None)
-    assert request.session != "s", "the request itself may still be open where its Close has not come"
+    assert request.session != "s", "the request may still be open where its Close has not arrived"
 
 
-def test_an_honest_text_is_equal():
+def test_the_target_confirms_its_own_text():
     replay = a_replay()
     request = replay.open()
     seen = [replay.receive(a_verdict(request, token, after=TEXT[:i])) for i, token in enumerate(TEXT)]
@@ -47,7 +47,7 @@ def test_an_honest_text_is_equal():
     assert replay.near_ties == []
 
 
-def test_what_is_void_for_a_ledger_is_void_here():
+def test_verdicts_that_a_ledger_ignores_are_ignored():
     replay = a_replay()
     request = replay.open()
     for void in (
@@ -59,7 +59,7 @@ def test_what_is_void_for_a_ledger_is_void_here():
     assert replay.open().tokens == PROMPT
 
 
-def test_where_it_left_off_it_goes_on_under_a_new_attempt():
+def test_an_audit_continues_where_it_stopped_under_a_new_attempt():
     replay = a_replay()
     first = replay.open()
     replay.receive(a_verdict(first, 10))
@@ -75,12 +75,12 @@ def asked_after(replay: Replay, *tokens: int) -> Open:
     return replay.open()
 
 
-def test_another_token_is_asked_about():
+def test_the_margin_of_a_different_token_is_requested():
     question = asked_after(a_replay(), 10, 50)
     assert (question.tokens, question.rival, question.max_len) == ((*PROMPT, 10), 11, 5)
 
 
-def test_a_near_tie_is_passed_on_the_committed_side():
+def test_after_a_near_tie_the_audit_continues_with_the_committed_token():
     replay = a_replay()
     question = asked_after(replay, 10, 50)
     assert replay.receive(a_verdict(question, 50, margin=0.05)) is ANEW
@@ -90,7 +90,7 @@ def test_a_near_tie_is_passed_on_the_committed_side():
     assert (replay.differs, replay.near_ties) == (False, [0.05])
 
 
-def test_behind_a_near_tie_a_difference_is_found_all_the_same():
+def test_a_difference_after_a_near_tie_is_found():
     replay = a_replay()
     replay.receive(a_verdict(asked_after(replay, 10, 50), 50, margin=0.05))
     question = asked_after(replay, 60)
@@ -98,14 +98,14 @@ def test_behind_a_near_tie_a_difference_is_found_all_the_same():
     assert replay.difference("U").position == 2
 
 
-def test_a_near_tie_at_the_last_token_ends_it():
+def test_a_near_tie_at_the_last_token_ends_the_audit():
     replay = a_replay()
     assert replay.receive(a_verdict(asked_after(replay, 10, 11, 12, 50), 50, margin=0.05)) is ENDED
     assert not replay.differs
 
 
 @pytest.mark.parametrize("margin", [NEAR_TIE, 3.0, None])
-def test_a_difference_ends_with_what_plain_decoding_says_next(margin):
+def test_a_difference_records_the_continuation_of_non_speculative_decoding(margin):
     replay = a_replay()
     assert replay.receive(a_verdict(asked_after(replay, 10, 50), 50, margin=margin)) is ANEW
     rest = replay.open()
@@ -117,23 +117,25 @@ def test_a_difference_ends_with_what_plain_decoding_says_next(margin):
     assert (found.served_by, found.audited_by, found.seed, found.prompt_len) == (("T",), "U", 7, 3)
 
 
-def test_of_a_long_answer_some_tens_are_recorded():
+def test_a_bounded_part_of_a_long_answer_is_recorded():
     replay = a_replay(committed=tuple(range(100, 300)))
     replay.receive(a_verdict(asked_after(replay, 100, 50), 50, margin=3.0))
-    assert replay.open().max_len == len(PROMPT) + 1 + RECORDED_TOKENS
-    assert replay.difference("U").committed == tuple(range(101, 101 + RECORDED_TOKENS))
+    recorded = replay.difference("U").committed
+    assert 8 <= len(recorded) <= 64
+    assert recorded == tuple(range(101, 101 + len(recorded)))
+    assert replay.open().max_len == len(PROMPT) + 1 + len(recorded)
 
 
 @pytest.mark.parametrize(("committed", "plain"), [(TEXT[:2], 50), (TEXT, 0)], ids=["the answer's end", "a stop id"])
-def test_where_nothing_can_follow_a_difference_is_the_end(committed, plain):
+def test_a_difference_that_nothing_can_follow_ends_the_audit(committed, plain):
     replay = a_replay(committed=committed)
     question = asked_after(replay, 10, plain)
     assert replay.receive(a_verdict(question, plain, margin=3.0)) is ENDED
     assert replay.difference("U").plain == (plain,)
 
 
-def test_where_plain_decoding_stands_alone_its_own_token_is_weighed():
-    """A target that computes the text anew says what was committed: then the audit's own cache was wrong."""
+def test_if_a_fresh_target_confirms_the_committed_token_the_audits_own_token_is_measured():
+    """The audit's own cache was wrong."""
     replay = a_replay()
     question = asked_after(replay, 10, 50)
     assert replay.receive(a_verdict(question, 11, margin=0.0)) is ANEW
@@ -143,15 +145,15 @@ def test_where_plain_decoding_stands_alone_its_own_token_is_weighed():
     assert replay.differs
 
 
-def test_a_question_that_was_not_answered_is_asked_again():
+def test_an_unanswered_margin_request_is_repeated():
     replay = a_replay()
     question = asked_after(replay, 10, 50)
-    assert not replay.differs, "nothing is known of the margin yet"
+    assert not replay.differs, "the margin is unknown"
     again = replay.open()
     assert (again.tokens, again.rival) == (question.tokens, question.rival)
 
 
-def test_what_depends_on_the_drafts_cannot_be_repeated():
+def test_a_text_that_depends_on_drafts_is_not_repeatable():
     sampled = Sampling(temperature=0.7)
     assert is_repeatable(replace(GENERATION, sampling=sampled))
     assert is_repeatable(replace(GENERATION, acceptance=Acceptance.REJECTION)), "greedy is greedy under both rules"

@@ -1,14 +1,14 @@
-"""Steps after blocks became bad: one after the other, each on new evidence."""
+"""Remedies after blocks became bad: one after the other, each on new evidence."""
 
 import random
 from collections.abc import Iterable
 from itertools import pairwise
 
-from cluster.draft_quality import MOST_SUSPECTS, RECENT, CollapseWatch, Suspects
+from cluster.draft_quality import CollapseWatch, Suspects
 from cluster.speculation.estimators import Mean
 from protos.messages import Collapse
 
-STEPS = 3  # of the ladder: begun anew, replaced, plain
+STEPS = 3  # remedies: resynchronized, replaced, non-speculative
 
 
 def after(watch: CollapseWatch, blocks: Iterable[int]) -> CollapseWatch:
@@ -33,9 +33,9 @@ def collapses(seed: int, *spells: tuple[float, int]) -> list[tuple[int, Collapse
     return found
 
 
-def test_every_step_takes_evidence_of_its_own_against_the_same_history():
+def test_every_remedy_needs_new_evidence_against_the_same_history():
     found = [collapses(seed, (0.8, 150), (0.05, 150)) for seed in range(200)]
-    assert {len(each) for each in found} == {STEPS}, "a drafter that stays bad is found three times"
+    assert {len(each) for each in found} == {STEPS}, "a drafter that stays bad is detected three times"
     for each in found:
         ends = [150, *(count for count, _ in each)]
         assert min(later - earlier for earlier, later in pairwise(ends)) > 3
@@ -43,15 +43,15 @@ def test_every_step_takes_evidence_of_its_own_against_the_same_history():
         assert all(collapse.usual > 0.6 > 0.4 > collapse.latest for _, collapse in each)
 
 
-def test_a_session_whose_blocks_are_as_good_as_ever_hardly_ever_loses_its_drafter():
-    """200 000 blocks at each acceptance: no session goes all the way, and none of the steps is taken often."""
+def test_a_session_with_unchanged_acceptance_rarely_loses_its_drafter():
+    """200 000 blocks at each acceptance: no session reaches the last remedy."""
     for chance in (0.95, 0.8, 0.5, 0.3):
         steps = [len(collapses(seed, (chance, 1000))) for seed in range(200)]
         assert sum(steps) <= 200 * 1000 * 1e-4
         assert STEPS not in steps
 
 
-def test_a_drafter_that_is_good_again_after_it_began_anew_keeps_the_session():
+def test_a_drafter_that_recovers_after_a_resync_keeps_the_session():
     watch = after(CollapseWatch(), [1] * 50)
     while watch.collapse is None:
         watch = watch.after(0)
@@ -60,8 +60,8 @@ def test_a_drafter_that_is_good_again_after_it_began_anew_keeps_the_session():
     assert watch.collapse is None
 
 
-def test_until_a_drafter_attaches_again_blocks_prove_nothing():
-    """Those of before may still be on their way."""
+def test_blocks_count_only_once_a_drafter_has_attached_again():
+    """Earlier blocks may still be in flight."""
     watch = after(CollapseWatch(), [1] * 50)
     while watch.collapse is None:
         watch = watch.after(0)
@@ -70,44 +70,44 @@ def test_until_a_drafter_attaches_again_blocks_prove_nothing():
     assert after(waiting.attached(), [0] * 100).collapse is not None
 
 
-def test_a_new_session_of_a_bad_drafter_falls_short_of_what_the_drafter_was():
+def test_a_new_session_is_compared_with_the_drafters_earlier_acceptance():
     suspects = Suspects()
     assert suspects.usual("d") is None
     suspects.collapsed("d", Mean(100, 0.8))
     begun = CollapseWatch().attached(suspects.usual("d"))
     assert after(begun, [0] * 40).collapse is not None
-    assert after(CollapseWatch().attached(None), [0] * 40).collapse is None, "it never was better"
+    assert after(CollapseWatch().attached(None), [0] * 40).collapse is None, "it was never better"
 
 
-def test_a_session_with_a_history_of_its_own_keeps_it():
+def test_a_session_keeps_its_own_history():
     own = after(CollapseWatch(), [1, 0] * 50)
     assert own.attached(Mean(100, 0.95)).drift.history == own.drift.history
 
 
-def test_a_drafter_is_suspected_until_it_is_good_again():
+def test_a_drafter_is_suspected_until_its_blocks_are_good_again():
     suspects = Suspects()
     suspects.collapsed("d", Mean(100, 0.8))
-    for _ in range(10 * RECENT):
+    for _ in range(300):
         suspects.block("d", 0)
     assert suspects.usual("d") is not None
-    for _ in range(2 * RECENT):
+    for _ in range(100):
         suspects.block("d", 2)
     assert suspects.usual("d") is None
     suspects.block("d", 0)
     assert suspects.usual("d") is None
 
 
-def test_few_good_blocks_do_not_clear_a_drafter():
+def test_a_few_good_blocks_do_not_clear_a_drafter():
     suspects = Suspects()
     suspects.collapsed("d", Mean(100, 0.8))
-    for _ in range(RECENT - 1):
+    for _ in range(5):
         suspects.block("d", 1)
     assert suspects.usual("d") is not None
 
 
-def test_so_many_suspects_are_remembered():
+def test_only_the_latest_suspects_are_kept():
     suspects = Suspects()
-    for index in range(MOST_SUSPECTS + 1):
+    for index in range(1000):
         suspects.collapsed(f"d{index}", Mean(100, 0.8))
     assert suspects.usual("d0") is None
-    assert suspects.usual("d1") is not None
+    assert suspects.usual("d999") is not None

@@ -1,44 +1,51 @@
-"""The number of sessions that a drafter accepts, by whether its blocks are in time."""
+"""The number of sessions that a drafter accepts follows whether its blocks are in time."""
 
-from cluster.drafting.session_table import LEAST_WINDOW, WINDOW_BLOCKS, Capacity
+import pytest
 
-
-def window(capacity: Capacity, late: float, sessions: int) -> int:
-    """A whole window with this share of late blocks; how many sessions are to be given up."""
-    size = max(LEAST_WINDOW, WINDOW_BLOCKS * sessions)
-    *before, last = [capacity.note(index < late * size, sessions) for index in range(size)]
-    assert not any(before), "a decision before the window is over"
-    return last
+from cluster.drafting.session_table import Capacity
 
 
-def test_a_quarter_is_given_up_while_most_blocks_are_late():
+def blocks_until_shed(capacity: Capacity, late: float, sessions: int) -> tuple[int, int]:
+    """Notes blocks, this share of them late, until sessions are to be given up.
+
+    Returns the number of blocks and of those sessions; 0 sessions if it gives up none.
+    """
+    for blocks in range(1, 2000):
+        if excess := capacity.note(int(blocks * late) > int((blocks - 1) * late), sessions):
+            return blocks, excess
+    return blocks, 0
+
+
+def test_a_quarter_of_the_sessions_is_given_up_while_most_blocks_are_late():
     capacity = Capacity(64)
-    assert window(capacity, 0.6, 16) == 4
-    assert capacity.sessions == 12
-    assert window(capacity, 0.6, 12) == 3
-    assert window(capacity, 0.6, 2) == 1
-    assert window(capacity, 0.6, 1) == 0, "the last one may be slow, but nobody is in its way"
+    for sessions, given_up in ((16, 4), (12, 3), (2, 1)):
+        blocks, excess = blocks_until_shed(capacity, 0.6, sessions)
+        assert excess == given_up
+        assert capacity.sessions == sessions - given_up
+        assert blocks > 16
+    assert blocks_until_shed(capacity, 0.6, 1)[1] == 0, "the last session competes with no other"
     assert capacity.sessions == 1
 
 
-def test_room_is_made_again_step_by_step_while_blocks_are_in_time():
+def test_capacity_grows_back_step_by_step_while_blocks_are_in_time():
     capacity = Capacity(12)
-    window(capacity, 0.6, 12)
-    taken = []
-    for _ in range(5):
-        assert window(capacity, 0, 9) == 0
-        taken.append(capacity.sessions)
-    assert taken == [10, 11, 12, 12, 12]
+    blocks_until_shed(capacity, 0.6, 12)
+    steps = [capacity.sessions]
+    for _ in range(2000):
+        assert capacity.note(late=False, sessions=9) == 0
+        if capacity.sessions != steps[-1]:
+            steps.append(capacity.sessions)
+    assert steps == [9, 10, 11, 12]
 
 
-def test_what_is_neither_late_nor_in_time_changes_nothing():
-    capacity = Capacity(12)
-    assert window(capacity, 0.25, 8) == 0
-    assert window(capacity, 0.5, 8) == 0
+@pytest.mark.parametrize("late", [0.25, 0.5])
+def test_some_late_blocks_neither_shrink_nor_grow_the_capacity(late):
+    capacity = Capacity(16)
+    blocks_until_shed(capacity, 0.6, 16)
+    assert blocks_until_shed(capacity, late, 8)[1] == 0
     assert capacity.sessions == 12
 
 
-def test_more_sessions_are_watched_for_longer():
-    capacity = Capacity(64)
-    assert not any(capacity.note(late=True, sessions=64) for _ in range(WINDOW_BLOCKS * 64 - 1))
-    assert capacity.note(late=True, sessions=64) == 16
+def test_more_sessions_are_observed_for_more_blocks():
+    few, many = (blocks_until_shed(Capacity(64), 1.0, sessions)[0] for sessions in (8, 64))
+    assert few < many

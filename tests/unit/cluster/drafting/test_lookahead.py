@@ -1,4 +1,4 @@
-"""Drafting ahead as a search: what is extended first, by when, and what may leave before the end."""
+"""The search that drafts ahead: order of extension, time limits, and blocks that are sent early."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from cluster.drafting.draft_state import BlockDraft
-from cluster.drafting.lookahead import AHEAD_ROWS, LEAST_CHANCE, ForwardTime, draft_ahead, proposals
+from cluster.drafting.lookahead import ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Choices
@@ -15,18 +15,18 @@ from protos.messages import Acceptance, Sampling
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import KEY, an_open
 
-FIRST = 0.7  # chance of the likeliest token at every place, and of the next ones
+FIRST = 0.7  # probability of the likeliest token at every position
 OTHERS = (0.2, 0.09, 0.005)
 TOKENS = (0, 1)
 
 
 class Counting:
-    """Thinks that each token is followed by the next number, and else by those after it. A forward takes a second."""
+    """Predicts the next number, or with less probability those after it. A forward takes a second."""
 
     outcomes = 8
 
     def __init__(self, **session: object) -> None:
-        self._session = session  # what the Open of every session says
+        self._session = session  # fields of every session's Open
         self.extended: list[list[tuple[int, ...]]] = []  # by forward, the outcome of each block; a root's is ()
         self.sessions: list[list[str]] = []
 
@@ -76,19 +76,24 @@ def test_each_likely_outcome_gets_a_block_likeliest_first() -> None:
     assert [proposal.outcome for proposal in found[:4]] == sorted(chances, key=lambda outcome: -chances[outcome])
     assert found[0].tokens == (5, 6, 7)
     assert all((proposal.base_len, proposal.session) == (2 + len(proposal.outcome), "s") for proposal in found)
-    assert OTHERS[-1] < LEAST_CHANCE
-    assert (5,) not in [proposal.outcome for proposal in found], "so unlikely that nothing is drafted for it"
+    assert (5,) not in [proposal.outcome for proposal in found], "too unlikely to draft for"
 
 
-def test_the_block_under_verification_is_read_first_then_what_is_likeliest() -> None:
+def test_the_block_under_verification_is_read_first_and_then_the_likeliest_outcome() -> None:
     method = Counting()
     drafted(method, a_request())
     assert method.extended[0] == [()]
     assert method.extended[1][0] == (2, 3, 4)
-    assert all(len(rows) <= AHEAD_ROWS for rows in method.extended)
 
 
-def test_sessions_share_forwards_and_none_goes_on_past_its_verdict() -> None:
+def test_a_forward_extends_a_bounded_number_of_blocks() -> None:
+    """Each session has seven likely outcomes."""
+    method = Counting()
+    drafted(method, *(a_request(str(session)) for session in range(8)))
+    assert 8 <= max(len(rows) for rows in method.extended) <= 32
+
+
+def test_sessions_share_forwards_and_stop_when_their_verdicts_are_due() -> None:
     method = Counting()
     found = drafted(method, a_request("soon", until=2.0), a_request("late", until=10.0))
     assert set(method.sessions[0]) == {"soon", "late"}
@@ -96,8 +101,8 @@ def test_sessions_share_forwards_and_none_goes_on_past_its_verdict() -> None:
     assert {proposal.session for proposal in found} == {"soon", "late"}
 
 
-def test_no_forward_is_begun_that_would_end_too_late() -> None:
-    """A forward takes a second: the reading, and one for blocks."""
+def test_no_forward_starts_that_would_end_too_late() -> None:
+    """There is time to read the block and for one forward of drafts."""
     method = Counting()
     found = drafted(method, a_request(until=2.5))
     assert len(method.extended) == 2
@@ -105,7 +110,7 @@ def test_no_forward_is_begun_that_would_end_too_late() -> None:
 
 
 @pytest.mark.parametrize("forwards", [0, 1, 2])
-def test_an_interruption_ends_it_with_what_there_is(forwards: int) -> None:
+def test_an_interruption_ends_the_search_with_the_blocks_so_far(forwards: int) -> None:
     method = Counting()
     found = drafted(method, a_request(), interrupted=lambda: len(method.extended) == forwards)
     assert len(method.extended) == forwards
@@ -113,16 +118,18 @@ def test_an_interruption_ends_it_with_what_there_is(forwards: int) -> None:
 
 
 @pytest.mark.parametrize("acceptance", list(Acceptance))
-def test_early_is_told_after_each_forward_and_under_ratio_of_whole_blocks_alone(acceptance: Acceptance) -> None:
-    told: list[list[Proposal]] = []
+def test_blocks_are_sent_after_each_forward_but_only_whole_ones_under_rejection_sampling(
+    acceptance: Acceptance,
+) -> None:
+    early: list[list[Proposal]] = []
     method = Counting(acceptance=acceptance, sampling=Sampling(temperature=1.0))
-    draft_ahead(method, [a_request()], ForwardTime(), method.clock, lambda: False, told.append)
-    assert len(told) == len(method.extended)
-    lengths = {len(proposal.tokens) for proposals in told for proposal in proposals}
+    draft_ahead(method, [a_request()], ForwardTime(), method.clock, lambda: False, early.append)
+    assert len(early) == len(method.extended)
+    lengths = {len(proposal.tokens) for proposals in early for proposal in proposals}
     assert lengths == ({3} if acceptance is Acceptance.REJECTION else {1, 2, 3})
 
 
-def test_no_block_follows_a_stop_or_the_longest_text() -> None:
+def test_no_block_follows_a_stop_id_or_the_maximum_length() -> None:
     stopped = drafted(Counting(stop_ids=(4,)), a_request())
     assert stopped
     assert not any(4 in proposal.outcome for proposal in stopped)

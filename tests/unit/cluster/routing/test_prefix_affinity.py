@@ -1,7 +1,9 @@
 """The router's memory of prefixes cached at targets, and when it forgets them."""
 
+import pytest
+
 from cluster.page_allocator import PageAllocator
-from cluster.routing.session_router import MOST_PAGES, TOKENS_A_SESSION, PrefixAffinity, PrefixOptions, page_keys
+from cluster.routing.session_router import PrefixAffinity, PrefixOptions, page_keys
 
 KEY = bytes(32)
 PAGE = 4
@@ -11,7 +13,7 @@ def homes(**options: float) -> PrefixAffinity:
     return PrefixAffinity(KEY, PrefixOptions(PAGE, **options))  # type: ignore[arg-type]
 
 
-def test_a_target_has_the_pages_up_to_the_first_that_differs() -> None:
+def test_a_target_matches_up_to_the_first_differing_page() -> None:
     memory = homes()
     memory.record("T", memory.keys(range(20)))
     changed = [*range(8), 99, *range(9, 20)]
@@ -20,8 +22,8 @@ def test_a_target_has_the_pages_up_to_the_first_that_differs() -> None:
     assert memory.matches(memory.keys([99, *range(1, 20)])) == {}
 
 
-def test_a_target_finds_as_much_in_its_cache_as_the_router_expects() -> None:
-    """The real allocator's answer, for every length: the last token is computed in any case."""
+def test_the_allocator_finds_as_many_cached_tokens_as_the_router_expects() -> None:
+    """The last token is computed in any case."""
     for length in range(1, 20):
         memory = homes()
         memory.record("T", memory.keys(range(17)))
@@ -33,7 +35,7 @@ def test_a_target_finds_as_much_in_its_cache_as_the_router_expects() -> None:
         assert pages.open("second", range(length)) == expected
 
 
-def test_what_was_used_longest_ago_is_forgotten_from_its_end() -> None:
+def test_the_least_recently_used_text_is_forgotten_from_its_end() -> None:
     memory = homes(pages_a_target=4)
     memory.record("T", memory.keys(range(13)))  # 3 pages
     memory.record("T", memory.keys(range(100, 109)))  # 2 more
@@ -41,40 +43,45 @@ def test_what_was_used_longest_ago_is_forgotten_from_its_end() -> None:
     assert memory.matches(memory.keys(range(100, 109))) == {"T": 8}
 
 
-def test_a_target_that_is_gone_has_nothing() -> None:
+def test_a_lost_target_is_forgotten() -> None:
     memory = homes()
     memory.record("T", memory.keys(range(20)))
     memory.forget("T")
     assert memory.matches(memory.keys(range(20))) == {}
 
 
-def test_what_is_found_is_worth_sessions_but_never_more_than_allowed() -> None:
-    memory = PrefixAffinity(KEY, PrefixOptions(16, most_sessions=2))
-    text = memory.keys(range(10 * TOKENS_A_SESSION + 1))
-    memory.record("T", memory.keys(range(TOKENS_A_SESSION + 1)))
-    assert memory.worth(text) == {"T": 1.0}
+def test_cached_tokens_are_worth_sessions_up_to_the_maximum() -> None:
+    memory = homes(most_sessions=2)
+    text = memory.keys(range(10_000))
+    assert memory.worth(text) == {}
+    memory.record("T", text[:4])
+    little = memory.worth(text)["T"]
+    assert 0 < little < 1
+    memory.record("T", text[:8])
+    assert memory.worth(text) == {"T": pytest.approx(2 * little)}
     memory.record("U", text)
     assert memory.worth(text) == {"U": 2.0}
-    assert PrefixAffinity(KEY, PrefixOptions(16)).worth(text) == {}
 
 
-def test_a_common_beginning_does_not_count_as_the_whole_text() -> None:
-    """However much both are worth: the difference is what would be computed again."""
-    memory = PrefixAffinity(KEY, PrefixOptions(16, most_sessions=4))
-    text = memory.keys(range(10 * TOKENS_A_SESSION + 1))
+def test_a_target_with_less_of_the_text_is_worth_less_by_the_missing_pages() -> None:
+    memory = homes(most_sessions=4)
+    text = memory.keys(range(10_000))
+    memory.record("end", text[-8:])
+    memory.record("begin", text[:8])
+    eight_pages = memory.worth(text)["begin"]
     memory.record("home", text)
-    memory.record("other", text[: -TOKENS_A_SESSION // 16])
-    assert memory.worth(text) == {"home": 4.0, "other": 3.0}
+    memory.record("other", text[:-8])
+    assert memory.worth(text) == {"home": 4.0, "other": pytest.approx(4.0 - eight_pages)}
 
 
-def test_no_text_is_looked_at_beyond_a_bound_and_keys_differ_by_key() -> None:
-    assert len(page_keys(KEY, range(PAGE * MOST_PAGES + 100), PAGE)) == MOST_PAGES
+def test_the_number_of_hashed_pages_is_bounded_and_keys_differ_by_key() -> None:
+    assert 256 <= len(page_keys(KEY, range(100_000), PAGE)) < 20_000
     assert page_keys(KEY, range(9), PAGE) != page_keys(b"other", range(9), PAGE)
     assert page_keys(KEY, range(PAGE), PAGE) == [], "its last token is computed in any case"
     assert page_keys(KEY, (), PAGE) == []
 
 
-def test_pages_of_another_salt_are_not_found() -> None:
+def test_pages_with_another_salt_do_not_match() -> None:
     """The real allocator does not share pages between salts either."""
     pages = PageAllocator(16, PAGE, KEY)
     pages.open("first", range(17), b"mine")

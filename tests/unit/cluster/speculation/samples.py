@@ -1,29 +1,29 @@
-"""Values that tests of pacing begin with."""
+"""Loads, delays and statistics for tests of speculation control."""
 
 from collections.abc import Iterable
 
 from cluster.costs import ForwardCost
-from cluster.speculation.controller import DELAY_MEMORY
-from cluster.speculation.estimators import POSITIONS, Chances, Load, Pairs, ReplicaStats, SessionStats, StepCost
+from cluster.speculation.estimators import Chances, Load, Pairs, ReplicaStats, SessionStats, StepCost
 
-MUCH = 1e6  # blocks: what is known of others does not count any more
+MUCH = 1e6  # blocks: other sessions no longer count
+NODES = 16  # of the longest block in these tests
 
 
 def a_delay(measured: Iterable[tuple[int, float]]) -> Pairs:
     """Returns the measured delay after blocks of this many tokens and seconds."""
     delay = Pairs()
     for tokens, seconds in measured:
-        delay = delay.after(tokens, seconds, DELAY_MEMORY)
+        delay = delay.after(tokens, seconds, memory=0.01)
     return delay
 
 
 STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
 DRAFT = a_delay([(1, 0.015), (4, 0.030)] * 20)  # 10 ms, and 5 ms a token
 LOAD = Load(STEP, sessions=1, gain=1.5)  # 15 tokens/s
-NOBODY = ReplicaStats(delay=DRAFT)  # whose blocks say what to expect, but for when they come
+NOBODY = ReplicaStats(delay=DRAFT)  # no other session's blocks, only their delay
 
 
 def a_yield(*p_accepted: float, delay_s: float = 0.03) -> SessionStats:
-    chances = [*p_accepted, *[0.0] * (POSITIONS - len(p_accepted))]
-    whole = (MUCH,) * POSITIONS
+    chances = [*p_accepted, *[0.0] * (NODES - len(p_accepted))]
+    whole = (MUCH,) * NODES
     return SessionStats(Chances(whole, whole, tuple(MUCH * chance for chance in chances)), delay_s=delay_s)

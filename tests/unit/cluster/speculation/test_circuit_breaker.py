@@ -1,203 +1,208 @@
 """Circuit breakers open for silent or bad drafters, probe them, and close again."""
 
-import itertools
+from itertools import pairwise
 
-from cluster.speculation.circuit_breaker import (
-    COLLAPSES,
-    FIRST_BLOCK_S,
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    MISSES,
-    PROBE_AFTER,
-    SILENT_S,
-    SILENT_STEPS,
-    CircuitBreaker,
-    CircuitBreakers,
-    SilentDrafters,
-)
+from cluster.speculation.circuit_breaker import CircuitBreaker, CircuitBreakers, SilentDrafters
 from protos.messages import DraftAnswer
 
-PROBED_AFTER = SILENT_STEPS - 1 + PROBE_AFTER  # steps without a block
+SILENCE_S = 2.0
+FOREVER_S = 3600.0
 
 
-def misses(breaker: CircuitBreaker, begin: float, seconds: float, silence_s: float = SILENT_S, count: int = 20) -> bool:
-    """Misses spread over a time; whether the last of them opens the breaker, and none before it."""
-    step = seconds / (count - 1)
-    *before, last = [breaker.missed(begin + index * step, silence_s) for index in range(count)]
+def misses(breaker: CircuitBreaker, begin: float, seconds: float) -> bool:
+    """Returns whether the last of twenty misses spread over `seconds` opens the breaker; none before it does."""
+    *before, last = [breaker.missed(begin + index * seconds / 19, SILENCE_S) for index in range(20)]
     assert not any(before)
     return last
+
+
+def end_of_pause(breaker: CircuitBreaker, begin: float) -> float:
+    """Returns the time, in half seconds from `begin`, at which the breaker lets a session pass."""
+    now = begin
+    while not breaker.takes(now):
+        now += 0.5
+        assert now < begin + FOREVER_S
+    return now
+
+
+def collapses_until_open(breaker: CircuitBreaker | CircuitBreakers, *arguments: object) -> int:
+    """Returns the number of collapsed sessions in a row that open the breaker."""
+    return next(count for count in range(1, 32) if breaker.collapsed(*arguments))
+
+
+def seconds_until_given_up(breakers: CircuitBreakers, address: str, has_drafted: bool = True) -> int:
+    """Returns how long the drafter misses a block a second until it is given up."""
+    missed = DraftAnswer.MISSED
+    return next(now for now in range(64) if breakers.note(address, "s", missed, has_drafted, float(now)))
 
 
 # ---------------------------------------------------------------- at the target
 
 
-def test_a_drafter_is_silent_after_a_few_steps_and_any_block_ends_it():
-    silent = SilentDrafters()
-    for _ in range(SILENT_STEPS):
-        assert not silent.is_silent("d")
+def steps_until_silent(silent: SilentDrafters) -> int:
+    for steps in range(32):
+        if silent.is_silent("d"):
+            return steps
         silent.missed({"d"})
-    assert silent.is_silent("d")
+    raise AssertionError("the drafter is never silent")
+
+
+def test_a_drafter_is_silent_after_a_few_steps_until_its_next_block():
+    silent = SilentDrafters()
+    assert steps_until_silent(silent) > 1
     assert not silent.is_silent("other")
     silent.on_message("d")
     assert not silent.is_silent("d")
 
 
-def test_a_silent_drafter_is_probed_ever_more_seldom():
+def test_a_silent_drafter_is_probed_at_doubling_intervals():
     silent = SilentDrafters()
+    first_silent = steps_until_silent(silent)
     probed = []
-    for step in range(1, 8 * PROBED_AFTER + 1):
+    for step in range(first_silent + 1, 1000):
         silent.missed({"d"})
         if silent.is_probed("d"):
             probed.append(step)
-    assert probed[0] == PROBED_AFTER
-    gaps = [later - earlier for earlier, later in itertools.pairwise(probed)]
-    assert gaps == [2 * PROBE_AFTER, 4 * PROBE_AFTER]
+    assert probed[0] > 4 * first_silent
+    gaps = [later - earlier for earlier, later in pairwise(probed)]
+    assert len(gaps) > 1
+    assert all(later == 2 * earlier for earlier, later in pairwise(gaps))
 
 
 # ---------------------------------------------------------------- at the router
 
 
-def test_silence_opens_the_breaker_and_a_block_in_between_does_not_let_it():
+def test_silence_opens_the_breaker_unless_a_block_interrupts_it():
     breaker = CircuitBreaker()
-    assert not misses(breaker, 0.0, 0.9 * SILENT_S)
-    breaker.answered("s")
-    assert not misses(breaker, SILENT_S, 0.9 * SILENT_S)
-    breaker.answered("s")
-    assert breaker.takes(3 * SILENT_S)
-    assert misses(breaker, 3 * SILENT_S, SILENT_S)
-    assert not breaker.takes(4 * SILENT_S)
+    for begin in (0.0, SILENCE_S):
+        assert not misses(breaker, begin, 0.9 * SILENCE_S)
+        breaker.answered("s")
+    assert breaker.takes(3 * SILENCE_S)
+    assert misses(breaker, 3 * SILENCE_S, SILENCE_S)
+    assert not breaker.takes(4 * SILENCE_S)
 
 
-def test_few_misses_prove_nothing_however_far_apart():
+def test_a_few_misses_do_not_open_the_breaker_however_far_apart():
     breaker = CircuitBreaker()
-    assert not any(breaker.missed(at * SILENT_S, SILENT_S) for at in range(MISSES - 1))
+    assert not any(breaker.missed(at * FOREVER_S, SILENCE_S) for at in range(3))
 
 
-def test_who_has_yet_to_read_a_prompt_gets_more_time():
-    breaker = CircuitBreaker()
-    assert not misses(breaker, 0.0, 0.9 * FIRST_BLOCK_S, silence_s=FIRST_BLOCK_S)
-    assert breaker.missed(FIRST_BLOCK_S, FIRST_BLOCK_S)
+def test_a_drafter_that_has_yet_to_read_the_prompt_gets_more_time():
+    breakers = CircuitBreakers()
+    assert 1 < seconds_until_given_up(breakers, "a") < seconds_until_given_up(breakers, "b", has_drafted=False)
 
 
-def test_one_probe_goes_through_after_the_pause_and_its_block_closes_the_breaker():
+def test_after_the_pause_one_probe_passes_and_its_block_closes_the_breaker():
     breaker = CircuitBreaker()
     breaker.refused(0.0)
-    assert not breaker.takes(0.9 * FIRST_PAUSE_S)
-    assert breaker.takes(FIRST_PAUSE_S)
-    breaker.placed("probe", FIRST_PAUSE_S)
-    assert not breaker.takes(FIRST_PAUSE_S)
+    now = end_of_pause(breaker, 0.0)
+    assert now > 0
+    breaker.placed("probe", now)
+    assert not breaker.takes(now)
     breaker.answered("another, of those that it kept")
-    assert not breaker.takes(FIRST_PAUSE_S)
+    assert not breaker.takes(now)
     breaker.answered("probe")
-    assert breaker.takes(FIRST_PAUSE_S)
-    breaker.placed("next", FIRST_PAUSE_S)
-    assert breaker.takes(FIRST_PAUSE_S)
+    assert breaker.takes(now)
+    breaker.placed("next", now)
+    assert breaker.takes(now)
 
 
-def test_a_probe_that_came_to_nothing_makes_room_for_another():
+def test_an_unanswered_probe_is_followed_by_another():
     breaker = CircuitBreaker()
     breaker.refused(0.0)
-    breaker.placed("probe", 2.0)
-    assert not breaker.takes(1.9 + FIRST_BLOCK_S)
-    assert breaker.takes(2.0 + FIRST_BLOCK_S)
+    now = end_of_pause(breaker, 0.0)
+    breaker.placed("probe", now)
+    assert end_of_pause(breaker, now) > now + 1
 
 
-def test_the_pause_doubles_while_probes_are_refused_and_refusals_of_one_moment_count_once():
+def test_the_pause_doubles_up_to_a_limit_and_refusals_of_one_moment_count_once():
     breaker = CircuitBreaker()
     now = 0.0
     pauses = []
-    for _ in range(7):
+    for _ in range(12):
         breaker.refused(now)
         breaker.refused(now + 0.01)
-        began = now
-        while not breaker.takes(now):
-            now += 0.5
+        began, now = now, end_of_pause(breaker, now)
         pauses.append(now - began)
-    assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    assert (pauses[0], pauses[-1]) == (FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    assert all(later == min(2 * earlier, pauses[-1]) for earlier, later in pairwise(pauses))
+    assert 8 * pauses[0] < pauses[-2] == pauses[-1] < 300
 
 
-def test_who_was_silent_and_has_a_block_for_a_session_that_stayed_is_trusted_at_once():
+def test_a_silent_drafter_is_trusted_again_at_a_block_for_a_session_that_it_kept():
     breaker = CircuitBreaker()
-    assert misses(breaker, 0.0, SILENT_S)
+    assert misses(breaker, 0.0, SILENCE_S)
     breaker.answered("stayed")
-    assert breaker.takes(SILENT_S)
+    assert breaker.takes(SILENCE_S)
 
 
-def test_breakers_are_told_apart_by_address_and_a_new_stream_begins_anew():
+def test_breakers_are_separate_by_address_and_a_new_stream_starts_closed():
     breakers = CircuitBreakers()
     breakers.refused("a", 0.0)
     assert (breakers.takes("a", 0.0), breakers.takes("b", 0.0)) == (False, True)
     assert not breakers.note("b", "s", DraftAnswer.NOT_ASKED, True, 0.0)
-    breakers.placed("a", "s", FIRST_PAUSE_S)
-    assert not breakers.note("a", "s", DraftAnswer.GIVEN, True, FIRST_PAUSE_S)
-    assert breakers.takes("a", FIRST_PAUSE_S)
-    missed = [breakers.note("b", "s", DraftAnswer.MISSED, True, at * SILENT_S) for at in range(MISSES)]
-    assert missed == [False] * (MISSES - 1) + [True]
-    end = MISSES * SILENT_S - SILENT_S
-    assert not breakers.takes("b", end)
+    breakers.placed("a", "s", FOREVER_S)
+    assert not breakers.note("a", "s", DraftAnswer.GIVEN, True, FOREVER_S)
+    assert breakers.takes("a", FOREVER_S)
+    now = float(seconds_until_given_up(breakers, "b"))
+    assert not breakers.takes("b", now)
     breakers.forget("b")
-    assert breakers.takes("b", end)
+    assert breakers.takes("b", now)
 
 
 # ---------------------------------------------------------------- blocks that become bad, session after session
 
 
-def collapsed_to_the_end(breaker: CircuitBreaker, now: float) -> list[bool]:
-    return [breaker.collapsed(now) for _ in range(COLLAPSES)]
-
-
-def test_a_drafter_is_given_up_whose_sessions_collapse_one_after_the_other():
+def test_a_drafter_whose_sessions_collapse_one_after_the_other_is_given_up():
     breaker = CircuitBreaker()
-    assert collapsed_to_the_end(breaker, 0.0) == [False] * (COLLAPSES - 1) + [True]
-    assert not breaker.takes(0.9 * FIRST_PAUSE_S)
+    assert collapses_until_open(breaker, 0.0) > 1
+    assert not breaker.takes(0.0)
 
 
-def test_a_session_that_ends_well_says_that_it_was_no_fault_of_the_drafter():
+def test_a_session_that_ends_well_resets_the_count_of_collapses():
+    needed = collapses_until_open(CircuitBreaker(), 0.0)
     breaker = CircuitBreaker()
     for _ in range(10):
-        assert not any(breaker.collapsed(0.0) for _ in range(COLLAPSES - 1))
+        assert not any(breaker.collapsed(0.0) for _ in range(needed - 1))
         breaker.ended_well()
     assert breaker.takes(0.0)
 
 
-def test_blocks_in_time_do_not_close_the_breaker_of_a_bad_drafter_and_a_session_that_ends_well_does():
+def test_blocks_in_time_do_not_close_the_breaker_of_a_bad_drafter_but_a_session_that_ends_well_does():
     breaker = CircuitBreaker()
-    collapsed_to_the_end(breaker, 0.0)
-    breaker.placed("probe", FIRST_PAUSE_S)
+    collapses_until_open(breaker, 0.0)
+    now = end_of_pause(breaker, 0.0)
+    breaker.placed("probe", now)
     breaker.answered("probe")
-    assert not breaker.takes(FIRST_PAUSE_S)
+    assert not breaker.takes(now)
     breaker.ended_well()
-    assert breaker.takes(FIRST_PAUSE_S)
-    assert not breaker.collapsed(FIRST_PAUSE_S), "it begins with a clean record"
+    assert breaker.takes(now)
+    assert not breaker.collapsed(now), "the count starts again"
 
 
 def test_a_probe_that_collapses_too_doubles_the_pause():
     breaker = CircuitBreaker()
-    collapsed_to_the_end(breaker, 0.0)
-    breaker.placed("probe", FIRST_PAUSE_S)
-    assert breaker.collapsed(FIRST_PAUSE_S)
-    assert not breaker.takes(FIRST_PAUSE_S + 1.9 * FIRST_PAUSE_S)
-    assert breaker.takes(FIRST_PAUSE_S + 2 * FIRST_PAUSE_S)
+    collapses_until_open(breaker, 0.0)
+    first = end_of_pause(breaker, 0.0)
+    breaker.placed("probe", first)
+    assert breaker.collapsed(first)
+    assert end_of_pause(breaker, first) == first + 2 * first
 
 
-def test_all_breakers_hear_of_collapses_and_good_ends_by_address():
+def test_collapses_and_good_ends_count_by_address():
     breakers = CircuitBreakers()
-    assert [breakers.collapsed("a", 0.0) for _ in range(COLLAPSES)][-1]
+    collapses_until_open(breakers, "a", 0.0)
     assert (breakers.takes("a", 0.0), breakers.takes("b", 0.0)) == (False, True)
     breakers.ended_well("a")
     assert breakers.takes("a", 0.0)
 
 
-def test_openings_are_counted_by_cause_and_breakers_that_are_open_are_told():
+def test_openings_are_counted_by_cause_and_open_breakers_are_listed():
     breakers = CircuitBreakers()
     breakers.refused("a", 0.0)
     breakers.refused("a", 0.0)  # it is open already
-    for _ in range(COLLAPSES):
-        breakers.collapsed("b", 0.0)
-    for at in range(MISSES):
-        breakers.note("c", "s", DraftAnswer.MISSED, True, at * SILENT_S)
+    collapses_until_open(breakers, "b", 0.0)
+    now = float(seconds_until_given_up(breakers, "c"))
     assert +breakers.opened == {("a", "overloaded"): 1, ("b", "bad"): 1, ("c", "silent"): 1}
-    now = (MISSES - 1) * SILENT_S
     assert breakers.takes("d", now)
-    assert breakers.are_open(now) == {"a": False, "b": False, "c": True, "d": False}
+    assert breakers.are_open(0.0) == {"a": True, "b": True, "c": True, "d": False}
+    assert breakers.are_open(FOREVER_S) == {"a": False, "b": False, "c": False, "d": False}

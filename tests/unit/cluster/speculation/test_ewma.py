@@ -1,4 +1,4 @@
-"""Estimates in which measurements fade."""
+"""Exponentially weighted estimators."""
 
 import math
 import random
@@ -20,7 +20,7 @@ def test_the_first_measurements_weigh_the_same_and_later_ones_fade():
     assert mean.after(6.0, memory=0.1).value == pytest.approx(5.1, rel=0.001)
 
 
-def test_a_ratio_is_that_of_sums_and_its_error_covers_the_truth_as_often_as_it_should():
+def test_the_error_of_a_ratio_covers_the_truth_as_often_as_a_standard_error():
     """Expects the truth within one standard error in about two of three runs."""
     covered = 0
     for seed in range(400):
@@ -34,7 +34,7 @@ def test_a_ratio_is_that_of_sums_and_its_error_covers_the_truth_as_often_as_it_s
     assert (Pairs().ratio, Pairs().ratio_error) == (1.0, 0.0)
 
 
-def test_a_ratio_follows_what_it_measures_and_stays_uncertain():
+def test_a_ratio_follows_recent_measurements_and_keeps_an_error():
     pairs = Pairs()
     for over in [1.0, 2.0] * 500 + [4.0, 5.0] * 500:
         pairs = pairs.after(1.0, over, memory=0.02)
@@ -42,7 +42,7 @@ def test_a_ratio_follows_what_it_measures_and_stays_uncertain():
     assert pairs.ratio_error == pytest.approx(0.5 / math.sqrt(50), rel=0.05)
 
 
-def test_a_line_is_found_by_least_squares_and_follows_the_machine():
+def test_a_line_is_fitted_by_least_squares_and_follows_recent_measurements():
     slower = a_delay([(1, 0.100), (11, 0.110)] * 20)
     assert (slower.base, slower.slope) == (pytest.approx(0.099), pytest.approx(0.001))
     for _ in range(600):
@@ -50,13 +50,13 @@ def test_a_line_is_found_by_least_squares_and_follows_the_machine():
     assert (slower.base, slower.slope) == (pytest.approx(0.18, rel=0.02), pytest.approx(0.02, rel=0.02))
 
 
-def test_steps_of_one_size_say_nothing_of_a_tokens_cost():
+def test_steps_of_one_size_give_no_slope():
     cost = a_delay([(4, 0.1)] * 5)
     assert (cost.base, cost.slope) == (pytest.approx(0.1), 0.0)
     assert (Pairs().base, Pairs().slope) == (0.0, 0.0)
 
 
-def test_a_noisy_machine_makes_no_cost_negative():
+def test_noise_makes_no_cost_negative():
     cost = a_delay([(1, 0.3), (20, 0.1)])
     assert cost.slope == 0.0
     assert a_delay([(1, 0.001), (20, 1.0)]).base >= 0.0

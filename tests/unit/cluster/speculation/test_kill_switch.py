@@ -1,11 +1,13 @@
-"""Speculation is off for a while where it was measured to lose."""
+"""Speculation is off for a while at loads where it was measured to lose."""
 
 import random
 from itertools import groupby
 
 import pytest
 
-from cluster.speculation.controller import LONGEST_PAUSE, LOOK_STEPS, PRICE, PROOF, KillSwitch
+from cluster.speculation.controller import KillSwitch
+
+SHARE = 0.015  # bound on the share of the time that measuring and trials cost
 
 
 def run(record: KillSwitch, sessions: int, gain: float, steps: int, spread: float = 0.5) -> list[bool]:
@@ -21,84 +23,91 @@ def run(record: KillSwitch, sessions: int, gain: float, steps: int, spread: floa
     return on
 
 
+def runs(on: list[bool], state: bool) -> list[int]:
+    """Returns the lengths of the runs of steps in this state."""
+    return [len(list(steps)) for is_on, steps in groupby(on) if is_on is state]
+
+
+LOOK = runs(run(KillSwitch(), 4, 1.5, 100), False)[0]  # steps of one look at non-speculative decoding
+
+
 def pauses(on: list[bool]) -> list[int]:
-    """The lengths of the runs of steps without drafts, but for those in which plain steps are looked at."""
-    runs = [len(list(steps)) for asked, steps in groupby(on) if not asked]
-    return [steps for steps in runs if steps > LOOK_STEPS]
+    """Returns the lengths of the runs of steps without drafts that are longer than a look."""
+    return [steps for steps in runs(on, False) if steps > LOOK]
 
 
-def test_nothing_is_called_a_loss_before_plain_steps_were_looked_at_twice():
-    """The first few may have been lucky."""
+def test_no_loss_is_concluded_before_two_looks_at_non_speculative_steps():
+    """The first few non-speculative steps may have been lucky."""
     record = KillSwitch()
-    run(record, 1, 0.8, LOOK_STEPS + LOOK_STEPS + PROOF, spread=0.0)
-    assert record.gain(1) == 1.0, "what seemed to be lost is forgotten"
-    assert pauses(run(record, 1, 1.2, 2000, spread=0.1)) == [], "plain steps cost more than they seemed to"
+    run(record, 1, 0.8, 3 * LOOK, spread=0.0)
+    assert record.gain(1) == 1.0, "the early loss is forgotten"
+    assert pauses(run(record, 1, 1.2, 2000, spread=0.1)) == []
 
 
-def test_soon_and_soon_again_plain_steps_are_looked_at_and_nothing_is_concluded_before():
+def test_non_speculative_steps_are_looked_at_twice_soon_and_then_less_and_less_often():
     on = run(KillSwitch(), 4, 1.5, 4000)
-    runs = [(asked, len(list(steps))) for asked, steps in groupby(on)]
-    looks = [steps for asked, steps in runs if not asked]
-    assert set(looks) == {LOOK_STEPS}
-    first, second, *later, _ = [steps for asked, steps in runs if asked]
-    assert first == LOOK_STEPS < second < 100
-    assert max(later) > 200, "then more and more seldom"
+    assert set(runs(on, False)) == {LOOK}
+    first, second, *later, _ = runs(on, True)
+    assert first < second < 100
+    assert max(later) > 200
     record = KillSwitch()
-    run(record, 4, 0.1, LOOK_STEPS)
-    assert record.gain(4) == 1.0
+    run(record, 4, 0.1, LOOK)
+    assert record.gain(4) == 1.0, "nothing is concluded before the first look"
 
 
-def test_what_plain_steps_cost_is_looked_at_for_a_price_however_much_speculation_brings():
+def test_looks_cost_a_bounded_share_of_the_time_however_much_speculation_gains():
     for gain in (1.1, 1.5, 4.0):
         on = run(KillSwitch(), 4, gain, 20_000, spread=0.1)
-        assert (gain - 1) * on.count(False) < 1.5 * PRICE * gain * len(on)
+        assert (gain - 1) * on.count(False) < SHARE * gain * len(on)
 
 
 @pytest.mark.parametrize("gain", [0.3, 0.8, 0.95])
-def test_what_speculation_loses_has_its_price(gain):
-    """However much it loses: what loses more is tried less often."""
+def test_a_loss_costs_a_bounded_share_of_the_time_however_large_it_is(gain):
     steps = 40_000
     on = run(KillSwitch(), 4, gain, steps)
-    assert (1 - gain) * sum(on) < 1.5 * PRICE * steps
-    assert sum(on[steps // 2 :]), "it may have come to pay by now"
+    assert (1 - gain) * sum(on) < SHARE * steps
+    assert sum(on[steps // 2 :]), "speculation may have begun to pay"
 
 
-def test_what_loses_again_and_again_is_left_off_for_longer_and_longer():
+def test_pauses_lengthen_with_each_further_loss_until_speculation_wins():
     record = KillSwitch()
     first, *again = pauses(run(record, 4, 0.7, 30_000, spread=0.1))
-    assert first < again[0] < again[1] < again[2] <= LONGEST_PAUSE
+    assert first < again[0] < again[1] < again[2]
     run(record, 4, 1.5, 10_000, spread=0.1)
-    assert record.is_on(4), "it has come to pay"
-    assert pauses(run(record, 4, 0.7, 3_000, spread=0.1))[0] < again[0], "its losses before are forgotten"
+    assert record.is_on(4)
+    assert pauses(run(record, 4, 0.7, 3_000, spread=0.1))[0] < again[0], "earlier losses are forgotten"
 
 
-def test_however_often_it_lost_there_is_a_next_pause():
+def test_pauses_are_bounded_however_often_speculation_loses():
     record = KillSwitch()
-    for _ in range(1100):  # a pause that doubled as often would be too long for a float
+    lengths = []
+    for _ in range(300):
+        paused = 0
         while not record.is_on(4):
             record.non_speculative_step(4)
+            paused += 1
+        lengths.append(paused)
         while record.is_on(4):
             record.step(4, 1.0, 4.0)
-    assert pauses(run(record, 4, 0.25, 2 * LONGEST_PAUSE, spread=0.0))[0] == LONGEST_PAUSE
+    assert max(lengths[-200:-100]) == max(lengths[-100:]) < 100_000
 
 
-def test_what_loses_much_is_left_off_for_longer():
+def test_a_large_loss_pauses_speculation_for_longer():
     little, much = (pauses(run(KillSwitch(), 4, gain, 4000, spread=0.1)) for gain in (0.9, 0.5))
     assert little[0] < much[0]
 
 
-def test_speculation_that_wins_stays_on_but_for_a_few_plain_steps_now_and_then():
-    """However much single steps differ."""
+def test_winning_speculation_stays_on_in_spite_of_noise():
     on = run(KillSwitch(), 1, 1.25, 20_000, spread=0.8)
     assert sum(on) > 0.95 * len(on)
 
 
-def test_where_it_is_a_close_call_plain_steps_are_looked_at_more_often():
+def test_a_close_call_is_looked_at_more_often():
     close, clear = (run(KillSwitch(), 4, gain, 2000, spread=0.1) for gain in (1.1, 1.6))
     assert 0.9 * len(close) < sum(close) < sum(clear)
 
 
-def test_loads_have_their_own_records():
+def test_each_load_has_its_own_record():
     record = KillSwitch()
     run(record, 1, 1.4, 400, spread=0.1)
     run(record, 9, 0.7, 400, spread=0.1)
@@ -110,24 +119,31 @@ def test_loads_have_their_own_records():
 # ---------------------------------------------------------------- trials of single sessions
 
 
-@pytest.mark.parametrize("sessions", [1, 32])
-def test_few_steps_have_a_trial_however_many_sessions_there_are(sessions):
-    """It holds all of them up: one in a hundred rounds was every third step of 32 sessions."""
-    gate = KillSwitch()
+def test_few_steps_have_a_trial_however_many_sessions_there_are():
+    """A trial holds all sessions up, so trials count by step. 1 % of rounds was every third step of 32 sessions."""
     steps = 10_000
-    trials = 0
-    for _ in range(steps * sessions):
-        is_trial = gate.may_try
-        gate.round(sessions, is_trial)
-        trials += is_trial
-    assert 0.5 * PRICE * steps < trials <= PRICE * steps + 1
+    trials = {}
+    for sessions in (1, 32):
+        gate = KillSwitch()
+        taken = 0
+        for _ in range(steps * sessions):
+            is_trial = gate.may_try
+            gate.round(sessions, is_trial)
+            taken += is_trial
+        trials[sessions] = taken
+    assert trials[1] == pytest.approx(trials[32], rel=0.1)
+    assert 0 < trials[1] < SHARE * steps
 
 
-def test_a_trial_has_to_be_paid_for_before_the_next_begins():
-    gate = KillSwitch()
-    for _ in range(2):
-        gate.round(1, is_trial=True)
-    for _ in range(int(2 / PRICE) - 1):
-        assert not gate.may_try
-        gate.round(1, is_trial=False)
-    assert gate.may_try
+def test_each_trial_is_paid_for_before_the_next_begins():
+    def rounds_until_next(trials: int) -> int:
+        gate = KillSwitch()
+        for _ in range(trials):
+            gate.round(1, is_trial=True)
+        rounds = 0
+        while not gate.may_try:
+            gate.round(1, is_trial=False)
+            rounds += 1
+        return rounds
+
+    assert 10 < rounds_until_next(1) < rounds_until_next(2) < 10_000

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.controller import TRIAL_TOKENS, Adaptive, Awaited, DraftingDecision, ReferenceLoop
+from cluster.speculation.controller import Adaptive, Awaited, DraftingDecision, ReferenceLoop
 from cluster.speculation.estimators import Load, ReplicaStats, SessionStats, StepCost
 from tests.unit.cluster.speculation.samples import DRAFT, LOAD, NOBODY, a_delay, a_yield
 
@@ -24,7 +24,7 @@ def asked(blocks: SessionStats, limit: int, load: Load = LOAD, replica: ReplicaS
 # ---------------------------------------------------------------- how long to wait
 
 
-def test_a_step_waits_for_what_brings_more_than_the_time_of_all_is_worth():
+def test_a_step_waits_for_a_block_worth_more_than_the_time_of_all_sessions():
     hold_for_s = PACING.hold_for_s
     assert hold_for_s([Awaited(0.6, in_s=0.03)], LOAD) == pytest.approx(0.6 / 15)
     assert hold_for_s([Awaited(0.6, in_s=0.05)], LOAD) == 0.0, "it comes too late"
@@ -34,7 +34,7 @@ def test_a_step_waits_for_what_brings_more_than_the_time_of_all_is_worth():
     assert hold_for_s([], LOAD) == 0.0
 
 
-def test_blocks_that_come_together_are_waited_for_together_and_a_late_one_is_not():
+def test_blocks_that_arrive_together_share_one_wait_and_a_late_one_is_left_out():
     pair = [Awaited(0.3, in_s=0.03), Awaited(0.3, in_s=0.03)]
     assert PACING.hold_for_s(pair[:1], LOAD) == 0.0
     assert PACING.hold_for_s(pair, LOAD) == pytest.approx(0.6 / 15)
@@ -42,7 +42,7 @@ def test_blocks_that_come_together_are_waited_for_together_and_a_late_one_is_not
     assert PACING.hold_for_s([late, *pair], LOAD) == PACING.hold_for_s(pair, LOAD)
 
 
-def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on():
+def test_a_session_skips_steps_only_for_a_valuable_block():
     quick = ReplicaStats(delay=a_delay([(1, 0.011), (4, 0.014)] * 20))
     much = with_hits(a_yield(*[0.98] * 8), 0.0)
     many = replace(LOAD, sessions=4)
@@ -54,8 +54,8 @@ def test_a_session_stays_out_of_steps_only_for_much_and_only_where_others_go_on(
     assert not asked(with_hits(much, 0.9), 8, many, quick).skip_for_s, "there will be a block after the step anyway"
 
 
-def test_nobody_waits_before_a_step_was_measured():
-    """A second has no price yet, whatever blocks are expected to bring."""
+def test_no_session_waits_before_the_first_measured_step():
+    """A second has no value yet."""
     unmeasured = Load(sessions=4)
     assert unmeasured.rate == 0.0
     decision = asked(with_hits(a_yield(*[0.98] * 8), 0.0), 8, unmeasured, ReplicaStats())
@@ -65,7 +65,7 @@ def test_nobody_waits_before_a_step_was_measured():
 
 
 def test_a_dead_drafter_costs_a_few_short_waits():
-    """The sum over all vain rounds, not only each: patience must not be paid for ever."""
+    """Bounds the sum over all rounds without a block."""
     waited = with_hits(a_yield(0.9, 0.8), 0.0)
     total = 0.0
     first = asked(waited, 2).worth
@@ -80,20 +80,20 @@ def test_a_dead_drafter_costs_a_few_short_waits():
 # ---------------------------------------------------------------- how far to draft
 
 
-def test_each_token_is_asked_for_as_long_as_it_is_likely_enough():
+def test_tokens_are_requested_while_they_are_likely_enough():
     assert asked(a_yield(0.9, 0.8, 0.7, 0.6), 4).tokens == 4
     assert asked(a_yield(0.9, 0.8, 0.7, 0.6), 2).tokens == 2
     assert asked(a_yield(0.9, 0.5, 0.01, 0.001), 4).tokens == 2
 
 
-def test_a_token_that_costs_more_than_it_brings_is_not_wanted_at_all():
+def test_the_least_chance_is_what_a_token_adds_to_the_step():
     """A token's acceptance probability must be worth what it adds to the step."""
     ask = asked(a_yield(0.9, 0.8), 2)
     assert ask.least_chance == pytest.approx(15 * 0.001)
     assert asked(a_yield(0.9, 0.8), 2, replace(LOAD, sessions=20)).least_chance > 5 * ask.least_chance
 
 
-def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
+def test_a_busy_replica_drafts_less_and_finally_nothing():
     """A rejected token displaces a certain one in a full step."""
     blocks = a_yield(0.6, 0.36, 0.22, 0.13)
     full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # hardly a base
@@ -103,32 +103,33 @@ def test_a_busy_replica_drafts_less_and_at_last_not_at_all():
     assert lengths[-1] == 0
 
 
-def test_slow_drafts_are_not_waited_for_but_used_where_they_are_in_time():
+def test_slow_drafts_are_not_waited_for_but_used_if_in_time():
     ask = asked(a_yield(0.5, 0.25), 2, replica=SLOW)
     assert (ask.tokens, ask.hold_step) == (2, False)
-    assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, replica=SLOW).tokens == 0, "none ever is"
+    assert asked(with_hits(a_yield(0.5, 0.25), 0.0), 2, replica=SLOW).tokens == 0, "none is in time"
     assert asked(a_yield(0.5, 0.25), 2, replica=ReplicaStats()).hold_step, "quick ones are"
 
 
-def test_what_is_not_waited_for_is_timed_again_when_there_is_something_to_spend_on_that():
+def test_a_block_that_is_not_waited_for_is_timed_again_in_a_trial():
     decision = PACING.decide(a_yield(0.5, 0.25), SLOW, 2, LOAD, may_try=True)
     assert (decision.tokens, decision.hold_step, decision.is_trial) == (2, True, True)
     waited_for = PACING.decide(a_yield(0.9, 0.8), NOBODY, 2, LOAD, may_try=True)
-    assert not waited_for.is_trial, "that is known"
+    assert not waited_for.is_trial, "its delay is known"
 
 
-def test_nothing_is_asked_for_where_speculation_is_known_to_lose():
+def test_nothing_is_requested_where_speculation_loses():
     decision = PACING.decide(a_yield(0.9, 0.8), NOBODY, 2, replace(LOAD, speculates=False), may_try=True)
     assert decision == DraftingDecision()
 
 
-def test_what_does_not_pay_is_tried_by_few_tokens_when_there_is_something_to_spend_on_that():
+def test_drafts_that_do_not_pay_are_tried_with_few_tokens():
     bad = a_yield(0.001, 0.0)
-    assert PACING.decide(bad, NOBODY, 4, LOAD, may_try=True) == DraftingDecision(), "it has only just been given up"
+    assert PACING.decide(bad, NOBODY, 4, LOAD, may_try=True) == DraftingDecision(), "it was left off only now"
     left_off = replace(bad, is_left_off=True)
     assert PACING.decide(left_off, NOBODY, 4, LOAD, may_try=False) == DraftingDecision()
     decision = PACING.decide(left_off, NOBODY, 4, LOAD, may_try=True)
-    assert (decision.tokens, decision.hold_step, decision.is_trial) == (TRIAL_TOKENS, True, True)
+    assert 0 < decision.tokens < 4
+    assert (decision.hold_step, decision.is_trial) == (True, True)
 
 
 def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
@@ -142,18 +143,18 @@ def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
     assert asked(blocks, 2, replica=replica).tokens > 0
 
 
-def test_the_edge_between_drafting_and_not_has_two_sides():
-    """Or noise would switch it to and fro."""
+def test_drafting_stops_and_resumes_at_different_thresholds():
+    """Otherwise noise would toggle it."""
     chances = [step / 1000 for step in range(1, 1000)]
     gives_up = max(c for c in chances if asked(a_yield(c), 1).tokens == 0)
     takes_up = min(c for c in chances if asked(replace(a_yield(c), is_left_off=True), 1).tokens == 1)
     assert gives_up < takes_up
 
 
-# ---------------------------------------------------------------- lock-step
+# ---------------------------------------------------------------- the reference loop
 
 
-def test_lock_step_waits_for_all_and_asks_for_all():
+def test_the_reference_loop_requests_and_waits_for_the_longest_block():
     pacing = ReferenceLoop(patience=2.0)
     ask = pacing.decide(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False), may_try=False)
     assert (ask.tokens, ask.hold_step) == (4, True)

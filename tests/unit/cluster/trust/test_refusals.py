@@ -1,14 +1,13 @@
-"""Refusals: all are counted, each is logged once a peer and cause, and what is remembered is bounded."""
+"""Refusals are all counted and logged once per peer and cause, for a bounded number of peers."""
 
 import logging
 
-from cluster import trust
 from cluster.trust import Refusals
 
 LOG = logging.getLogger("refused")
 
 
-def test_all_are_counted_and_the_first_of_a_peer_is_logged(caplog):
+def test_all_refusals_are_counted_and_the_first_of_each_peer_and_cause_is_logged(caplog):
     noted = Refusals(LOG)
     with caplog.at_level(logging.WARNING):
         for peer, cause in [("a", "token")] * 3 + [("a", "role"), ("b", "token")]:
@@ -17,10 +16,12 @@ def test_all_are_counted_and_the_first_of_a_peer_is_logged(caplog):
     assert [record.args[:2] for record in caplog.records] == [("a", "token"), ("a", "role"), ("b", "token")]
 
 
-def test_peers_without_end_fill_no_memory(monkeypatch):
-    monkeypatch.setattr(trust, "REMEMBERED", 3)
+def test_only_recent_peers_are_remembered(caplog):
     noted = Refusals(LOG)
-    for number in range(100):
+    for number in range(10_000):
         noted.note(f"peer {number}", "token")
-    assert len(noted._logged) == 3
-    assert noted.counts.total() == 100
+    assert noted.counts.total() == 10_000
+    caplog.clear()
+    for number in (0, 9_999):
+        noted.note(f"peer {number}", "token")
+    assert [record.args[0] for record in caplog.records] == ["peer 0"], "the forgotten one is logged again"

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from cluster.envelope import Send, peer_of, states_stream
-from cluster.verification import hidden_state_sender
 from cluster.verification.hidden_state_sender import HiddenStateSender
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
@@ -26,7 +25,6 @@ from protos.messages import (
 from protos.prefix import Prefix
 from tests.scenarios.verification import DRAFTER, ROUTER, VOCABULARY, Target, text
 from tests.unit.cluster.samples import KEY
-from tests.unit.cluster.token_memory import TokenMemory
 
 WIDE = StatesFormat(width=MAX_STATES_BYTES // 8, dtype=StateDtype.BFLOAT16)  # four rows in a message
 SMALL = StatesFormat(width=2, dtype=StateDtype.BFLOAT16)
@@ -85,8 +83,7 @@ class FeedDesk(Target):
         return Outcome(outcome.session, outcome.path, outcome.next_token, outcome.margin, states)
 
     def _rows_at(self, slots: Sequence[int]) -> bytes:
-        memory: TokenMemory = self._memory
-        return b"".join(bytes([memory._held[place]]) * self.layout.row_bytes for place in slots)
+        return b"".join(bytes([token]) * self.layout.row_bytes for token in self.memory.at(slots))
 
 
 def tokens_in(states: States) -> tuple[int, ...]:
@@ -217,10 +214,9 @@ def test_a_long_prompt_is_read_from_pages_chunk_by_chunk_while_the_target_goes_o
         assert len(states.rows) <= MAX_STATES_BYTES
 
 
-def test_no_verdict_waits_behind_a_prompt(monkeypatch):
+def test_no_verdict_waits_behind_a_prompt():
     """One session decodes while another's prompt is fed: its verdicts and rows go first, in every step."""
-    monkeypatch.setattr(hidden_state_sender, "RIDE_BYTES", 2 * WIDE.row_bytes)
-    desk = FeedDesk(WIDE, max_step_tokens=8)
+    desk = FeedDesk(WIDE, max_step_tokens=8, ride_bytes=2 * WIDE.row_bytes)
     desk.open("short", tokens=(1, 2))
     desk.attach_from((1, 2), 0, "short")
     desk.step()
@@ -237,14 +233,14 @@ def test_no_verdict_waits_behind_a_prompt(monkeypatch):
 
 
 def test_what_is_on_its_way_is_bounded_until_it_is_acknowledged():
-    desk = FeedDesk(WIDE, max_step_tokens=64)
+    window = 16 * WIDE.row_bytes
+    desk = FeedDesk(WIDE, max_step_tokens=64, window_bytes=window)
     prompt = tuple(range(1, 40))
     desk.open(tokens=prompt, max_len=60)
     desk.attach_from(prompt, 0)
     desk.step()
     sent = list(desk.reads())
-    on_way = sum(len(states.rows) for states in sent)
-    assert hidden_state_sender.WINDOW_BYTES - MAX_STATES_BYTES < on_way <= hidden_state_sender.WINDOW_BYTES
+    assert window - MAX_STATES_BYTES < sum(len(states.rows) for states in sent) <= window
     assert desk.feeds.next_read() is None
     assert to_drafter(desk.step())[0].tokens, "verdicts go on"
     desk.ack(4)

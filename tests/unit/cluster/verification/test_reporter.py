@@ -109,7 +109,7 @@ def test_a_prompt_that_was_there_before_is_found_in_the_cache_and_an_audit_does_
 
 
 def test_chosen_lengths_and_the_time_that_blocks_take_are_counted() -> None:
-    desk = Target(patience=lambda _: 10.0, hold=10.0, asked=2)
+    desk = Target(patience=10.0, hold=10.0, asked=2)
     desk.open(tokens=PROMPT, max_len=20)
     desk.attach(PROMPT)
     desk.now = 1.0

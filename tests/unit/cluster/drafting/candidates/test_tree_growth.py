@@ -1,4 +1,4 @@
-"""Selection of a block's nodes: the likeliest paths, wherever they are in the tree."""
+"""Selection of a block's nodes: the likeliest paths anywhere in the tree."""
 
 from itertools import pairwise
 
@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.drafting.trees import (
-    NOTHING,
-    SIBLINGS,
     Branch,
     Choices,
     grow_branches,
@@ -22,11 +20,12 @@ from protos.draft_tree import DraftTree
 
 AT_FIRST = Choices((4, 5, 6, 7), (0.5, 0.3, 0.15, 0.05))
 THEN = Choices((1, 2), (0.8, 0.2))
-TRUNK = Branch((), 1.0, (4, 1), (AT_FIRST, THEN))
+NOTHING = Choices((), ())
+MAIN = Branch((), 1.0, (4, 1), (AT_FIRST, THEN))
 
 
-def test_tokens_stand_beside_one_another_or_follow_by_what_is_likelier():
-    tree = likeliest_tree([TRUNK], 5, 0.0)
+def test_the_likelier_of_siblings_and_children_comes_first():
+    tree = likeliest_tree([MAIN], 5, 0.0)
     assert tree == DraftTree((4, 1, 5, 6, 2), (-1, 0, -1, -1, 0))
     assert tree.main_path == (4, 1)
     assert tree.off_main_path == [(5,), (6,), (4, 2)]
@@ -34,28 +33,30 @@ def test_tokens_stand_beside_one_another_or_follow_by_what_is_likelier():
 
 @pytest.mark.parametrize("most", range(1, 7))
 def test_the_first_nodes_of_a_tree_are_the_best_smaller_tree(most):
-    assert likeliest_tree([TRUNK], most, 0.0) == likeliest_tree([TRUNK], 6, 0.0).first(most)
+    assert likeliest_tree([MAIN], most, 0.0) == likeliest_tree([MAIN], 6, 0.0).first(most)
 
 
-def test_what_is_not_worth_its_verification_is_not_sent_but_for_the_first():
-    assert likeliest_tree([TRUNK], 6, 0.2) == DraftTree((4, 1, 5), (-1, 0, -1))
-    assert likeliest_tree([TRUNK], 6, 0.9) == DraftTree((4,), (-1,))
+def test_nodes_below_the_least_chance_are_left_out_except_the_first():
+    assert likeliest_tree([MAIN], 6, 0.2) == DraftTree((4, 1, 5), (-1, 0, -1))
+    assert likeliest_tree([MAIN], 6, 0.9) == DraftTree((4,), (-1,))
 
 
-def test_a_branch_goes_on_from_a_token_beside_the_main_path():
+def test_a_branch_continues_a_token_beside_the_main_path():
     branch = Branch((5,), 0.3, (8,), (Choices((8, 9), (0.9, 0.1)),))
-    assert likeliest_tree([TRUNK, branch], 4, 0.0) == DraftTree((4, 1, 5, 8), (-1, 0, -1, 2))
+    assert likeliest_tree([MAIN, branch], 4, 0.0) == DraftTree((4, 1, 5, 8), (-1, 0, -1, 2))
 
 
 @given(st.lists(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6), min_size=1, max_size=5), st.integers(1, 12))
-def test_chances_fall_and_every_node_comes_after_its_parent(shares, most):
+def test_probabilities_fall_and_every_node_follows_its_parent(shares, most):
     choices = []
     for row in shares:
         chances = sorted((share / sum(row) for share in row), reverse=True)
         choices.append(Choices(tuple(range(len(row))), tuple(chances)))
     branch = Branch((), 1.0, (0,) * len(choices), choices)
     paths = likeliest_paths([branch], most, 0.0)
-    assert len(paths) == min(most, sum(min(SIBLINGS, len(row)) for row in shares))
+    everything = likeliest_paths([branch], 100, 0.0)
+    assert paths == everything[:most]
+    assert sum(min(2, len(row)) for row in shares) <= len(everything) <= sum(len(row) for row in shares)
     assert all(earlier[1] >= later[1] for earlier, later in pairwise(paths))
     seen: set[tuple[int, ...]] = {()}
     for path, _ in paths:
@@ -63,31 +64,31 @@ def test_chances_fall_and_every_node_comes_after_its_parent(shares, most):
         seen.add(path)
 
 
-def test_branches_begin_where_what_follows_may_be_among_the_likeliest():
-    paths = likeliest_paths([TRUNK], 4, 0.0)
+def test_branches_begin_where_children_may_be_among_the_likeliest():
+    paths = likeliest_paths([MAIN], 4, 0.0)
     assert least_of(paths, 4) == pytest.approx(0.15)
-    assert worth_branching(paths, TRUNK.tokens, least_of(paths, 4)) == []
-    assert worth_branching(paths, TRUNK.tokens, 0.1) == [((5,), 0.3)]
-    assert [path for path, _ in worth_branching(likeliest_paths([TRUNK], 9, 0.0), TRUNK.tokens, 0.0)] == [
+    assert worth_branching(paths, MAIN.tokens, least_of(paths, 4)) == []
+    assert worth_branching(paths, MAIN.tokens, 0.1) == [((5,), 0.3)]
+    assert [path for path, _ in worth_branching(likeliest_paths([MAIN], 9, 0.0), MAIN.tokens, 0.0)] == [
         (5,),
         (6,),
         (4, 2),
     ]
-    assert least_of(paths, 5) == 0.0, "there is room for more"
+    assert least_of(paths, 5) == 0.0, "more nodes fit"
 
 
 @pytest.mark.parametrize("most", range(1, 7))
-def test_grown_at_once_a_tree_has_the_likeliest_paths_and_asks_for_no_more_than_it_has(most):
-    asked: list[tuple[int, ...]] = []
+def test_a_tree_grown_at_once_has_the_likeliest_paths_and_expands_no_more_than_it_has(most):
+    expanded: list[tuple[int, ...]] = []
 
     def after(path: tuple[int, ...]) -> Choices:
-        asked.append(path)
+        expanded.append(path)
         return {(): AT_FIRST, (4,): THEN}.get(path, NOTHING)
 
-    assert grown_paths(after, most, 0.0) == likeliest_paths([TRUNK], most, 0.0)
-    assert len(asked) == most
-    assert grown_paths(after, most, 0.2) == likeliest_paths([TRUNK], most, 0.2)
-    assert grown_paths(after, most, 0.9) == [], "not even the first"
+    assert grown_paths(after, most, 0.0) == likeliest_paths([MAIN], most, 0.0)
+    assert len(expanded) == most
+    assert grown_paths(after, most, 0.2) == likeliest_paths([MAIN], most, 0.2)
+    assert grown_paths(after, most, 0.9) == [], "the first one is below it too"
 
 
 def after_many(path: tuple[int, ...]) -> Choices:
@@ -98,7 +99,7 @@ def after_many(path: tuple[int, ...]) -> Choices:
 
 @pytest.mark.parametrize("most", [1, 3, 6, 12])
 @pytest.mark.parametrize("least", [0.0, 0.1, 0.5])
-def test_where_all_is_known_at_once_the_tree_is_the_likeliest_of_all_paths(most, least):
+def test_grown_branches_hold_the_likeliest_of_all_paths(most, least):
     paths = [(path, chance) for path, chance in every_path((), 1.0, most)]
     best = sorted(paths, key=lambda node: (-node[1], len(node[0])))[:most]
     expected = [node for rank, node in enumerate(best) if rank == 0 or node[1] >= least]

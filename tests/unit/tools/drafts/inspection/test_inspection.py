@@ -372,5 +372,5 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"there is no .*config\.json"):
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
         inspect_draft(tmp_path)
