@@ -155,8 +155,8 @@ def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():
 
 def test_a_rejection_where_rounding_leaves_no_residual_is_decided_by_the_specification_too(monkeypatch):
     """Equal distributions and noise that rejects: each draws its token from the target's row."""
-    for module in ("reference", "rejection_sampler"):
-        monkeypatch.setattr(f"actors.sampling.{module}.uniform_scalar", lambda _: 1.0)
+    for module in ("actors.sampling.rejection_sampler", "tests.sampling_reference"):
+        monkeypatch.setattr(f"{module}.uniform_scalar", lambda _: 1.0)
     equal = SparseProbs(((0, 1, 2),), ((1, 1, 1),))
     drafted = DraftTree.chain((0,), equal)
     step = [
