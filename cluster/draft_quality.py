@@ -294,6 +294,7 @@ COMPARED_POSITIONS = 4  # first positions of a block that are compared: the draf
 LEAST_BLOCKS = 128  # of each version, before it is judged
 LEAST_SESSIONS = 16  # likewise: blocks of one session are alike, so a session is the unit
 ERRORS = 4.0  # standard errors between the versions: 6e-4 per look by Student's t at the fewest sessions
+FEW_BLOCKS_ALARM = 1e-6  # chance of so few accepted first tokens, below which fewer blocks prove a fall
 RECENT_SESSIONS = 256  # approximate number of sessions that a version is judged by
 
 
@@ -305,6 +306,8 @@ class VersionAcceptance:
 
     def __init__(self) -> None:
         self.blocks = 0
+        self.first_blocks = 0  # one a session
+        self.first_accepted = 0  # those of them with an accepted token
         self._ended = Pairs()  # of positions reached and accepted, one pair a session
         self._ended_sessions = 0
         self._open: dict[str, tuple[int, int]] = {}  # the same, of sessions that go on
@@ -313,6 +316,9 @@ class VersionAcceptance:
         """Records a block of `depth` positions, of which the first `accepted` were accepted."""
         accepted = min(accepted, COMPARED_POSITIONS)
         reached = min(accepted + 1, depth, COMPARED_POSITIONS)
+        if session not in self._open:
+            self.first_blocks += 1
+            self.first_accepted += accepted > 0
         known = self._open.get(session, (0, 0))
         self._open[session] = known[0] + reached, known[1] + accepted
         self.blocks += 1
@@ -341,13 +347,20 @@ class VersionWatch:
     """Acceptance of the version in use and of the one before, as one drafter sees them.
 
     The texts of the two periods differ, so the new version is worse only if it falls below HARDER of the earlier
-    acceptance, and by several standard errors. Blocks of a version that was in use before count anew.
+    acceptance, and by several standard errors. Of a useless version, hardly any blocks are requested; the first block
+    of each session, which is independent of the others, then decides by the binomial distribution. Blocks of a version
+    that was in use before count anew.
     """
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self._used = VersionAcceptance()
         self._before: VersionAcceptance | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Number of verified blocks of the version in use."""
+        return self._used.blocks
 
     def block_verified(self, session: str, accepted: int, depth: int) -> None:
         """Records a verified block that the version in use drafted."""
@@ -365,12 +378,28 @@ class VersionWatch:
     @property
     def is_worse(self) -> bool:
         """True if the version in use is clearly worse than the one before."""
-        if self._before is None or not (self._before.is_enough and self._used.is_enough):
+        if self._before is None or not self._before.is_enough:
             return False
+        if not self._used.is_enough:
+            return self._is_collapsed(self._before)
         before = self._before.sessions
         used = self._used.sessions
         error = math.hypot(HARDER * before.ratio_error, used.ratio_error)
         return HARDER * before.ratio - used.ratio > ERRORS * error
+
+    def _is_collapsed(self, before: VersionAcceptance) -> bool:
+        """Returns whether sessions' first blocks prove a fall, while there are too few for the errors of a ratio."""
+        count = before.first_blocks
+        share = before.first_accepted / count
+        usual = HARDER * (share - 2 * math.sqrt(share * (1 - share) / count))  # its lower bound
+        tried = self._used.first_blocks
+        if usual <= 0:
+            return False
+        chances = [
+            math.comb(tried, accepted) * usual**accepted * (1 - usual) ** (tried - accepted)
+            for accepted in range(self._used.first_accepted + 1)
+        ]
+        return sum(chances) < FEW_BLOCKS_ALARM
 
     def summary(self) -> dict[str, float | None]:
         """Returns the state for display: acceptance of positions that were reached; None without blocks."""

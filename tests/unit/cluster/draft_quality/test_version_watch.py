@@ -36,7 +36,7 @@ def exchanged(rng: random.Random, acceptance: float, sessions: int, spread: floa
 def test_a_bad_version_is_noticed(before: float, after: float) -> None:
     rng = random.Random(1)
     watch = exchanged(rng, before, 40, spread=0.1)
-    assert not serve(watch, rng, after, LEAST_SESSIONS - 1, spread=0.1), "so few sessions prove nothing"
+    assert not serve(watch, rng, after, 3, spread=0.1), "so few sessions prove nothing"
     assert serve(watch, rng, after, 60, spread=0.1) > 0
 
 
@@ -74,6 +74,27 @@ def test_a_longer_block_does_not_look_worse() -> None:
     watch.block_verified("s", accepted=4, depth=12)
     assert COMPARED_POSITIONS == 4
     assert (watch.summary()["acceptance"], before) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("usual", "needed"), [(1.0, 8), (0.7, 21), (0.3, 88)])
+def test_few_blocks_prove_that_a_version_is_useless(usual: float, needed: int) -> None:
+    """Hardly any are requested of it, one a session at most."""
+    watch = exchanged(random.Random(3), usual, 100)
+    looks = []
+    for session in range(100):
+        watch.block_verified(str(session), 0, 1)
+        watch.close(str(session))
+        looks.append(watch.is_worse)
+    assert looks.index(True) + 1 == pytest.approx(needed, rel=0.2)
+
+
+def test_few_blocks_of_a_good_version_prove_nothing() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        watch = exchanged(rng, 0.6, 40, spread=0.15)
+        for session in range(LEAST_BLOCKS - 1):
+            watch.block_verified(str(session), int(rng.random() < HARDER * 0.6), 1)
+            assert not watch.is_worse
 
 
 def test_many_blocks_of_few_sessions_prove_nothing() -> None:
