@@ -47,9 +47,11 @@ def run(
     replay: Annotated[
         Path | None, typer.Option(help="General conversations that the draft must not forget; same formats.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=2, help="Most examples to use.")] = 10_000,
+    limit: Annotated[int, typer.Option(min=2, help="Most examples to read; replay examples are all read.")] = 10_000,
     epochs: Annotated[float, typer.Option(min=0.01, help="Passes over the examples.")] = 2.0,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="Of AdamW.")] = 2e-4,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0.0, help="Of AdamW; default: 1.5e-4 with --replay, 2e-4 without.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one per core.")] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -80,7 +82,9 @@ def run(
     console = Console()
     target = local_folder(config.model.target, with_weights=answer)
     recent = _read(target, examples, limit, answer_tokens if answer else None, console)
-    general = [] if replay is None else _read(target, replay, limit, None, console)
+    general = [] if replay is None else _read(target, replay, None, None, console)
+    if learning_rate is None:
+        learning_rate = 1.5e-4 if general else 2e-4
     options = TrainingOptions(epochs=epochs, learning_rate=learning_rate, draft_tokens=config.speculation.draft_tokens)
     start = local_folder(config.draft.model)
     if out is not None:
@@ -142,7 +146,7 @@ def _add_version(
         shutil.rmtree(candidate, ignore_errors=True)
 
 
-def _read(target: Path, path: Path, limit: int, answer_tokens: int | None, console: Console) -> "list[Example]":
+def _read(target: Path, path: Path, limit: int | None, answer_tokens: int | None, console: Console) -> "list[Example]":
     """Reads the examples of a file; with `answer_tokens`, the target writes their answers, of at most that length."""
     from actors.learning.conversations import answered, read_examples
     from actors.models.checkpoint import load_model
