@@ -122,7 +122,7 @@ class Drafter:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            self.timing = self.timing.without(drafting.updates.closed)
+            self.timing = self.timing.without(tuple(drafting.updates.closed))
             self._offer(await self._make(drafting))
             if drafting.updates.closed:
                 await self._drop_unused_targets()

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 from cluster.drafting.draft_sequence import DraftSequence
-from cluster.drafting.requests import UpdateCollector
+from cluster.drafting.requests import SessionUpdates
 from cluster.envelope import Send, states_stream
 from protos.frozen import value
 from protos.messages import States, StatesAck, StatesFormat
@@ -36,7 +36,7 @@ class HiddenStateReceiver:
         layout: StatesFormat | None,
         bounds: StateBounds,
         sessions: Mapping[str, DraftSequence],
-        updates: UpdateCollector,
+        updates: SessionUpdates,
         counts: Counter[str],
         attach: Callable[[DraftSequence], Send],
         give_up: Callable[[DraftSequence, str], list[Send]],
@@ -153,7 +153,7 @@ class HiddenStateReceiver:
         if first != session.states_len:
             session.states_first = first
         rows = states.rows[(first - states.first) * states.format.row_bytes :]
-        self._updates.states(session.open.session, first, rows)
+        self._updates.add_states(session.open.session, first, rows)
         session.states_len = states.end
         session.states_by = states.end
         self._counts["states"] += states.end - first

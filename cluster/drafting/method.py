@@ -115,14 +115,14 @@ class DraftingPass:
 def apply_updates(method: DraftingMethod, updates: SessionUpdates) -> None:
     """Applies changes to a method's sessions, as required before it drafts."""
     if updates.closed:
-        method.close(updates.closed)
-    for request in updates.opened:
+        method.close(tuple(updates.closed))
+    for request in updates.opened.values():
         method.open(request)
-    for session, tokens in updates.committed:
+    for session, tokens in updates.committed.items():
         method.committed(session, tokens)
-    for session, first, rows in updates.states:
+    for session, (first, rows) in updates.states.items():
         assert isinstance(method, ReadsStates), "states reach only a method that reads them"
-        method.states(session, first, rows)
+        method.states(session, first, b"".join(rows))
 
 
 def make_pass(

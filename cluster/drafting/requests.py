@@ -3,13 +3,13 @@
 The target's own `protos.messages.DraftRequest` requests a block that is needed now; an `AheadRequest` requests blocks
 for the likely outcomes of a verdict. The method answers both with a `Proposal` per block.
 
-A method runs on its own thread and keeps its own copy of every text (`SessionTexts`). `UpdateCollector` gathers the
-changes between two passes, and each pass starts by applying them as `SessionUpdates`.
+A method runs on its own thread and keeps its own copy of every text (`SessionText`). Each pass starts by applying the
+changes since the previous one (`SessionUpdates`).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.frozen import value
@@ -96,62 +96,40 @@ def max_block_len(request: Open, length: int) -> int:
     return min(request.draft_tokens, request.max_len - length - 1)
 
 
-@value
+@dataclass(slots=True)
 class SessionUpdates:
-    """Changes to sessions since the previous pass, to be applied in this order: closed, opened, committed, states."""
+    """Changes to sessions since the previous pass, to be applied in this order: closed, opened, committed, states.
 
-    closed: tuple[str, ...] = ()
-    opened: tuple[Open, ...] = ()
-    committed: tuple[tuple[str, tuple[int, ...]], ...] = ()  # session, and the tokens that follow those known
-    states: tuple[tuple[str, int, bytes], ...] = ()  # session, and the target's hidden states from this position on
+    The scheduler adds changes until a pass takes them.
+    """
 
+    closed: dict[str, None] = field(default_factory=dict)  # an ordered set
+    opened: dict[str, Open] = field(default_factory=dict)
+    committed: dict[str, list[int]] = field(default_factory=dict)  # tokens that follow those known
+    states: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # position of the first row, and the rows
 
-class UpdateCollector:
-    """Changes that no pass has taken yet."""
+    def open(self, request: Open) -> None:
+        self.opened[request.session] = request
 
-    def __init__(self) -> None:
-        self._closed: dict[str, None] = {}  # an ordered set
-        self._opened: dict[str, Open] = {}
-        self._committed: dict[str, list[int]] = {}
-        self._states: dict[str, tuple[int, list[bytes]]] = {}
+    def commit(self, session: str, tokens: Sequence[int]) -> None:
+        self.committed.setdefault(session, []).extend(tokens)
 
-    @property
-    def has_states(self) -> bool:
-        """True if hidden states have arrived; a method may process them while it is idle."""
-        return bool(self._states)
+    def add_states(self, session: str, first: int, rows: bytes) -> None:
+        """Adds hidden states that follow the session's previous ones; `first` is the position of the first row."""
+        self.states.setdefault(session, (first, []))[1].append(rows)
 
-    @property
-    def has_closed(self) -> bool:
-        """True if sessions have ended, so that a method could free their caches."""
-        return bool(self._closed)
-
-    def opened(self, request: Open) -> None:
-        self._opened[request.session] = request
-
-    def committed(self, session: str, tokens: Sequence[int]) -> None:
-        self._committed.setdefault(session, []).extend(tokens)
-
-    def states(self, session: str, first: int, rows: bytes) -> None:
-        """Adds the rows that follow the session's previous ones; `first` is the position of the first row."""
-        self._states.setdefault(session, (first, []))[1].append(rows)
-
-    def closed(self, session: str) -> None:
+    def close(self, session: str) -> None:
         """Records that a session ended and drops its other pending changes."""
-        self._opened.pop(session, None)
-        self._committed.pop(session, None)
-        self._states.pop(session, None)
-        self._closed[session] = None
+        self.opened.pop(session, None)
+        self.committed.pop(session, None)
+        self.states.pop(session, None)
+        self.closed[session] = None
 
-    def take(self) -> SessionUpdates:
+    def take(self) -> "SessionUpdates":
         """Returns all pending changes and clears them."""
-        committed = tuple([(session, tuple(tokens)) for session, tokens in self._committed.items()])
-        states = tuple([(session, first, b"".join(rows)) for session, (first, rows) in self._states.items()])
-        updates = SessionUpdates(tuple(self._closed), tuple(self._opened.values()), committed, states)
-        self._closed.clear()
-        self._opened.clear()
-        self._committed.clear()
-        self._states.clear()
-        return updates
+        pending = replace(self)
+        self.closed, self.opened, self.committed, self.states = {}, {}, {}, {}
+        return pending
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,30 +139,6 @@ class SessionText:
     open: Open
     tokens: list[int]  # prompt included
 
-
-class SessionTexts:
-    """Texts of all open sessions."""
-
-    def __init__(self) -> None:
-        self._all: dict[str, SessionText] = {}
-
-    def __contains__(self, session: str) -> bool:
-        return session in self._all
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._all
-
-    def __getitem__(self, session: str) -> SessionText:
-        return self._all[session]
-
-    def open(self, request: Open) -> None:
-        self._all[request.session] = SessionText(request, list(request.tokens))
-
-    def committed(self, session: str, tokens: Sequence[int]) -> None:
-        self._all[session].tokens.extend(tokens)
-
-    def close(self, sessions: Sequence[str]) -> None:
-        """Forgets sessions; ignores unknown ones."""
-        for session in sessions:
-            self._all.pop(session, None)
+    @classmethod
+    def begin(cls, request: Open) -> "SessionText":
+        return cls(request, list(request.tokens))

@@ -85,10 +85,9 @@ class DraftScheduler:
         """Returns a pass for up to `limit` sessions that want a block now, or else for up to `ahead_limit` ahead."""
         requests = self.requests(limit)
         ahead = () if requests else self.ahead_requests(ahead_limit)
-        collected = self._sessions.updates
-        is_news_due = requests or ahead or collected.has_closed or collected.has_states
-        updates = collected.take() if is_news_due else SessionUpdates()
-        return DraftingPass(updates, requests, ahead)
+        pending = self._sessions.updates
+        is_due = requests or ahead or pending.closed or pending.states  # caches to free, states to process while idle
+        return DraftingPass(pending.take() if is_due else SessionUpdates(), requests, ahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:
         """Returns requests for up to `limit` sessions without a block for their length, longest unserved first."""
@@ -168,7 +167,7 @@ class DraftScheduler:
     @property
     def is_idle(self) -> bool:
         """True if the drafter holds no sessions and no caches to free."""
-        return not self._sessions.all and not self._sessions.updates.has_closed
+        return not self._sessions.all and not self._sessions.updates.closed
 
     @property
     def has_left(self) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cluster.draft_quality import LoadCheck, VersionWatch
 from cluster.drafting.draft_sequence import DraftSequence
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, HiddenStateReceiver, StateBounds
-from cluster.drafting.requests import Proposal, UpdateCollector
+from cluster.drafting.requests import Proposal, SessionUpdates
 from cluster.envelope import Send, peer_of
 from cluster.speculation.estimators import blend
 from protos.frozen import value
@@ -120,7 +120,7 @@ class SessionTable:
         version_watch: VersionWatch,
     ) -> None:
         self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # longest without a block first
-        self.updates = UpdateCollector()  # for the drafting method, with the next pass
+        self.updates = SessionUpdates()  # for the drafting method, with the next pass
         self.ahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
         self.load_check = load_check
         self.version_watch = version_watch
@@ -201,14 +201,14 @@ class SessionTable:
         if known is not None and known.open.attempt > request.attempt:
             return []
         if known is not None:
-            self.updates.closed(request.session)  # the method's copy may be the one that is wrong
+            self.updates.close(request.session)  # the method's copy may be the one that is wrong
         session = DraftSequence(request, router, Prefix(request.hash_key, request.tokens))
         self._states.opened(session)
         if request.target_address in self._resting:
             # Until the target answers the Attach, since reading a prompt takes long and may be wasted.
             session.requested_tokens = 0
         self.all[request.session] = session
-        self.updates.opened(request)
+        self.updates.open(request)
         return [self._attach(session)]
 
     def _close(self, router: str, close: Close) -> list[Send]:
@@ -268,7 +268,7 @@ class SessionTable:
             self._note_first(*session.first, tokens[0])
         guessed = bool(session.guesses)
         hit = session.extend(tokens, now)
-        self.updates.committed(session.open.session, tokens)
+        self.updates.commit(session.open.session, tokens)
         if hit is not None:
             self.hit(session, hit)
         elif guessed:
@@ -384,7 +384,7 @@ class SessionTable:
         del self.all[name]
         self.ahead.discard(name)
         self.version_watch.close(name)
-        self.updates.closed(name)
+        self.updates.close(name)
         self._states.forget(name)
 
 

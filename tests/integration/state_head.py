@@ -17,7 +17,7 @@ from actors.compute.kv_cache import InputRow
 from actors.models.decoder import ForwardOutput
 from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, nothing_ahead
+from cluster.drafting.requests import AheadRequest, Proposal, SessionText, nothing_ahead
 from cluster.page_allocator import PageCopy, SlotMove
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
@@ -82,7 +82,7 @@ class StateHead:
     def __init__(self, reads_latest: bool = False, max_positions: int = 1 << 20) -> None:
         self._reads_latest = reads_latest
         self._max_positions = max_positions
-        self._texts = SessionTexts()
+        self._texts: dict[str, SessionText] = {}
         self._rows: dict[str, dict[int, Tensor]] = {}  # by position
 
     @property
@@ -90,11 +90,11 @@ class StateHead:
         return LAYOUT
 
     def open(self, request: Open) -> None:
-        self._texts.open(request)
+        self._texts[request.session] = SessionText.begin(request)
         self._rows[request.session] = {}
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        self._texts.committed(session, tokens)
+        self._texts[session].tokens.extend(tokens)
 
     def states(self, session: str, first: int, rows: bytes) -> None:
         self._rows[session] |= enumerate(decode_rows(rows, LAYOUT), start=first)
@@ -108,8 +108,8 @@ class StateHead:
         return nothing_ahead(requests)
 
     def close(self, sessions: Sequence[str]) -> None:
-        self._texts.close(sessions)
         for session in sessions:
+            self._texts.pop(session, None)
             self._rows.pop(session, None)
 
     def _proposal(self, request: DraftRequest) -> Proposal:

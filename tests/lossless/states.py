@@ -10,7 +10,7 @@ from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_model import DraftModel
 from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
+from cluster.drafting.requests import AheadRequest, Proposal, SessionText
 from cluster.page_allocator import PageCopy, SlotMove
 from protos.messages import DraftRequest, Open, Shape, StateDtype, StatesFormat
 
@@ -100,7 +100,7 @@ class ReadingMethod:
         self._enough = enough
         self._begin_by: dict[str, int] = {}
         self._model = model
-        self._texts = SessionTexts()
+        self._texts: dict[str, SessionText] = {}
         self._known: dict[str, int] = {}  # positions whose states are here
 
     @property
@@ -116,14 +116,14 @@ class ReadingMethod:
         return LAYOUT
 
     def open(self, request: Open) -> None:
-        self._texts.open(request)
+        self._texts[request.session] = SessionText.begin(request)
         self._known[request.session] = 0
         read_to = len(request.tokens) - 1
         self._begin_by[request.session] = 0 if self._enough is None else max(0, read_to - self._enough)
         self._model.open(request)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        self._texts.committed(session, tokens)
+        self._texts[session].tokens.extend(tokens)
         self._model.committed(session, tokens)
 
     def states(self, session: str, first: int, rows: bytes) -> None:
@@ -149,8 +149,8 @@ class ReadingMethod:
         return self._model.draft_ahead(requests, interrupted, early)
 
     def close(self, sessions: Sequence[str]) -> None:
-        self._texts.close(sessions)
         for session in sessions:
+            self._texts.pop(session, None)
             self._known.pop(session, None)
             self._begin_by.pop(session, None)
         self._model.close(sessions)

@@ -171,13 +171,14 @@ class Drafter:
         drafting = self.scheduler.next_pass(limit, ahead_limit)
         for session in drafting.updates.closed:
             self._texts.pop(session, None)
-        self._texts |= {request.session: request.tokens for request in drafting.updates.opened}
-        for session, tokens in drafting.updates.committed:
-            self._texts[session] += tokens
+        self._texts |= {name: request.tokens for name, request in drafting.updates.opened.items()}
+        for session, tokens in drafting.updates.committed.items():
+            self._texts[session] += tuple(tokens)
         answers = [f"closed {session}" for session in drafting.updates.closed]
-        for session, first, rows in drafting.updates.states:
-            end = first + len(rows) // STATES.row_bytes
-            assert rows == rows_of(self._texts[session][first:end]), "states of another text"
+        for session, (first, rows) in drafting.updates.states.items():
+            data = b"".join(rows)
+            end = first + len(data) // STATES.row_bytes
+            assert data == rows_of(self._texts[session][first:end]), "states of another text"
             answers.append(f"states {session} {first}-{end}")
         return answers + [self._requested(each) for each in drafting.requests or drafting.ahead]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
+from cluster.drafting.requests import AheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Choices
 from protos.messages import DraftRequest, Open, Shape
 
@@ -154,19 +154,20 @@ class OracleMethod:
         self._reference_texts = reference_texts
         self.is_noise = False  # True: all of its drafts are wrong
         self._draft = draft
-        self._texts = SessionTexts()
+        self._texts: dict[str, SessionText] = {}
 
     def open(self, request: Open) -> None:
-        self._texts.open(request)
+        self._texts[request.session] = SessionText.begin(request)
         self._check(request.session, 0)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         known = len(self._texts[session].tokens)
-        self._texts.committed(session, tokens)
+        self._texts[session].tokens.extend(tokens)
         self._check(session, known)
 
     def close(self, sessions: Sequence[str]) -> None:
-        self._texts.close(sessions)
+        for session in sessions:
+            self._texts.pop(session, None)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Drafts without spending time; the caller accounts for it."""

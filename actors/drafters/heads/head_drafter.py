@@ -21,7 +21,7 @@ from actors.drafters.model.sampling import DraftSampler
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, with_empty
+from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
 from cluster.drafting.trees import NOTHING, branches_by_depth
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
@@ -110,7 +110,7 @@ class HeadDrafter:
         self._sampler = sampler
         self._clock = clock
         self._ahead_time = ForwardTime()
-        self._texts = SessionTexts()
+        self._texts: dict[str, SessionText] = {}
 
     @property
     def tokens_per_forward(self) -> int:
@@ -123,12 +123,12 @@ class HeadDrafter:
     # ------------------------------------------------------------ sessions
 
     def open(self, request: Open) -> None:
-        self._texts.open(request)
+        self._texts[request.session] = SessionText.begin(request)
         self._predictor.open(request.session)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        self._texts.committed(session, tokens)
         text = self._texts[session].tokens
+        text.extend(tokens)
         self._sampler.decided(session, text)
         self._predictor.decided(session, len(text))
 
@@ -146,15 +146,15 @@ class HeadDrafter:
             self._predictor.states(session, first, rows, len(self._texts[session].tokens))
 
     def close(self, sessions: Sequence[str]) -> None:
-        self._texts.close(sessions)
         for name in sessions:
+            self._texts.pop(name, None)
             self._predictor.close(name)
             self._sampler.close(name)
 
     @property
     def is_idle(self) -> bool:
         """True if no session is open."""
-        return self._texts.is_empty
+        return not self._texts
 
     # ------------------------------------------------------------ blocks
 

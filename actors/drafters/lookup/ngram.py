@@ -25,7 +25,7 @@ from cluster.config import DraftPool
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import ForwardTime, PendingPositions, Place, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, with_empty
+from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
 from cluster.drafting.trees import NOTHING, SIBLINGS, Choices, TokenPath, grown_paths, tree_of
 from cluster.speculation.estimators import Pairs
 from protos.draft_tree import DraftTree
@@ -297,23 +297,23 @@ class NgramDraft:
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest = longest
         self._shortest = shortest
-        self._texts = SessionTexts()
+        self._texts: dict[str, SessionText] = {}
         self._arrays: dict[str, GrowingText] = {}  # the same texts
         self._calibration = NgramCalibration()
 
     def open(self, request: Open) -> None:
-        self._texts.open(request)
+        self._texts[request.session] = SessionText.begin(request)
         self._arrays[request.session] = GrowingText(request.tokens)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        self._texts.committed(session, tokens)
+        self._texts[session].tokens.extend(tokens)
         self._arrays[session].extend(tokens)
         self._calibration.decided(session, self._texts[session].tokens)
 
     def close(self, sessions: Sequence[str]) -> None:
-        self._texts.close(sessions)
         self._calibration.close(sessions)
         for session in sessions:
+            self._texts.pop(session, None)
             self._arrays.pop(session, None)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:

@@ -20,7 +20,7 @@ from cluster.config_sections import SuffixOptions
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import OUTCOMES, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts, with_empty
+from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
 from cluster.drafting.trees import NOTHING, Choices, TokenPath, grow_branches
 from protos.messages import DraftRequest, Open, Shape
 
@@ -218,7 +218,7 @@ class SuffixLookup:
         self._options = options
         self._clock = clock
         self._ahead_time = ForwardTime()
-        self._texts = SessionTexts()
+        self._texts: dict[str, SessionText] = {}
         self._own: dict[str, SuffixIndex] = {}
         self._answers = RecentAnswers(options.min_ngram, options.remembered_tokens)
         self._rates = EscapeRates()  # shared by all sessions: rates reveal no tokens
@@ -226,7 +226,7 @@ class SuffixLookup:
     # ------------------------------------------------------------ sessions
 
     def open(self, request: Open) -> None:
-        self._texts.open(request)
+        self._texts[request.session] = SessionText.begin(request)
         index = SuffixIndex(self._options.min_ngram)
         index.add(self._texts[request.session].tokens)
         self._own[request.session] = index
@@ -235,14 +235,14 @@ class SuffixLookup:
         text = self._texts[session].tokens
         self._learn(session, text, tokens)
         known = len(text)
-        self._texts.committed(session, tokens)
+        text.extend(tokens)
         self._own[session].grow(known)
 
     def close(self, sessions: Sequence[str]) -> None:
         for name in sessions:
             if self._own.pop(name, None) is not None:
                 self._remember(name)
-        self._texts.close(sessions)
+            self._texts.pop(name, None)
 
     def _remember(self, session: str) -> None:
         """Keeps the answer, with as much of the prompt as marks where it begins."""

@@ -27,7 +27,7 @@ from actors.sampling.processors import MAKERS, Maker
 from cluster.drafting.draft_state import DraftedToken
 from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionTexts
+from cluster.drafting.requests import AheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Choices, least_of, worth_branching
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape
@@ -176,7 +176,7 @@ class DraftModel:
             token_ids, runner.vocabulary, limits, calibration or Calibration(), (*MAKERS, *makers)
         )
         self._ahead_time = ForwardTime()
-        self._texts = SessionTexts()
+        self._texts: dict[str, SessionText] = {}
         self._considered: dict[str, _Considered] = {}  # by session: candidates of the latest proposed blocks
         self._busy: set[str] = set()  # sessions of the current pass, whose cache pages must stay
         self._load = load
@@ -230,12 +230,12 @@ class DraftModel:
     # ------------------------------------------------------------ sessions
 
     def open(self, request: Open) -> None:
-        self._texts.open(request)
+        self._texts[request.session] = SessionText.begin(request)
         if self._feed is not None:
             self._feed.open(request.session)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        self._texts.committed(session, tokens)
+        self._texts[session].tokens.extend(tokens)
         self._sampler.decided(session, self._texts[session].tokens)
 
     def begin(self, session: str, first: int) -> None:
@@ -252,10 +252,10 @@ class DraftModel:
         self._feed.put(session, first, rows)
 
     def close(self, sessions: Sequence[str]) -> None:
-        self._texts.close(sessions)
         if self._feed is not None:
             self._feed.close(sessions)
         for name in sessions:
+            self._texts.pop(name, None)
             self._cache.close(name)
             self._considered.pop(name, None)
             self._sampler.close(name)
