@@ -9,7 +9,7 @@ Send = tuple[str, Message]
 
 
 class Scheduler(Protocol):
-    """Interface of the drafting, verification and assignment schedulers: pure, used live and simulated."""
+    """Interface of the drafting and verification schedulers: pure, used live and simulated."""
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Handles a message from `peer`; returns the messages to send in response. `now` is in seconds."""

@@ -21,9 +21,9 @@ from cluster.audit import Audits
 from cluster.envelope import Send
 from cluster.errors import CapacityError, DrainingError
 from cluster.learning import Example
-from cluster.routing.ledger import CommittedTokens, Ended, Event, Failed, Generation, Phase, Session
+from cluster.routing.ledger import CommittedTokens, Ended, Failed, Generation, Phase, Session
 from cluster.routing.membership import Endpoint, Membership
-from cluster.routing.session_router import Assignment, PrefixOptions, SessionRouter
+from cluster.routing.session_router import Assignment, PrefixOptions, Ready, SessionRouter
 from cluster.telemetry import Timeline
 from cluster.trust import KEY_BYTES, PeerRole
 from protos import speculation_pb2 as pb
@@ -104,7 +104,7 @@ class Router:
         self._ended = False
         self._end: asyncio.TimerHandle | None = None
         self._assignments: SessionRouter[ClientAssignment] = SessionRouter(
-            self.peer_id, limits.target_wait_s, self._tell, limits.prefixes
+            self.peer_id, limits.target_wait_s, limits.prefixes
         )
         self._targets: dict[str, Link] = {}  # by address
         self._drafters: dict[str, Link] = {}
@@ -130,7 +130,7 @@ class Router:
         session = Session(replace(generation, traceparent=context), secrets.token_bytes(KEY_BYTES))
         assignment = ClientAssignment(session, self._clock())
         try:
-            self._send(self._assignments.add(assignment, self._clock()))
+            self._carry_out(self._assignments.add(assignment, self._clock()))
             while True:
                 event = await assignment.out.get()
                 if isinstance(event, Failed):
@@ -141,7 +141,7 @@ class Router:
                     return
         finally:
             self._tracer.ended(name, "cancelled")
-            self._send(self._assignments.cancel(assignment))
+            self._carry_out(self._assignments.cancel(assignment))
             if not self._draining:
                 self.audits.ended(assignment.session, assignment.served_by)
             self._offer_example(assignment.session)
@@ -152,8 +152,10 @@ class Router:
         if self._examples is not None and source is not None and session.committed:
             self._examples(Example(session.generation.prompt, session.committed, source))
 
-    def _tell(self, assignment: ClientAssignment, event: Event) -> None:
-        assignment.out.put_nowait(event)
+    def _carry_out(self, ready: Ready[ClientAssignment]) -> None:
+        for assignment, event in ready.events:
+            assignment.out.put_nowait(event)
+        self._send(ready.sends)
 
     def _send(self, sends: list[Send]) -> None:
         for address, message in sends:
@@ -172,7 +174,7 @@ class Router:
                 extra = {"session": message.session}
                 log.info("%s refuses session %r: %s", address, message.session, message.message, extra=extra)
             self._tracer.on_received(address, message)
-            self._send(self._assignments.receive(address, message, now))
+            self._carry_out(self._assignments.receive(address, message, now))
             self._send(self.audits.receive(address, message, now))
             if isinstance(message, Verdict) and message.session in self._assignments:
                 self.timeline.record("commit", message.session)
@@ -181,11 +183,11 @@ class Router:
             log.error(
                 "malformed %s from %s for session %r: %s", item.kind, address, item.session, item.why, extra=extra
             )
-            self._send(self._assignments.unreadable(address, item.session, item.attempt, now))
+            self._carry_out(self._assignments.unreadable(address, item.session, item.attempt, now))
             self._send(self.audits.unreadable(address, item.session))
 
     def _down(self, address: str) -> None:
-        self._send(self._assignments.gone(address, self._clock()))
+        self._carry_out(self._assignments.gone(address, self._clock()))
         self.audits.gone(address)
 
     # ------------------------------------------------------------ membership
@@ -305,7 +307,7 @@ class Router:
                     peers.up(address)
                 else:
                     peers.down(address)
-        self._send(self._assignments.tick(self._clock()))
+        self._carry_out(self._assignments.tick(self._clock()))
 
     def _dial(self, address: str, role: PeerRole) -> Link:
         stub, frame_type = SERVICES[role]

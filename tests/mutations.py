@@ -24,7 +24,7 @@ from cluster.config import AuditConfig
 from cluster.drafting.method import make_pass
 from cluster.drafting.session_table import DrafterLimits
 from cluster.routing.ledger import CommittedTokens, Event, Generation, Session
-from cluster.routing.session_router import Assignment, SessionRouter
+from cluster.routing.session_router import Assignment, Ready, SessionRouter
 from cluster.trust import issue
 from cluster.verification.block_buffer import BufferLimits
 from cluster.verification.scheduler import VerificationLimits
@@ -319,7 +319,7 @@ def at_drafter(sent: Sequence[Sent]) -> None:
     draft()
     assert drafter.is_idle
     assert not drafter._routers
-    assert method._texts.is_empty
+    assert not method._texts
 
 
 # ---------------------------------------------------------------- the router
@@ -327,15 +327,19 @@ def at_drafter(sent: Sequence[Sent]) -> None:
 
 def at_router(sent: Sequence[Sent]) -> None:
     """Frames of a target and a drafter that the session is not at. Their own sessions they may fail; not this one."""
-    heard: list[Event] = []
-    assignments: SessionRouter[Assignment] = SessionRouter("router", 60.0, lambda _, event: heard.append(event))
+    events: list[Event] = []
+    assignments: SessionRouter[Assignment] = SessionRouter("router", 60.0)
+
+    def keep(ready: Ready[Assignment]) -> None:
+        events.extend(event for _, event in ready.events)
+
     audits = Audits(AuditConfig(share=1.0), "float32", lambda _: None)
     assignments.targets.up(TARGET)
     generation = Generation(
         HONEST, PROMPT, 3 + TOKENS, (), Sampling(0.0), 1, 2, 0, KEY, Acceptance.COUPLED, draft_tokens=4
     )
     assignment = Assignment(Session(generation, SECRET), 0.0)
-    assignments.add(assignment, 0.0)
+    keep(assignments.add(assignment, 0.0))
     assignments.targets.up(HOSTILE)
     prefix = Prefix(KEY, PROMPT)
     decided: list[int] = []
@@ -343,22 +347,22 @@ def at_router(sent: Sequence[Sent]) -> None:
         frame = item.decoded()
         if frame is not None:
             for message in frame.messages:
-                assignments.receive(HOSTILE, message, 0.0)
+                keep(assignments.receive(HOSTILE, message, 0.0))
                 audits.receive(HOSTILE, message, 0.0)
             for bad in frame.malformed:
-                assignments.unreadable(HOSTILE, bad.session, bad.attempt, 0.0)
+                keep(assignments.unreadable(HOSTILE, bad.session, bad.attempt, 0.0))
                 audits.unreadable(HOSTILE, bad.session)
         else:
-            assignments.gone(HOSTILE, 0.0)
+            keep(assignments.gone(HOSTILE, 0.0))
             audits.gone(HOSTILE)
             assignments.targets.up(HOSTILE)
         if len(prefix) < 3 + TOKENS - 1:
             token = number % 7
-            assignments.receive(TARGET, Verdict(HONEST, 1, len(prefix), prefix.hash, (token,), 0, 0), 0.0)
+            keep(assignments.receive(TARGET, Verdict(HONEST, 1, len(prefix), prefix.hash, (token,), 0, 0), 0.0))
             prefix.extend((token,))
             decided.append(token)
-    assert [token for event in heard if isinstance(event, CommittedTokens) for token in event.tokens] == decided
-    assert all(isinstance(event, CommittedTokens) for event in heard)
+    assert [token for event in events if isinstance(event, CommittedTokens) for token in event.tokens] == decided
+    assert all(isinstance(event, CommittedTokens) for event in events)
     assignments.cancel(assignment)
     assert not assignments
     assert not assignments.awaits_tick

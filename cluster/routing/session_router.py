@@ -1,7 +1,7 @@
 """Placement of a router's sessions: chooses their targets and drafters, and replaces those that fail.
 
-`SessionRouter` serves the router and the simulator: callers pass the time in and send the returned messages. Replicas
-are chosen from each router's own knowledge of them:
+`SessionRouter` serves the router and the simulator: callers pass the time in and carry out what is `Ready`. Replicas are
+chosen from each router's own knowledge of them:
 
 * `Peers` ranks one pool by the number of the router's sessions on each replica;
 * `PrefixAffinity` records the prefixes that each target has computed. Targets share cache pages between sessions that
@@ -18,7 +18,7 @@ import secrets
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -346,16 +346,21 @@ class Assignment:
 F = TypeVar("F", bound=Assignment)
 
 
+@dataclass(slots=True)
+class Ready(Generic[F]):
+    """What the caller has to do next: deliver events to clients, then send messages."""
+
+    events: list[tuple[F, Event]] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+
+
 class SessionRouter(Generic[F]):
     """Gives every session a target and a drafter, and replacements when they fail.
 
-    Calls `tell` with events for clients. The caller keeps `targets` and `drafters` current: the replicas that may be
-    given sessions.
+    The caller keeps `targets` and `drafters` current: the replicas that may be given sessions.
     """
 
-    def __init__(
-        self, router: str, target_wait_s: float, tell: Callable[[F, Event], None], prefixes: PrefixOptions = PREFIXES
-    ) -> None:
+    def __init__(self, router: str, target_wait_s: float, prefixes: PrefixOptions = PREFIXES) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
         self.remedies = RecoveryLog()  # against drafters whose blocks became bad
@@ -364,7 +369,7 @@ class SessionRouter(Generic[F]):
         self.routed = self._choice.routed  # sessions by the reason for their target
         self.handovers: Counter[tuple[str, str]] = Counter()  # moved sessions, by the pool they left and the reason
         self._target_wait_s = target_wait_s
-        self._tell = tell
+        self._ready: Ready[F] = Ready()  # collected by the call under way
         self._assignments: dict[str, F] = {}  # by session
         self._waiting: dict[str, F] = {}  # those that may lack a target or a drafter
         self.breakers = CircuitBreakers()  # one for each drafter
@@ -392,16 +397,17 @@ class SessionRouter(Generic[F]):
 
     # ------------------------------------------------------------ sessions
 
-    def add(self, assignment: F, now: float) -> list[Send]:
+    def add(self, assignment: F, now: float) -> Ready[F]:
         """Adds a session and places it."""
         self._assignments[assignment.name] = assignment
-        return self._place([assignment], now)
+        self._place([assignment], now)
+        return self._take_ready()
 
-    def cancel(self, assignment: F) -> list[Send]:
+    def cancel(self, assignment: F) -> Ready[F]:
         """Ends a session that is no longer wanted or is over."""
-        sends = self._carry_out(assignment, assignment.session.cancel())
+        self._carry_out(assignment, assignment.session.cancel())
         self.forget(assignment)
-        return sends
+        return self._take_ready()
 
     def forget(self, assignment: F) -> None:
         """Drops a session that is over and closed at its peers."""
@@ -410,29 +416,31 @@ class SessionRouter(Generic[F]):
         self._watch.forget(assignment.name)
         self._choice.forget(assignment.session)
 
-    def tick(self, now: float) -> list[Send]:
+    def tick(self, now: float) -> Ready[F]:
         """Leaves silent and bad drafters, places waiting sessions, and fails those that have waited too long for a
         target."""
-        sends = self._leave_silent(now)
-        sends += self._handle_complaints(now)
+        self._leave_silent(now)
+        self._handle_complaints(now)
         for peer in [*self.targets.leaving]:
-            sends += self._move_off(peer, now)
-        sends += self._place(list(self._waiting.values()), now)
+            self._move_off(peer, now)
+        self._place(list(self._waiting.values()), now)
         for assignment in list(self._waiting.values()):
             waited = now - assignment.seeking_since
             if assignment.session.phase is Phase.SEEKING and waited > self._target_wait_s:
-                sends += self._carry_out(assignment, assignment.session.fail(_no_target(bool(self.targets), waited)))
-        return sends
+                self._carry_out(assignment, assignment.session.fail(_no_target(bool(self.targets), waited)))
+        return self._take_ready()
 
     # ------------------------------------------------------------ messages from peers
 
-    def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Handles a message from a target's or a drafter's address; returns the messages to send in response."""
+    def receive(self, peer: str, message: Message, now: float) -> Ready[F]:
+        """Handles a message from a target's or a drafter's address."""
         if isinstance(message, Leaving):
-            return self._leaves(peer, now)
-        assignment = self._assignments.get(getattr(message, "session", ""))
-        if assignment is None:
-            return []
+            self._leaves(peer, now)
+        elif assignment := self._assignments.get(getattr(message, "session", "")):
+            self._on_message(assignment, peer, message, now)
+        return self._take_ready()
+
+    def _on_message(self, assignment: F, peer: str, message: Message, now: float) -> None:
         if isinstance(message, Refusal):
             self._note_refusal(peer, assignment, message, now)
         elif isinstance(message, Verdict):
@@ -441,18 +449,18 @@ class SessionRouter(Generic[F]):
         commands = assignment.session.receive(peer, message)
         if drafter is not None and any(isinstance(command, Ended) for command in commands):
             self._watch.ended(assignment.session, drafter)
-        return self._carry_out(assignment, commands)
+        self._carry_out(assignment, commands)
 
-    def unreadable(self, target: str, session: str, attempt: int, now: float) -> list[Send]:
+    def unreadable(self, target: str, session: str, attempt: int, now: float) -> Ready[F]:
         """Handles a malformed message from a target about a session: the session leaves the target."""
         assignment = self._assignments.get(session)
-        if assignment is None or assignment.session.target != target:
-            return []
-        assignment.seeking_since = now
-        sends = self._carry_out(assignment, assignment.session.on_target_unreadable(target, attempt))
-        return sends + self._place([assignment], now)
+        if assignment is not None and assignment.session.target == target:
+            assignment.seeking_since = now
+            self._carry_out(assignment, assignment.session.on_target_unreadable(target, attempt))
+            self._place([assignment], now)
+        return self._take_ready()
 
-    def gone(self, peer: str, now: float) -> list[Send]:
+    def gone(self, peer: str, now: float) -> Ready[F]:
         """Handles the broken stream of a target or drafter.
 
         A peer that announced its leaving is not counted as lost.
@@ -465,17 +473,17 @@ class SessionRouter(Generic[F]):
         lost = [assignment for assignment in self if peer in (assignment.session.target, assignment.session.drafter)]
         how = "has left" if is_planned else "is lost"
         log.log(logging.INFO if is_planned else logging.WARNING, GONE, peer, how, len(lost))
-        sends: list[Send] = []
         for assignment in lost:
             session = assignment.session
             if session.target == peer:
                 assignment.seeking_since = now
                 self.handovers["target", PLANNED if is_planned else LOST] += 1
-                sends += self._carry_out(assignment, session.on_target_gone(peer, is_planned))
+                self._carry_out(assignment, session.on_target_gone(peer, is_planned))
             else:
                 self.handovers["drafter", PLANNED if is_planned else LOST] += 1
-                sends += self._carry_out(assignment, session.on_drafter_gone(peer))
-        return sends + self._place(lost, now)
+                self._carry_out(assignment, session.on_drafter_gone(peer))
+        self._place(lost, now)
+        return self._take_ready()
 
     def live_at(self, peer: str) -> tuple[LiveSession, ...]:
         """Returns the sessions that the target or drafter should still hold."""
@@ -488,8 +496,13 @@ class SessionRouter(Generic[F]):
 
     # ------------------------------------------------------------ helpers
 
-    def _carry_out(self, assignment: F, commands: list[Command]) -> list[Send]:
-        """Turns a session's commands into messages and events, and updates the session counts of its peers."""
+    def _take_ready(self) -> Ready[F]:
+        ready = self._ready
+        self._ready = Ready()
+        return ready
+
+    def _carry_out(self, assignment: F, commands: list[Command]) -> None:
+        """Collects a session's messages and events, and updates the session counts of its peers."""
         session = assignment.session
         if assignment.counted_target != session.target:
             self._choice.on_move(session, assignment.counted_target)
@@ -499,13 +512,11 @@ class SessionRouter(Generic[F]):
         if assignment.counted_drafter != session.drafter:
             self.drafters.moved(assignment.counted_drafter, session.drafter)
             assignment.counted_drafter = session.drafter
-        sends: list[Send] = []
         for command in commands:
             if isinstance(command, ToTarget | ToDrafter):
-                sends.append((command.address, command.message))
+                self._ready.sends.append((command.address, command.message))
             else:
-                self._tell(assignment, command)
-        return sends
+                self._ready.events.append((assignment, command))
 
     def _note_refusal(self, peer: str, assignment: F, refusal: Refusal, now: float) -> None:
         """Records a refusal.
@@ -523,87 +534,77 @@ class SessionRouter(Generic[F]):
             assignment.seeking_since = now
             self.handovers["target", PLANNED] += 1
 
-    def _place(self, assignments: Iterable[F], now: float) -> list[Send]:
+    def _place(self, assignments: Iterable[F], now: float) -> None:
         """Gives sessions the target and the drafter that they lack, if there are any."""
-        sends: list[Send] = []
         for assignment in assignments:
             session = assignment.session
             if session.phase is Phase.SEEKING and (target := self._choice.choose(session, now)):
-                sends += self._carry_out(assignment, session.assign_target(target))
+                self._carry_out(assignment, session.assign_target(target))
             if session.wants_drafter and (drafter := self._choose_drafter(session, now)):
-                sends += self._assign_drafter(assignment, drafter, now)
+                self._assign_drafter(assignment, drafter, now)
             if session.phase is Phase.SEEKING or session.wants_drafter:
                 self._waiting[assignment.name] = assignment
             else:
                 self._waiting.pop(assignment.name, None)
-        return sends
 
     def _choose_drafter(self, session: Session, now: float, avoid: str | None = None) -> str | None:
         """Chooses a drafter by load and by distance from the session's target."""
         worth = self.locality.worth(session.target)
         return self.drafters.choose(lambda one: one != avoid and self.breakers.takes(one, now), worth=worth)
 
-    def _assign_drafter(self, assignment: F, drafter: str, now: float) -> list[Send]:
-        sends = self._carry_out(assignment, assignment.session.assign_drafter(drafter))
+    def _assign_drafter(self, assignment: F, drafter: str, now: float) -> None:
+        self._carry_out(assignment, assignment.session.assign_drafter(drafter))
         self.breakers.placed(drafter, assignment.name, now)
-        return sends
 
-    def _leave_silent(self, now: float) -> list[Send]:
+    def _leave_silent(self, now: float) -> None:
         """Processes drafters' answers since the last tick; moves the sessions of drafters that were silent too long."""
-        sends: list[Send] = []
         for drafter in self._watch.silent(now):
             log.warning("drafter %s is silent; its sessions go to others", drafter)
-            sends += self._move_off(drafter, now)
-        return sends
+            self._move_off(drafter, now)
 
-    def _handle_complaints(self, now: float) -> list[Send]:
+    def _handle_complaints(self, now: float) -> None:
         """Takes the next remedy for each session whose drafter's blocks became bad, and gives up bad drafters."""
-        sends: list[Send] = []
         for complaint in self._watch.take_complaints():
             assignment = self._assignments.get(complaint.session)
             if assignment is not None and assignment.session.drafter == complaint.drafter:
-                sends += self._remedy(assignment, complaint, now)
-        return sends
+                self._remedy(assignment, complaint, now)
 
-    def _remedy(self, assignment: F, complaint: Complaint, now: float) -> list[Send]:
+    def _remedy(self, assignment: F, complaint: Complaint, now: float) -> None:
         left = complaint.drafter
         other = self._choose_drafter(assignment.session, now, avoid=left)
         remedy = next_remedy(complaint.collapse, assignment.was_replaced, other is not None)
         self.remedies.record(complaint, remedy)
         if remedy is RecoveryStep.RESYNCED:
-            return []  # the target has sent the drafter a Resync
+            return  # the target has sent the drafter a Resync
         assignment.was_replaced = True
         assignment.session.drafts = remedy is not RecoveryStep.NON_SPECULATIVE
-        sends = self._carry_out(assignment, assignment.session.leave_drafter())
+        self._carry_out(assignment, assignment.session.leave_drafter())
         if other is not None and assignment.session.wants_drafter:
-            sends += self._assign_drafter(assignment, other, now)
+            self._assign_drafter(assignment, other, now)
         if self.breakers.collapsed(left, now):
             self.remedies.given_up(left)
-            sends += self._move_off(left, now)
-        return sends
+            self._move_off(left, now)
 
-    def _leaves(self, peer: str, now: float) -> list[Send]:
+    def _leaves(self, peer: str, now: float) -> None:
         """Handles a peer's announcement that it ends soon, which is no failure of the peer or of its sessions."""
         self.targets.leaves(peer)
         self.drafters.leaves(peer)
-        return self._move_off(peer, now)
+        self._move_off(peer, now)
 
-    def _move_off(self, address: str, now: float) -> list[Send]:
+    def _move_off(self, address: str, now: float) -> None:
         """Moves all sessions of a peer that leaves or was given up; those without an alternative stay."""
         is_planned = address in self.targets.leaving
-        sends: list[Send] = []
         for assignment in self:
             session = assignment.session
             if session.target == address and self._choice.choose(session, now):
                 self.handovers["target", PLANNED] += 1
-                sends += self._carry_out(assignment, session.leave_target())
+                self._carry_out(assignment, session.leave_target())
             elif session.drafter == address and self._choose_drafter(session, now):
                 self.handovers["drafter", PLANNED] += is_planned
-                sends += self._carry_out(assignment, session.leave_drafter())
+                self._carry_out(assignment, session.leave_drafter())
             else:
                 continue
-            sends += self._place([assignment], now)
-        return sends
+            self._place([assignment], now)
 
 
 def _no_target(are_known: bool, waited: float) -> SlipstreamError:

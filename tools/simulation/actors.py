@@ -17,8 +17,8 @@ from cluster.drafting.requests import AheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.envelope import Send, stream_name
 from cluster.errors import SlipstreamError
-from cluster.routing.ledger import CommittedTokens, Ended, Event, Failed, Session
-from cluster.routing.session_router import Assignment, Peers, SessionRouter
+from cluster.routing.ledger import CommittedTokens, Ended, Failed, Session
+from cluster.routing.session_router import Assignment, Peers, Ready, SessionRouter
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.frozen import value
@@ -428,9 +428,7 @@ class SimulatedRouter:
         self.process = process
         self._on_commit = on_commit
         self._on_over = on_over
-        self._assignments: SessionRouter[SimulatedAssignment] = SessionRouter(
-            process.address, target_wait_s, self._tell
-        )
+        self._assignments: SessionRouter[SimulatedAssignment] = SessionRouter(process.address, target_wait_s)
         self._links: dict[str, SimulatedLink] = {}  # by address
         self._ticking = False
 
@@ -453,15 +451,21 @@ class SimulatedRouter:
 
     def generate(self, session: Session) -> None:
         now = self.process.clock.now
-        self._go_on(self._assignments.add(SimulatedAssignment(session, now, arrived_s=now, last_commit_s=now), now))
+        assignment = SimulatedAssignment(session, now, arrived_s=now, last_commit_s=now)
+        self._carry_out(self._assignments.add(assignment, now))
 
-    def _tell(self, assignment: SimulatedAssignment, event: Event) -> None:
-        if isinstance(event, CommittedTokens):
-            self._deliver(assignment, len(event.tokens))
-        else:
-            self._end(assignment, event)
+    def _carry_out(self, ready: Ready[SimulatedAssignment]) -> None:
+        self._deliver(ready)
+        self._send(ready.sends)
 
-    def _go_on(self, sends: Sequence[Send]) -> None:
+    def _deliver(self, ready: Ready[SimulatedAssignment]) -> None:
+        for assignment, event in ready.events:
+            if isinstance(event, CommittedTokens):
+                self._commit(assignment, len(event.tokens))
+            else:
+                self._end(assignment, event)
+
+    def _send(self, sends: Sequence[Send]) -> None:
         """Sends messages and schedules a tick while one is awaited; the simulation ends when no event is left."""
         for address, message in sends:
             self._links[address].send(message)
@@ -469,7 +473,7 @@ class SimulatedRouter:
             self._ticking = True
             self.process.after(MEMBERSHIP_PERIOD_S, self._tick)
 
-    def _deliver(self, assignment: SimulatedAssignment, tokens: int) -> None:
+    def _commit(self, assignment: SimulatedAssignment, tokens: int) -> None:
         now = self.process.clock.now
         if assignment.first_token_s is None:
             assignment.first_token_s = now
@@ -503,19 +507,21 @@ class SimulatedRouter:
             live=partial(self._assignments.live_at, address),
             on_up=partial(self._up, pool, address),
             on_frame=partial(self._frame, address),
-            on_down=lambda: self._go_on(self._assignments.gone(address, self.process.clock.now)),
+            on_down=lambda: self._carry_out(self._assignments.gone(address, self.process.clock.now)),
         )
 
     def _up(self, pool: Peers, address: str) -> None:
         pool.up(address)
-        self._go_on(self._assignments.tick(self.process.clock.now))
+        self._carry_out(self._assignments.tick(self.process.clock.now))
 
     def _frame(self, address: str, frame: Frame) -> None:
         sends: list[Send] = []
         for message in frame:
-            sends += self._assignments.receive(address, message, self.process.clock.now)
-        self._go_on(sends)
+            ready = self._assignments.receive(address, message, self.process.clock.now)
+            self._deliver(ready)
+            sends += ready.sends
+        self._send(sends)
 
     def _tick(self) -> None:
         self._ticking = False
-        self._go_on(self._assignments.tick(self.process.clock.now))
+        self._carry_out(self._assignments.tick(self.process.clock.now))

@@ -51,7 +51,7 @@ class Pool:
         self._draw = random.Random(seed)
         self._systems = [self._text(SYSTEM_TOKENS) for _ in range(systems)]
         self._pages = {f"T{index}": PageAllocator(pages, PAGE, bytes(32)) for index in range(targets)}
-        self._router: SessionRouter[Assignment] = SessionRouter("router", 60.0, lambda *_: None, options)
+        self._router: SessionRouter[Assignment] = SessionRouter("router", 60.0, options)
         for address in self._pages:
             self._router.targets.up(address)
         self._conversations: list[Conversation] = []
@@ -81,7 +81,7 @@ class Pool:
         length = len(prompt) + ANSWER_TOKENS
         generation = Generation(name, prompt, length, (0,), GREEDY, 7, 8, 0, KEY, Acceptance.COUPLED, 0)
         assignment = Assignment(Session(generation), float(step))
-        self._open(self._router.add(assignment, float(step)))
+        self._open(self._router.add(assignment, float(step)).sends)
         self._running[name] = (step + ANSWER_STEPS, conversation, assignment)
 
     def _open(self, sends: list[Send]) -> None:

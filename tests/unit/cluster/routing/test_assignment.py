@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from cluster.envelope import Send
 from cluster.errors import CapacityError, TargetLostError
 from cluster.routing.ledger import CommittedTokens, Event, Failed, Generation, Session
 from cluster.routing.membership import Endpoint
-from cluster.routing.session_router import Assignment, SessionRouter
+from cluster.routing.session_router import Assignment, Ready, SessionRouter
 from protos.messages import (
     Acceptance,
     Close,
@@ -34,7 +33,7 @@ class Desk:
     """A router, with messages from its peers."""
 
     def __init__(self, targets: str = "T", drafters: str = "D") -> None:
-        self.assignments: SessionRouter[Assignment] = SessionRouter("router", TARGET_WAIT_S, self._tell)
+        self.assignments: SessionRouter[Assignment] = SessionRouter("router", TARGET_WAIT_S)
         self.now = 0.0
         self.sent: list[tuple[str, str, Any]] = []  # session, receiver, message
         self.out: dict[str, list[Event]] = {}  # by session
@@ -94,17 +93,16 @@ class Desk:
         """Returns the recovery steps taken against bad drafters."""
         return {(drafter, remedy.value): count for (drafter, remedy), count in self.assignments.remedies.counts.items()}
 
-    def note(self, sends: list[Send]) -> None:
-        self.sent += [(message.session, to, message) for to, message in sends]
+    def note(self, ready: Ready[Assignment]) -> None:
+        for assignment, event in ready.events:
+            self.out.setdefault(assignment.name, []).append(event)
+        self.sent += [(message.session, to, message) for to, message in ready.sends]
 
     def opened_at(self, name: str) -> list[str]:
         return [to for session, to, message in self.sent if session == name and isinstance(message, Open)]
 
     def errors(self, name: str) -> list[Exception]:
         return [command.error for command in self.out.get(name, []) if isinstance(command, Failed)]
-
-    def _tell(self, assignment: Assignment, event: Event) -> None:
-        self.out.setdefault(assignment.name, []).append(event)
 
 
 def test_sessions_are_spread_over_both_pools():
