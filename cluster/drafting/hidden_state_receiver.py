@@ -1,13 +1,12 @@
 """Hidden states as they reach a drafter: each session's in order, without a gap, and matching its own text."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from cluster.drafting.draft_sequence import DraftSequence
 from cluster.drafting.requests import SessionUpdates
-from cluster.envelope import Send, states_stream
 from protos.frozen import value
-from protos.messages import States, StatesAck, StatesFormat
+from protos.messages import States, StatesFormat
 
 MOST_EARLY = 64  # messages per session that may wait for the verdict with their tokens
 
@@ -27,8 +26,7 @@ NO_BOUNDS = StateBounds()
 class HiddenStateReceiver:
     """Receives the hidden states of all sessions; drops and counts those that do not fit. With no format nothing fits.
 
-    `attach` makes the message that asks for missing states. `give_up` ends a session whose states exceed the bound, and
-    makes the messages that report it.
+    It sends nothing: the session table acknowledges states, requests missing ones, and gives up sessions without room.
     """
 
     def __init__(
@@ -38,16 +36,12 @@ class HiddenStateReceiver:
         sessions: Mapping[str, DraftSequence],
         updates: SessionUpdates,
         counts: Counter[str],
-        attach: Callable[[DraftSequence], Send],
-        give_up: Callable[[DraftSequence, str], list[Send]],
     ) -> None:
         self._layout = layout
         self._bounds = bounds
         self._sessions = sessions
         self._updates = updates
         self._counts = counts
-        self._attach = attach
-        self._give_up = give_up
         self._early: defaultdict[str, list[States]] = defaultdict(list)  # by session, in order of arrival
         self._asked: dict[str, tuple[int, int]] = {}  # latest request for states: position, text length
 
@@ -64,17 +58,6 @@ class HiddenStateReceiver:
     def forget(self, session: str) -> None:
         self._early.pop(session, None)
         self._asked.pop(session, None)
-
-    def receive(self, peer: str, states: States) -> list[Send]:
-        """Handles states from a target's address, or from its states stream; acknowledges those from the stream."""
-        session = self._sessions.get(states.session)
-        if session is None or peer not in (session.target, states_stream(session.target)):
-            self._counts["states_unknown"] += 1
-            return []
-        is_gap = self._take(session, states)
-        if why := self.no_room():
-            return self._give_up(session, why)
-        return self._answer(session, is_gap) if is_gap or peer != session.target else []
 
     def no_room(self, more: int = 0, instead_of: str = "") -> str:
         """Returns why the states of a text of `more` tokens cannot be kept; empty if they can.
@@ -97,17 +80,11 @@ class HiddenStateReceiver:
         window = self._bounds.window
         return tokens if window is None else min(window, tokens)
 
-    def acknowledge(self, session: DraftSequence) -> list[Send]:
-        """Retries states that arrived before the verdict with their tokens."""
-        waiting = self._early.pop(session.open.session, None)
-        if not waiting:
-            return []
-        gaps = [states for states in waiting if self._take(session, states)]
-        if why := self.no_room():
-            return self._give_up(session, why)
-        return self._answer(session, is_gap=bool(gaps))
+    def take_early(self, session: DraftSequence) -> list[States]:
+        """Returns the states that arrived before the verdict with their tokens, to be received again."""
+        return self._early.pop(session.open.session, [])
 
-    def _take(self, session: DraftSequence, states: States) -> bool:
+    def receive(self, session: DraftSequence, states: States) -> bool:
         """Keeps, queues or drops states; returns True if earlier states are missing and must be requested."""
         if states.format != self._layout or session.states_len is None or session.states_by is None:
             self._counts["states_unfit"] += 1
@@ -123,13 +100,6 @@ class HiddenStateReceiver:
         else:
             self._keep(session, max(session.states_len, states.first), states)
         return False
-
-    def _answer(self, session: DraftSequence, is_gap: bool) -> list[Send]:
-        if is_gap:
-            return [self._attach(session)]
-        if not session.states_len:
-            return []
-        return [(states_stream(session.target), StatesAck(session.open.session, session.states_len))]
 
     def _wait(self, states: States) -> None:
         waiting = self._early[states.session]

@@ -17,7 +17,7 @@ from cluster.draft_quality import LoadCheck, VersionWatch
 from cluster.drafting.draft_sequence import DraftSequence
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, HiddenStateReceiver, StateBounds
 from cluster.drafting.requests import Proposal, SessionUpdates
-from cluster.envelope import Send, peer_of
+from cluster.envelope import Send, peer_of, states_stream
 from cluster.speculation.estimators import blend
 from protos.frozen import value
 from protos.messages import (
@@ -35,6 +35,7 @@ from protos.messages import (
     RefusalReason,
     Resync,
     States,
+    StatesAck,
     StatesFormat,
     Verdict,
 )
@@ -128,9 +129,7 @@ class SessionTable:
         self._limits = limits
         self._draft_ahead = draft_ahead
         self._counts = counts
-        self._states = HiddenStateReceiver(
-            limits.states, limits.state_bounds, self.all, self.updates, counts, self._attach, self._give_up
-        )
+        self._states = HiddenStateReceiver(limits.states, limits.state_bounds, self.all, self.updates, counts)
         self._capacity = Capacity(limits.max_sessions)
         self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
         self._resting: set[str] = set()  # targets whose latest request was for no tokens
@@ -143,7 +142,7 @@ class SessionTable:
             case Verdict():
                 return self._verdict(peer, message, now)
             case States():
-                return self._states.receive(peer, message)
+                return self._on_states(peer, message)
             case DraftRequest():
                 return self._draft_request(peer, message)
             case Open():
@@ -253,7 +252,9 @@ class SessionTable:
         if verdict.finish is not Finish.NONE:
             self._forget(verdict.session)
             return []
-        sends = self._states.acknowledge(session)
+        sends: list[Send] = []
+        if early := self._states.take_early(session):
+            sends += self._keep_states(session, early, acks=True)
         if was_sent and verdict.answer is not DraftAnswer.NOT_ASKED:
             sends += self.note_block(late=verdict.answer is DraftAnswer.MISSED)
         return sends
@@ -293,6 +294,25 @@ class SessionTable:
             if session.lacks_states and session.lacks_block:  # the target must not wait for missing states
                 return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
         return []
+
+    def _on_states(self, peer: str, states: States) -> list[Send]:
+        """Handles states from a target's address, or from its states stream; acknowledges those from the stream."""
+        session = self.all.get(states.session)
+        if session is None or peer not in (session.target, states_stream(session.target)):
+            self._counts["states_unknown"] += 1
+            return []
+        return self._keep_states(session, [states], acks=peer != session.target)
+
+    def _keep_states(self, session: DraftSequence, arrived: list[States], acks: bool) -> list[Send]:
+        """Keeps a session's states; gives it up if they exceed the bound, and requests missing ones."""
+        gaps = [states for states in arrived if self._states.receive(session, states)]
+        if why := self._states.no_room():
+            return self._give_up(session, why)
+        if gaps:
+            return [self._attach(session)]
+        if not acks or not session.states_len:
+            return []
+        return [(states_stream(session.target), StatesAck(session.open.session, session.states_len))]
 
     def _on_resync(self, target: str, resync: Resync) -> list[Send]:
         """Handles the target's report that the tokens here are not its own: asks the router for the ledger."""
