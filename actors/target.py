@@ -192,7 +192,7 @@ class TargetReplica:
             if plan is not None:
                 await self._step(plan)
             elif is_fed:
-                if self.scheduler.departure.is_complete:
+                if self.scheduler.has_left:
                     self._left.set()
                 await self._wait_until(self.scheduler.next_due())
 
@@ -257,14 +257,13 @@ class TargetReplica:
 
         Sessions left after `within_s` are returned; routers reopen them elsewhere.
         """
-        departure = self.scheduler.departure
-        self._send(departure.begin())
+        self._send(self.scheduler.leave())
         self._changed.set()
         try:
             async with asyncio.timeout(within_s):
                 await self._left.wait()
         except TimeoutError:
-            self._send(departure.end())
+            self._send(self.scheduler.refuse_rest())
             self._changed.set()
 
     def _send(self, sends: list[Send]) -> None:

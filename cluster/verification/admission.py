@@ -1,18 +1,14 @@
 """Admission of sessions to a target's cache: which sessions run, which queue, and the pages of each.
 
-It knows nothing of blocks, time or computation; callers measure how long sessions waited. A replica that leaves admits
-no session, and refuses those that routers have not moved in time.
+It knows nothing of blocks, time or computation; callers measure how long sessions waited.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from cluster.envelope import Send
 from cluster.page_allocator import PageCopy, SessionMemory
 from cluster.verification.sequence import TargetSequence
-from protos.messages import Leaving, Open, Refusal, RefusalReason
-
-LEAVES = "this target replica is stopping"
+from protos.messages import Open
 
 
 class Admission:
@@ -137,47 +133,3 @@ class Admission:
         del self.running[name]
         del self.order[name]
         self.pages.close(name)
-
-
-class Departure:
-    """The planned departure of a replica; `forget` frees a session."""
-
-    def __init__(self, admission: Admission, forget: Callable[[str], None]) -> None:
-        self.is_under_way = False
-        self._admission = admission
-        self._forget = forget
-
-    @property
-    def is_complete(self) -> bool:
-        """True if the replica is leaving and no session is left."""
-        return self.is_under_way and not self._admission.has_sessions
-
-    def begin(self) -> list[Send]:
-        """Refuses new sessions from now on and asks the routers of existing ones to move them.
-
-        Refuses audits at once, because no client waits for them.
-        """
-        self.is_under_way = True
-        audits = self._give_back([session for session in self._admission if session.open.audit])
-        routers = dict.fromkeys(session.router for session in self._admission)
-        return [*audits, *((router, Leaving()) for router in routers)]
-
-    def end(self) -> list[Send]:
-        """Refuses all sessions that are left."""
-        return self._give_back(list(self._admission))
-
-    def refuse(self, router: str, request: Open) -> list[Send]:
-        """Returns the refusal of a session that arrives during the departure.
-
-        No failure, since another target takes it.
-        """
-        return [(router, _left(request)), (router, Leaving())] if self.is_under_way else []
-
-    def _give_back(self, sessions: list[TargetSequence]) -> list[Send]:
-        for session in sessions:
-            self._forget(session.open.session)
-        return [(session.router, _left(session.open)) for session in sessions]
-
-
-def _left(request: Open) -> Refusal:
-    return Refusal(request.session, request.attempt, RefusalReason.OVERLOADED, LEAVES)

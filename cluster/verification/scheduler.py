@@ -28,7 +28,7 @@ from cluster.speculation.circuit_breaker import SilentDrafters
 from cluster.speculation.controller import Adaptive, Awaited, PacingPolicy, SpeculationController, StepShape
 from cluster.speculation.estimators import AcceptanceCounts, Load, StepCost
 from cluster.trust import Refusals, not_permitted
-from cluster.verification.admission import Admission, Departure
+from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockBuffer, BufferLimits, OrphanBuffer, TargetCounts
 from cluster.verification.hidden_state_sender import HiddenStateSender
 from cluster.verification.sequence import Decision, TargetSequence
@@ -42,6 +42,7 @@ from protos.messages import (
     Detach,
     Finish,
     Hello,
+    Leaving,
     Message,
     NoDraft,
     Open,
@@ -57,6 +58,8 @@ from protos.prefix import Prefix
 
 log = logging.getLogger(__name__)
 
+STOPPING_MESSAGE = "this target replica is stopping"
+NO_AUDIT_MESSAGE = "requests are being served; audit later"
 NONFINITE_LOG_PERIOD_S = 60.0
 NONFINITE_MESSAGE = (
     "the model computed NaN or infinite logits for this request, and would again: its weights overflow in model.dtype,"
@@ -288,7 +291,7 @@ class VerificationScheduler:
         self.feeds = HiddenStateSender(
             limits.states, self._admission, limits.keeps_states, limits.ride_bytes, limits.window_bytes
         )
-        self.departure = Departure(self._admission, self._forget)
+        self.is_leaving = False  # if True, new sessions are refused
         self._early = OrphanBuffer(limits.buffer, self.counts)  # messages for sessions that are not open yet
         self.router_of = self._admission.router_of
         self._in_step: list[tuple[TargetSequence, Row]] = []
@@ -360,14 +363,14 @@ class VerificationScheduler:
         if known is not None and known.router != router:
             self.refusals.note(router, "an Open of another router's session", name)
             return [(router, not_permitted(request))]
-        if refused := self.departure.refuse(router, request):
-            return refused
+        if self.is_leaving:  # no failure, since another target takes it
+            return [(router, _overloaded(request, STOPPING_MESSAGE)), (router, Leaving())]
         if refusal := self._refuse(request):
             return [(router, refusal)]
         if known is not None and known.open.attempt >= request.attempt:
             return []
         self._forget(name)
-        sends = [] if request.audit else self._end_audits()
+        sends = [] if request.audit else self._refuse_open(self._audits(), NO_AUDIT_MESSAGE)
         buffer = BlockBuffer(self._limits.buffer.blocks, self.counts)
         prefix = Prefix(request.hash_key, request.tokens)
         shape = self._block_shape(request)
@@ -385,13 +388,6 @@ class VerificationScheduler:
                 self._block(waiting.drafter, block, now)
             sends += self._attach(waiting.drafter, waiting.attach, now) if waiting.attach is not None else []
         return sends
-
-    def _end_audits(self) -> list[Send]:
-        """Ends the audits of all routers when a request arrives."""
-        audits = [session for session in self._admission if session.open.audit]
-        for session in audits:
-            self._forget(session.open.session)
-        return [(session.router, _no_time_for(session.open)) for session in audits]
 
     def _close(self, router: str, close: Close, now: float) -> None:
         """Forgets a session, unless it is unknown, another router's, or a newer attempt."""
@@ -488,6 +484,36 @@ class VerificationScheduler:
         if limit > 0:
             sessions = max(1, len(self._admission.running))
             session.drafting = self._pacer.decide(session.stats, limit, sessions)
+
+    # ------------------------------------------------------------ the planned end
+
+    def leave(self) -> list[Send]:
+        """Refuses new sessions from now on and asks the routers of existing ones to move them.
+
+        Refuses audits at once, because no client waits for them.
+        """
+        self.is_leaving = True
+        refusals = self._refuse_open(self._audits(), STOPPING_MESSAGE)
+        routers = dict.fromkeys(session.router for session in self._admission)
+        return [*refusals, *((router, Leaving()) for router in routers)]
+
+    def refuse_rest(self) -> list[Send]:
+        """Refuses all sessions that routers have not moved in time."""
+        return self._refuse_open(list(self._admission), STOPPING_MESSAGE)
+
+    @property
+    def has_left(self) -> bool:
+        """True if the replica is leaving and no session is left."""
+        return self.is_leaving and not self._admission.has_sessions
+
+    def _audits(self) -> list[TargetSequence]:
+        return [session for session in self._admission if session.open.audit]
+
+    def _refuse_open(self, sessions: list[TargetSequence], why: str) -> list[Send]:
+        """Forgets open sessions and returns their refusals, after which routers open them elsewhere or later."""
+        for session in sessions:
+            self._forget(session.open.session)
+        return [(session.router, _overloaded(session.open, why)) for session in sessions]
 
     # ------------------------------------------------------------ the step
 
@@ -699,7 +725,7 @@ class VerificationScheduler:
 
     def _refuse(self, request: Open) -> Refusal | None:
         if request.audit and not all(session.open.audit for session in self._admission):
-            return _no_time_for(request)
+            return _overloaded(request, NO_AUDIT_MESSAGE)
         reason = RefusalReason.INVALID
         why = self._limits.fault_of(request, self._admission.pages.pages_for(request.max_len))
         if not why and len(self._admission.waiting) >= self._limits.max_queued:
@@ -719,8 +745,8 @@ class VerificationScheduler:
             self._pacer.block_arrived(tokens, delay_s)
 
 
-def _no_time_for(audit: Open) -> Refusal:
-    return Refusal(audit.session, audit.attempt, RefusalReason.OVERLOADED, "requests are being served; audit later")
+def _overloaded(request: Open, why: str) -> Refusal:
+    return Refusal(request.session, request.attempt, RefusalReason.OVERLOADED, why)
 
 
 def _verdict(

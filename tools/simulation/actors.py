@@ -312,7 +312,7 @@ class SimulatedTarget:
         """Plans a step if one is due, otherwise schedules a wake-up."""
         if self._in_step:
             return
-        if self.scheduler.departure.is_complete:
+        if self.scheduler.has_left:
             self._end()
         now = self.process.clock.now
         plan = self.scheduler.plan(now)
@@ -349,15 +349,15 @@ class SimulatedTarget:
 
     def leave(self, within_s: float, over: Callable[[], None]) -> None:
         """Leaves as planned, once its sessions have moved or time is up; `over` is called then."""
-        if not self.scheduler.departure.is_under_way:
+        if not self.scheduler.is_leaving:
             self._over = over
-            self._send(self.scheduler.departure.begin())
+            self._send(self.scheduler.leave())
             self.process.after(within_s, self._end)
             self._go_on()
 
     def _end(self) -> None:
         if self._over is not None:
-            self._send(self.scheduler.departure.end())
+            self._send(self.scheduler.refuse_rest())
             self.process.after(ENDS_S, self.process.die)
             self.process.clock.after(ENDS_S, self._over)
             self._over = None
