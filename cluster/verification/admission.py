@@ -58,9 +58,7 @@ class Admission:
         while self.waiting and len(self.running) < self._limit:
             name, session = min(self.waiting.items(), key=lambda item: item[1].open.priority)
             shared = session.prefix.tokens if session.may_share else ()
-            session.cached_len = self.pages.open(name, shared, session.open.cache_salt.encode())
-            if not session.in_engine:  # otherwise it was preempted, and the pages are its own
-                session.prefix_cached = session.cached_len
+            session.cache.enter(self.pages.open(name, shared, session.open.cache_salt.encode()))
             # A page for each running session to grow into keeps the newcomer from being preempted at once.
             missing = self.pages.missing(name, session.prefix.length + 1)
             if self.running and missing + self._owed() > self.pages.available:
@@ -69,16 +67,16 @@ class Admission:
             del self.waiting[name]
             self.running[name] = session
             self.order[name] = None
-            if not session.in_engine:
+            if not session.cache.is_open:
                 self._count_prefix(session)
-                session.in_engine = True
+                session.cache.is_open = True
                 self._opens.append(session.open)
             yield session
 
     def _count_prefix(self, session: TargetSequence) -> None:
         if not session.open.audit:
             self.prefix_tokens += session.prefix.length
-            self.prefix_hits += session.cached_len
+            self.prefix_hits += session.cache.length
 
     def forget(self, name: str) -> None:
         """Frees everything that a session holds; ignores an unknown one."""
@@ -88,7 +86,7 @@ class Admission:
         if self.waiting.pop(name, None) is None:
             self._leave(name)
         pending = [request for request in self._opens if request.session != name]
-        if session.in_engine and len(pending) == len(self._opens):
+        if session.cache.is_open and len(pending) == len(self._opens):
             self._closes.append(name)
         self._opens = pending
 

@@ -40,7 +40,7 @@ class StateRecompute:
         for session, row in rows:
             path = decided[row.session].path if row.decide else ()
             positions = [*range(row.start, row.base_len), *[row.base_len + node for node in path]]
-            stand = positions[: session.cached_len - row.start]
+            stand = positions[: session.cache.length - row.start]
             slots = slots_of(stand, row.pages, self._page_size)
             self._reads[row.session] = StateRead(row.session, row.start, tuple(slots))
             feed = session.live_feed
@@ -70,7 +70,7 @@ class StateRecompute:
             feed = session.live_feed
             if feed is None:
                 continue
-            if session.paused:
+            if session.exchange.is_paused:
                 feed.tries = 0  # nothing is sent because nothing is requested
                 continue
             self.begin(session, feed)
@@ -79,20 +79,20 @@ class StateRecompute:
 
     def _are_there(self, session: TargetSequence, first: int) -> bool:
         """Returns True if the states of all cached tokens from a position on can be read."""
-        return self.end(session.open.session, first) >= session.cached_len
+        return self.end(session.open.session, first) >= session.cache.length
 
     def _first_there(self, session: TargetSequence) -> int:
         """Returns the first position from which the states of all cached tokens can be read."""
         read = self._reads.get(session.open.session)
-        return session.cached_len if read is None or read.end < session.cached_len else read.first
+        return session.cache.length if read is None or read.end < session.cache.length else read.first
 
     def _roll_back(self, session: TargetSequence, feed: StateFeed) -> None:
         if feed.tries >= MOST_TRIES:
             session.feed = None
             self.lost += 1
             return
-        self.again += session.cached_len - feed.sent
-        session.cached_len = feed.sent
+        self.again += session.cache.length - feed.sent
+        session.cache.length = feed.sent
 
 
 RIDE_BYTES = 256 << 10  # states of known tokens that may go with a verdict: 2 ms at 1 Gbit/s
@@ -184,7 +184,7 @@ class HiddenStateSender:
     def to_ride(self, session: TargetSequence, row: Row) -> tuple[int, ...]:
         """Returns the slots of the states that are to come back with the row's outcome, if they are few enough."""
         feed = session.live_feed
-        if self._layout is None or feed is None or session.paused or not row.decide:
+        if self._layout is None or feed is None or session.exchange.is_paused or not row.decide:
             return ()
         known = (row.base_len - feed.sent) * self._layout.row_bytes
         if not 0 <= known <= self._ride_bytes or (self.fresh is not None and feed.sent < row.start):
@@ -242,7 +242,7 @@ class HiddenStateSender:
         """Returns the messages for states that were read, unless their drafter has gone or the session has changed."""
         session = self._admission.find(asked.session)
         feed = session.live_feed if session is not None else None
-        if session is None or feed is None or feed.sent != asked.first or asked.end > session.cached_len:
+        if session is None or feed is None or feed.sent != asked.first or asked.end > session.cache.length:
             return []
         feed.went_out(asked.end)
         self.rows["apart"] += len(asked.slots)
@@ -253,7 +253,7 @@ class HiddenStateSender:
     def _lacks(self) -> Iterator[_Lack]:
         for session in self._admission.running.values():
             feed = session.live_feed
-            if feed is None or session.paused:
+            if feed is None or session.exchange.is_paused:
                 continue
             if self.fresh is not None:
                 self.fresh.begin(session, feed)
@@ -264,8 +264,8 @@ class HiddenStateSender:
     def _readable_to(self, session: TargetSequence, feed: StateFeed) -> int:
         if self.fresh is not None:
             return self.fresh.end(session.open.session, feed.sent)
-        end = self._pages.held(session.open.session, session.cached_len)
-        return end if session.displaced_from is None else min(end, session.displaced_from)
+        end = self._pages.held(session.open.session, session.cache.length)
+        return end if session.cache.displaced_from is None else min(end, session.cache.displaced_from)
 
     def _rows_on_way(self) -> Counter[str]:
         """Returns the number of unacknowledged rows, by drafter."""

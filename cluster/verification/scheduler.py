@@ -31,7 +31,7 @@ from cluster.trust import Refusals, not_permitted
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockBuffer, BufferLimits, OrphanBuffer, TargetCounts
 from cluster.verification.hidden_state_sender import HiddenStateSender
-from cluster.verification.sequence import Decision, TargetSequence
+from cluster.verification.sequence import Decision, DrafterAccess, TargetSequence
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import (
     Acceptance,
@@ -90,22 +90,22 @@ class StepDeadline:
                 dues[name] = max(session.waiting_since, session.buffer.ready_since)
             else:
                 is_silent = self._silent.is_silent(drafter)
-                patience_s = self._probe_s(session, drafter, load) if is_silent else session.drafting.skip_for_s
+                patience_s = self._probe_s(session, drafter, load) if is_silent else session.exchange.request.skip_for_s
                 dues[name] = session.waiting_since + patience_s
-                if session.drafting.hold_step and not is_silent:
+                if session.exchange.request.hold_step and not is_silent:
                     awaited.append(session)
         first = min(dues.values(), default=math.inf)
         if not awaited:
             return dues, first
         blocks = [
-            Awaited(session.drafting.worth, session.waiting_since + session.stats.delay_s - first)
+            Awaited(session.exchange.request.worth, session.waiting_since + session.stats.delay_s - first)
             for session in awaited
         ]
         return dues, first + self._pacing.hold_for_s(blocks, load)
 
     def _probe_s(self, session: TargetSequence, drafter: str, load: Load) -> float:
         """Returns how long the session skips steps for the block of a silent drafter."""
-        is_probed = session.drafting.hold_step and self._silent.is_probed(drafter)
+        is_probed = session.exchange.request.hold_step and self._silent.is_probed(drafter)
         return load.step.non_speculative_s(load.sessions) if is_probed else 0.0
 
 
@@ -170,7 +170,7 @@ class DraftQualityMonitor:
         if session.drafter is None:
             return None  # the drafter has left
         drafter = peer_of(session.drafter)
-        self.tally.block_verified(drafter, kind_of(length, session.prefix_cached > 0), asked, accepted)
+        self.tally.block_verified(drafter, kind_of(length, session.cache.initial > 0), asked, accepted)
         self._suspects.block(drafter, accepted)
         session.watch = session.watch.after(accepted)
         collapse = session.watch.collapse
@@ -262,7 +262,7 @@ class TargetReporter:
 
     def _backlog_s(self, unread: list[TargetSequence]) -> float:
         """Returns the seconds that full steps would take to feed the prompts of these sessions."""
-        tokens = sum(session.prefix.length - session.cached_len for session in unread)
+        tokens = sum(session.prefix.length - session.cache.length for session in unread)
         step_tokens = self._limits.max_step_tokens
         return tokens / step_tokens * self._pacer.load.step.drafts_s(1, step_tokens)
 
@@ -338,7 +338,7 @@ class VerificationScheduler:
             if session.router == peer:
                 self._forget(session.open.session)
             elif session.drafter == peer:
-                session.drafter = None
+                session.detach()
         self._early.drafter_gone(peer)
         self._admit(now)
 
@@ -374,16 +374,15 @@ class VerificationScheduler:
         buffer = BlockBuffer(self._limits.buffer.blocks, self.counts)
         prefix = Prefix(request.hash_key, request.tokens)
         shape = self._block_shape(request)
-        session = TargetSequence(request, router, prefix, buffer, shape, opened_s=now, waiting_since=now)
-        if known is not None:
-            session.replaced = known.drafters_so_far
+        access = DrafterAccess(request, known.access.drafters if known is not None else frozenset())
+        session = TargetSequence(request, router, prefix, buffer, access, shape, opened_s=now, waiting_since=now)
         self._admission.waiting[name] = session
         self._admit(now)
         if name in self._admission.waiting:
             self._decide_drafting(session)  # so that its drafter has read the prompt when it is admitted
         for waiting in self._early.take(name):
             if waiting.attach is not None:
-                session.admit(waiting.drafter, waiting.attach.assignment_token)
+                session.access.admit(waiting.drafter, waiting.attach.assignment_token)
             for block in waiting.blocks:
                 self._block(waiting.drafter, block, now)
             sends += self._attach(waiting.drafter, waiting.attach, now) if waiting.attach is not None else []
@@ -405,12 +404,12 @@ class VerificationScheduler:
         if session is None:
             self._early.attach(drafter, attach, now)
             return []
-        if not session.admit(drafter, attach.assignment_token):
+        if not session.access.admit(drafter, attach.assignment_token):
             self.refusals.note(drafter, "an Attach to a session that it was not assigned", attach.session)
             return []
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
-        session.attached(drafter)
+        session.attach(drafter)
         self.sentinel.attached(session, drafter)
         self.feeds.attached(session, drafter, attach)
         request = (drafter, session.draft_request())
@@ -430,9 +429,9 @@ class VerificationScheduler:
             self.counts.unrequested += 1
             self._early.block(drafter, block, now)
             return
-        if not session.admits(drafter):
+        if not session.access.admits(drafter):
             self.counts.unrequested += 1
-            if drafter not in session.replaced:  # otherwise it was sent before another drafter was assigned
+            if drafter not in session.access.replaced:  # otherwise it was sent before another drafter was assigned
                 self.refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
             self.counts.drop("not_assigned", block)
             return
@@ -446,12 +445,11 @@ class VerificationScheduler:
     def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
         """Records that the drafter has no block for this prefix, so that no step waits for it."""
         session = self._admission.find(no_draft.session)
-        if session is None or not session.admits(drafter):
+        if session is None or not session.access.admits(drafter):
             return
         self._silent.on_message(drafter)
         if session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
-            session.no_draft_len = no_draft.base_len
-            session.has_answered = True
+            session.exchange.no_draft(no_draft.base_len)
             if not session.in_step:  # during a step, the answer had time and its delay means nothing
                 self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
 
@@ -463,7 +461,7 @@ class VerificationScheduler:
         self._early.detach(drafter, detach.session)
         session = self._admission.find(detach.session)
         if session is not None and session.drafter == drafter:
-            session.drafter = None
+            session.detach()
 
     # ------------------------------------------------------------ sessions
 
@@ -483,7 +481,7 @@ class VerificationScheduler:
         limit = session.open.draft_tokens
         if limit > 0:
             sessions = max(1, len(self._admission.running))
-            session.drafting = self._pacer.decide(session.stats, limit, sessions)
+            session.exchange.request = self._pacer.decide(session.stats, limit, sessions)
 
     # ------------------------------------------------------------ the planned end
 
@@ -556,21 +554,21 @@ class VerificationScheduler:
         for session, row in self._in_step:
             if self._admission.running.get(row.session) is not session:
                 continue  # closed or replaced while the engine computed
-            session.fed(row)
+            session.cache.fed(row)
             session.waiting_since = now
             if row.decide and not decided[row.session].is_finite:
                 to_routers.append(self._end_nonfinite(session, now))
                 continue
             if not session.open.audit:
                 # Before the verdict: a session may end with it, and its cached pages stay useful.
-                cached_len = min(session.cached_len, session.prefix.length)
+                cached_len = min(session.cache.length, session.prefix.length)
                 self._pages.publish(row.session, session.prefix.tokens, cached_len)
             if row.decide:
                 news, verdict = self._decide(session, row, decided[row.session], now)
                 to_drafters += news
                 to_routers.append(verdict)
             if self._admission.running.get(row.session) is session:
-                self._pages.truncate(row.session, session.cached_len)
+                self._pages.truncate(row.session, session.cache.length)
         self._learn(decided, seconds, now)
         self._in_step = []
         self._free_since = now
@@ -646,8 +644,7 @@ class VerificationScheduler:
             budget -= tokens
             in_step.add(name)
             self.counts.known_tokens += row.known
-            session.in_step = True
-            session.answer = session.answer_for(row)
+            session.join_step(row)
             self._in_step.append((session, row.in_pages(self._pages.table(name), self.feeds.to_ride(session, row))))
             self._admission.order.move_to_end(name)
         self._step_shape = _shape_of(self._in_step, self._admission.running.values())
@@ -683,7 +680,7 @@ class VerificationScheduler:
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE
         if not is_over:
-            self._moves += session.moves(row, outcome.path, self._limits.page_size)
+            self._moves += session.cache.moves(row, outcome.path, self._limits.page_size)
         self._decide_drafting(session)
         verdict = _verdict(session, decision, outcome, drafted, collapse)
         sends: list[Send] = []
@@ -692,7 +689,7 @@ class VerificationScheduler:
             news = self.feeds.with_states(session, row, outcome, session.for_drafter(verdict))
             sends += [(drafter, message) for message in news]
         if drafter is not None and collapse is not None and not collapse.is_resynced:
-            session.drafter = None  # until it attaches again
+            session.detach()  # until it attaches again
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
             self._forget(request.session)
@@ -736,11 +733,9 @@ class VerificationScheduler:
     def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
         """Records an answer's delay, unless the block was drafted ahead or is the first, which includes reading the
         prompt."""
-        session.has_answered = True
-        is_read = session.is_read
-        session.is_read = True
+        was_read = session.exchange.answer()
         delay_s = session.delay_of(answer, now)
-        if delay_s is not None and is_read:
+        if delay_s is not None and was_read:
             session.stats.block_arrived(delay_s)
             self._pacer.block_arrived(tokens, delay_s)
 
@@ -765,7 +760,7 @@ def _verdict(
         session.answer,
         collapse,
         outcome.margin,
-        prefix_cached=session.prefix_cached,
+        prefix_cached=session.cache.initial,
     )
 
 

@@ -56,6 +56,104 @@ class StateFeed:
 
 
 @dataclass(eq=False, slots=True)
+class CacheState:
+    """What the engine's cache holds of a session."""
+
+    length: int = 0  # valid tokens
+    initial: int = 0  # tokens that were cached already when the session began
+    is_open: bool = False  # whether the engine has opened the session
+    displaced_from: int | None = None  # position from which the cache is in order only after pending moves
+
+    def enter(self, length: int) -> None:
+        """Records that the session gets its pages, with `length` tokens in them."""
+        self.length = length
+        if not self.is_open:  # otherwise it was preempted, and the pages are its own
+            self.initial = length
+
+    def fed(self, row: Row) -> None:
+        """Records a computed row. An engine with its own pages finds out only in the step what it had cached."""
+        if row.start > self.length == 0:
+            self.initial = row.start
+        self.length = row.start + len(row.tokens)
+
+    def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[SlotMove]:
+        """Returns the cache moves that bring a row's accepted nodes into order.
+
+        Until they are made, the cache ends before them.
+        """
+        moves = row.kept(path, page_size)
+        self.displaced_from = row.base_len if moves else None
+        return moves
+
+
+@dataclass(eq=False, slots=True)
+class DrafterAccess:
+    """Which drafters may take part in a session, by the assignment tokens that they present."""
+
+    open: Open
+    replaced: frozenset[str] = frozenset()  # drafters with earlier tokens, whose messages may still arrive
+    _token: AssignmentToken | None = None  # of the latest assignment
+    _holder: str | None = None  # the drafter that presented it
+
+    def admit(self, drafter: str, token: AssignmentToken | None) -> bool:
+        """Returns True if the drafter may take part; a valid assignment token excludes drafters with earlier ones."""
+        key = self.open.token_key
+        if not key:
+            return not self.open.audit
+        if token is None or not is_valid(token, key, self.open.session):
+            return False
+        if self._token is not None and token.assignment < self._token.assignment:
+            return False
+        self._token = token
+        self.replaced = self.drafters
+        self._holder = drafter
+        return True
+
+    @property
+    def drafters(self) -> frozenset[str]:
+        """All drafters that presented a valid assignment token."""
+        return self.replaced if self._holder is None else self.replaced | {self._holder}
+
+    def admits(self, drafter: str) -> bool:
+        """Returns True if messages from this drafter are accepted."""
+        return self._holder == drafter if self.open.token_key else not self.open.audit
+
+
+@dataclass(eq=False, slots=True)
+class DraftExchange:
+    """What a session's drafter was sent, and what it has answered."""
+
+    request: DraftingDecision = DraftingDecision()  # the current request
+    sent_len: int = 0  # length that was sent to the drafter
+    is_paused: bool = False  # whether the latest request sent was for no tokens
+    has_answered: bool = False  # whether the drafter has answered since the latest verdict, in any way
+    no_draft_len: int = -1  # length for which the drafter has no block
+    _is_read: bool = False  # whether its drafter has ever answered: the first answer includes reading the prompt
+
+    def attach(self, length: int) -> None:
+        """Records a drafter that is about to receive all `length` tokens and the current request."""
+        self._is_read = False
+        self.send(length)
+
+    def send(self, length: int) -> None:
+        """Records that the drafter is sent the tokens up to `length` and the current request."""
+        self.sent_len = length
+        self.is_paused = not self.request.tokens
+
+    def answer(self) -> bool:
+        """Records an answer; returns False for a drafter's first, whose delay includes reading the prompt."""
+        was_read = self._is_read
+        self._is_read = True
+        self.has_answered = True
+        return was_read
+
+    def no_draft(self, length: int) -> None:
+        """Records that the drafter has no block after `length` tokens."""
+        self.no_draft_len = length
+        self.has_answered = True
+
+
+@dataclass(eq=False, slots=True)
 class TargetSequence:
     """A session from its Open until it ends or is replaced."""
 
@@ -63,29 +161,19 @@ class TargetSequence:
     router: str
     prefix: Prefix
     buffer: BlockBuffer
+    access: DrafterAccess
     shape: Shape = Shape.CHAIN  # allowed shape of blocks
     opened_s: float = 0.0
-    cached_len: int = 0  # valid tokens in the engine's cache
-    in_engine: bool = False  # whether the engine has opened it
-    in_step: bool = False  # whether it is in the step under way
-    drafter: str | None = None
-    sent_len: int = 0  # length that was sent to the drafter
-    paused: bool = False  # whether its latest request was for no tokens
-    drafting: DraftingDecision = DraftingDecision()  # the current request to the drafter
-    is_read: bool = False  # whether its drafter has ever answered: the first answer includes reading the prompt
-    has_answered: bool = False  # whether the drafter has answered since the latest verdict, in any way
-    no_draft_len: int = -1  # length for which the drafter has no block
-    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # the drafter's answer for the latest row
     waiting_since: float = 0.0  # time since which only a missing block keeps the session out of a step
-    decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths and times
+    cache: CacheState = field(default_factory=CacheState)
+    drafter: str | None = None
+    exchange: DraftExchange = field(default_factory=DraftExchange)
     stats: SessionStats = field(default_factory=SessionStats)
-    prefix_cached: int = 0  # tokens that were cached already when it began
-    watch: CollapseWatch = CollapseWatch()
-    feed: StateFeed | None = None  # hidden states for the drafter that attached last, if it reads them
-    assignment_token: AssignmentToken | None = None  # of the latest assignment
-    presented_by: str | None = None  # the drafter that presented it
-    replaced: frozenset[str] = frozenset()  # drafters with earlier assignment tokens, whose messages may still arrive
-    displaced_from: int | None = None  # position from which the cache is in order only after pending moves
+    decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths and times
+    in_step: bool = False  # whether it is in the step under way
+    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # the drafter's answer for the latest row
+    watch: CollapseWatch = CollapseWatch()  # updated by the `DraftQualityMonitor`
+    feed: StateFeed | None = None  # hidden states for the drafter that attached last; updated by `HiddenStateSender`
 
     @property
     def live_feed(self) -> StateFeed | None:
@@ -104,12 +192,12 @@ class TargetSequence:
     @property
     def requested_tokens(self) -> int:
         """Draft length that was requested."""
-        return self.drafting.tokens
+        return self.exchange.request.tokens
 
     @property
     def is_decoding(self) -> bool:
         """True if the session is past its prompt."""
-        return self.prefix.length - self.cached_len <= 1
+        return self.prefix.length - self.cache.length <= 1
 
     @property
     def awaited_drafter(self) -> str | None:
@@ -119,9 +207,10 @@ class TargetSequence:
     @property
     def _wants_block(self) -> bool:
         length = self.prefix.length
-        if self.drafting.tokens == 0 or self.no_draft_len == length:
+        exchange = self.exchange
+        if exchange.request.tokens == 0 or exchange.no_draft_len == length:
             return False
-        return length + 1 < self.open.max_len and length - self.cached_len <= 1
+        return length + 1 < self.open.max_len and length - self.cache.length <= 1
 
     @property
     def missed_by(self) -> str | None:
@@ -131,19 +220,13 @@ class TargetSequence:
     @property
     def has_no_draft(self) -> bool:
         """True if the drafter has answered that it has no block for the next row."""
-        return self.no_draft_len == self.prefix.length
+        return self.exchange.no_draft_len == self.prefix.length
 
     @property
     def has_nothing(self) -> bool:
         """True if the drafter has no block for the next row although all hidden states have reached it."""
         feed = self.live_feed
         return self.has_no_draft and (feed is None or feed.acked >= self.prefix.length - 1)
-
-    def fed(self, row: Row) -> None:
-        """Records a computed row. An engine with its own pages finds out only in the step what it had cached."""
-        if row.start > self.cached_len == 0:
-            self.prefix_cached = row.start
-        self.cached_len = row.start + len(row.tokens)
 
     def ready_block(self) -> Block | None:
         return self.buffer.ready(self.prefix)
@@ -157,58 +240,38 @@ class TargetSequence:
                 return now - decided
         return None
 
-    def admit(self, drafter: str, assignment_token: AssignmentToken | None) -> bool:
-        """Returns True if the drafter may take part; a valid assignment token excludes drafters with earlier ones."""
-        key = self.open.token_key
-        if not key:
-            return not self.open.audit
-        if assignment_token is None or not is_valid(assignment_token, key, self.open.session):
-            return False
-        if self.assignment_token is not None and assignment_token.assignment < self.assignment_token.assignment:
-            return False
-        self.assignment_token = assignment_token
-        self.replaced = self.drafters_so_far
-        self.presented_by = drafter
-        return True
-
-    @property
-    def drafters_so_far(self) -> frozenset[str]:
-        """All drafters that presented a valid assignment token."""
-        return self.replaced if self.presented_by is None else self.replaced | {self.presented_by}
-
-    def admits(self, drafter: str) -> bool:
-        """Returns True if messages from this drafter are accepted."""
-        return self.presented_by == drafter if self.open.token_key else not self.open.audit
-
-    def attached(self, drafter: str) -> None:
+    def attach(self, drafter: str) -> None:
         """Records a drafter that is about to receive what it missed and the current request."""
         self.drafter = drafter
-        self.sent_len = self.prefix.length
-        self.is_read = False
-        self.paused = not self.drafting.tokens
+        self.exchange.attach(self.prefix.length)
+
+    def detach(self) -> None:
+        """Records that the drafter has left; the session goes on without speculation."""
+        self.drafter = None
 
     def draft_request(self) -> DraftRequest:
         """Returns the request to the drafter after the tokens decided so far."""
+        request = self.exchange.request
         return DraftRequest(
             self.open.session,
             self.open.attempt,
             self.prefix.length,
             self.prefix.hash,
-            self.drafting.tokens,
-            self.drafting.hold_step,
-            self.drafting.least_chance,
+            request.tokens,
+            request.hold_step,
+            request.least_chance,
             self.shape,
         )
 
     def for_drafter(self, verdict: Verdict) -> list[Verdict | DraftRequest]:
         """Returns the messages for the drafter: all undelivered tokens and the next request; none while paused."""
         is_over = verdict.finish is not Finish.NONE
-        if self.paused and not self.drafting.tokens and not is_over:
+        exchange = self.exchange
+        if exchange.is_paused and not exchange.request.tokens and not is_over:
             return []
-        news = self._unsent(verdict)
-        self.sent_len = self.prefix.length
-        self.paused = not self.drafting.tokens
-        return [news] if is_over else [news, self.draft_request()]
+        unsent = self._unsent(verdict)
+        exchange.send(self.prefix.length)
+        return [unsent] if is_over else [unsent, self.draft_request()]
 
     def for_router(self, verdict: Verdict, row: Row, outcome: Outcome) -> Verdict:
         """Returns the verdict with the parts that only the router receives, if the Open asks for them."""
@@ -227,11 +290,11 @@ class TargetSequence:
 
     def _unsent(self, verdict: Verdict) -> Verdict:
         """Returns the verdict extended by all earlier tokens that the drafter has not received."""
-        sent_len = self.sent_len
+        sent_len = self.exchange.sent_len
         if sent_len == verdict.base_len:
             return verdict
         prefix_hash = self.prefix.hash_at(sent_len)
-        assert prefix_hash is not None, "the drafter was told more than was decided"
+        assert prefix_hash is not None, "the drafter was sent more than was committed"
         tokens = tuple(self.prefix.tokens[sent_len:])
         return replace(verdict, base_len=sent_len, prefix_hash=prefix_hash, tokens=tokens, accepted=0, drafted=0)
 
@@ -239,17 +302,17 @@ class TargetSequence:
         """Returns the next row, of at most `budget` tokens, with its pages left open; a block is never split."""
         name = self.open.session
         budget = budget if self.may_share else min(budget, AUDIT_STEP_TOKENS)
-        tail = tuple(self.prefix.tokens[self.cached_len :])
+        tail = tuple(self.prefix.tokens[self.cache.length :])
         left = budget - len(tail)
         if left < 0:
-            return Row(name, tail[:budget], self.cached_len, decide=False, pages=())
+            return Row(name, tail[:budget], self.cache.length, decide=False, pages=())
         # Fewer tokens may pay now than when the block was requested. The cut depends only on the request, because under
         # rejection sampling it must not depend on the tokens.
         block = self._usable_block()
         draft = block.tree.first(self.requested_tokens) if block is not None else NO_TREE
         if len(draft.tokens) > left:
             draft = NO_TREE
-        return Row(name, tail + draft.tokens, self.cached_len, decide=True, pages=(), draft=draft)
+        return Row(name, tail + draft.tokens, self.cache.length, decide=True, pages=(), draft=draft)
 
     def answer_for(self, row: Row) -> DraftAnswer:
         """Returns the drafter's answer for a row that was just built; a block too long for the row counts as given."""
@@ -257,9 +320,14 @@ class TargetSequence:
             return DraftAnswer.NOT_ASKED
         if self.has_no_draft or self._usable_block() is not None:
             return DraftAnswer.GIVEN
-        if self._wants_block and (self.drafting.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
+        if self._wants_block and (self.exchange.request.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
             return DraftAnswer.MISSED  # also if the assigned drafter has not attached
         return DraftAnswer.NOT_ASKED
+
+    def join_step(self, row: Row) -> None:
+        """Records that the session takes part in the step under way with this row."""
+        self.in_step = True
+        self.answer = self.answer_for(row)
 
     def _usable_block(self) -> Block | None:
         return self.ready_block() if self.requested_tokens else None
@@ -269,7 +337,7 @@ class TargetSequence:
         request = self.open
         prefix = self.prefix
         stats = self.stats
-        requested_tokens = self.drafting.tokens
+        requested_tokens = self.requested_tokens
         verified = outcome.accepted
         base_len = prefix.length
         base_hash = prefix.hash
@@ -280,25 +348,16 @@ class TargetSequence:
             stats.block_verified(requested_tokens, drafted, outcome.path)
         elif requested_tokens and self.has_nothing:
             stats.nothing_drafted(requested_tokens)
-        elif row.known == 1 and self.drafter is not None and not self.has_answered:
+        elif row.known == 1 and self.drafter is not None and not self.exchange.has_answered:
             stats.non_speculative_round()
-        self.has_answered = False
+        self.exchange.has_answered = False
         prefix.extend(tokens)
         self.decided_at.append((prefix.length, now))
-        self.cached_len = base_len + min(verified, len(tokens))  # the last token was not fed
+        self.cache.length = base_len + min(verified, len(tokens))  # the last token was not fed
         hit = self.buffer.move_on(prefix, accepted, now)
         if requested_tokens:
             stats.verdict_sent(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)
-
-    def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[SlotMove]:
-        """Returns the cache moves that bring a row's accepted nodes into order.
-
-        Until they are made, the cache ends before them.
-        """
-        moves = row.kept(path, page_size)
-        self.displaced_from = row.base_len if moves else None
-        return moves
 
 
 def settle(
