@@ -1,7 +1,7 @@
 """Placement of a router's sessions: chooses their targets and drafters, and replaces those that fail.
 
-`SessionRouter` serves the router and the simulator: callers pass the time in and carry out what is `Ready`. Replicas are
-chosen from each router's own knowledge of them:
+`SessionRouter` serves the router and the simulator: callers pass the time in and carry out what is `Ready`. Replicas
+are chosen from each router's own knowledge of them:
 
 * `Peers` ranks one pool by the number of the router's sessions on each replica;
 * `PrefixAffinity` records the prefixes that each target has computed. Targets share cache pages between sessions that

@@ -217,9 +217,9 @@ class Target:
                 self.scheduler.gone(peer, self.now)
                 return []
             case ["leave"]:
-                sends = self.scheduler.departure.begin()
+                sends = self.scheduler.leave()
             case ["end"]:
-                sends = self.scheduler.departure.end()
+                sends = self.scheduler.refuse_rest()
             case ["due"]:
                 due = self.scheduler.next_due()
                 return ["never" if due is None else f"{due:g}"]
@@ -312,7 +312,7 @@ class Target:
                 counts = self.dropped if name == "dropped" else scheduler.refusals.counts
                 return ",".join(f"{cause}:{count}" for cause, count in sorted(counts.items())) or "none"
             case "is_idle" | "has_left":
-                return "yes" if (scheduler.is_idle if name == "is_idle" else scheduler.departure.is_complete) else "no"
+                return "yes" if (scheduler.is_idle if name == "is_idle" else scheduler.has_left) else "no"
             case "idle_s" | "step_s":
                 return f"{getattr(scheduler.counts, name):g}"
         return str(getattr(scheduler.counts if hasattr(scheduler.counts, name) else scheduler, name))

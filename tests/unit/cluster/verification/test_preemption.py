@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.page_allocator import OwnPages
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockBuffer, TargetCounts
-from cluster.verification.sequence import TargetSequence
+from cluster.verification.sequence import DrafterAccess, TargetSequence
 from protos.draft_tree import DraftTree
 from protos.messages import Finish, Verdict
 from protos.prefix import Prefix
@@ -95,7 +95,9 @@ def test_the_oldest_session_never_loses_its_pages(grows, pages):
     for number, (index, tokens) in enumerate(grows):
         request = an_open(f"s{number}", tokens=(number % 50,))
         prefix = Prefix(KEY, request.tokens)
-        admission.waiting[request.session] = TargetSequence(request, ROUTER, prefix, BlockBuffer(4, TargetCounts()))
+        admission.waiting[request.session] = TargetSequence(
+            request, ROUTER, prefix, BlockBuffer(4, TargetCounts()), DrafterAccess(request)
+        )
         list(admission.admit())
         oldest, *_ = admission.running
         name = [*admission.running][index % len(admission.running)]
