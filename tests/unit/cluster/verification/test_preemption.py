@@ -102,11 +102,11 @@ def test_the_oldest_session_never_loses_its_pages(grows, pages):
         oldest, *_ = admission.running
         name = [*admission.running][index % len(admission.running)]
         session = admission.running[name]
-        end = min(session.cached_len + tokens, 4 * pages)
-        if end > session.cached_len and admission.reserve(session, session.cached_len, end, set()) is not None:
-            session.cached_len = end
+        end = min(session.cache.length + tokens, 4 * pages)
+        if end > session.cache.length and admission.reserve(session, session.cache.length, end, set()) is not None:
+            session.cache.length = end
         assert next(iter(admission.running)) == oldest
-        if admission.running[oldest].cached_len == 4 * pages:
+        if admission.running[oldest].cache.length == 4 * pages:
             admission.forget(oldest)
 
 
