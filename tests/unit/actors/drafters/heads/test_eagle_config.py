@@ -12,11 +12,13 @@ from actors.drafters.heads.eagle.config import (
     EagleOverrides,
     LayerIdMeaning,
     OutputNorm,
+    canonical,
     overrides_of,
+    resolve,
     states_read,
 )
-from actors.drafters.heads.eagle.loading import read_eagle_config
-from actors.drafters.heads.files import head_folder
+from actors.drafters.heads.files import head_folder, read_head
+from actors.drafters.heads.rope import target_shape
 from actors.drafters.registry import capture_spec, create_method
 from cluster.config import DraftPool, validated
 from cluster.config_sections import EagleOptions
@@ -196,7 +198,8 @@ def layers_of(draft: DraftPool) -> tuple[int, ...]:
 
 def config_of(draft: DraftPool, caplog: pytest.LogCaptureFixture) -> EagleConfig:
     """Returns the configuration that the drafter resolves, which it logs."""
-    config = read_eagle_config(head_folder(draft), TARGET, overrides_of(draft.eagle))
+    files = canonical(read_head(head_folder(draft)))
+    config = resolve(files, target_shape(TARGET), overrides_of(draft.eagle))
     with caplog.at_level(logging.INFO):
         create_method(draft, a_setup(draft))
     assert "\n".join(config.describe()) in caplog.text
