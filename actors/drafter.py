@@ -161,13 +161,14 @@ class Drafter:
     async def exchange(
         self, exchange: Callable[[], object], version: int, published_acceptance: float | None = None
     ) -> object:
-        """Exchanges the method's weights on the drafting thread, between two passes.
+        """Exchanges the method's weights on the drafting thread, between two passes; interrupts drafting ahead.
 
         `exchange` is from `ExchangesWeights.prepare_weights`, and its result is returned. `published_acceptance` is the
         new version's acceptance of first tokens, if known. Passes read all prompts again.
         """
         loop = asyncio.get_running_loop()
         self.timing = self.timing.without(self.timing.read)  # of passes that wait for the exchange
+        self._wanted.set()
         earlier = await loop.run_in_executor(self._thread, exchange)
         self.timing = self.timing.without(self.timing.read)  # of the pass before it
         self.scheduler.exchanged(version, published_acceptance)

@@ -269,3 +269,25 @@ async def test_a_request_interrupts_drafting_ahead_and_nothing_else_does():
         drafter.receive(stream, Decoded((Close("a", 1), Close("b", 1), to_open("c"))))
         await until(lambda: ("c",) in method.passes)
         method.stop.set()
+
+
+async def test_weights_are_exchanged_on_the_drafting_thread_and_drafting_ahead_makes_way():
+    method = EndlessMethod()
+    drafter = a_drafter(method, draft_ahead=True)
+    async with drafting(drafter) as (stream, _):
+        drafter.receive(stream, Decoded((to_open("a"),)))
+        await until(lambda: method.checks)
+        assert drafter.timing.read == {"a"}
+        threads: list[str] = []
+
+        def exchange() -> str:
+            assert method.interrupted.is_set(), "a pass goes on"
+            threads.append(threading.current_thread().name)
+            return "earlier"
+
+        assert await drafter.exchange(exchange, 3, published_acceptance=0.8) == "earlier"
+        assert threads[0].startswith("drafting")
+        assert drafter.version_watch.version == 3
+        assert drafter.scheduler.load_check.expected == 0.8
+        assert not drafter.timing.read, "all prompts are read again"
+        method.stop.set()
