@@ -273,7 +273,7 @@ class LearningOptions(Section):
     )
     replay_share: float = Field(0.5, ge=0, lt=1, description="share of general examples in each batch")
     max_general_loss: float = Field(0.03, ge=0, description="agreement on general examples that a promotion may cost")
-    min_sessions: Positive = Field(20, description="held-out sessions that a promotion needs")
+    min_sessions: Positive = Field(16, description="held-out sessions that a promotion needs")
     keep_versions: int = Field(4, ge=2, description="versions to keep on disk")
 
 

@@ -26,7 +26,7 @@ from protos.frozen import value
 SHINGLE = 4  # tokens
 BANDS = 4
 HASHES_PER_BAND = 6  # answers with 90 % equal shingles share a band with probability 0.95, those with 50 % with 0.06
-HELD_OUT = 6  # one example in this many is never trained on
+HELD_OUT = 5  # one example in this many is never trained on
 
 
 class Consent(StrEnum):
@@ -219,6 +219,7 @@ class Manifest(BaseModel):
     target: str  # fingerprint of the target that it learned from
     examples: int
     tokens: int  # of their answers
+    newest: int = 0  # id of the newest example that it has seen
     seconds: float  # of training
     recent: Comparison | None = None
     general: Comparison | None = None

@@ -1,4 +1,4 @@
-"""The Serve application: one configuration in, three bound deployments out.
+"""The Serve application: one configuration in, bound deployments out.
 
 `serve deploy`, KubeRay and the command line all use `build`, with the per-deployment parts from `serve_manifest`.
 """
@@ -8,10 +8,10 @@ from typing import Any
 
 from ray import serve
 
-from cluster.config import Replicas, ServerConfig, SlipstreamConfig, validated
+from cluster.config import LearningOptions, Replicas, ServerConfig, SlipstreamConfig, validated
 from cluster.placement import ALONE_POLICY, actor_options, bounds, scaling_settings, target_group_options
 from serve_app.api.replies import RETRY_AFTER_S
-from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment
+from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, TrainerDeployment
 from serve_app.serve_manifest import APPLICATION as APPLICATION
 from serve_app.serve_manifest import ROUTER_OPTIONS, router_sizes
 
@@ -26,7 +26,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def application(config: SlipstreamConfig) -> serve.Application:
-    """Binds router, draft pool and target pool."""
+    """Binds router, draft pool and target pool, and the trainer if the draft learns."""
     target = serve.deployment(TargetDeployment, name="Target").options(
         **target_group_options(config.target),
         autoscaling_config=_scaling(config.target.replicas),
@@ -54,7 +54,20 @@ def application(config: SlipstreamConfig) -> serve.Application:
         **_logging(config.server),
     )
     targets = target.bind(config)
-    return router.bind(config, targets, drafter.bind(config, targets))
+    pools = targets, drafter.bind(config, targets)
+    learning = config.draft.learning
+    return router.bind(config, *pools, *([] if learning is None else [_trainer(config, learning)]))
+
+
+def _trainer(config: SlipstreamConfig, learning: LearningOptions) -> serve.Application:
+    trainer = serve.deployment(TrainerDeployment, name="Trainer").options(
+        num_replicas=1,
+        ray_actor_options=actor_options(learning.resources),
+        **HEALTH,
+        **_logging(config.server),
+        **POOL_SHUTDOWN,
+    )
+    return trainer.bind(config)
 
 
 def _scaling(replicas: Replicas) -> dict[str, Any]:

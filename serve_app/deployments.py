@@ -1,4 +1,4 @@
-"""The three Serve deployments: they give target, drafter and router a process, an address and health checks.
+"""The Serve deployments: they give target, drafter, router and trainer a process, an address and health checks.
 
 Each `__init__` starts its parts in order and registers their ends on one exit stack, so that a replica stops in reverse
 order, even after a failed start. `app.py` binds the deployments together.
@@ -7,12 +7,15 @@ order, even after a failed start. `app.py` binds the deployments together.
 import asyncio
 import logging
 import os
+import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from fastapi import FastAPI
@@ -22,6 +25,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.drafter import Drafter, DraftingThread, MethodFigures, TargetAccess
 from actors.engine.process import compute_in_background, use_cpu
+from actors.learning.examples import ExampleStore, ExampleWriter
 from actors.learning.reload import DraftReload
 from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
 from actors.net.credentials import credentials_of
@@ -30,19 +34,20 @@ from actors.target import TargetReplica
 from actors.tracing import ServiceTracing
 from cluster.audit import Audits
 from cluster.autoscaling import DraftReport, Settings, TargetReport, as_numbers
-from cluster.config import SlipstreamConfig, SpeculationConfig
+from cluster.config import LearningOptions, SlipstreamConfig, SpeculationConfig
 from cluster.config_sections import TracingConfig
 from cluster.drafting.method import ExchangesWeights
 from cluster.errors import EngineError
+from cluster.learning import Example
 from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership, addresses, running_replicas
 from cluster.routing.session_router import PrefixOptions
 from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
 from cluster.telemetry import Actor, Timeline, pack
 from cluster.trust import PeerRole
 from serve_app.api.replies import HealthReport
-from serve_app.page.routes import DraftSample, TargetSample, draft_sample, target_sample
+from serve_app.page.routes import DraftSample, TargetSample, TrainerSample, draft_sample, target_sample
 from serve_app.publishing.aggregate_metrics import AggregateMetrics
-from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, version_levels
+from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, trainer_levels, version_levels
 from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.publishing.serve_replicas import own_deployment, packed, replicas_metrics
 from serve_app.replica_counters import (
@@ -50,6 +55,7 @@ from serve_app.replica_counters import (
     audit_counts,
     counted_families,
     drafter_counts,
+    example_counts,
     routed_counts,
     target_counts,
     version_counts,
@@ -63,14 +69,17 @@ from serve_app.startup import (
     place,
     start_drafter,
     start_target,
+    start_trainer,
     started_within,
 )
 
 log = logging.getLogger("ray.serve")
+Result = TypeVar("Result")
 
 MOST_AHEAD = 0.25  # share of its slots by which a target's cached prefix may outweigh load
 OWN_STOP_PERIOD_S = 0.5
 DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another, targets continue alone
+LOOK_PERIOD_S = 2.0  # between two looks of a trainer for new examples
 
 
 def pacing_policy(speculation: SpeculationConfig) -> PacingPolicy:
@@ -103,7 +112,7 @@ async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, 
 
 
 class _ReplicaDeployment:
-    """Common parts of the three deployments: health, metrics, recordings and an orderly stop."""
+    """Common parts of the deployments: health, metrics, recordings and an orderly stop."""
 
     role: ClassVar[str]
     _ending: AsyncExitStack  # ends the started parts in reverse order, also after a failed start
@@ -373,6 +382,58 @@ class DraftDeployment(_ReplicaDeployment):
         await self._stop(self._server)
 
 
+class TrainerDeployment(_ReplicaDeployment):
+    """The process that trains versions of the draft from examples."""
+
+    role = "trainer"
+
+    async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._begin()
+        config = with_own_part(config, os.environ)
+        learning = config.draft.learning
+        assert learning is not None, "a trainer is deployed only where the draft learns"
+        use_cpu(learning.resources)
+        is_background = learning.resources.background
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="training", initializer=compute_in_background if is_background else None
+        )
+        self._is_stopping = threading.Event()
+        self._events = Timeline(time.monotonic)
+        self._trainer = await self._on_thread(partial(start_trainer, config, self._is_stopping.is_set))
+        self._mirror = RayMirror(self._families)
+        self._work = asyncio.create_task(run_logged("the training loop", self._train()))
+        self._ending.push_async_callback(self._stop_training)
+
+    async def _on_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _train(self) -> None:
+        while not self._is_stopping.is_set():
+            await self._on_thread(self._trainer.look)
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    def _families(self) -> Iterator[Metric]:
+        yield from trainer_levels(self._trainer.status())
+
+    def _timeline(self) -> Timeline:
+        return self._events
+
+    def inspect(self) -> dict[str, Any]:
+        """Returns what the trainer does and has done, for status and tests."""
+        return {"pid": os.getpid(), **asdict(self._trainer.status())}
+
+    async def sample(self) -> TrainerSample:
+        """Returns a sample for the live page."""
+        return TrainerSample(f"trainer {os.getpid()}", await asyncio.to_thread(self._trainer.status))
+
+    async def _stop_training(self) -> None:
+        """Interrupts a training, whose state stays for the next trainer."""
+        self._is_stopping.set()
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        self._thread.shutdown(wait=False)
+
+
 @serve.ingress()
 class RouterDeployment(_ReplicaDeployment):
     """The HTTP API and the router behind it."""
@@ -380,7 +441,11 @@ class RouterDeployment(_ReplicaDeployment):
     role = "router"
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: SlipstreamConfig, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]
+        self,
+        config: SlipstreamConfig,
+        targets: DeploymentHandle[Any],
+        drafters: DeploymentHandle[Any],
+        trainer: DeploymentHandle[Any] | None = None,
     ) -> None:
         self._begin()
         from serve_app.api.access import AdminAddress, ServeRequestIds
@@ -417,6 +482,7 @@ class RouterDeployment(_ReplicaDeployment):
             audits,
             credentials=credentials,
             tracer=tracing.sessions("route"),
+            examples=self._start_learning(config.draft.learning, identity.target_model),
         )
         self._ending.push_async_callback(self._router.close)
         self._metrics = Metrics(
@@ -425,7 +491,8 @@ class RouterDeployment(_ReplicaDeployment):
             model=config.model.name,
         )
         self._mirror = RayMirror(self._families)
-        watch = PageWatch(config.model.name, PoolSamples(drafters, targets))
+        pools = [own_deployment(), targets, drafters, *([] if trainer is None else [trainer])]
+        watch = PageWatch(config.model.name, PoolSamples(*pools[1:]))
         self._api = create_api(
             self._router,
             text,
@@ -436,7 +503,7 @@ class RouterDeployment(_ReplicaDeployment):
             identity.target_model,
             page_routes(watch) if config.server.page else [],
             http_tracing.tracer,
-            AggregateMetrics([replicas_metrics(pool) for pool in (own_deployment(), targets, drafters)]),
+            AggregateMetrics([replicas_metrics(pool) for pool in pools]),
         )
         self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: self._router.has_ended)
         self._api.add_middleware(ServeRequestIds)
@@ -447,6 +514,16 @@ class RouterDeployment(_ReplicaDeployment):
         following = self._follow_own_stop(config.server.drain_s)
         self._stop_watch = asyncio.create_task(run_logged("the watch for this router's own stop", following))
         self._ending.push_async_callback(self._stop_working)
+
+    def _start_learning(self, learning: LearningOptions | None, target: str) -> Callable[[Example], None] | None:
+        """Starts writing examples; returns the function that takes them, or None if nothing is to be learned."""
+        self._examples: Counter[str] = Counter()
+        if learning is None:
+            return None
+        writer = ExampleWriter(partial(ExampleStore.of, learning), target)
+        self._examples = writer.counts
+        self._ending.push_async_callback(asyncio.to_thread, writer.close)
+        return writer.offer
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api
@@ -484,7 +561,8 @@ class RouterDeployment(_ReplicaDeployment):
         check_running(self._stop_watch)
 
     def _families(self) -> Iterator[Metric]:
-        yield from counted_families({**audit_counts(self._router.audits), **routed_counts(self._router.routed)})
+        of_router = {**audit_counts(self._router.audits), **routed_counts(self._router.routed)}
+        yield from counted_families({**of_router, **example_counts(self._examples)})
         yield from self._metrics.families()
         yield from router_levels(self._router.activity, self._model)
 
@@ -504,6 +582,7 @@ class RouterDeployment(_ReplicaDeployment):
             "audits": dict(self._router.audits.counts),
             "audits_waiting": self._router.audits.waiting,
             "widest_near_tie": self._router.audits.widest_near_tie,
+            "examples": dict(self._examples),
         }
 
     async def _stop_working(self) -> None:

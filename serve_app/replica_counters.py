@@ -56,6 +56,7 @@ HELP = {
     "slipstream_draft_versions": "Versions of a learned draft at a drafter: swapped, refused, rolled back because the"
     " target accepted clearly less; and failed looks at the folder",
     "slipstream_audits": "Requests chosen for an audit, by outcome",
+    "slipstream_examples": "Sessions to learn from: kept, near-duplicate, dropped under load, or failed to write",
     "slipstream_routed_sessions": "Sessions assigned to targets: by prefix, if part of their text was expected in the"
     " cache, or by load alone",
     "slipstream_refused_messages": "Malformed messages, by kind",
@@ -127,6 +128,11 @@ def version_counts(counts: Mapping[str, int]) -> Counts:
 def audit_counts(audits: Audits) -> Counts:
     """Returns a router's audit outcomes."""
     return {"slipstream_audits": dict(audits.counts)}
+
+
+def example_counts(examples: Mapping[str, int]) -> Counts:
+    """Returns a router's counts of sessions offered as examples."""
+    return {"slipstream_examples": dict(examples)}
 
 
 def routed_counts(routed: Mapping[str, int]) -> Counts:

@@ -54,6 +54,11 @@ def shared_config(config: SlipstreamConfig) -> Json:
 
 def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
     """Returns each deployment's own part, by name, as options of `serve deploy`."""
+    learning = config.draft.learning
+    drafts = _environment_of(DRAFT, config.draft, "replicas")
+    trainer = (
+        {} if learning is None else {"Trainer": {"ray_actor_options": {**actor_options(learning.resources), **drafts}}}
+    )
     return {
         "Target": {
             "autoscaling_config": bounds(config.target.replicas),
@@ -61,12 +66,13 @@ def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
         },
         "Drafter": {
             "autoscaling_config": bounds(config.draft.replicas),
-            "ray_actor_options": {**_placed(config.draft), **_environment_of(DRAFT, config.draft, "replicas")},
+            "ray_actor_options": {**_placed(config.draft), **drafts},
         },
         "Router": {
             **router_sizes(config.server),
             "ray_actor_options": {**ROUTER_OPTIONS, **_environment_of(SERVER, config.server, "routers")},
         },
+        **trainer,
     }
 
 

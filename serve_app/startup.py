@@ -22,11 +22,15 @@ from actors.engine.executor import Engine
 from actors.engine.process import run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
 from actors.grammars import grammars_of, load_grammar_vocabulary
+from actors.learning.conversations import read_examples
 from actors.learning.reload import CONFIGURED, LearnedDraft, Version
+from actors.learning.trainer import Draft, Trainer
 from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import (
     check_tensor_parallel,
     checkpoint_fingerprint,
+    end_ids,
+    load_tokenizer,
     local_folder,
     vocabulary,
     vocabulary_fingerprint,
@@ -38,6 +42,7 @@ from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.session_table import DrafterLimits
 from cluster.errors import EngineError, ModelError
+from cluster.learning import Example
 from cluster.page_allocator import SessionMemory
 from cluster.routing.ray_membership import NODE, ZONE
 from cluster.verification.scheduler import VerificationLimits
@@ -136,6 +141,29 @@ def _limits(config: SlipstreamConfig, vocabulary: int, **of_engine: Any) -> Veri
         max_step_tokens=pool.max_step_tokens,
         **of_engine,
     )
+
+
+def _replay(path: Path, target: Path) -> list[Example]:
+    """Reads general examples from a file, or from all files of a folder."""
+    tokenizer = load_tokenizer(target)
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [example for each in paths for example in read_examples(each, tokenizer, end_ids(target))]
+
+
+def start_trainer(config: SlipstreamConfig, should_stop: Callable[[], bool]) -> Trainer:
+    """Returns a trainer of the configured draft. Raises ConfigError or ModelError."""
+    learning = config.draft.learning
+    assert learning is not None, "a trainer starts only where the draft learns"
+    assert config.draft.model is not None, "what learns is a model"
+    target = local_folder(config.model.target, with_weights=False)
+    draft = Draft(
+        folder=local_folder(config.draft.model),
+        method=config.draft.model_method,
+        target=checkpoint_fingerprint(target),
+        draft_tokens=config.speculation.draft_tokens,
+    )
+    replay = _replay(Path(learning.replay).expanduser(), target) if learning.replay else []
+    return Trainer(learning, draft, replay, should_stop=should_stop)
 
 
 Started = TypeVar("Started")

@@ -1,9 +1,15 @@
-"""`slipstream learn`: trains drafts on the target's own answers."""
+"""Subcommands of `slipstream learn`: train drafts on the target's answers, and manage what a deployment has learned.
+
+All but `run` work on the folder of `draft.learning` alone, so they need neither Ray nor a model and can run while the
+deployment serves: drafters follow a promotion or a rollback within seconds.
+"""
 
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from actors.learning.examples import ExampleStore
+from actors.learning.versions import VersionFolder
+from cluster.config import LearningOptions
 from cluster.errors import ConfigError
+from cluster.learning import Comparison, Manifest
 from protos.frozen import value
 from serve_app.cli.main import ConfigPath, Overrides, load
 from serve_app.tables import table
@@ -21,12 +31,13 @@ if TYPE_CHECKING:
     import torch
 
     from actors.learning.training import TrainingOptions
-    from cluster.config import LearningOptions
-    from cluster.learning import Comparison, Example
+    from cluster.learning import Example
 
 SCORED = 400  # most held-out examples of a kind
 
-learn_app = typer.Typer(help="Train drafts on the target's own answers.", no_args_is_help=True)
+learn_app = typer.Typer(
+    help="Drafts that learn: train them, and manage what a deployment has learned.", no_args_is_help=True
+)
 
 
 @learn_app.command()
@@ -57,7 +68,7 @@ def run(
 ) -> None:
     """Trains CONFIG's draft model on recorded conversations; writes a draft folder, or adds a version.
 
-    One example in six is held out: training stops when the score on half of these no longer improves, and the table
+    One example in five is held out: training stops when the score on half of these no longer improves, and the table
     compares the other half before and after. Conversations with the target itself work best, because a draft learns to
     predict its target; with --answer the target writes the answers of other conversations anew. A version is added as a
     candidate, which serves once it is promoted. An interrupted run continues if it is started again with the same
@@ -256,3 +267,120 @@ def comparison_table(rows: "Mapping[str, Comparison]") -> Table:
 def _bar(console: Console) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}")
     return Progress(*columns, console=console)
+
+
+# ---------------------------------------------------------------- a deployment's examples and versions
+
+
+def _learning(config_path: Path, overrides: Sequence[str] | None) -> LearningOptions:
+    learning = load(config_path, overrides, None).draft.learning
+    if learning is None:
+        raise ConfigError(f"{config_path} has no draft.learning; set draft.learning.folder to learn from traffic")
+    return learning
+
+
+def _versions(config_path: Path, overrides: Sequence[str] | None) -> VersionFolder:
+    return VersionFolder(Path(_learning(config_path, overrides).folder).expanduser())
+
+
+@contextmanager
+def _examples(learning: LearningOptions) -> Iterator[ExampleStore]:
+    store = ExampleStore.of(learning)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@learn_app.command()
+def status(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Shows the examples kept, the current version, and the latest training."""
+    learning = _learning(config_path, overrides)
+    versions = VersionFolder(Path(learning.folder).expanduser())
+    with _examples(learning) as store:
+        size = store.size()
+    shown = table("Learning", "what", "value")
+    shown.add_row("folder", learning.folder)
+    shown.add_row("consent", learning.consent.value)
+    shown.add_row("examples", f"{size.examples} ({size.tokens} of at most {learning.max_tokens} tokens)")
+    current = versions.current()
+    shown.add_row("current version", str(current) if current else "0 (the configured draft)")
+    if history := versions.history():
+        shown.add_row("latest training", f"version {history[-1].version}: {history[-1].reason}")
+    Console().print(shown)
+
+
+@learn_app.command()
+def history(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Lists all versions with their figures."""
+    Console().print(history_table(_versions(config_path, overrides).history()))
+
+
+def history_table(manifests: Sequence[Manifest]) -> Table:
+    """Tabulates versions, oldest first."""
+    columns = (
+        "version",
+        "parent",
+        "created",
+        "state",
+        "examples",
+        "seconds",
+        "agreement",
+        "tokens per verify",
+        "general",
+    )
+    shown = table("Versions of the draft", *columns)
+    for one in manifests:
+        shown.add_row(
+            str(one.version),
+            str(one.parent),
+            datetime.fromtimestamp(one.created, UTC).strftime("%Y-%m-%d %H:%M"),
+            one.state.value,
+            str(one.examples),
+            f"{one.seconds:.0f}",
+            _change(one.recent, "agreement"),
+            _change(one.recent, "tokens_per_verify"),
+            _change(one.general, "agreement"),
+        )
+    return shown
+
+
+def _change(comparison: Comparison | None, figure: str) -> str:
+    if comparison is None:
+        return ""
+    return f"{getattr(comparison.before, figure):.3f} -> {getattr(comparison.after, figure):.3f}"
+
+
+@learn_app.command()
+def promote(
+    config_path: ConfigPath,
+    version: Annotated[int, typer.Argument(min=0, help="Version to serve with; 0: the configured draft.")],
+    overrides: Overrides = None,
+) -> None:
+    """Makes a version current, whatever its figures."""
+    _versions(config_path, overrides).promote(version)
+    Console().print(f"version {version} is current; drafters load it within seconds")
+
+
+@learn_app.command()
+def rollback(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Returns to the parent of the current version."""
+    versions = _versions(config_path, overrides)
+    if not versions.current():
+        raise ConfigError("the configured draft is current, and it has no parent; use `slipstream learn promote`")
+    Console().print(f"version {versions.rollback()} is current; drafters load it within seconds")
+
+
+@learn_app.command()
+def forget(
+    config_path: ConfigPath,
+    key: Annotated[str | None, typer.Option(help="Name of the API key whose examples to delete.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete all examples.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Deletes examples and overwrites their text; versions that have learned from them stay."""
+    if (key is None) == (not everything):
+        raise ConfigError("name what to forget: --key NAME, or --all")
+    with _examples(_learning(config_path, overrides)) as store:
+        deleted = store.forget(key)
+    Console().print(f"{deleted} examples deleted")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from cluster.config import LearningOptions
 from cluster.errors import ConfigError
 from cluster.learning import Example, Source, sketch
 from protos.frozen import value
@@ -24,6 +25,7 @@ from protos.frozen import value
 log = logging.getLogger(__name__)
 
 FILE = "examples.sqlite"
+DAY_S = 86_400.0
 WAIT_S = 10.0  # for another process's lock
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS examples (
@@ -80,6 +82,11 @@ class ExampleStore:
             self._connection.executescript(SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"draft.learning.folder: cannot open {self._path}: {error}") from error
+
+    @classmethod
+    def of(cls, options: LearningOptions) -> "ExampleStore":
+        """Opens the store of a configuration."""
+        return cls(Path(options.folder).expanduser(), options.max_tokens, options.max_age_days * DAY_S)
 
     def close(self) -> None:
         self._connection.close()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -81,17 +82,42 @@ def main() -> None:
 
 
 @app.command()
-def demo(port: Port = None, verbose: Verbose = False) -> None:
+def demo(
+    learn: Annotated[
+        bool, typer.Option("--learn", help="Instead: serve support requests, and let the draft learn from them.")
+    ] = False,
+    port: Port = None,
+    verbose: Verbose = False,
+) -> None:
     """Runs the demo: prepares its models, serves them, answers three prompts and shows what speculation gains."""
+    console = Console()
+    if learn:
+        _demo_of_learning(port, verbose, console)
+        return
     from serve_app.cli.demo import run_demo
 
-    console = Console()
     config = load_demo(None, port, console)
     check_models_of(config, console)
     from serve_app.operations.local import serving
 
     with serving(config, console, verbose=verbose) as url:
         asyncio.run(run_demo(url, console))
+
+
+def _demo_of_learning(port: int | None, verbose: bool, console: Console) -> None:
+    from actors.learning.versions import VersionFolder
+    from serve_app.cli.learning_demo import OVERRIDES, figures, run_learning_demo
+    from serve_app.demo_data import REPLAY
+
+    with TemporaryDirectory() as folder:
+        learning = (f"draft.learning.folder={folder}", f"draft.learning.replay={REPLAY}", *OVERRIDES)
+        config = load_demo(learning, port, console)
+        check_models_of(config, console)
+        from serve_app.operations.local import serving
+
+        with serving(config, console, verbose=verbose) as url:
+            asyncio.run(run_learning_demo(url, console))
+        console.print(figures(VersionFolder(Path(folder)).history()[-1]))
 
 
 @app.command()

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from actors.drafter import Drafter
+from actors.learning.trainer import TrainerStatus
 from actors.target import TargetReplica
 from cluster.speculation.estimators import AcceptanceCounts
 from cluster.telemetry import STAGES, Actor, Event, Span, Stage, Timeline, pack, spans, unpack
@@ -72,7 +73,15 @@ class DraftSample:
     recording: bytes
 
 
-Sample = TargetSample | DraftSample
+@dataclass(frozen=True, slots=True)
+class TrainerSample:
+    """Sample of the trainer, if the draft learns."""
+
+    name: str
+    status: TrainerStatus
+
+
+Sample = TargetSample | DraftSample | TrainerSample
 
 
 def target_sample(replica: TargetReplica, name: str) -> TargetSample:
@@ -174,6 +183,18 @@ class DrafterState(_Shown):
     ahead: float | None  # share of passes ahead of a verdict
 
 
+class LearningState(_Shown):
+    """What the trainer does and has reached."""
+
+    phase: str
+    examples: int
+    new_examples: int  # since the latest training
+    version: int  # of the draft; 0: as configured
+    progress: float | None  # share of the running training's steps
+    before: float | None  # agreement on held-out examples, of the latest training's start
+    after: float | None  # and of its result
+
+
 class Track(_Shown):
     """Timeline of one actor."""
 
@@ -189,6 +210,7 @@ class PageState(_Shown):
     window_ms: float
     targets: tuple[TargetState, ...]
     drafters: tuple[DrafterState, ...]
+    learning: LearningState | None  # null: the draft does not learn
     unlisted: int  # replicas beyond those listed
     tokens_per_s: float | None
     busy: float | None  # mean of the targets
@@ -216,6 +238,7 @@ def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> P
         window_ms=WINDOW_S * 1e3,
         targets=tuple(_target(sample, rates.get(sample.name)) for sample in targets[:MOST_REPLICAS]),
         drafters=tuple(_drafter(sample, earlier.get(sample.name)) for sample in drafters[:MOST_REPLICAS]),
+        learning=next((_learning(one.status) for one in now if isinstance(one, TrainerSample)), None),
         unlisted=max(0, len(targets) - MOST_REPLICAS) + max(0, len(drafters) - MOST_REPLICAS),
         tokens_per_s=sum(one.tokens_per_s for one in rates.values()) if rates else None,
         busy=sum(one.busy for one in rates.values()) / len(rates) if rates else None,
@@ -259,6 +282,18 @@ def _drafter(sample: DraftSample, before: Sample | None) -> DrafterState:
     )
 
 
+def _learning(status: TrainerStatus) -> LearningState:
+    return LearningState(
+        phase=status.phase,
+        examples=status.examples,
+        new_examples=status.new_examples,
+        version=status.version,
+        progress=status.progress.step / status.progress.steps if status.progress else None,
+        before=status.before.agreement if status.before else None,
+        after=status.after.agreement if status.after else None,
+    )
+
+
 def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample]) -> float | None:
     accepted = wasted = 0
     for sample in targets:
@@ -269,7 +304,7 @@ def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample])
     return accepted / (accepted + wasted) if accepted > 0 and wasted >= 0 else None
 
 
-def _tracks(samples: Sequence[Sample]) -> tuple[Track, ...]:
+def _tracks(samples: Sequence[TargetSample | DraftSample]) -> tuple[Track, ...]:
     """Returns the last seconds up to the latest sample, drafters above targets."""
     actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MOST_TRACKS]]
     found = spans(actors, shown_stages())

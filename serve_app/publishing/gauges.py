@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from actors.learning.trainer import TrainerStatus
 from cluster.verification.scheduler import TargetActivity
 from serve_app.publishing.aggregate_metrics import MODEL, PREFIX
 from serve_app.router import RouterActivity
@@ -57,6 +58,19 @@ def version_levels(summary: Mapping[str, Any]) -> Iterator[Metric]:
     if (acceptance := summary["acceptance"]) is not None:
         text = "Share of draft positions, of those that acceptance reached, that the target accepts of this version"
         yield _gauge("slipstream_draft_version_acceptance", text, acceptance)
+
+
+def trainer_levels(status: TrainerStatus) -> Iterator[Metric]:
+    """Yields the families of a trainer."""
+    yield _gauge("slipstream_learning_examples", "Examples in the store", float(status.examples))
+    yield _gauge("slipstream_learning_new_examples", "Examples since the last training", float(status.new_examples))
+    yield _gauge("slipstream_training", "Whether a training runs", float(status.phase in ("training", "evaluating")))
+    yield _total("slipstream_training_seconds", "Time spent in trainings", status.training_s)
+    yield _counter("slipstream_trainings", "Trainings by outcome", dict(status.counts), "outcome")
+    for name, figures in (("before", status.before), ("after", status.after)):
+        if figures is not None:
+            labels = {"draft": name}
+            yield _gauge("slipstream_learning_agreement", "Agreement on held-out examples", figures.agreement, labels)
 
 
 def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:

@@ -19,7 +19,19 @@ export function showState(state) {
   showRows(element("drafters"), state.drafters.map((one) => [
     one.name, one.sessions, one.method, number(one.draft_tokens_per_s), percent(one.ahead),
   ]));
+  showLearning(state.learning);
   element("unlisted").textContent = state.unlisted ? `and ${state.unlisted} more replicas` : "";
+}
+
+function showLearning(learning) {
+  element("learning").hidden = learning === null;
+  if (learning === null) return;
+  const share = (value) => (value === null ? "–" : value.toFixed(3));
+  const running = learning.progress === null ? "" : ` ${percent(learning.progress)}`;
+  showRows(element("trainer"), [[
+    `${learning.phase}${running}`, learning.examples, learning.new_examples, learning.version || "as configured",
+    share(learning.before), share(learning.after),
+  ]]);
 }
 
 function showRows(body, rows) {

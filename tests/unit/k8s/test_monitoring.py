@@ -11,19 +11,23 @@ import promql_parser
 import pytest
 import ray
 
+from actors.learning.trainer import TrainerStatus
+from cluster.learning import Figures
 from cluster.routing.ledger import CommittedTokens
 from cluster.verification.scheduler import TargetActivity
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import FinishReason
 from serve_app.api.schemas import ChatRequest
-from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, version_levels
+from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, trainer_levels, version_levels
 from serve_app.replica_counters import CAUSE, HELP, LABELS
 from serve_app.router import RouterActivity
 from tests.unit.k8s.overlays import K8S, ROOT, Json, dashboard, errors, load
 from tests.unit.k8s.schemas import SCHEMAS
 from tests.unit.serve_app.publishing.exported_names import exported
 
+FIGURES = Figures(sessions=20, agreement=0.5, tokens_per_verify=2.0)
+TRAINED = TrainerStatus("waiting", 1, 1, 1, None, {"promoted": 1}, 60.0, FIGURES, FIGURES)
 MONITORING = K8S / "components" / "monitoring"
 SERVE_LABELS = {"deployment", "replica", "application"}  # that Serve gives to each metric of a replica
 TARGET_LABELS = {"ray_io_cluster", "ray_io_group", "pod", "namespace"}  # that Prometheus gives to what it scrapes
@@ -62,6 +66,7 @@ def published() -> dict[str, set[str]]:
         *target_levels(TargetActivity(1, 1, 0.5, 1.0, 1.0, True, {4: 1}, 1, 1.0, 1, 1), 1, "toy"),
         *drafter_levels({"sessions": 1.0}, {"asked": 1.0}),
         *version_levels({"version": 1, "acceptance": 0.5}),
+        *trainer_levels(TRAINED),
     ]
     for name, labels in exported(families).items():
         found[relabelled(name)] = labels | SERVE_LABELS

@@ -156,3 +156,13 @@ async def test_a_cancelled_loop_reports_nothing() -> None:
     work.cancel()
     await asyncio.wait([work])
     deployments.check_running(work)
+
+
+def test_a_trainer_is_deployed_only_where_the_draft_learns():
+    draft = {"method": "draft_model", "model": "models/draft"}
+    learning = draft | {"learning": {"folder": "/learning", "resources": {"num_cpus": 2}}}
+    model = {"target": "models/target"}
+    assert len(application(validated({"model": model, "draft": draft}))._bound_deployment.init_args) == 3
+    *_, trainer = application(validated({"model": model, "draft": learning}))._bound_deployment.init_args
+    assert trainer._bound_deployment.name == "Trainer"
+    assert trainer._bound_deployment.ray_actor_options["num_cpus"] == 2
