@@ -28,12 +28,13 @@ from cluster.config import AuditConfig, SlipstreamConfig, validated
 from cluster.costs import ForwardCost
 from cluster.drafting.session_table import DrafterLimits
 from cluster.routing.ledger import CommittedTokens, Generation
-from cluster.routing.membership import Endpoint, Members, StaticMembership
+from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import Adaptive
 from cluster.verification.scheduler import VerificationLimits
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits
 from serve_app.startup import start_engine
+from tests.static_membership import StaticMembership
 
 IDENTITY = Identity("vocabulary", "target")
 PAGE_SIZE = 16

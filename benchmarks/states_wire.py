@@ -39,7 +39,7 @@ from cluster.config import AuditConfig, SlipstreamConfig
 from cluster.drafting.session_table import DrafterLimits
 from cluster.errors import SlipstreamError
 from cluster.routing.ledger import CommittedTokens, Generation
-from cluster.routing.membership import Endpoint, Members, StaticMembership
+from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits
 from protos import speculation_pb2 as pb
@@ -49,6 +49,7 @@ from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.router import Identity, Router, RouterLimits
 from serve_app.tables import shown, table
+from tests.static_membership import StaticMembership
 from tools.bench.experiment import read_prompts
 
 CPU = torch.device("cpu")
