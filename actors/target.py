@@ -172,7 +172,7 @@ class TargetReplica:
         self.failure: EngineError | None = None
         self._engine = engine
         self._gate = GrammarGate(
-            engine.prepare, self._take, self._refuse, self.scheduler.router_of, self.refusals, limits.max_queued
+            engine.prepare, self._take, self._refuse, self.scheduler.admission.router_of, self.refusals, limits.max_queued
         )
         self._progress = Watchdog(TimeoutPolicy(most_s=step_timeout_s))
         self._clock = clock
@@ -226,7 +226,7 @@ class TargetReplica:
         """Estimates a step's duration from measured costs; None without measurements."""
         rows = len(plan.rows)
         tokens = sum(len(row.tokens) for row in plan.rows)
-        cost = self.scheduler.step_cost
+        cost = self.scheduler.controller.load.step
         return max(cost.drafts_s(rows, tokens), cost.prompts_s(rows, tokens)) or None
 
     async def _compute(self, work: Awaitable[Computed], expected_s: float | None) -> Computed:

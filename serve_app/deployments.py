@@ -223,7 +223,7 @@ class TargetDeployment(_ReplicaDeployment):
     def _families(self) -> Iterator[Metric]:
         scheduler = self._replica.scheduler
         yield from counted_families({**target_counts(self._replica, self._method), **self._attention})
-        yield from target_levels(scheduler.reporter.activity(), scheduler.preempted, self._model)
+        yield from target_levels(scheduler.reporter.activity(), scheduler.admission.preempted, self._model)
 
     def _timeline(self) -> Timeline:
         return self._replica.timeline
@@ -231,6 +231,7 @@ class TargetDeployment(_ReplicaDeployment):
     def inspect(self) -> dict[str, Any]:
         """Returns what this replica holds and has dropped, for status and tests."""
         scheduler = self._replica.scheduler
+        load = scheduler.controller.load
         return {
             "pid": os.getpid(),
             "engine": self._engine_name,
@@ -240,8 +241,8 @@ class TargetDeployment(_ReplicaDeployment):
             "idle": self._replica.is_idle,
             "dropped": dict(scheduler.counts.dropped),
             "rebased": scheduler.counts.rebased,
-            "desyncs": scheduler.sentinel.desyncs,
-            "preempted": scheduler.preempted,
+            "desyncs": scheduler.draft_quality.desyncs,
+            "preempted": scheduler.admission.preempted,
             "known_tokens": scheduler.counts.known_tokens,
             "states": scheduler.feeds.counts,
             "accepted_tokens": scheduler.counts.accepted_tokens,
@@ -249,13 +250,15 @@ class TargetDeployment(_ReplicaDeployment):
             "step_s": scheduler.counts.step_s,
             "idle_s": scheduler.counts.idle_s,
             "pages": scheduler.pages,
-            "speculation": scheduler.speculation,
-            "costs": scheduler.step_cost.cost.model_dump_json(),
-            "non_speculative_costs": cost.model_dump_json()
-            if (cost := scheduler.step_cost.non_speculative_cost)
-            else None,
-            "acceptance": asdict(scheduler.acceptance),
-            "tally": scheduler.sentinel.tally.rows(),
+            "speculation": {
+                "non_speculative_rate": load.non_speculative_rate,
+                "gain": load.gain,
+                "on": float(load.speculates),
+            },
+            "costs": load.step.cost.model_dump_json(),
+            "non_speculative_costs": cost.model_dump_json() if (cost := load.step.non_speculative_cost) else None,
+            "acceptance": asdict(scheduler.controller.acceptance),
+            "tally": scheduler.draft_quality.acceptance.rows(),
             "refused": dict(self._replica.refused),
             "refusals": dict(self._replica.refusals.counts),
             "report": asdict(self._report),
@@ -486,8 +489,8 @@ class RouterDeployment(_ReplicaDeployment):
         )
         self._ending.push_async_callback(self._router.close)
         self._metrics = Metrics(
-            remedies=lambda: self._router.remedies,
-            handovers=lambda: self._router.handovers,
+            remedies=lambda: self._router.sessions.remedies.by_step(),
+            handovers=lambda: self._router.sessions.handovers,
             model=config.model.name,
         )
         self._mirror = RayMirror(self._families)
@@ -561,7 +564,7 @@ class RouterDeployment(_ReplicaDeployment):
         check_running(self._stop_watch)
 
     def _families(self) -> Iterator[Metric]:
-        of_router = {**audit_counts(self._router.audits), **routed_counts(self._router.routed)}
+        of_router = {**audit_counts(self._router.audits), **routed_counts(self._router.sessions.routed)}
         yield from counted_families({**of_router, **example_counts(self._examples)})
         yield from self._metrics.families()
         yield from router_levels(self._router.activity, self._model)
@@ -576,9 +579,9 @@ class RouterDeployment(_ReplicaDeployment):
             "idle": self._router.is_idle,
             "ready": self._router.is_ready,
             "refusals": self._router.refusals,
-            "remedies": self._router.remedies,
-            "routed": self._router.routed,
-            "handovers": self._router.handovers,
+            "remedies": self._router.sessions.remedies.by_step(),
+            "routed": dict(self._router.sessions.routed),
+            "handovers": dict(self._router.sessions.handovers),
             "audits": dict(self._router.audits.counts),
             "audits_waiting": self._router.audits.waiting,
             "widest_near_tie": self._router.audits.widest_near_tie,

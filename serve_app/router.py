@@ -103,7 +103,7 @@ class Router:
         self._draining = False
         self._ended = False
         self._end: asyncio.TimerHandle | None = None
-        self._assignments: SessionRouter[ClientAssignment] = SessionRouter(
+        self.sessions: SessionRouter[ClientAssignment] = SessionRouter(
             self.peer_id, limits.target_wait_s, limits.prefixes
         )
         self._targets: dict[str, Link] = {}  # by address
@@ -116,10 +116,10 @@ class Router:
         """Implements `Generator`."""
         if self._draining:
             raise DrainingError("this server is stopping and takes no new requests; try again later")
-        if (running := len(self._assignments)) + sessions > self._limits.max_sessions:
+        if (running := len(self.sessions)) + sessions > self._limits.max_sessions:
             room = f"{sessions} more than the {running} in flight would be over {self._limits.max_sessions} sessions"
             raise CapacityError(f"{room}; try again later")
-        if self._assignments.are_targets_full(self._clock()):
+        if self.sessions.are_targets_full(self._clock()):
             raise CapacityError("every target replica is full; try again later")
 
     async def generate(self, generation: Generation) -> AsyncGenerator[CommittedTokens | Ended, None]:
@@ -130,7 +130,7 @@ class Router:
         session = Session(replace(generation, traceparent=context), secrets.token_bytes(KEY_BYTES))
         assignment = ClientAssignment(session, self._clock())
         try:
-            self._carry_out(self._assignments.add(assignment, self._clock()))
+            self._carry_out(self.sessions.add(assignment, self._clock()))
             while True:
                 event = await assignment.out.get()
                 if isinstance(event, Failed):
@@ -141,7 +141,7 @@ class Router:
                     return
         finally:
             self._tracer.ended(name, "cancelled")
-            self._carry_out(self._assignments.cancel(assignment))
+            self._carry_out(self.sessions.cancel(assignment))
             if not self._draining:
                 self.audits.ended(assignment.session, assignment.served_by)
             self._offer_example(assignment.session)
@@ -174,20 +174,20 @@ class Router:
                 extra = {"session": message.session}
                 log.info("%s refuses session %r: %s", address, message.session, message.message, extra=extra)
             self._tracer.on_received(address, message)
-            self._carry_out(self._assignments.receive(address, message, now))
+            self._carry_out(self.sessions.receive(address, message, now))
             self._send(self.audits.receive(address, message, now))
-            if isinstance(message, Verdict) and message.session in self._assignments:
+            if isinstance(message, Verdict) and message.session in self.sessions:
                 self.timeline.record("commit", message.session)
         for item in frame.malformed:
             extra = {"session": item.session}
             log.error(
                 "malformed %s from %s for session %r: %s", item.kind, address, item.session, item.why, extra=extra
             )
-            self._carry_out(self._assignments.unreadable(address, item.session, item.attempt, now))
+            self._carry_out(self.sessions.unreadable(address, item.session, item.attempt, now))
             self._send(self.audits.unreadable(address, item.session))
 
     def _down(self, address: str) -> None:
-        self._carry_out(self._assignments.gone(address, self._clock()))
+        self._carry_out(self.sessions.gone(address, self._clock()))
         self.audits.gone(address)
 
     # ------------------------------------------------------------ membership
@@ -201,9 +201,9 @@ class Router:
             await self._follow(
                 members.drafters, self._drafters, PeerRole.DRAFTER, lambda assignment: assignment.session.drafter
             )
-            self._assignments.locality.follow(members.targets, members.drafters)
+            self.sessions.locality.follow(members.targets, members.drafters)
             self._place_sessions()
-            self._send(self.audits.tick(self._assignments.targets, self._clock()))
+            self._send(self.audits.tick(self.sessions.targets, self._clock()))
             await asyncio.sleep(MEMBERSHIP_PERIOD_S)
 
     async def close(self) -> None:
@@ -236,7 +236,7 @@ class Router:
     def _end_sessions(self) -> None:
         """Fails all running sessions; nothing is served afterwards."""
         self._draining = self._ended = True
-        for assignment in list(self._assignments):
+        for assignment in list(self.sessions):
             assignment.out.put_nowait(Failed(DrainingError(CUT_SHORT)))
 
     @property
@@ -256,31 +256,15 @@ class Router:
         return {link.address: link.refused for link in links if link.refused is not None}
 
     @property
-    def remedies(self) -> dict[tuple[str, str], int]:
-        """Recovery steps after bad blocks, by drafter and step."""
-        counts = self._assignments.remedies.counts
-        return {(drafter, remedy.value): count for (drafter, remedy), count in counts.items()}
-
-    @property
     def activity(self) -> RouterActivity:
         """Returns the router's state and counters."""
-        seeking = sum(one.session.phase is Phase.SEEKING for one in self._assignments)
-        breakers = self._assignments.breakers
+        seeking = sum(one.session.phase is Phase.SEEKING for one in self.sessions)
+        breakers = self.sessions.breakers
         return RouterActivity(seeking, breakers.are_open(self._clock()), dict(breakers.opened))
 
     @property
-    def routed(self) -> dict[str, int]:
-        """Counts of sessions given to targets, by whether their prefix was cached there."""
-        return dict(self._assignments.routed)
-
-    @property
-    def handovers(self) -> dict[tuple[str, str], int]:
-        """Counts of sessions moved between peers, by pool and whether planned."""
-        return dict(self._assignments.handovers)
-
-    @property
     def is_idle(self) -> bool:
-        return not self._assignments
+        return not self.sessions
 
     async def _follow(
         self,
@@ -293,21 +277,21 @@ class Router:
         present = {endpoint.address for endpoint in endpoints}
         for address in present - links.keys():
             links[address] = self._dial(address, role)
-        busy = {place(assignment) for assignment in self._assignments}
+        busy = {place(assignment) for assignment in self.sessions}
         for address in links.keys() - present:
             if address not in busy or not links[address].is_up:
                 await links.pop(address).close()
 
     def _place_sessions(self) -> None:
         """Assigns waiting sessions to connected peers that are not leaving."""
-        pools = ((self._assignments.targets, self._targets), (self._assignments.drafters, self._drafters))
+        pools = ((self.sessions.targets, self._targets), (self.sessions.drafters, self._drafters))
         for peers, links in pools:
             for address, link in links.items():
                 if link.is_up and address in self._present:
                     peers.up(address)
                 else:
                     peers.down(address)
-        self._carry_out(self._assignments.tick(self._clock()))
+        self._carry_out(self.sessions.tick(self._clock()))
 
     def _dial(self, address: str, role: PeerRole) -> Link:
         stub, frame_type = SERVICES[role]
@@ -317,7 +301,7 @@ class Router:
             self._credentials,
             call=lambda channel, metadata: stub(channel).Drive(metadata=metadata),
             frame_type=frame_type,
-            hello=lambda: self._hello(self._assignments.live_at(address)),
+            hello=lambda: self._hello(self.sessions.live_at(address)),
             on_up=self._place_sessions,
             on_frame=lambda frame: self._receive(address, frame),
             on_down=lambda: self._down(address),

@@ -312,7 +312,7 @@ def at_drafter(sent: Sequence[Sent]) -> None:
             verdict = Verdict(HONEST, 1, len(prefix), prefix.hash, (number % 7,), 0, 0)
             prefix.extend(verdict.tokens)
             drafter.receive(TARGET, decode(encode(pb.TargetToDrafter, [verdict])))
-    session = drafter.scheduler._sessions.all[HONEST]
+    session = drafter.scheduler.sessions.all[HONEST]
     assert (tuple(session.prefix.tokens), session.router) == (tuple(prefix.tokens), honest)
     for stream in (hostile, honest):
         drafter.router_down(stream)

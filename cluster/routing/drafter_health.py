@@ -69,6 +69,10 @@ class RecoveryLog:
             MEANING[remedy],
         )
 
+    def by_step(self) -> dict[tuple[str, str], int]:
+        """Returns the counts by drafter and name of the step."""
+        return {(drafter, step.value): count for (drafter, step), count in self.counts.items()}
+
     def given_up(self, drafter: str) -> None:
         """Records that a drafter is given up because its blocks became bad in several sessions."""
         self.counts[drafter, RecoveryStep.GIVEN_UP] += 1

@@ -26,7 +26,7 @@ from cluster.envelope import Send, peer_of
 from cluster.page_allocator import OwnPages, PageCopy, SessionMemory, SlotMove
 from cluster.speculation.circuit_breaker import SilentDrafters
 from cluster.speculation.controller import Adaptive, Awaited, PacingPolicy, SpeculationController, StepShape
-from cluster.speculation.estimators import AcceptanceCounts, Load, StepCost
+from cluster.speculation.estimators import Load
 from cluster.trust import Refusals, not_permitted
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockBuffer, BufferLimits, OrphanBuffer, TargetCounts
@@ -157,7 +157,7 @@ class DraftQualityMonitor:
     """Monitors the drafters of one target replica."""
 
     def __init__(self) -> None:
-        self.tally = AcceptanceStats()
+        self.acceptance = AcceptanceStats()
         self.desyncs = 0  # Resyncs sent to drafters because their blocks became bad
         self._suspects = Suspects()
 
@@ -170,7 +170,7 @@ class DraftQualityMonitor:
         if session.drafter is None:
             return None  # the drafter has left
         drafter = peer_of(session.drafter)
-        self.tally.block_verified(drafter, kind_of(length, session.cache.initial > 0), asked, accepted)
+        self.acceptance.block_verified(drafter, kind_of(length, session.cache.initial > 0), asked, accepted)
         self._suspects.block(drafter, accepted)
         session.watch = session.watch.after(accepted)
         collapse = session.watch.collapse
@@ -202,10 +202,10 @@ class TargetActivity:
 class TargetReporter:
     """Reports on one replica's sessions. Audits are left out of autoscaling reports, as no reason for more replicas."""
 
-    def __init__(self, limits: VerificationLimits, admission: Admission, pacer: SpeculationController) -> None:
+    def __init__(self, limits: VerificationLimits, admission: Admission, controller: SpeculationController) -> None:
         self._limits = limits
         self._admission = admission
-        self._pacer = pacer
+        self._controller = controller
         self._growth = CounterDeltas()
         self._first_tokens = 0  # sessions that have had their first token
         self._first_token_s = 0.0  # sum of the times that they waited for it
@@ -229,7 +229,7 @@ class TargetReporter:
         drafted = sum(session.drafter is not None for session in wanted)
         unread = [session for session in (*running, *queued) if not session.decided_at]
         so_far_s = sum(now - session.opened_s for session in unread)
-        load = self._pacer.load
+        load = self._controller.load
         return TargetReport(
             running=len(running),
             queued=len(queued),
@@ -245,7 +245,7 @@ class TargetReporter:
 
     def activity(self) -> TargetActivity:
         """Returns the replica's activity for monitoring, audits included."""
-        load = self._pacer.load
+        load = self._controller.load
         return TargetActivity(
             running=len(self._admission.running),
             queued=len(self._admission.waiting),
@@ -253,9 +253,9 @@ class TargetReporter:
             non_speculative_rate=load.non_speculative_rate,
             gain=load.gain,
             speculates=load.speculates,
-            chosen=dict(self._pacer.chosen),
-            blocks_timed=self._pacer.blocks_timed,
-            block_delay_s=self._pacer.block_delay_s,
+            chosen=dict(self._controller.chosen),
+            blocks_timed=self._controller.blocks_timed,
+            block_delay_s=self._controller.block_delay_s,
             prefix_tokens=self._admission.prefix_tokens,
             prefix_hits=self._admission.prefix_hits,
         )
@@ -264,7 +264,7 @@ class TargetReporter:
         """Returns the seconds that full steps would take to feed the prompts of these sessions."""
         tokens = sum(session.prefix.length - session.cache.length for session in unread)
         step_tokens = self._limits.max_step_tokens
-        return tokens / step_tokens * self._pacer.load.step.drafts_s(1, step_tokens)
+        return tokens / step_tokens * self._controller.load.step.drafts_s(1, step_tokens)
 
 
 class VerificationScheduler:
@@ -279,21 +279,20 @@ class VerificationScheduler:
     ) -> None:
         self._limits = limits
         policy = pacing or Adaptive()
-        self._pacer = SpeculationController(policy, step_cost)
+        self.controller = SpeculationController(policy, step_cost)
         self._silent = SilentDrafters()
         self._timing = StepDeadline(policy, self._silent)
         self._pages = memory or OwnPages(limits.pages, limits.page_size, secrets.token_bytes(16))
-        self._admission = Admission(limits.max_sessions, self._pages)
+        self.admission = Admission(limits.max_sessions, self._pages)
         self.counts = TargetCounts()
-        self.sentinel = DraftQualityMonitor()
+        self.draft_quality = DraftQualityMonitor()
         self.refusals = Refusals(log)
-        self.reporter = TargetReporter(limits, self._admission, self._pacer)
+        self.reporter = TargetReporter(limits, self.admission, self.controller)
         self.feeds = HiddenStateSender(
-            limits.states, self._admission, limits.keeps_states, limits.ride_bytes, limits.window_bytes
+            limits.states, self.admission, limits.keeps_states, limits.ride_bytes, limits.window_bytes
         )
         self.is_leaving = False  # if True, new sessions are refused
         self._early = OrphanBuffer(limits.buffer, self.counts)  # messages for sessions that are not open yet
-        self.router_of = self._admission.router_of
         self._in_step: list[tuple[TargetSequence, Row]] = []
         self._moves: list[SlotMove] = []  # for the latest step's accepted nodes; made before other cache changes
         self._step_shape = StepShape(0, 0, 0)  # latest step that computed anything
@@ -304,7 +303,7 @@ class VerificationScheduler:
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Handles a message from a router's or a drafter's stream; returns the messages to send in response."""
-        if isinstance(message, Open) and not self._admission.has_sessions:
+        if isinstance(message, Open) and not self.admission.has_sessions:
             self._free_since = now
         match message:
             case Block():
@@ -334,7 +333,7 @@ class VerificationScheduler:
         arrived.
         """
         self._silent.on_message(peer)
-        for session in self._admission:
+        for session in self.admission:
             if session.router == peer:
                 self._forget(session.open.session)
             elif session.drafter == peer:
@@ -348,7 +347,7 @@ class VerificationScheduler:
         """Handles a router's new stream: drops the sessions of its earlier streams that the Hello does not list."""
         wanted = {(item.session, item.attempt) for item in hello.live}
         peer = peer_of(router)
-        for session in self._admission:
+        for session in self.admission:
             if peer_of(session.router) != peer:
                 continue
             session.router = router
@@ -359,7 +358,7 @@ class VerificationScheduler:
     def _open(self, router: str, request: Open, now: float) -> list[Send]:
         """Serves a session from its ledger; replaces an open one unless the request is older or from another router."""
         name = request.session
-        known = self._admission.find(name)
+        known = self.admission.find(name)
         if known is not None and known.router != router:
             self.refusals.note(router, "an Open of another router's session", name)
             return [(router, not_permitted(request))]
@@ -376,9 +375,9 @@ class VerificationScheduler:
         shape = self._block_shape(request)
         access = DrafterAccess(request, known.access.drafters if known is not None else frozenset())
         session = TargetSequence(request, router, prefix, buffer, access, shape, opened_s=now, waiting_since=now)
-        self._admission.waiting[name] = session
+        self.admission.waiting[name] = session
         self._admit(now)
-        if name in self._admission.waiting:
+        if name in self.admission.waiting:
             self._decide_drafting(session)  # so that its drafter has read the prompt when it is admitted
         for waiting in self._early.take(name):
             if waiting.attach is not None:
@@ -390,7 +389,7 @@ class VerificationScheduler:
 
     def _close(self, router: str, close: Close, now: float) -> None:
         """Forgets a session, unless it is unknown, another router's, or a newer attempt."""
-        known = self._admission.find(close.session)
+        known = self.admission.find(close.session)
         if known is not None and known.router == router and known.open.attempt <= close.attempt:
             self._forget(close.session)
             self._admit(now)
@@ -400,7 +399,7 @@ class VerificationScheduler:
     def _attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
         """Sends the session's verdicts to this drafter from now on, beginning with what it missed and the current
         request."""
-        session = self._admission.find(attach.session)
+        session = self.admission.find(attach.session)
         if session is None:
             self._early.attach(drafter, attach, now)
             return []
@@ -410,7 +409,7 @@ class VerificationScheduler:
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
         session.attach(drafter)
-        self.sentinel.attached(session, drafter)
+        self.draft_quality.attached(session, drafter)
         self.feeds.attached(session, drafter, attach)
         request = (drafter, session.draft_request())
         missed = tuple(session.prefix.tokens[attach.have_len :])
@@ -424,7 +423,7 @@ class VerificationScheduler:
         if cause := self._limits.unfit(block):
             self.counts.drop(cause, block)
             return
-        session = self._admission.find(block.session)
+        session = self.admission.find(block.session)
         if session is None:
             self.counts.unrequested += 1
             self._early.block(drafter, block, now)
@@ -444,7 +443,7 @@ class VerificationScheduler:
 
     def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
         """Records that the drafter has no block for this prefix, so that no step waits for it."""
-        session = self._admission.find(no_draft.session)
+        session = self.admission.find(no_draft.session)
         if session is None or not session.access.admits(drafter):
             return
         self._silent.on_message(drafter)
@@ -459,7 +458,7 @@ class VerificationScheduler:
         Blocks that arrived stay valid.
         """
         self._early.detach(drafter, detach.session)
-        session = self._admission.find(detach.session)
+        session = self.admission.find(detach.session)
         if session is not None and session.drafter == drafter:
             session.detach()
 
@@ -467,12 +466,12 @@ class VerificationScheduler:
 
     def _forget(self, name: str) -> None:
         self._early.ended(name)
-        if (session := self._admission.find(name)) is not None:
+        if (session := self.admission.find(name)) is not None:
             session.buffer.leave()
-        self._admission.forget(name)
+        self.admission.forget(name)
 
     def _admit(self, now: float) -> None:
-        for session in self._admission.admit():
+        for session in self.admission.admit():
             session.waiting_since = now
             self._decide_drafting(session)
 
@@ -480,8 +479,8 @@ class VerificationScheduler:
         """Decides the draft length of the drafter's next request."""
         limit = session.open.draft_tokens
         if limit > 0:
-            sessions = max(1, len(self._admission.running))
-            session.exchange.request = self._pacer.decide(session.stats, limit, sessions)
+            sessions = max(1, len(self.admission.running))
+            session.exchange.request = self.controller.decide(session.stats, limit, sessions)
 
     # ------------------------------------------------------------ the planned end
 
@@ -492,20 +491,20 @@ class VerificationScheduler:
         """
         self.is_leaving = True
         refusals = self._refuse_open(self._audits(), STOPPING_MESSAGE)
-        routers = dict.fromkeys(session.router for session in self._admission)
+        routers = dict.fromkeys(session.router for session in self.admission)
         return [*refusals, *((router, Leaving()) for router in routers)]
 
     def refuse_rest(self) -> list[Send]:
         """Refuses all sessions that routers have not moved in time."""
-        return self._refuse_open(list(self._admission), STOPPING_MESSAGE)
+        return self._refuse_open(list(self.admission), STOPPING_MESSAGE)
 
     @property
     def has_left(self) -> bool:
         """True if the replica is leaving and no session is left."""
-        return self.is_leaving and not self._admission.has_sessions
+        return self.is_leaving and not self.admission.has_sessions
 
     def _audits(self) -> list[TargetSequence]:
-        return [session for session in self._admission if session.open.audit]
+        return [session for session in self.admission if session.open.audit]
 
     def _refuse_open(self, sessions: list[TargetSequence], why: str) -> list[Send]:
         """Forgets open sessions and returns their refusals, after which routers open them elsewhere or later."""
@@ -521,10 +520,10 @@ class VerificationScheduler:
         self._early.expire(now)
         self.feeds.before_step()
         copies: list[PageCopy] = []
-        dues, start = self._timing.dues(self._admission.running, self._pacer.load)
+        dues, start = self._timing.dues(self.admission.running, self.controller.load)
         if start <= now:
             copies = self._fill_step(dues, now)
-        closes, opens = self._admission.take_changes()
+        closes, opens = self.admission.take_changes()
         rows = tuple(row for _, row in self._in_step)
         if not (self._in_step or opens or closes):
             return None
@@ -537,7 +536,7 @@ class VerificationScheduler:
 
     def next_due(self) -> float | None:
         """Returns the time of the next step or expiry if nothing else happens; None if there will be none."""
-        _, start = self._timing.dues(self._admission.running, self._pacer.load)
+        _, start = self._timing.dues(self.admission.running, self.controller.load)
         expiry = self._early.next_expiry()
         due = start if expiry is None else min(start, expiry)
         return due if due < math.inf else None
@@ -552,7 +551,7 @@ class VerificationScheduler:
         to_routers: list[Send] = []
         self._commit_fed()
         for session, row in self._in_step:
-            if self._admission.running.get(row.session) is not session:
+            if self.admission.running.get(row.session) is not session:
                 continue  # closed or replaced while the engine computed
             session.cache.fed(row)
             session.waiting_since = now
@@ -567,7 +566,7 @@ class VerificationScheduler:
                 news, verdict = self._decide(session, row, decided[row.session], now)
                 to_drafters += news
                 to_routers.append(verdict)
-            if self._admission.running.get(row.session) is session:
+            if self.admission.running.get(row.session) is session:
                 self._pages.truncate(row.session, session.cache.length)
         self._learn(decided, seconds, now)
         self._in_step = []
@@ -582,7 +581,7 @@ class VerificationScheduler:
     @property
     def is_idle(self) -> bool:
         """True if nothing is held: no session, no waiting block, nothing pending for the engine."""
-        return self._admission.is_empty and not self._early and not self._in_step
+        return self.admission.is_empty and not self._early and not self._in_step
 
     def report(self, now: float) -> TargetReport:
         """Returns the autoscaling report on the time since the previous one."""
@@ -590,34 +589,13 @@ class VerificationScheduler:
 
     def load(self) -> dict[str, float]:
         """Returns the number of sessions in the cache, without audits, and in the queue."""
-        running = sum([not session.open.audit for session in self._admission.running.values()])
-        return {"sessions": float(running), "queued": float(len(self._admission.waiting))}
-
-    @property
-    def preempted(self) -> int:
-        """Times that a session lost its pages to an older one."""
-        return self._admission.preempted
+        running = sum([not session.open.audit for session in self.admission.running.values()])
+        return {"sessions": float(running), "queued": float(len(self.admission.waiting))}
 
     @property
     def pages(self) -> dict[str, int]:
         """Pages of the cache: the `total`, and those `held` by sessions now; the others are free or evictable."""
         return {"total": self._limits.pages, "held": self._limits.pages - self._pages.available}
-
-    @property
-    def acceptance(self) -> AcceptanceCounts:
-        """Counts of all blocks since startup, by position."""
-        return self._pacer.acceptance
-
-    @property
-    def speculation(self) -> dict[str, float]:
-        """State of pacing: non-speculative tokens per second, the gain over them, and whether drafts are requested."""
-        load = self._pacer.load
-        return {"non_speculative_rate": load.non_speculative_rate, "gain": load.gain, "on": float(load.speculates)}
-
-    @property
-    def step_cost(self) -> StepCost:
-        """Current cost of steps."""
-        return self._pacer.load.step
 
     @property
     def is_drafted_for(self) -> bool:
@@ -631,13 +609,13 @@ class VerificationScheduler:
         budget = self._limits.max_step_tokens
         copies: list[PageCopy] = []
         in_step: set[str] = set()
-        for name in list(self._admission.order):
-            session = self._admission.running.get(name)  # None: preempted by an earlier one in this loop
+        for name in list(self.admission.order):
+            session = self.admission.running.get(name)  # None: preempted by an earlier one in this loop
             if session is None or budget <= 0 or dues[name] > now:
                 continue
             row = session.row(budget)
             tokens = len(row.tokens)
-            reserved = self._admission.reserve(session, row.start, row.start + tokens, in_step)
+            reserved = self.admission.reserve(session, row.start, row.start + tokens, in_step)
             if reserved is None:
                 continue
             copies += reserved
@@ -646,15 +624,15 @@ class VerificationScheduler:
             self.counts.known_tokens += row.known
             session.join_step(row)
             self._in_step.append((session, row.in_pages(self._pages.table(name), self.feeds.to_ride(session, row))))
-            self._admission.order.move_to_end(name)
-        self._step_shape = _shape_of(self._in_step, self._admission.running.values())
+            self.admission.order.move_to_end(name)
+        self._step_shape = _shape_of(self._in_step, self.admission.running.values())
         return copies
 
     def _commit_fed(self) -> None:
         """Replaces the planned rows by those that the engine fed."""
         fed = _as_fed(self._in_step, self._pages)
         if fed != self._in_step:
-            self._step_shape = _shape_of(fed, self._admission.running.values())
+            self._step_shape = _shape_of(fed, self.admission.running.values())
         self._in_step = fed
 
     def _learn(self, decided: Mapping[str, Outcome], seconds: float, now: float) -> None:
@@ -664,7 +642,7 @@ class VerificationScheduler:
         if self._in_step:  # otherwise the step only opened and closed sessions
             decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
             committed = sum(outcome.token_count for outcome in decoded)
-            self._pacer.step_made(self._step_shape, committed, seconds, now - self._free_since)
+            self.controller.step_made(self._step_shape, committed, seconds, now - self._free_since)
         self.counts.step_s += seconds
 
     def _decide(self, session: TargetSequence, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
@@ -673,9 +651,9 @@ class VerificationScheduler:
         drafted = row.drafted
         room = max_block_len(request, session.prefix.length)
         if drafted or (session.has_nothing and session.requested_tokens):
-            self._pacer.block_verified(session.requested_tokens, room, drafted, outcome.path)
+            self.controller.block_verified(session.requested_tokens, room, drafted, outcome.path)
         asked = min(session.requested_tokens, room)
-        collapse = self.sentinel.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None
+        collapse = self.draft_quality.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None
         self.reporter.deciding(session, now)
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE
@@ -721,13 +699,13 @@ class VerificationScheduler:
         return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
 
     def _refuse(self, request: Open) -> Refusal | None:
-        if request.audit and not all(session.open.audit for session in self._admission):
+        if request.audit and not all(session.open.audit for session in self.admission):
             return _overloaded(request, NO_AUDIT_MESSAGE)
         reason = RefusalReason.INVALID
-        why = self._limits.fault_of(request, self._admission.pages.pages_for(request.max_len))
-        if not why and len(self._admission.waiting) >= self._limits.max_queued:
+        why = self._limits.fault_of(request, self.admission.pages.pages_for(request.max_len))
+        if not why and len(self.admission.waiting) >= self._limits.max_queued:
             reason = RefusalReason.OVERLOADED
-            why = f"{len(self._admission.waiting)} sessions are queued already"
+            why = f"{len(self.admission.waiting)} sessions are queued already"
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
@@ -737,7 +715,7 @@ class VerificationScheduler:
         delay_s = session.delay_of(answer, now)
         if delay_s is not None and was_read:
             session.stats.block_arrived(delay_s)
-            self._pacer.block_arrived(tokens, delay_s)
+            self.controller.block_arrived(tokens, delay_s)
 
 
 def _overloaded(request: Open, why: str) -> Refusal:

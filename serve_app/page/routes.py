@@ -98,9 +98,9 @@ def target_sample(replica: TargetReplica, name: str) -> TargetSample:
         decided_tokens=replica.decided_tokens,
         accepted_tokens=scheduler.counts.accepted_tokens,
         wasted_tokens=scheduler.counts.wasted_tokens,
-        acceptance=scheduler.acceptance,
+        acceptance=scheduler.controller.acceptance,
         is_drafted_for=scheduler.is_drafted_for,
-        gain=scheduler.speculation["gain"],
+        gain=scheduler.controller.load.gain,
         cache=pages["held"] / pages["total"],
         recording=_recording("target", name, replica.timeline),
     )

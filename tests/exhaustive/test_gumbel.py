@@ -27,7 +27,7 @@ async def test_a_drafter_that_turns_to_noise_is_found_replaced_and_at_last_left_
         for _ in range(60):  # a few as a rule; on a machine that stalls, breakers keep sessions from both for seconds
             generations = [c.generation(prompt=(1 + i, 2), max_len=500) for i in range(4)]
             texts += [(g, tokens) for g, tokens in zip(generations, await _all(c, generations), strict=True)]
-            steps = c.router.remedies
+            steps = c.router.sessions.remedies.by_step()
             if (bad, "given up") in steps:
                 break
         assert all(tokens == plain_greedy(g.prompt, 498) for g, tokens in texts)

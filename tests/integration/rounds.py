@@ -72,7 +72,7 @@ async def watched(reading: StateReading, **options: Any) -> AsyncIterator[tuple[
 
 def is_settled(target: TargetReplica) -> bool:
     """Returns whether every cached session has a drafter that has received all hidden states sent."""
-    sessions = target.scheduler._admission.running.values()
+    sessions = target.scheduler.admission.running.values()
     feeds = [session.live_feed for session in sessions]
     return all(feed is not None and feed.acked == feed.sent for feed in feeds)
 

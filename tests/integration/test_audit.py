@@ -100,7 +100,7 @@ async def test_an_audit_stops_for_a_request_and_resumes_afterwards():
     """Audit steps are as long as others, so a request that waited for one would be seen beside it."""
     async with cluster(audit=ALL) as c:
         (target,) = c.targets.values()
-        running = target.scheduler._admission.running
+        running = target.scheduler.admission.running
         await c.tokens(c.generation(max_len=103))
         await eventually(lambda: any(s.open.audit for s in running.values()), "the audit runs")
         asked = asyncio.create_task(c.tokens(c.generation(max_len=23)))

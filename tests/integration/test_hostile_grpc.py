@@ -185,7 +185,7 @@ async def test_invalid_opens_are_refused_with_session_and_attempt(door):
 
 async def verify_as_assigned(target: TargetReplica, stream: Any, session: str) -> None:
     """Makes the target accept this drafter's blocks for the session, as if its router had assigned it."""
-    key = target.scheduler._admission.running[session].open.token_key
+    key = target.scheduler.admission.running[session].open.token_key
     attach = Attach(session, 1, 1, None, issue(key, session, 99))
     await stream.write(encode(pb.DrafterToTarget, [attach]))
     assert isinstance(decode(await within(5, stream.read())).messages[0], Resync)
@@ -199,7 +199,7 @@ async def test_invalid_and_stale_blocks_are_counted_and_dropped():
     outside = SparseProbs(((1, VOCABULARY),), ((1, 1),))
     async with busy_cluster() as c, greeted(c, VERIFY) as stream:
         (target,) = c.targets.values()
-        (running,) = target.scheduler._admission.running
+        (running,) = target.scheduler.admission.running
         await verify_as_assigned(target, stream, running)
         before = target.scheduler.counts.dropped.copy()
         await stream.write(pb.DrafterToTarget(blocks=malformed))
@@ -284,7 +284,7 @@ async def test_wrong_hidden_states_cost_blocks_but_no_token(monkeypatch):
 async def test_a_stranger_receives_no_hidden_states():
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, STATES) as states:
         (target,) = c.targets.values()
-        (running,) = target.scheduler._admission.running
+        (running,) = target.scheduler.admission.running
         await states.write(encode(pb.DrafterToTargetStates, [StatesAck(running, 2**32 - 1), StatesAck("unknown", 1)]))
         await verify.write(encode(pb.DrafterToTarget, [Attach(running, 40, 1, 40), Attach("unknown", 4, 1, 0)]))
         bad = pb.Attach(session=running, have_len=3, states_from=4)
@@ -297,7 +297,7 @@ async def test_a_stranger_cannot_end_or_starve_a_session():
     """Tries to close it, to claim it in a new Hello, and to fill its buffer with useless blocks."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, DRIVE_TARGET) as drive:
         (target,) = c.targets.values()
-        (running,) = target.scheduler._admission.running
+        (running,) = target.scheduler.admission.running
         await drive.write(encode(pb.RouterToTarget, [Close(running, 9), Close("unknown", 1)]))
         async with stream_to(c, DRIVE_TARGET) as again:
             live = (LiveSession(running, 9),)
@@ -314,8 +314,8 @@ async def test_a_stranger_cannot_reopen_a_session():
     async with busy_cluster() as c:
         (target,) = c.targets.values()
         (drafter,) = c.drafters.values()
-        (running,) = target.scheduler._admission.running
-        await eventually(lambda: running in drafter.scheduler._sessions.all, "it is drafted for")
+        (running,) = target.scheduler.admission.running
+        await eventually(lambda: running in drafter.scheduler.sessions.all, "it is drafted for")
         for door, served in ((DRIVE_TARGET, target), (DRIVE_DRAFTER, drafter)):
             async with greeted(c, door) as stream:
                 await stream.write(encode(door.frame, [replace(OPEN, session=running, attempt=9)]))
@@ -378,11 +378,11 @@ async def test_a_drafter_with_a_routers_name_takes_no_session():
     """Drafters know router names; sessions belong to router streams."""
     async with busy_cluster() as c, stream_to(c, VERIFY) as verify:
         (target,) = c.targets.values()
-        (running,) = target.scheduler._admission.running
-        owner = target.scheduler._admission.running[running].router
+        (running,) = target.scheduler.admission.running
+        owner = target.scheduler.admission.running[running].router
         await verify.write(encode(pb.DrafterToTarget, [replace(HELLO, peer_id=c.router.peer_id)]))
         assert isinstance(decode(await within(5, verify.read())).messages[0], Welcome)
-        assert target.scheduler._admission.running[running].router == owner
+        assert target.scheduler.admission.running[running].router == owner
 
 
 @DOORS
@@ -397,8 +397,8 @@ async def test_a_stranger_without_assignment_token_is_ignored():
     """A client that knows the prompt and its hash, but has no assignment token from the session's router."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify:
         (target,) = c.targets.values()
-        (running,) = target.scheduler._admission.running
-        session = target.scheduler._admission.running[running]
+        (running,) = target.scheduler.admission.running
+        session = target.scheduler.admission.running[running]
         right = session.prefix.hash_at(3)
         assert right is not None
         for assignment_token in (None, issue(b"guess", running, 99), AssignmentToken(2**32 - 1, bytes(PROOF_BYTES))):

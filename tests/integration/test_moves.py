@@ -28,7 +28,7 @@ async def test_a_leaving_target_hands_over_its_sessions():
             await asyncio.wait_for(c.targets[serving(c)].leave(within_s=30), 10)
         c.hurry()
         assert await running == plain_greedy((1, 2, 3), LONG)
-        assert c.router.handovers == {("target", "planned"): DEPARTURES}
+        assert c.router.sessions.handovers == {("target", "planned"): DEPARTURES}
 
 
 async def test_the_only_target_finishes_its_sessions_before_leaving():
@@ -39,7 +39,7 @@ async def test_the_only_target_finishes_its_sessions_before_leaving():
         c.hurry()
         assert await running == plain_greedy((1, 2, 3), LONG)
         await asyncio.wait_for(leaving, 10)
-        assert c.router.handovers == {}
+        assert c.router.sessions.handovers == {}
 
 
 async def test_sessions_left_after_the_drain_time_move_to_another_target():
@@ -48,11 +48,11 @@ async def test_sessions_left_after_the_drain_time_move_to_another_target():
         running = await a_session_in_mid_stream(c)
         left = serving(c)
         (other,) = c.targets.keys() - {left}
-        c.router._assignments.targets.down(other)
+        c.router.sessions.targets.down(other)
         await c.targets[left].leave(within_s=0)
         c.hurry()
         assert await running == plain_greedy((1, 2, 3), LONG)
-        assert c.router.handovers == {("target", "planned"): 1}
+        assert c.router.sessions.handovers == {("target", "planned"): 1}
 
 
 async def test_a_leaving_drafter_hands_over_its_sessions():
@@ -64,7 +64,7 @@ async def test_a_leaving_drafter_hands_over_its_sessions():
         await eventually(lambda: other.scheduler.counts["blocks_in_time"] > 0, "the other one drafts")
         c.hurry()
         assert await running == plain_greedy((1, 2, 3), LONG)
-        assert c.router.handovers == {("drafter", "planned"): 1}
+        assert c.router.sessions.handovers == {("drafter", "planned"): 1}
 
 
 async def test_the_only_drafter_drafts_until_it_ends():

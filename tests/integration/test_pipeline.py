@@ -119,7 +119,7 @@ def _lose_next_verdict(c: Cluster) -> list[Verdict]:
 
 def _corrupt_draft_sequence(drafter: Drafter) -> None:
     """Changes the latest token that the drafter holds for its only session."""
-    (held,) = drafter.scheduler._sessions.all.values()
+    (held,) = drafter.scheduler.sessions.all.values()
     wrong = (held.prefix.tokens[-1] + 1) % VOCABULARY
     held.prefix.truncate(len(held.prefix) - 1)
     held.prefix.append(wrong)
@@ -163,7 +163,7 @@ async def test_preemption_changes_no_token():
         texts = await asyncio.gather(*(c.tokens(generation) for generation in asked))
         assert texts == [plain_greedy(prompt, 100) for prompt in prompts]
         (target,) = c.targets.values()
-        assert target.scheduler.preempted > 0
+        assert target.scheduler.admission.preempted > 0
 
 
 async def test_drafting_ahead_covers_several_outcomes_and_hits_some():
@@ -280,14 +280,14 @@ async def test_the_sessions_of_a_stalled_drafter_move_to_another():
         stalled = methods[0]
         generations = [c.generation(prompt=(1 + i, 2), max_len=402) for i in range(4)]
         texts = [asyncio.create_task(c.tokens(generation)) for generation in generations]
-        drafted_for = still.scheduler._sessions.all.values()
+        drafted_for = still.scheduler.sessions.all.values()
         await eventually(
             lambda: len(drafted_for) > 0 and all(session.prefix.length > 40 for session in drafted_for), "it drafts"
         )
         stalled.go_on.clear()
-        its = set(still.scheduler._sessions.all)
+        its = set(still.scheduler.sessions.all)
         try:
-            await eventually(lambda: its <= other.scheduler._sessions.all.keys(), "the other one has its sessions")
+            await eventually(lambda: its <= other.scheduler.sessions.all.keys(), "the other one has its sessions")
         finally:
             stalled.go_on.set()
         c.hurry()

@@ -40,7 +40,7 @@ async def test_a_killed_drafters_successor_drafts_within_two_rounds(reading):
         (successor,) = (d for d in c.drafters.values() if d is not killed)
         await c.servers[address].stop(0)
         await killed.close()
-        session = target.scheduler._admission.running["s"]
+        session = target.scheduler.admission.running["s"]
         await eventually(lambda: (session.drafter or "").startswith(successor.peer_id), "the successor attaches")
         attached = len(engine.rounds["s"]) + 1  # the step under way was planned before
         engine.may_step = lambda: is_settled(target)
@@ -80,7 +80,7 @@ async def test_drafts_after_a_preemption_are_fully_accepted(reading):
         prompts = {f"s{n}": (n, *PROMPT) for n in range(4)}
         await asyncio.gather(*(answered(c, name, prompt) for name, prompt in prompts.items()))
         (target,) = c.targets.values()
-        assert target.scheduler.preempted > 0
+        assert target.scheduler.admission.preempted > 0
         came_back = {name: at for name in prompts if (at := resumed(engine.decided(name)))}
         assert came_back, "one had begun its answer when it was preempted"
         for name, indices in came_back.items():
@@ -103,10 +103,10 @@ async def test_sessions_beyond_the_heads_context_continue_without_drafts(reads_l
         assert not any(one.drafted for one in [*beyond, *engine.rounds["is longer"]])
         assert acceptance(before) == acceptance(engine.rounds["fits"]) == 1
         (target,) = c.targets.values()
-        assert target.scheduler.sentinel.desyncs == 0
+        assert target.scheduler.draft_quality.desyncs == 0
         await answered(c, "comes later", OTHER[:30])
         assert acceptance(engine.rounds["comes later"]) == 1
-        assert c.router.remedies == {}, "nobody takes the drafter for a bad one"
+        assert c.router.sessions.remedies.counts == {}, "nobody takes the drafter for a bad one"
 
 
 async def test_stuck_states_of_one_prompt_delay_no_other_session(monkeypatch):
@@ -132,7 +132,7 @@ async def test_stuck_states_of_one_prompt_delay_no_other_session(monkeypatch):
         engine.may_step = lambda: True
         long = asyncio.create_task(answered(c, "long", PROMPT, 300))
         await eventually(lambda: len(engine.decided("long")) > 0, "its prompt is read")
-        running = target.scheduler._admission.running
+        running = target.scheduler.admission.running
         engine.may_step = lambda: "short" in running and running["short"].drafter is not None
         await eventually(lambda: engine.is_held, "a step without the other is under way")
         short = asyncio.create_task(answered(c, "short", (1, 2, 3)))

@@ -173,7 +173,7 @@ def drafted_ahead(setting: Setting, seeds: range) -> list[tuple[int, ...]]:
     for seed in seeds:
         world = World(setting, FEW, seed)
         samples += world.run()
-        counts.update(world.drafting.counts, preempted=world.verification.preempted)
+        counts.update(world.drafting.counts, preempted=world.verification.admission.preempted)
     assert counts["guess_hit"] > len(samples) / 30, "too few guesses were used, so this proves nothing"
     assert counts["guesses"] > 2 * (counts["guess_hit"] + counts["guess_miss"]), "several outcomes for each verdict"
     assert (counts["preempted"] > len(seeds) / 10) == (setting.pages < 4096)

@@ -106,7 +106,7 @@ def test_chains_and_trees_give_the_text_of_non_speculative_decoding(sampling, sc
     made = worlds(replace(SETTING, schedule=schedule, sampling=sampling, pages=pages, altered=altered))
     assert texts(made) == without_drafts(sampling)
     assert accepted(made) > 10, "too few drafts, so this proves nothing"
-    preempted = sum(world.verification.preempted for world in made)
+    preempted = sum(world.verification.admission.preempted for world in made)
     assert preempted or pages > FEW_PAGES or sampling.greedy  # whose texts are all short
 
 

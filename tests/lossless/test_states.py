@@ -39,7 +39,7 @@ def test_drafts_from_states_give_the_text_of_non_speculative_decoding(sampling, 
     assert accepted(worlds) > len(found), "too few drafts, so this proves nothing"
     assert rows_read(worlds) > len(found) * NEW_TOKENS / 2
     if not sampling.greedy:  # otherwise all sessions share their pages
-        assert (sum(world.verification.preempted for world in worlds) > 0) == (pages < 4096)
+        assert (sum(world.verification.admission.preempted for world in worlds) > 0) == (pages < 4096)
     counts = sum((Counter(world.verification.feeds.counts) for world in worlds), Counter[str]())
     assert (counts["again"] > 0) != keeps, "states that are not kept are computed again after a prefix hit or a loss"
     assert counts["lost"] == 0

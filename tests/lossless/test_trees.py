@@ -79,7 +79,7 @@ def test_random_trees_give_the_text_of_non_speculative_decoding(sampling, schedu
     assert texts(grown) == without_drafts(sampling)
     assert sum(world.branches_accepted for world in grown) > 1, "no tree mattered, so this proves nothing"
     assert accepted(grown) > len(without_drafts(sampling))
-    assert (sum(world.verification.preempted for world in grown) > 0) == (pages < 4096)
+    assert (sum(world.verification.admission.preempted for world in grown) > 0) == (pages < 4096)
 
 
 def test_under_rejection_sampling_trees_are_dropped_and_counted():

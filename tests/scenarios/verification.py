@@ -313,6 +313,8 @@ class Target:
                 return ",".join(f"{cause}:{count}" for cause, count in sorted(counts.items())) or "none"
             case "is_idle" | "has_left":
                 return "yes" if (scheduler.is_idle if name == "is_idle" else scheduler.has_left) else "no"
+            case "acceptance":
+                return str(scheduler.controller.acceptance)
             case "idle_s" | "step_s":
                 return f"{getattr(scheduler.counts, name):g}"
         return str(getattr(scheduler.counts if hasattr(scheduler.counts, name) else scheduler, name))

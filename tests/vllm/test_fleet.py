@@ -191,7 +191,7 @@ async def test_what_leaves_as_planned_hands_its_sessions_over(
             await replica.leave(within_s=60)
         found = await asyncio.gather(*running)
         assert dict(zip(PROMPTS, found, strict=True)) == texts
-        assert whole.router.handovers[("target", "planned")] > 0
+        assert whole.router.sessions.handovers[("target", "planned")] > 0
 
 
 @pytest.mark.parametrize("lost", ["vllm", "own", "drafter"])
@@ -202,7 +202,7 @@ async def test_what_is_lost_in_mid_stream_changes_no_text(
         running = [asyncio.create_task(whole.text(session)) for session in PROMPTS]
         watched = whole.replicas.get(lost, whole.replicas["vllm"])
         async with asyncio.timeout(120):
-            while not (watched.scheduler.counts.accepted_tokens or watched.scheduler.step_cost.pace.count):
+            while not (watched.scheduler.counts.accepted_tokens or watched.scheduler.controller.load.step.pace.count):
                 await asyncio.sleep(0.001)
         await whole.servers[lost].stop(0)
         assert not all(task.done() for task in running), "nothing was left to be lost"

@@ -222,7 +222,7 @@ async def test_a_replica_has_one_owner_for_a_session_that_is_held_and_once_it_ha
     replica.receive(other, Decoded((theirs, replace(theirs, session="one too many"))))
     await target.ends("g")
     replica.receive(other, Decoded((theirs,)))
-    assert replica.scheduler.router_of("s") == new
+    assert replica.scheduler.admission.router_of("s") == new
     _, *refused = await outbox.take()
     full = Refusal("one too many", 2, RefusalReason.OVERLOADED, "1 sessions wait for their grammars already")
     assert refused == [not_permitted(theirs), full, not_permitted(theirs)]

@@ -91,7 +91,7 @@ class Desk:
 
     def steps(self) -> dict[tuple[str, str], int]:
         """Returns the recovery steps taken against bad drafters."""
-        return {(drafter, remedy.value): count for (drafter, remedy), count in self.assignments.remedies.counts.items()}
+        return self.assignments.remedies.by_step()
 
     def note(self, ready: Ready[Assignment]) -> None:
         for assignment, event in ready.events:

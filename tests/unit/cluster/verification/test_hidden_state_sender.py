@@ -363,7 +363,7 @@ def test_a_drafter_that_waits_for_states_is_not_taken_for_one_that_finds_nothing
     desk.ack(acked)
     desk.scheduler.receive(DRAFTER, NoDraft("s", 4, Prefix(KEY, tokens).hash), desk.now)
     desk.step()
-    assert desk.scheduler.acceptance.reached == reached
+    assert desk.scheduler.controller.acceptance.reached == reached
 
 
 @pytest.mark.parametrize("leaves", [Detach("s"), None], ids=["detached", "gone"])
@@ -434,7 +434,7 @@ def check_preempted_sessions_go_on(desk: FeedDesk, steps: int) -> None:
                 check(message, tuple(texts[message.session]))
                 known[message.session] = message.end
                 desk.ack(message.end, message.session)
-    assert desk.scheduler.preempted > 0
+    assert desk.scheduler.admission.preempted > 0
     assert min(known.values()) > 18
 
 

@@ -36,7 +36,7 @@ def crowded() -> Target:
 def preempting() -> Target:
     """Returns a crowded target that has just preempted a session."""
     target = crowded()
-    while not target.scheduler.preempted:
+    while not target.scheduler.admission.preempted:
         target.step()
     return target
 
@@ -44,7 +44,7 @@ def preempting() -> Target:
 def test_a_full_cache_preempts_the_youngest_session_and_no_token_is_lost():
     target = crowded()
     got: dict[str, Tokens] = dict.fromkeys(PROMPTS, ())
-    while not target.scheduler.preempted:
+    while not target.scheduler.admission.preempted:
         for verdict in verdicts(target):
             got[verdict.session] += verdict.tokens
     assert {row.session for row in target.rows[-1]} == {"a", "b"}
@@ -60,7 +60,7 @@ def test_a_preempted_session_keeps_its_drafter_and_its_waiting_block():
     target = crowded()
     tokens: Tokens = PROMPTS["c"]
     target.attach(tokens, "c")
-    while not target.scheduler.preempted:
+    while not target.scheduler.admission.preempted:
         for verdict in verdicts(target, DRAFTER):
             tokens += verdict.tokens
     target.block(tokens, text(tokens, 2), "c")
@@ -173,7 +173,7 @@ def test_sessions_with_random_trees_get_their_texts_with_any_page_size(page_size
                 target.block(before, a_likely_tree(rng, before, room), verdict.session)
     assert got == {name: text(prompt, 30 - len(prompt)) for name, prompt in prompts.items()}
     assert branches > 3, "too few paths were accepted to prove anything"
-    assert (target.scheduler.preempted > 0) == (positions < 400)
+    assert (target.scheduler.admission.preempted > 0) == (positions < 400)
 
 
 def a_likely_tree(rng: random.Random, before: Tokens, nodes: int) -> DraftTree:

@@ -235,13 +235,13 @@ def test_a_step_that_only_opens_and_closes_sessions_leaves_the_step_cost_unchang
     for _ in range(2):
         target.step()
         target.now += 5.0
-    cost = target.scheduler.step_cost
+    cost = target.scheduler.controller.load.step
     assert cost.cost != StepCost.profiled(None).cost
     target.now -= 5.0
     target.close("b")
     target.step()
     assert target.rows[-1] == ()
-    assert target.scheduler.step_cost == cost
+    assert target.scheduler.controller.load.step == cost
 
 
 def test_requests_without_speculation_do_not_shorten_its_pauses():
@@ -254,7 +254,7 @@ def test_requests_without_speculation_do_not_shorten_its_pauses():
         target.attach(PROMPT, session)
         on = []
         for _ in range(steps):
-            on.append(bool(target.scheduler.speculation["on"]))
+            on.append(target.scheduler.controller.load.speculates)
             target.now += 0.2 if on[-1] and draft_tokens else 0.1
             target.step()
         target.close(session)
@@ -299,7 +299,7 @@ def test_a_drafter_whose_blocks_become_bad_is_resynchronized_and_excluded_until_
             break
     assert resync == [Resync("s", len(tokens), Prefix(KEY, tokens).hash)]
     assert bad_blocks > 1, "one bad block proves nothing"
-    assert target.scheduler.sentinel.desyncs == 1
+    assert target.scheduler.draft_quality.desyncs == 1
     assert [receiver for receiver, _ in target.step()] == [ROUTER]
     tokens += text(tokens, 1)
     assert verdicts(target.attach(tokens), DRAFTER) == {}
@@ -317,7 +317,7 @@ def test_the_router_gets_a_report_of_a_collapse_and_another_if_the_resync_did_no
         target.attach(tokens)
     assert [collapse.is_resynced for collapse in reports] == [False, True]
     assert all(collapse.usual > 0.8 and collapse.latest == 0.0 for collapse in reports)
-    assert target.scheduler.sentinel.desyncs == 1
+    assert target.scheduler.draft_quality.desyncs == 1
 
 
 def test_a_new_session_is_compared_with_its_drafters_acceptance_before_the_collapse():
@@ -344,7 +344,7 @@ def test_blocks_are_counted_by_drafter_context_and_cached_prefix():
     target.open("without a drafter", tokens=prompt, max_len=8)
     target.block(prompt, text(prompt, 1), "without a drafter")
     target.step()
-    ((drafter, kinds),) = target.scheduler.sentinel.tally.counts.items()
+    ((drafter, kinds),) = target.scheduler.draft_quality.acceptance.counts.items()
     assert DRAFTER.startswith(drafter + "#")
     once = AcceptanceCounts((1, 1), (1, 0))
     assert kinds == {BlockKind(4, False): once, BlockKind(4, True): once}
@@ -426,7 +426,7 @@ def test_nonfinite_logits_end_their_session_without_a_token_and_no_session_reads
     assert (refusal.session, refusal.attempt, refusal.reason) == ("bad", 1, RefusalReason.NONFINITE_LOGITS)
     assert verdicts(sends).keys() == {"a", "b"}
     assert target.scheduler.counts.nonfinite == 1
-    assert target.scheduler.router_of("bad") is None
+    assert target.scheduler.admission.router_of("bad") is None
     assert "ended session 'bad' after 6 tokens" in caplog.text
     target.block(first, (1, 2), "bad")
     target.scheduler.receive(DRAFTER, Detach("bad"), target.now)
