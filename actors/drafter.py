@@ -30,7 +30,7 @@ from cluster.drafting.scheduler import DraftReporter, DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.envelope import Send, states_stream, stream_name
 from cluster.telemetry import Timeline
-from cluster.trust import PeerRole, Refusals
+from cluster.trust import PeerRole
 from cluster.watchdog import TimeoutPolicy, Watchdog
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
@@ -249,7 +249,7 @@ class Drafter:
     def _count_malformed(self, peer: str, frame: Decoded) -> None:
         for item in frame.malformed:
             self.refused[item.kind] += 1
-            self.refusals.log_once(peer, f"a malformed {item.kind}", item.why)
+            self.scheduler.refusals.log_once(peer, f"a malformed {item.kind}", item.why)
             if item.kind == "Open":
                 self._send([(peer, Refusal(item.session, item.attempt, RefusalReason.INVALID, item.why))])
 
@@ -322,11 +322,6 @@ class Drafter:
     def version_watch(self) -> VersionWatch:
         """Returns the acceptance of the draft's version in use and of the one before."""
         return self.scheduler.version_watch
-
-    @property
-    def refusals(self) -> Refusals:
-        """Returns peers that were refused, and why."""
-        return self.scheduler.refusals
 
     @property
     def stuck_s(self) -> float | None:

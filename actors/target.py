@@ -172,7 +172,7 @@ class TargetReplica:
         self.failure: EngineError | None = None
         self._engine = engine
         self._gate = GrammarGate(
-            engine.prepare, self._take, self._refuse, self.scheduler.admission.router_of, self.refusals, limits.max_queued
+            engine.prepare, self._take, self._refuse, self.scheduler.admission.router_of, self.scheduler.refusals, limits.max_queued
         )
         self._progress = Watchdog(TimeoutPolicy(most_s=step_timeout_s))
         self._clock = clock
@@ -336,7 +336,7 @@ class TargetReplica:
         """Counts an unreadable message; answers an unreadable Open, so that its router does not wait."""
         for item in frame.malformed:
             self.refused[item.kind] += 1
-            self.refusals.log_once(stream, f"a malformed {item.kind}", item.why)
+            self.scheduler.refusals.log_once(stream, f"a malformed {item.kind}", item.why)
             if item.kind == "Open":
                 self._send([(stream, Refusal(item.session, item.attempt, RefusalReason.INVALID, item.why))])
 
@@ -345,11 +345,6 @@ class TargetReplica:
     def report(self) -> TargetReport:
         """Returns load since the previous report, for autoscaling."""
         return self.scheduler.report(self._clock())
-
-    @property
-    def refusals(self) -> Refusals:
-        """Returns peers that were refused, and why."""
-        return self.scheduler.refusals
 
     @property
     def stuck_s(self) -> float | None:

@@ -91,7 +91,7 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
         "slipstream_nonfinite_logits": {"ended": scheduler.counts.nonfinite},
         "slipstream_state_rows": {way: scheduler.feeds.counts.get(way, 0) for way in ("verdict", "apart", "again")},
         "slipstream_refused_messages": dict(target.refused),
-        "slipstream_refused_peers": dict(target.refusals.counts),
+        "slipstream_refused_peers": dict(target.scheduler.refusals.counts),
     }
 
 
@@ -116,7 +116,7 @@ def drafter_counts(drafter: Drafter) -> Counts:
         "slipstream_drafting_passes": {"asked": events.pop("passes", 0), "ahead": events.pop("passes_ahead", 0)},
         "slipstream_drafter_events": events,
         "slipstream_refused_messages": dict(drafter.refused),
-        "slipstream_refused_peers": dict(drafter.refusals.counts),
+        "slipstream_refused_peers": dict(drafter.scheduler.refusals.counts),
     }
 
 

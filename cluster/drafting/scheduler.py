@@ -41,7 +41,7 @@ class DraftScheduler:
         self._draft_ahead = draft_ahead
         self._shapes = shapes  # shapes that the method can make
         self._known_targets = known_targets
-        self._sessions = SessionTable(
+        self.sessions = SessionTable(
             limits, draft_ahead, self.counts, LoadCheck(published_acceptance), VersionWatch(version)
         )
 
@@ -58,26 +58,26 @@ class DraftScheduler:
         if isinstance(message, Open) and not self._is_known(message.target_address):
             self.refusals.note(peer, "an Open that names no known target", message.target_address)
             return [(peer, _not_known(message))]
-        return self._sessions.receive(peer, message, now)
+        return self.sessions.receive(peer, message, now)
 
     def connected(self, target: str) -> list[Send]:
         """Attaches every session that is verified at `target`, whose stream is new."""
-        return self._sessions.connected(target)
+        return self.sessions.connected(target)
 
     def gone(self, peer: str) -> None:
         """Handles a broken stream.
 
         A router's sessions are forgotten. A target's sessions wait until the target is back or they are moved.
         """
-        self._sessions.gone(peer)
+        self.sessions.gone(peer)
 
     def leave(self) -> list[Send]:
         """Stops accepting sessions; continues to draft for the existing ones until their routers have moved them."""
-        return self._sessions.leave()
+        return self.sessions.leave()
 
     def exchanged(self, version: int, published_acceptance: float | None) -> None:
         """Handles an exchange of the method's weights: `version` of the draft has its own published acceptance."""
-        self._sessions.exchanged(version, LoadCheck(published_acceptance))
+        self.sessions.exchanged(version, LoadCheck(published_acceptance))
 
     # ------------------------------------------------------------ the drafting pass
 
@@ -85,19 +85,19 @@ class DraftScheduler:
         """Returns a pass for up to `limit` sessions that want a block now, or else for up to `ahead_limit` ahead."""
         requests = self.requests(limit)
         ahead = () if requests else self.ahead_requests(ahead_limit)
-        pending = self._sessions.updates
+        pending = self.sessions.updates
         is_due = requests or ahead or pending.closed or pending.states  # caches to free, states to process while idle
         return DraftingPass(pending.take() if is_due else SessionUpdates(), requests, ahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:
         """Returns requests for up to `limit` sessions without a block for their length, longest unserved first."""
         found: list[DraftRequest] = []
-        for name, session in list(self._sessions.all.items()):
+        for name, session in list(self.sessions.all.items()):
             if len(found) == limit:
                 break
             if session.wants_block:
                 session.served_len = session.prefix.length
-                self._sessions.all.move_to_end(name)
+                self.sessions.all.move_to_end(name)
                 found.append(self._request(session))
         self.counts["passes"] += bool(found)
         return tuple(found)
@@ -108,31 +108,31 @@ class DraftScheduler:
         Call it only when no session wants a block now: a block ahead may not be needed, so it comes last.
         """
         found: list[AheadRequest] = []
-        for session in self._sessions.all.values() if self._draft_ahead else ():
+        for session in self.sessions.all.values() if self._draft_ahead else ():
             if len(found) == limit:
                 break
             if session.unverified is not None and session.may_go_on:
                 found.append(self._ahead_request(session, session.unverified))
                 session.unverified = None
-        self._sessions.ahead = {request.session for request in found}
+        self.sessions.ahead = {request.session for request in found}
         self.counts["passes_ahead"] += bool(found)
         return tuple(found)
 
     @property
     def has_requests(self) -> bool:
         """True if some session wants a block for its current length."""
-        return any(session.wants_block for session in self._sessions.all.values())
+        return any(session.wants_block for session in self.sessions.all.values())
 
     @property
     def is_ahead_vain(self) -> bool:
         """True once every verdict that the latest requests anticipate has arrived."""
-        return not self._sessions.ahead
+        return not self.sessions.ahead
 
     def proposed(self, proposals: Sequence[Proposal], now: float) -> list[Send]:
         """Returns the blocks to send, without those that a verdict overtook while they were drafted."""
         sends: list[Send] = []
         for proposal in proposals:
-            session = self._sessions.all.get(proposal.session)
+            session = self.sessions.all.get(proposal.session)
             if session is None or not proposal.tokens:
                 self.counts["nothing_to_propose"] += 1
                 sends += _no_draft(session, proposal) if session is not None else []
@@ -140,7 +140,7 @@ class DraftScheduler:
                 sends += self._send_ahead(session, proposal)
             elif session.address != (proposal.base_len, proposal.prefix_hash):
                 self.counts["overtaken"] += 1
-                sends += self._sessions.note_block(late=True)
+                sends += self.sessions.note_block(late=True)
             else:
                 session.sent(proposal)
                 session.step_began_s = now
@@ -152,36 +152,31 @@ class DraftScheduler:
     @property
     def targets(self) -> frozenset[str]:
         """Addresses of targets that verify for some session here."""
-        return frozenset(session.target for session in self._sessions.all.values())
-
-    @property
-    def load_check(self) -> LoadCheck:
-        """State of the check that the target accepts first tokens as often as expected."""
-        return self._sessions.load_check
+        return frozenset(session.target for session in self.sessions.all.values())
 
     @property
     def version_watch(self) -> VersionWatch:
         """Acceptance of the draft's version in use and of the one before."""
-        return self._sessions.version_watch
+        return self.sessions.version_watch
 
     @property
     def is_idle(self) -> bool:
         """True if the drafter holds no sessions and no caches to free."""
-        return not self._sessions.all and not self._sessions.updates.closed
+        return not self.sessions.all and not self.sessions.updates.closed
 
     @property
     def has_left(self) -> bool:
         """True if the drafter is leaving and every session has been moved."""
-        return self._sessions.is_leaving and not self._sessions.all
+        return self.sessions.is_leaving and not self.sessions.all
 
     def load(self) -> dict[str, float]:
         """Returns the number of sessions drafted for."""
-        return {"sessions": float(len(self._sessions.all))}
+        return {"sessions": float(len(self.sessions.all))}
 
     # ------------------------------------------------------------ helpers
 
     def _is_anothers(self, router: str, session: str) -> bool:
-        known = self._sessions.all.get(session)
+        known = self.sessions.all.get(session)
         return known is not None and known.router != router
 
     def _is_known(self, target: str) -> bool:
@@ -212,7 +207,7 @@ class DraftScheduler:
             prefix_hash=session.prefix.hash,
             max_tokens=session.requested_tokens,
             unverified=unverified,
-            until=self._sessions.verdict_due(session),
+            until=self.sessions.verdict_due(session),
             least_chance=session.least_chance,
             shape=self._shape(session),
             chances=session.chances,
@@ -233,7 +228,7 @@ class DraftScheduler:
         if address == session.address:
             if not session.lacks_block:
                 return []
-            self._sessions.hit(session, proposal)
+            self.sessions.hit(session, proposal)
         elif session.prefix.length > proposal.base_len - len(proposal.outcome):
             return []  # the verdict has arrived with another outcome
         else:

@@ -321,7 +321,7 @@ async def test_a_stranger_cannot_reopen_a_session():
                 await stream.write(encode(door.frame, [replace(OPEN, session=running, attempt=9)]))
                 (refusal,) = decode(await within(5, stream.read())).messages
                 assert refusal == Refusal(running, 9, RefusalReason.INVALID, "not permitted")
-            assert served.refusals.counts["an Open of another router's session"] == 1
+            assert served.scheduler.refusals.counts["an Open of another router's session"] == 1
 
 
 async def test_a_stranger_cannot_take_a_session_whose_grammar_compiles(monkeypatch):
@@ -347,7 +347,7 @@ async def test_a_stranger_cannot_take_a_session_whose_grammar_compiles(monkeypat
             await within(5, again.read())
         compiled.set()
         assert await asked == plain_greedy((1, 2, 3), 40)
-        assert target.refusals.counts["an Open of another router's session"] == 3
+        assert target.scheduler.refusals.counts["an Open of another router's session"] == 3
 
 
 async def test_a_drafter_dials_only_known_targets(caplog):
@@ -370,7 +370,7 @@ async def test_a_drafter_dials_only_known_targets(caplog):
             assert (refusal.session, refusal.attempt, refusal.reason) == ("theirs", attempt, RefusalReason.OVERLOADED)
         with pytest.raises(TimeoutError):
             await within(0.2, dialled.wait())
-        assert drafter.refusals.counts["an Open that names no known target"] == 2
+        assert drafter.scheduler.refusals.counts["an Open that names no known target"] == 2
         assert len([record for record in caplog.records if "no known target" in record.getMessage()]) == 1
 
 
@@ -407,7 +407,7 @@ async def test_a_stranger_without_assignment_token_is_ignored():
         await eventually(lambda: target.scheduler.counts.dropped["not_assigned"] == 200, "its blocks are dropped")
         with pytest.raises(TimeoutError):
             await within(0.2, verify.read())
-        assert target.refusals.counts["an Attach to a session that it was not assigned"] == 3
+        assert target.scheduler.refusals.counts["an Attach to a session that it was not assigned"] == 3
 
 
 async def test_early_blocks_do_not_displace_another_drafters(caplog):

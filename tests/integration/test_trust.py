@@ -42,7 +42,7 @@ async def is_welcome(stream: Any, door: Door) -> bool:
 
 def refusals(c: Cluster, door: Door) -> dict[str, int]:
     served = {**c.targets, **c.drafters}[door.address(c)]
-    return dict(served.refusals.counts)
+    return dict(served.scheduler.refusals.counts)
 
 
 # ---------------------------------------------------------------- authenticated peers
@@ -90,7 +90,7 @@ async def test_failed_handshakes_are_counted_and_logged_once(kind, connections, 
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
                     await is_welcome(VERIFY.stub(channel), VERIFY)
-        await eventually(lambda: target.refusals.counts[auth_interceptor.CAUSE] >= connections, "all are counted")
+        await eventually(lambda: target.scheduler.refusals.counts[auth_interceptor.CAUSE] >= connections, "all are counted")
         assert len([record for record in caplog.records if auth_interceptor.CAUSE in record.getMessage()]) == 1
 
 
@@ -106,7 +106,7 @@ async def test_successful_handshakes_are_not_counted_as_failures(tmp_path):
         assert looked_at._begun == 4
         for _ in range(4):
             looked_at._look()
-        assert target.refusals.counts == {}
+        assert target.scheduler.refusals.counts == {}
 
 
 def issue_invalid(kind: str, folder: Path, authority: Authority, role: PeerRole) -> None:
@@ -249,7 +249,7 @@ async def test_certificates_rotate_under_load_without_a_failed_request(tmp_path,
                 await asyncio.sleep(0.01)
         done.set()
         await asking
-        assert [one.refusals.counts for one in served.values()] == [{}] * len(served)
+        assert [one.scheduler.refusals.counts for one in served.values()] == [{}] * len(served)
 
 
 # ---------------------------------------------------------------- tokens

@@ -233,7 +233,7 @@ class Drafter:
             case "has_requests" | "is_idle" | "is_ahead_vain":
                 return "yes" if getattr(self.scheduler, name) else "no"
             case "checked" | "correct":
-                check = self.scheduler.load_check
+                check = self.scheduler.sessions.load_check
                 return str(check.tokens if name == "checked" else check.accepted)
             case "version" | "judged" | "acceptance" | "acceptance_before":
                 found = self.scheduler.version_watch.summary()["blocks" if name == "judged" else name]

@@ -125,7 +125,7 @@ async def test_only_known_targets_are_dialed():
     _, refusal = await outbox.take()
     assert isinstance(refusal, Refusal)
     assert (refusal.session, refusal.reason) == ("b", RefusalReason.OVERLOADED)
-    assert drafter.refusals.counts.total() == 1
+    assert drafter.scheduler.refusals.counts.total() == 1
     assert nowhere.dialed == ["t1"]
     await drafter.close()
 

@@ -226,4 +226,4 @@ async def test_a_replica_has_one_owner_for_a_session_that_is_held_and_once_it_ha
     _, *refused = await outbox.take()
     full = Refusal("one too many", 2, RefusalReason.OVERLOADED, "1 sessions wait for their grammars already")
     assert refused == [not_permitted(theirs), full, not_permitted(theirs)]
-    assert replica.refusals.counts == {"an Open of another router's session": 2}
+    assert replica.scheduler.refusals.counts == {"an Open of another router's session": 2}
