@@ -17,7 +17,7 @@ from actors.attention.batch import never
 from actors.compute.linear import Product
 from actors.drafters.heads.files import folder_to_borrow_from, head_folder
 from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_places
-from actors.drafters.heads.rope import target_shape
+from actors.drafters.heads.rope import TargetShape, target_shape
 from actors.drafters.model.sampling import BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
@@ -26,6 +26,7 @@ from actors.models.decoder import ForwardOutput
 from actors.sampling.processors import MAKERS
 from cluster.config import DraftPool
 from cluster.config_sections import HeadOptions
+from cluster.errors import ModelError
 from cluster.drafting.trees import TokenPath, least_of, worth_branching
 from protos.messages import StatesNeeded
 from protos.prefix import hashes_after
@@ -252,10 +253,19 @@ HeadLoader = Callable[[Path, Path, torch.dtype, torch.device, Collection[int], P
 """Loads a head from a folder, for the target in another. Raises ModelError if it does not fit the target."""
 
 
-def final_state(target: Path) -> StatesNeeded:
-    """Returns the state that such heads read of the target in this folder."""
+def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
+    """Requests the final hidden state of the target in this folder, at the latest position alone."""
     shape = target_shape(target)
     return StatesNeeded((shape.layers,), shape.hidden, window=1)
+
+
+def check_state_width(folder: Path, width: int, target: TargetShape) -> None:
+    """Raises ModelError if a head reads wider or narrower states than the target has."""
+    if width != target.hidden:
+        raise ModelError(
+            f"{folder} reads states of {width} elements, but the target's have {target.hidden}; use a draft made for"
+            " this target"
+        )
 
 
 def last_state_drafting(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from actors.compute.linear import Product, Projection, projection
 from actors.drafters.heads.files import HEAD, HeadFiles, head_folder, read_head
-from actors.drafters.heads.last_state import final_state, last_state_drafting
+from actors.drafters.heads.last_state import check_state_width, last_state_drafting, states_needed
 from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
 from actors.drafters.registry import DraftSetup
@@ -24,6 +24,8 @@ from actors.models.decoder import ForwardOutput
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
+
+__all__ = ["create", "states_needed"]  # read by the registry
 
 MERGED = "medusa_head."
 PREFIXES = (MERGED, "medusa_heads.")
@@ -75,26 +77,21 @@ class _Branch:
     lm_head: Projection
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class MedusaHeads:
     """A `LastStateHead`."""
 
-    def __init__(self, config: MedusaConfig, branches: Sequence[_Branch], token_ids: Tensor) -> None:
-        self.config = config
-        self.token_ids = token_ids  # (columns,) of the target, by column of the logits
-        self._branches = branches
+    config: MedusaConfig
+    branches: Sequence[_Branch]
+    token_ids: Tensor  # (columns,) of the target, by column of the logits
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
         """Applies the head of that depth; the states, (rows, hidden), remain the target's."""
-        branch = self._branches[depth]
+        branch = self.branches[depth]
         hidden = states
         for block in branch.blocks:
             hidden = hidden + F.silu(block(hidden))
         return ForwardOutput(branch.lm_head(hidden), states)
-
-
-def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """Requests the target's final hidden state at every position."""
-    return final_state(target)
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
@@ -167,11 +164,7 @@ def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
             " 0.0.linear.weight, or blocks.0.layers.0.weight"
         )
     hidden = int(files.tensor(f"{names.block(0, 0)}.weight").shape[-1]) if names.blocks else target.hidden
-    if hidden != target.hidden:
-        raise ModelError(
-            f"{files.folder} reads states of {hidden} elements, but the target's have {target.hidden}; use heads made"
-            " for this target"
-        )
+    check_state_width(files.folder, hidden, target)
     name = names.lm_head(0)
     columns = int(files.tensor(name).shape[0]) if name else target.vocabulary
     mapped = files.tensors.get("token_map")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actors.compute.linear import Product, Projection, projection
 from actors.drafters.heads.files import HeadFiles, read_head
-from actors.drafters.heads.last_state import final_state, last_state_drafting
+from actors.drafters.heads.last_state import check_state_width, last_state_drafting, states_needed
 from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
 from actors.drafters.registry import DraftSetup
@@ -23,6 +23,8 @@ from actors.models.decoder import ForwardOutput
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
+
+__all__ = ["create", "states_needed"]  # read by the registry
 
 EPS = 1e-6  # of the norms
 ALIASES = ((r"speculator\.", ""),)
@@ -90,18 +92,18 @@ class SpeculatorStep:
     lm_head: Projection
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class MlpSpeculator:
     """A `LastStateHead`."""
 
-    def __init__(self, config: MlpSpeculatorConfig, steps: Sequence[SpeculatorStep], token_ids: Tensor) -> None:
-        self.config = config
-        self.token_ids = token_ids  # (columns,) of the target, by column of the logits
-        self._steps = steps
+    config: MlpSpeculatorConfig
+    steps: Sequence[SpeculatorStep]
+    token_ids: Tensor  # (columns,) of the target, by column of the logits
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
         """Runs one step. `states` are the target's, (rows, hidden), at depth 0, and (rows, inner) later."""
         config = self.config
-        step = self._steps[min(depth, config.steps - 1)]
+        step = self.steps[min(depth, config.steps - 1)]
         if depth == 0 and config.scales_input:
             states = _normed(states) / math.sqrt(2)
         taken = F.embedding(torch.tensor(tokens, device=states.device), step.embedding)
@@ -113,11 +115,6 @@ class MlpSpeculator:
 def _normed(x: Tensor) -> Tensor:
     """Root mean square norm, computed in float32."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)
-
-
-def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """Requests the target's final hidden state at every position."""
-    return final_state(target)
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
@@ -192,11 +189,7 @@ def resolve_mlp_speculator(files: HeadFiles, target: TargetShape) -> MlpSpeculat
             f"{files.folder} has n_predict {steps!r} and {stored} embeddings, expected 1 or more, and as many"
             " embeddings unless tie_weights is true"
         )
-    if hidden != target.hidden:
-        raise ModelError(
-            f"{files.folder} reads states of {hidden} elements, but the target's have {target.hidden}; use a speculator"
-            " made for this target"
-        )
+    check_state_width(files.folder, hidden, target)
     if columns > target.vocabulary:
         raise ModelError(f"{files.folder} has {columns} tokens, expected at most {target.vocabulary}, the target's")
     return MlpSpeculatorConfig(
