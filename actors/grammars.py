@@ -161,9 +161,9 @@ def unpacked(masks: Sequence[bytes | None], logits: Tensor) -> Tensor:
     return (bits.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : logits.shape[-1]].bool()
 
 
-KEPT = 64  # compiled grammars that are cached
+MAX_CACHED_GRAMMARS = 64  # compiled grammars that are cached
 MAX_MESSAGE_CHARS = 1024
-PLAINLY = {  # replaces the library's own wording
+REWORDED_ERRORS = {  # replaces the library's own wording
     "NoExtensionBias": "no text meets this: nothing can stand at its beginning, for instance because a rule or a $ref"
     " leads only to itself; expected one that leads to a type or a text",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
@@ -196,7 +196,7 @@ class GrammarCompiler:
     The `kept` most recently used results are cached, failures included.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, kept: int = KEPT) -> None:
+    def __init__(self, tokenizer: LLTokenizer, kept: int = MAX_CACHED_GRAMMARS) -> None:
         self._tokenizer = tokenizer
         self._kept = kept
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by text, most recently used last
@@ -249,5 +249,5 @@ class GrammarCompiler:
             trial.compute_bitmask()  # errors of unreachable rules show only here
         if trial.is_error():
             why, *_ = trial.get_error().split("\n<")  # the rest of the message is for the library's developers
-            raise GrammarError(PLAINLY.get(why, why)[:MAX_MESSAGE_CHARS])
+            raise GrammarError(REWORDED_ERRORS.get(why, why)[:MAX_MESSAGE_CHARS])
         return matcher

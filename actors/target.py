@@ -138,7 +138,7 @@ class GrammarGate:
         self._held.pop(session).task.cancel()
 
 
-TURN_BYTES = 4 << 20  # positions of hidden states read between two steps, like a step's prompt chunk
+STATES_BYTES_PER_STEP = 4 << 20  # positions of hidden states read between two steps, like a step's prompt chunk
 Computed = TypeVar("Computed")
 
 
@@ -213,7 +213,7 @@ class TargetReplica:
 
         Returns whether drafters have everything that exists and that they have room for.
         """
-        left = TURN_BYTES
+        left = STATES_BYTES_PER_STEP
         while (asked := self.scheduler.feeds.next_read()) is not None:
             if left <= 0 and self.scheduler.feeds.fresh is None:
                 return False

@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from cluster.config_sections import TracingConfig
 from cluster.errors import ConfigError
-from cluster.tracing import MOST_EVENTS, Fact, SessionEvents
+from cluster.tracing import MAX_EVENTS, Fact, SessionEvents
 from protos.messages import Close, Finish, Message, Open, Refusal, Verdict
 
 TRACEPARENT = "traceparent"
@@ -40,7 +40,7 @@ def traceparent_of(span: Span) -> str:
     return carrier[TRACEPARENT]
 
 
-MOST_SESSIONS = 4096  # most sessions traced at once; further ones are not traced
+MAX_SESSIONS = 4096  # most sessions traced at once; further ones are not traced
 NANO = 1_000_000_000
 
 
@@ -72,7 +72,7 @@ class SessionSpans:
             known.by = by
             known.events.add(now, "opened again", facts)
             return traceparent_of(known.span)
-        if not traceparent or len(self._sessions) >= MOST_SESSIONS:
+        if not traceparent or len(self._sessions) >= MAX_SESSIONS:
             return ""
         attributes = {"slipstream.session": session, **_named(facts)}
         span = self._tracer.start_span(self._name, context_of(traceparent), self._kind, attributes, start_time=now)
@@ -160,7 +160,7 @@ class TracedService:
         provider = TracerProvider(
             ParentBasedTraceIdRatio(options.sample),
             Resource.create({"service.name": f"slipstream-{service}", "service.namespace": "slipstream"}),
-            span_limits=SpanLimits(max_events=MOST_EVENTS),
+            span_limits=SpanLimits(max_events=MAX_EVENTS),
         )
         sender = exporter or _otlp_exporter(options)
         provider.add_span_processor(BatchSpanProcessor(sender, schedule_delay_millis=EXPORT_PERIOD_MS))

@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from actors.drafters.loading import load_draft_model
-from actors.drafters.model.sampling import SAMPLED, Calibration, Candidates, DraftKind, Floats
+from actors.drafters.model.sampling import SAMPLED_WEIGHTS, Calibration, Candidates, DraftKind, Floats
 from actors.models.checkpoint import local_folder
 from cluster.config import SlipstreamConfig
 from protos.messages import Acceptance
@@ -39,7 +39,7 @@ class FixedNoise(Calibration):
 
     def __init__(self, share: float) -> None:
         super().__init__()
-        self._weights = np.array((1.0, share, *SAMPLED[2:]))
+        self._weights = np.array((1.0, share, *SAMPLED_WEIGHTS[2:]))
 
     def chances(self, kind: DraftKind, candidates: Candidates) -> Floats:
         return candidates.chances(self._weights)

@@ -32,7 +32,7 @@ from actors.models.weights import LoadReport, load
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
-MOST_TOKENS = 8
+MAX_TOKENS = 8
 WHOLE = ("one rank, one thread", "one rank, all threads")
 SPLIT = ("ranks", "ranks over gloo")
 
@@ -69,7 +69,7 @@ class Side:
         self._layers = config.num_hidden_layers
         self._group = group
         self._setting = setting
-        self._pages = tuple(range(-(-(setting.context + MOST_TOKENS) // PAGE_SIZE)))
+        self._pages = tuple(range(-(-(setting.context + MAX_TOKENS) // PAGE_SIZE)))
         self._runner = ModelRunner(loaded.model, len(self._pages), PAGE_SIZE)
         self._runner.forward([InputRow((1,) * setting.context, 0, 1, self._pages)])
 

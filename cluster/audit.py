@@ -189,7 +189,7 @@ class Replay:
         return Progress.ENDED if self._agreed == len(self._committed) else progress
 
 
-PAUSE_S = 1.0  # after a target refused because it had requests to serve
+REFUSED_PAUSE_S = 1.0  # after a target refused because it had requests to serve
 OUTCOMES = ("equal", "near_tie", "differs", "rejection", "dropped", "failed")
 """Outcomes of the chosen requests.
 
@@ -282,7 +282,7 @@ class Audits:
             return self._progress(replay, replay.receive(message))
         if isinstance(message, Refusal) and message.attempt == replay.attempt:
             if message.reason is RefusalReason.OVERLOADED:
-                self._not_before = now + PAUSE_S
+                self._not_before = now + REFUSED_PAUSE_S
                 self._put_back(replay)
             else:
                 self._give_up(replay, "failed")

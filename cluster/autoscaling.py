@@ -105,11 +105,11 @@ class StabilizationWindow:
         return min(max(present, least), most)
 
 
-ROOM = 0.5  # default utilisation: a pool can take twice its load while further replicas start
-CACHE_FULL = 0.8  # share of the pages that sessions may hold: beyond it, a long session preempts others
-IN_TIME = 0.125  # share of blocks, or of a target's time, that may be lost: below it, drafters take more sessions
+DEFAULT_UTILISATION = 0.5  # default utilisation: a pool can take twice its load while further replicas start
+MAX_CACHE_SHARE = 0.8  # share of the pages that sessions may hold: beyond it, a long session preempts others
+MAX_LOST_SHARE = 0.125  # share of blocks, or of a target's time, that may be lost: below it, drafters take more sessions
 # Margin over the need before a pool shrinks: fewer replicas are slower, so sessions last longer and more run at once.
-SPARE = 0.25
+RESERVE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Need:
     def size(self, present: int) -> int:
         """Returns the replicas needed; fewer than at present only if those suffice with a margin."""
         enough = math.ceil(self.replicas)
-        return enough if enough > present else min(present, math.ceil(self.replicas * (1 + SPARE)))
+        return enough if enough > present else min(present, math.ceil(self.replicas * (1 + RESERVE_SHARE)))
 
 
 def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need | None:
@@ -173,9 +173,9 @@ def draft_need(
     late = max((report.late for report in drafters), default=0.0)
     waiting = max(report.waiting for report in targets)
     shared = sum(report.shared for report in drafters)
-    work = min(wanted, shared / ROOM * (wanted / drafted if drafted else 1.0))  # a session has one drafter at most
+    work = min(wanted, shared / DEFAULT_UTILISATION * (wanted / drafted if drafted else 1.0))  # a session has one drafter at most
     felt = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
-    if max(late, waiting) <= IN_TIME:
+    if max(late, waiting) <= MAX_LOST_SHARE:
         work = min(work, present)  # drafters keep up, so no more are needed
     return _largest(places, Need(work, f"drafters busy with more than one session for {shared:.2f} of them, {felt}"))
 
@@ -206,7 +206,7 @@ def _places(reports: Sequence[TargetReport], scaling: TargetScaling) -> Need:
 
 def _cache(reports: Sequence[TargetReport]) -> Need:
     held = sum(report.cache for report in reports)
-    return Need(held / CACHE_FULL, f"sessions hold the pages of {held:.2f} replicas")
+    return Need(held / MAX_CACHE_SHARE, f"sessions hold the pages of {held:.2f} replicas")
 
 
 def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need:
@@ -217,7 +217,7 @@ def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: i
     unread = sum(report.unread for report in reports)
     wait_s = max(max(report.first_token_s, report.backlog_s) for report in reports)
     over = wait_s / scaling.first_token_s
-    enough = len(reports) * over if over > 1 else min(present, len(reports) * over / ROOM)
+    enough = len(reports) * over if over > 1 else min(present, len(reports) * over / DEFAULT_UTILISATION)
     return Need(min(unread, enough), f"{unread:.1f} prompts wait at once, {wait_s:.1f} s for their first tokens")
 
 

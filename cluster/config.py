@@ -2,7 +2,7 @@
 
 Each part of the system receives only the section that it needs. Sections without dependencies on others are in
 `config_sections`. `load_config` reads a file; each problem becomes one line of a ConfigError, with the key and what
-was expected. Keys and values of earlier releases are refused with their current names (`MOVED`).
+was expected. Keys and values of earlier releases are refused with their current names (`MOVED_KEYS`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,9 +18,9 @@ from pydantic_core import ErrorDetails
 from cluster.config_sections import (
     LEARNING_METHODS,
     PROJECTING_HEADS,
-    SECTIONS_TAKEN,
+    METHOD_SECTIONS,
     STATE_READERS,
-    TAKING_MODELS,
+    MODEL_METHODS,
     ApiKey,
     DraftModelOptions,
     EagleOptions,
@@ -324,12 +324,12 @@ class DraftPool(Section):
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:
-        taken = SECTIONS_TAKEN[self.method] | SECTIONS_TAKEN[self.model_method]
-        if self.model_method not in TAKING_MODELS and self.model is not None:
+        taken = METHOD_SECTIONS[self.method] | METHOD_SECTIONS[self.model_method]
+        if self.model_method not in MODEL_METHODS and self.model is not None:
             raise ValueError(f"method {self.method} takes no model; remove draft.model")
-        if self.model_method in TAKING_MODELS and self.model is None:
+        if self.model_method in MODEL_METHODS and self.model is None:
             raise ValueError(f"method {self.method} needs a model: a Hugging Face id or a folder")
-        for section in sorted(set().union(*SECTIONS_TAKEN.values()) - taken):
+        for section in sorted(set().union(*METHOD_SECTIONS.values()) - taken):
             if getattr(self, section) != type(getattr(self, section))():
                 raise ValueError(f"{section} has options, but method {self.method} does not read them; remove them")
         if self.states != StatesOptions() and self.model_method not in STATE_READERS:
@@ -479,7 +479,7 @@ class SlipstreamConfig(Section):
         return self
 
 
-MOVED: Mapping[str, str] = MappingProxyType(
+MOVED_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "draft.lookup_max_ngram": "is draft.ngram.max_ngram now",
         "draft.lookup_min_ngram": "is draft.ngram.min_ngram now",
@@ -535,7 +535,7 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
 
 def validated(data: Mapping[str, Any]) -> SlipstreamConfig:
     """Returns the config in `data`; raises ConfigError with one line per wrong key."""
-    moved = [f"{key} {message}" for key, message in MOVED.items() if _has(data, key)]
+    moved = [f"{key} {message}" for key, message in MOVED_KEYS.items() if _has(data, key)]
     if moved:
         raise ConfigError("wrong configuration\n  " + "\n  ".join(moved))
     try:

@@ -1,6 +1,6 @@
 """Sections of the configuration that `cluster.config` assembles.
 
-* One section of `draft` per drafting method, and the sections that each method reads (`SECTIONS_TAKEN`).
+* One section of `draft` per drafting method, and the sections that each method reads (`METHOD_SECTIONS`).
 * `draft.states`: how the target's hidden states reach drafters.
 * `trust`: authentication between the processes of a deployment.
 * `server.keys`: client API keys, by digest.
@@ -198,7 +198,7 @@ HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
 STATE_READERS = HEADS | {"mtp"}
 """Methods that read the target's hidden states; an MTP module is part of the target's own checkpoint."""
 
-SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
+METHOD_SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "draft_model": frozenset({"draft_model"}),
         "ngram": frozenset({"ngram"}),
@@ -213,7 +213,7 @@ SECTIONS_TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
 PROJECTING_HEADS = frozenset({"dflash", "eagle"})
 """Heads that may begin with a projection of the states alone; the checkpoint shows whether one does."""
 
-TAKING_MODELS = frozenset({"draft_model"}) | HEADS
+MODEL_METHODS = frozenset({"draft_model"}) | HEADS
 """Methods that load a checkpoint of their own; hybrid does if its model-based method does."""
 
 LEARNING_METHODS = frozenset({"draft_model"})
@@ -302,7 +302,7 @@ class TracingConfig(Section):
         return self.endpoint is not None
 
 
-BREAKS: Mapping[str, str] = MappingProxyType(
+REFUSED_VLLM_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "async_scheduling": "it schedules a step before the tokens that blocks are matched against are known",
         "speculative_config": "drafts come from drafters; set speculation.draft_tokens for their length",
@@ -322,7 +322,7 @@ BREAKS: Mapping[str, str] = MappingProxyType(
 )
 """Arguments that would break a guarantee or that implement one, with the reason."""
 
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
+RENAMED_VLLM_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "model": "model.target",
         "tokenizer": "model.target",
@@ -342,10 +342,10 @@ def faults_of(arguments: Iterable[str]) -> list[str]:
     """Returns one message for each argument that a target does not accept."""
     faults = []
     for name in arguments:
-        if name in BREAKS:
-            faults.append(f"vllm.{name} cannot be set: {BREAKS[name]}; remove it")
-        elif name in ELSEWHERE:
-            faults.append(f"vllm.{name} is {ELSEWHERE[name]} here; set that instead")
+        if name in REFUSED_VLLM_OPTIONS:
+            faults.append(f"vllm.{name} cannot be set: {REFUSED_VLLM_OPTIONS[name]}; remove it")
+        elif name in RENAMED_VLLM_OPTIONS:
+            faults.append(f"vllm.{name} is {RENAMED_VLLM_OPTIONS[name]} here; set that instead")
     return faults
 
 

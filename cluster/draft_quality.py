@@ -21,7 +21,7 @@ from cluster.speculation.estimators import AcceptanceCounts, Mean, Pairs
 from protos.frozen import value
 from protos.messages import Collapse
 
-MOST_DRAFTERS = 64  # most recent drafters that are kept
+MAX_DRAFTERS = 64  # most recent drafters that are kept
 
 
 @value
@@ -48,7 +48,7 @@ class AcceptanceStats:
         kinds = self._counts.setdefault(drafter, {})
         self._counts.move_to_end(drafter)
         kinds[kind] = kinds.get(kind, AcceptanceCounts()).after(asked, accepted)
-        if len(self._counts) > MOST_DRAFTERS:
+        if len(self._counts) > MAX_DRAFTERS:
             self._counts.popitem(last=False)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -65,12 +65,12 @@ class AcceptanceStats:
         return self._counts
 
 
-ALARM = 1e-4  # upper bound of false alarms per block: each costs reading the session again
-PROOF = 8  # good blocks before there is a history to compare with
-HISTORY = 128  # approximate number of blocks in the history
-POOR = 0.25  # usual acceptance below which the test is off: a draft that was always poor raises no alarm
-HARDER = 0.85  # share of the usual acceptance that texts which become harder may fall to
-COLLAPSED = 0.15  # share of that left to a drafter that is out of step, since some of its tokens are right by chance
+FALSE_ALARM_RATE = 1e-4  # upper bound of false alarms per block: each costs reading the session again
+MIN_GOOD_BLOCKS = 8  # good blocks before there is a history to compare with
+HISTORY_BLOCKS = 128  # approximate number of blocks in the history
+MIN_USUAL_ACCEPTANCE = 0.25  # usual acceptance below which the test is off: a draft that was always poor raises no alarm
+HARDER_TEXT_SHARE = 0.85  # share of the usual acceptance that texts which become harder may fall to
+COLLAPSED_SHARE = 0.15  # share of that left to a drafter that is out of step, since some of its tokens are right by chance
 
 
 @value
@@ -79,10 +79,10 @@ class CusumDetector:
 
     A block with an accepted token is good.
 
-    `evidence` is the log-likelihood ratio of the latest blocks under two hypotheses: blocks are good COLLAPSED * HARDER
-    as often as usual, or HARDER as often. It never falls below 0. A collapse is concluded at -log(ALARM). If the usual
-    rate were known exactly, the mean number of blocks before a false alarm would be at least 1 / ALARM, as long as
-    blocks are good at least HARDER as often as usual (Lorden 1971). The rate is estimated; simulated sessions keep to
+    `evidence` is the log-likelihood ratio of the latest blocks under two hypotheses: blocks are good COLLAPSED_SHARE * HARDER_TEXT_SHARE
+    as often as usual, or HARDER_TEXT_SHARE as often. It never falls below 0. A collapse is concluded at -log(FALSE_ALARM_RATE). If the usual
+    rate were known exactly, the mean number of blocks before a false alarm would be at least 1 / FALSE_ALARM_RATE, as long as
+    blocks are good at least HARDER_TEXT_SHARE as often as usual (Lorden 1971). The rate is estimated; simulated sessions keep to
     that bound at every constant acceptance. An acceptance of 0.2 comes closest, with 9e-5 alarms per block in the first
     hundred blocks; from 0.8 on there is less than one in a million. A fall from 0.8 to 0.1 is detected after 12 blocks,
     one to 0.2 after 17 (medians).
@@ -95,12 +95,12 @@ class CusumDetector:
     @property
     def is_collapsed(self) -> bool:
         """True if blocks are good so much less often than before that the drafter's state must be wrong."""
-        return self.evidence >= -math.log(ALARM)
+        return self.evidence >= -math.log(FALSE_ALARM_RATE)
 
     @property
     def is_proven(self) -> bool:
         """True if there is a history to compare with."""
-        return self._proven >= PROOF
+        return self._proven >= MIN_GOOD_BLOCKS
 
     @property
     def usual(self) -> float:
@@ -110,7 +110,7 @@ class CusumDetector:
     def after(self, accepted: int) -> "CusumDetector":
         """Returns the drift after a verified block. While there is evidence, blocks do not enter the history."""
         good = accepted > 0
-        history = self.history if self.evidence else self.history.after(good, 1 / HISTORY)
+        history = self.history if self.evidence else self.history.after(good, 1 / HISTORY_BLOCKS)
         evidence = self._evidence_after(good)
         latest = self.latest.after(good, 0.0) if evidence else Mean()
         return CusumDetector(history, evidence, latest)
@@ -121,7 +121,7 @@ class CusumDetector:
 
     @property
     def _blocks(self) -> int:
-        return min(self.history.count, HISTORY)
+        return min(self.history.count, HISTORY_BLOCKS)
 
     @property
     def _proven(self) -> float:
@@ -129,19 +129,19 @@ class CusumDetector:
         return self._blocks * self.history.value
 
     def _evidence_after(self, good: bool) -> float:
-        if not self.is_proven or self.usual < POOR:
+        if not self.is_proven or self.usual < MIN_USUAL_ACCEPTANCE:
             return 0.0
         if good:
-            return max(0.0, self.evidence + math.log(COLLAPSED))
-        harder = HARDER * self.usual
-        return self.evidence + math.log((1 - COLLAPSED * harder) / (1 - harder))
+            return max(0.0, self.evidence + math.log(COLLAPSED_SHARE))
+        harder = HARDER_TEXT_SHARE * self.usual
+        return self.evidence + math.log((1 - COLLAPSED_SHARE * harder) / (1 - harder))
 
 
-TOKENS = 64  # first tokens of blocks that are checked: an error of at most 0.06, in a second or two on a fast pair
-FAR_BELOW = 0.5  # share of the expected acceptance below which it warns
-LEAST = 0.2  # acceptance expected of any draft: one that is unsure everywhere is damaged rather than modest
+CHECKED_TOKENS = 64  # first tokens of blocks that are checked: an error of at most 0.06, in a second or two on a fast pair
+WARNING_SHARE = 0.5  # share of the expected acceptance below which it warns
+MIN_EXPECTED_ACCEPTANCE = 0.2  # acceptance expected of any draft: one that is unsure everywhere is damaged rather than modest
 
-CAUSES = (
+USUAL_CAUSES = (
     "usual causes: another tokenizer or chat template than the target's, a draft made for another target, "
     "a wrong dtype, RoPE setting or quantisation, damaged weights"
 )
@@ -149,7 +149,7 @@ CAUSES = (
 
 @value
 class LoadCheck:
-    """State of the check; it is over after TOKENS tokens."""
+    """State of the check; it is over after CHECKED_TOKENS tokens."""
 
     published: float | None = None  # share of accepted first tokens stated in the draft's folder
     tokens: int = 0
@@ -158,14 +158,14 @@ class LoadCheck:
 
     @property
     def is_over(self) -> bool:
-        return self.tokens >= TOKENS
+        return self.tokens >= CHECKED_TOKENS
 
     @property
     def expected(self) -> float | None:
         """Expected share of accepted first tokens; None before anything was measured or published."""
         if self.published is not None:
             return self.published
-        return max(LEAST, self.confidence / self.tokens) if self.tokens else None
+        return max(MIN_EXPECTED_ACCEPTANCE, self.confidence / self.tokens) if self.tokens else None
 
     @property
     def reached(self) -> float | None:
@@ -177,11 +177,11 @@ class LoadCheck:
         """Text of the warning, or None if nothing is wrong."""
         expected = self.expected
         reached = self.reached
-        if not self.is_over or expected is None or reached is None or reached >= FAR_BELOW * expected:
+        if not self.is_over or expected is None or reached is None or reached >= WARNING_SHARE * expected:
             return None
         source = "its own confidence" if self.published is None else "the figure in its folder"
         shares = f"{100 * reached:.0f} % of its first tokens, where {source} promises {100 * expected:.0f} %"
-        return f"the target accepts {shares}; {CAUSES}"
+        return f"the target accepts {shares}; {USUAL_CAUSES}"
 
     def summary(self) -> dict[str, float | str | None]:
         """Returns the check's state for display."""
@@ -201,9 +201,9 @@ class LoadCheck:
         return LoadCheck(self.published, self.tokens + 1, self.accepted + accepted, self.confidence + confidence)
 
 
-RECENT = 32  # blocks of a suspected drafter, over all sessions, that may clear it
-RECOVERED = 0.5  # share of the usual acceptance that clears it
-MOST_SUSPECTS = 64  # drafters kept: those that were replaced do not come back
+RECENT_BLOCKS = 32  # blocks of a suspected drafter, over all sessions, that may clear it
+RECOVERED_SHARE = 0.5  # share of the usual acceptance that clears it
+MAX_SUSPECTS = 64  # drafters kept: those that were replaced do not come back
 
 
 @value
@@ -251,10 +251,10 @@ class Suspicion:
 
     @property
     def is_cleared(self) -> bool:
-        return self.since.count >= RECENT and self.since.value >= RECOVERED * self.usual.value
+        return self.since.count >= RECENT_BLOCKS and self.since.value >= RECOVERED_SHARE * self.usual.value
 
     def after(self, accepted: int) -> "Suspicion":
-        return Suspicion(self.usual, self.since.after(accepted > 0, 1 / RECENT))
+        return Suspicion(self.usual, self.since.after(accepted > 0, 1 / RECENT_BLOCKS))
 
 
 class Suspects:
@@ -271,7 +271,7 @@ class Suspects:
         """Records that one of the drafter's sessions collapsed."""
         self._suspicions[drafter] = Suspicion(usual)
         self._suspicions.move_to_end(drafter)
-        if len(self._suspicions) > MOST_SUSPECTS:
+        if len(self._suspicions) > MAX_SUSPECTS:
             self._suspicions.popitem(last=False)
 
     def block(self, drafter: str, accepted: int) -> None:
@@ -346,7 +346,7 @@ class VersionAcceptance:
 class VersionWatch:
     """Acceptance of the version in use and of the one before, as one drafter sees them.
 
-    The texts of the two periods differ, so the new version is worse only if it falls below HARDER of the earlier
+    The texts of the two periods differ, so the new version is worse only if it falls below HARDER_TEXT_SHARE of the earlier
     acceptance, and by several standard errors. Of a useless version, hardly any blocks are requested; the first block
     of each session, which is independent of the others, then decides by the binomial distribution. Blocks of a version
     that was in use before count anew.
@@ -384,14 +384,14 @@ class VersionWatch:
             return self._is_collapsed(self._before)
         before = self._before.sessions
         used = self._used.sessions
-        error = math.hypot(HARDER * before.ratio_error, used.ratio_error)
-        return HARDER * before.ratio - used.ratio > ERRORS * error
+        error = math.hypot(HARDER_TEXT_SHARE * before.ratio_error, used.ratio_error)
+        return HARDER_TEXT_SHARE * before.ratio - used.ratio > ERRORS * error
 
     def _is_collapsed(self, before: VersionAcceptance) -> bool:
         """Returns whether sessions' first blocks prove a fall, while there are too few for the errors of a ratio."""
         count = before.first_blocks
         share = before.first_accepted / count
-        usual = HARDER * (share - 2 * math.sqrt(share * (1 - share) / count))  # its lower bound
+        usual = HARDER_TEXT_SHARE * (share - 2 * math.sqrt(share * (1 - share) / count))  # its lower bound
         tried = self._used.first_blocks
         if usual <= 0:
             return False

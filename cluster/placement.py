@@ -3,13 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
-from cluster.autoscaling import DRAFT, ROOM, TARGET, DraftScaling, TargetScaling
+from cluster.autoscaling import DRAFT, DEFAULT_UTILISATION, TARGET, DraftScaling, TargetScaling
 from cluster.config import DraftPool, Replicas, Resources, TargetPool
 
 AUTOSCALING_POLICY = {"policy_function": "cluster.autoscaling:PoolsPolicy"}  # of the application: sees both pools
 ALONE_POLICY = {"policy_function": "cluster.autoscaling:PoolAlone"}  # for a pool, if the application has none
 REPORT_S = 2.0  # between two reports of a replica; Serve's default is ten
-LOOK_BACK_S = 10.0  # averaging window of reports: a session briefly without a drafter then hardly counts
+AVERAGING_WINDOW_S = 10.0  # averaging window of reports: a session briefly without a drafter then hardly counts
 COORDINATOR_CPUS = 0.1  # a target's coordinator moves messages; its ranks do the work
 
 
@@ -66,7 +66,7 @@ def scaling_settings(target: TargetPool, draft: DraftPool) -> dict[str, dict[str
 
 
 def _sessions_aimed_at(replicas: Replicas, max_sessions: int) -> float:
-    return replicas.sessions_per_replica or ROOM * max_sessions
+    return replicas.sessions_per_replica or DEFAULT_UTILISATION * max_sessions
 
 
 def bounds(replicas: Replicas) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def bounds(replicas: Replicas) -> dict[str, Any]:
         "min_replicas": replicas.min,
         "max_replicas": replicas.max,
         "metrics_interval_s": REPORT_S,
-        "look_back_period_s": LOOK_BACK_S,
+        "look_back_period_s": AVERAGING_WINDOW_S,
         "upscale_delay_s": 0,
         "downscale_delay_s": 0,
     }

@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, TypeAdapter
 from pydantic_core import to_json
 
-MOST_BYTES = 1 << 26  # bound of an answer's decompressed size
+MAX_UNPACKED_BYTES = 1 << 26  # bound of an answer's decompressed size
 
 T = TypeVar("T")
 
@@ -29,11 +29,11 @@ def unpacked(data: bytes, shape: TypeAdapter[T]) -> T:
     """Returns the packed answer; raises ValueError if the bytes are not an answer of this shape."""
     inflating = zlib.decompressobj()
     try:
-        text = inflating.decompress(data, MOST_BYTES)
+        text = inflating.decompress(data, MAX_UNPACKED_BYTES)
     except zlib.error as error:
         raise ValueError(f"expected a packed answer, of the same version of Slipstream: {error}") from error
     if not inflating.eof:
-        raise ValueError(f"a packed answer was cut off, or holds more than {MOST_BYTES} bytes")
+        raise ValueError(f"a packed answer was cut off, or holds more than {MAX_UNPACKED_BYTES} bytes")
     return shape.validate_json(text)  # a ValidationError is a ValueError
 
 

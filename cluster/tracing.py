@@ -13,7 +13,7 @@ Fact = str | bool | int | float
 """Attribute of a span or an event: a count, a name or an address, never a token or a text."""
 
 
-MOST_EVENTS = 1024  # latest events kept per session; an answer of a thousand tokens has about three hundred rounds
+MAX_EVENTS = 1024  # latest events kept per session; an answer of a thousand tokens has about three hundred rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def described(message: Message) -> tuple[str, dict[str, Fact]] | None:
 class SessionEvents:
     """The latest events of a session, and totals over all of them."""
 
-    def __init__(self, most: int = MOST_EVENTS) -> None:
+    def __init__(self, most: int = MAX_EVENTS) -> None:
         self.latest: deque[RoundEvent] = deque(maxlen=most)
         self.left_out = 0
         self.sums: Counter[str] = Counter(rounds=0, decided=0, drafted=0, accepted=0, missed=0)

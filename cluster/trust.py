@@ -37,7 +37,7 @@ def _proof(key: bytes, session: str, assignment: int) -> bytes:
     return blake2b(said, digest_size=PROOF_BYTES, key=key).digest()
 
 
-REMEMBERED = 1024  # latest pairs of peer and cause that are kept; a dropped one is logged again
+MAX_REMEMBERED = 1024  # latest pairs of peer and cause that are kept; a dropped one is logged again
 
 
 class Refusals:
@@ -58,7 +58,7 @@ class Refusals:
             self._log.warning("refused %s: %s%s; further ones are only counted", peer, cause, why and f": {why}")
         self._logged[peer, cause] = None
         self._logged.move_to_end((peer, cause))
-        if len(self._logged) > REMEMBERED:
+        if len(self._logged) > MAX_REMEMBERED:
             self._logged.popitem(last=False)
 
 

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-TIMES = 30.0  # times the measured cost: machines stall, and a long text costs more than a profile's short rows
-LEAST_S = 10.0  # lower bound of the limit: a false alarm costs a replica, and a prefill elsewhere for its sessions
-MOST_S = 60.0
+TIMEOUT_FACTOR = 30.0  # times the measured cost: machines stall, and a long text costs more than a profile's short rows
+MIN_TIMEOUT_S = 10.0  # lower bound of the limit: a false alarm costs a replica, and a prefill elsewhere for its sessions
+MAX_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class TimeoutPolicy:
     """Time limits for one piece of work."""
 
-    most_s: float = MOST_S
-    least_s: float = LEAST_S
-    times: float = TIMES
+    most_s: float = MAX_TIMEOUT_S
+    least_s: float = MIN_TIMEOUT_S
+    times: float = TIMEOUT_FACTOR
 
     def limit_s(self, expected_s: float | None) -> float:
         """Returns the time limit of work that is expected to take `expected_s` seconds; None if that is unknown.

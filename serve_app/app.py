@@ -17,7 +17,7 @@ from serve_app.serve_manifest import ROUTER_OPTIONS, router_sizes
 
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
 POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}
-ENDS_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # extra seconds for a target to end after it has drained
+SHUTDOWN_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # extra seconds for a target to end after it has drained
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -33,7 +33,7 @@ def application(config: SlipstreamConfig) -> serve.Application:
         user_config=scaling_settings(config.target, config.draft),
         **HEALTH,
         **_logging(config.server),
-        **(POOL_SHUTDOWN | {"graceful_shutdown_timeout_s": config.target.drain_s + ENDS_S}),
+        **(POOL_SHUTDOWN | {"graceful_shutdown_timeout_s": config.target.drain_s + SHUTDOWN_S}),
     )
     drafter = serve.deployment(DraftDeployment, name="Drafter").options(
         ray_actor_options=actor_options(config.draft.resources),

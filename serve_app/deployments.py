@@ -76,7 +76,7 @@ from serve_app.startup import (
 log = logging.getLogger("ray.serve")
 Result = TypeVar("Result")
 
-MOST_AHEAD = 0.25  # share of its slots by which a target's cached prefix may outweigh load
+MAX_PREFIX_ADVANTAGE = 0.25  # share of its slots by which a target's cached prefix may outweigh load
 OWN_STOP_PERIOD_S = 0.5
 DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another, targets continue alone
 LOOK_PERIOD_S = 2.0  # between two looks of a trainer for new examples
@@ -467,7 +467,7 @@ class RouterDeployment(_ReplicaDeployment):
         folder = local_folder(config.model.target, with_weights=False)
         identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
         pool = config.target
-        prefixes = PrefixOptions(pool.cache_per_rank.page_size, MOST_AHEAD * pool.max_sessions)
+        prefixes = PrefixOptions(pool.cache_per_rank.page_size, MAX_PREFIX_ADVANTAGE * pool.max_sessions)
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
         self._model = config.model.name
         render = TemplateProcess()

@@ -37,7 +37,7 @@ from cluster.draft_quality import AcceptanceStats
 Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
 """Values that only grow, by name of the family and cause, or by all labels of a family that has others."""
 
-CAUSE = ("cause",)
+CAUSE_LABEL = ("cause",)
 LABELS = {"slipstream_draft_positions": ("drafter", "method", "position", "context", "prefix", "outcome")}
 
 HELP = {
@@ -143,7 +143,7 @@ def routed_counts(routed: Mapping[str, int]) -> Counts:
 def counted_families(counts: Counts) -> Iterator[Metric]:
     """Yields the counts as Prometheus families."""
     for name, causes in counts.items():
-        labels = LABELS.get(name, CAUSE)
+        labels = LABELS.get(name, CAUSE_LABEL)
         family = CounterMetricFamily(name, HELP[name], labels=labels)
         for cause, value in causes.items():
             family.add_metric((cause,) if isinstance(cause, str) else cause, value)

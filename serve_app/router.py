@@ -42,7 +42,7 @@ SERVICES: Mapping[PeerRole, tuple[Any, Any]] = MappingProxyType(
 )
 """gRPC stub and frame type by the role of the peer."""
 
-CUT_SHORT = "this server stopped before the answer was complete; send the request again later"
+CUT_SHORT_MESSAGE = "this server stopped before the answer was complete; send the request again later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class Router:
         """Fails all running sessions; nothing is served afterwards."""
         self._draining = self._ended = True
         for assignment in list(self.sessions):
-            assignment.out.put_nowait(Failed(DrainingError(CUT_SHORT)))
+            assignment.out.put_nowait(Failed(DrainingError(CUT_SHORT_MESSAGE)))
 
     @property
     def has_ended(self) -> bool:

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 DRAFT = "SLIPSTREAM_DRAFT_SECTION"  # drafters' section
 SERVER = "SLIPSTREAM_SERVER_SECTION"  # routers' section
 ROUTER_OPTIONS = {"num_cpus": 0.1}
-ROUTER_ENDS_S = 5  # after `server.drain_s`, to end the remaining requests with an error
+ROUTER_SHUTDOWN_S = 5  # after `server.drain_s`, to end the remaining requests with an error
 DRAFTERS_ONLY = "set for drafters only"  # stands for a model that only other deployments load
 SMALLEST_MIXED_POOL = {"max": 2}  # stands for a mixed pool's bounds: its smallest size
 POOL_KEYS = {"replicas", "resources", "cache", "max_sessions"}
@@ -83,7 +83,7 @@ def router_sizes(server: ServerConfig) -> Json:
         # Above the router's own limit, which answers 429: what Serve holds back would wait unseen at its proxy.
         "max_ongoing_requests": 2 * server.max_requests,
         "max_queued_requests": server.max_requests,
-        "graceful_shutdown_timeout_s": server.drain_s + ROUTER_ENDS_S,
+        "graceful_shutdown_timeout_s": server.drain_s + ROUTER_SHUTDOWN_S,
     }
 
 
@@ -118,7 +118,7 @@ def deployed_drain_s(application: Mapping[str, Any]) -> float | None:
     """Returns the drain time in Serve's record of an application, if it has one."""
     routers = [one for one in application.get("deployments", []) if one["name"] == "Router"]
     timeout_s: float | None = routers[0].get("graceful_shutdown_timeout_s") if routers else None
-    return None if timeout_s is None else max(0.0, timeout_s - ROUTER_ENDS_S)
+    return None if timeout_s is None else max(0.0, timeout_s - ROUTER_SHUTDOWN_S)
 
 
 APPLICATION = "slipstream"

@@ -17,8 +17,8 @@ from actors.compute.kv_cache import InputRow, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
 QUERY_BLOCK = 128  # queries that share a list of pages
-LEAST_PAGE = 16  # smallest number of keys per kernel block
-COMPILED = 64  # kernels that torch may build before it falls back to computing every score: chains, trees, windows, ...
+MIN_BLOCK_KEYS = 16  # smallest number of keys per kernel block
+MAX_KERNELS = 64  # kernels that torch may build before it falls back to computing every score: chains, trees, windows, ...
 WORD = 32  # nodes per bit set
 WORDS = -(-MAX_BLOCK_TOKENS // WORD)
 
@@ -180,14 +180,14 @@ def _behind_the_ends(rows: Sequence[InputRow], page_size: int) -> Iterator[tuple
 
 def flex_for(page_size: int) -> Flex:
     """Creates the compiled backend. Raises RuntimeError for pages that no kernel can read."""
-    if page_size < LEAST_PAGE or page_size & (page_size - 1):
-        raise RuntimeError(f"pages of {page_size} positions; expected a power of two from {LEAST_PAGE} on")
+    if page_size < MIN_BLOCK_KEYS or page_size & (page_size - 1):
+        raise RuntimeError(f"pages of {page_size} positions; expected a power of two from {MIN_BLOCK_KEYS} on")
     return Flex(compiled())
 
 
 def compiled(backend: str | Callable[..., Any] | None = None) -> Callable[..., Tensor]:
     """Returns FlexAttention with kernels for any number of rows, tokens and pages."""
-    options: dict[str, Any] = {"dynamic": True, "recompile_limit": COMPILED}
+    options: dict[str, Any] = {"dynamic": True, "recompile_limit": MAX_KERNELS}
     if backend is not None:
         options["backend"] = backend
     kernel: Callable[..., Tensor] = torch.compile(flex_attention, **options)

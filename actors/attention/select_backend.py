@@ -97,12 +97,12 @@ QUERIES = 5
 PARENTS = (-1, 0, -1, 2)  # parents of all but the first token, if the block is a tree
 CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
 WINDOW = 100
-LONG = 300  # tokens of a prompt chunk, more than one query block of a kernel
+PROMPT_TOKENS = 300  # tokens of a prompt chunk, more than one query block of a kernel
 WARM_UPS = 2
 REPEATS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Raised by libraries that are missing, not built for this device, or unsuited to this shape.
-MAY_FAIL = (
+BACKEND_ERRORS = (
     ImportError,
     RuntimeError,
     ValueError,
@@ -193,7 +193,7 @@ class Trial:
     def _kinds(self, trees: bool) -> list[list[InputRow]]:
         """Yields single tokens, chains and trees, of one row and of several, also beside a long prompt chunk."""
         token = replace(self._rows[0], tokens=(0,))
-        long = InputRow((0,) * LONG, 0, 0, self._rows[-1].pages)
+        long = InputRow((0,) * PROMPT_TOKENS, 0, 0, self._rows[-1].pages)
         chains = [[token], self._rows[:1], self._rows[:2], [long]]
         return [*chains, self._trees[:1], self._trees[:2], [long, *self._trees[:2]]] if trees else chains
 
@@ -220,7 +220,7 @@ def fastest(
             backend = make()
             _check(backend, trial, reference, tolerance)
             step_ms = _step_ms(backend, trial, clock)
-        except MAY_FAIL as error:
+        except BACKEND_ERRORS as error:
             tried.append(Tried(name, None, f"{type(error).__name__}: {error}"))
             continue
         tried.append(Tried(name, step_ms, no_trees=_no_trees(backend, trial, reference, tolerance)))
@@ -237,7 +237,7 @@ def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBacke
         return "its kernel takes no mask"
     try:
         _check(backend, trial, reference, tolerance, trees=True)
-    except MAY_FAIL as error:
+    except BACKEND_ERRORS as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

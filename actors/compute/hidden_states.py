@@ -99,8 +99,8 @@ class StateCache:
         pages[targets] = pages[sources]
 
 
-LARGEST = 448.0  # largest finite e4m3 value
-LEAST_SCALE = 1e-12
+MAX_E4M3 = 448.0  # largest finite e4m3 value
+MIN_SCALE = 1e-12
 
 
 def encode_rows(rows: Tensor, dtype: StateDtype) -> Tensor:
@@ -108,8 +108,8 @@ def encode_rows(rows: Tensor, dtype: StateDtype) -> Tensor:
     if dtype is StateDtype.BFLOAT16:
         return rows.to(torch.bfloat16).contiguous().view(torch.uint8)
     rows = rows.float()
-    scales = (rows.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_min_(LEAST_SCALE)
-    scaled = (rows / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    scales = (rows.abs().amax(dim=-1, keepdim=True) / MAX_E4M3).clamp_min_(MIN_SCALE)
+    scaled = (rows / scales).clamp_(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
     return torch.cat([scaled.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
 
 

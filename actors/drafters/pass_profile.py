@@ -10,8 +10,8 @@ from cluster.drafting.session_table import DrafterLimits
 from protos.messages import DraftRequest, Open
 from protos.prefix import Prefix
 
-ROWS = (1, 4, 16)  # sessions in a drafting pass
-LONG = 4  # forwards of a drafting pass
+PROFILE_ROWS = (1, 4, 16)  # sessions in a drafting pass
+PROFILE_FORWARDS = 4  # forwards of a drafting pass
 PROMPT_TOKENS = 8
 
 
@@ -20,9 +20,9 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
 
     A method that finds no candidates in these prompts is measured at finding none.
     """
-    sizes = [rows for rows in ROWS if rows == 1 or rows <= limits.max_sessions]
+    sizes = [rows for rows in PROFILE_ROWS if rows == 1 or rows <= limits.max_sessions]
     width = method.tokens_per_forward
-    lengths = (1, width, LONG * width)
+    lengths = (1, width, PROFILE_FORWARDS * width)
     sessions = [_session(limits, index) for index in range(sizes[-1])]
     for session in sessions:
         method.open(session)
@@ -36,7 +36,7 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     passes = []
     for rows, (one, whole, long) in zip(sizes, zip(seconds, seconds, seconds, strict=True), strict=True):
         rest_s = max(0.0, whole - one)  # all but the first of a forward's tokens
-        forward_s = max(0.0, (long - whole) / (LONG - 1) - rest_s)
+        forward_s = max(0.0, (long - whole) / (PROFILE_FORWARDS - 1) - rest_s)
         forwards.append((rows, forward_s))
         further.append((rows, rest_s / max(1, width - 1)))
         passes.append(max(0.0, one - forward_s))

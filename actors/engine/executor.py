@@ -167,7 +167,7 @@ class StepExecutor:
         )
 
 
-LOOK_S = 1.0  # seconds between two checks: the most that one stop of the process counts
+CHECK_PERIOD_S = 1.0  # seconds between two checks: the most that one stop of the process counts
 
 
 async def done_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
@@ -178,8 +178,8 @@ async def done_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
     """
     left_s = limit_s
     while not work.done() and left_s >= 0:
-        await asyncio.wait((work,), timeout=min(left_s, LOOK_S))
-        left_s -= LOOK_S
+        await asyncio.wait((work,), timeout=min(left_s, CHECK_PERIOD_S))
+        left_s -= CHECK_PERIOD_S
     return work.done()
 
 

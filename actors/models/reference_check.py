@@ -33,14 +33,14 @@ from cluster.errors import ModelError
 from cluster.page_allocator import SlotMove
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # kinds of layers that attention backends support
-NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+IGNORED_KEYS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 FIX = "use another model, or target.engine: vllm for a target"
 PAGE_SIZE = 8
 PAGES = (tuple(range(24, 12, -1)), tuple(range(12)))  # pages of either session: in reverse and interleaved order
 FIRST_TOKEN = 3  # smaller ids may be padding
 TOLERANCE = 1e-3  # relative to the largest logit: another summation order differs by 1e-6, a wrong key by .1
 SEEDS = (0, 1)  # two experts may tie to the last bit for one token, but not for two models in a row
-MOST_PARAMETERS = 20_000_000  # upper limit for the small model
+MAX_PARAMETERS = 20_000_000  # upper limit for the small model
 NOISE = 0.1  # added to norms and biases, which are initialised to ones and zeros
 TREE = (-1, 0, -1, 2)  # parents of the nodes: two branches of two
 BASE = 33  # tokens before the tree
@@ -67,7 +67,7 @@ def check_class(
     kind: type[PreTrainedModel], config: PretrainedConfig, *, ranks: int = 1, context: int | None = None
 ) -> None:
     """Raises ModelError as `check_model` does; each class and config is proved once per process."""
-    compared = {name: value for name, value in config.to_dict().items() if name not in NOT_COMPARED}
+    compared = {name: value for name, value in config.to_dict().items() if name not in IGNORED_KEYS}
     _prove(_Case(kind, json.dumps(compared, sort_keys=True, default=str), min(ranks, 2), context, config))
 
 
@@ -191,7 +191,7 @@ def _random_model(kind: type[PreTrainedModel], config: PretrainedConfig, seed: i
     """Returns a model with weights so large that a wrong key shows; keeps torch's generator state."""
     with torch.device("meta"):
         parameters = kind._from_config(config, dtype=torch.float32).num_parameters()
-    if parameters > MOST_PARAMETERS:
+    if parameters > MAX_PARAMETERS:
         raise ValueError(f"it still has {parameters} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -13,7 +13,7 @@ DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
-LEAST_LAYERS = 4  # layers within which alternating patterns repeat
+MIN_LAYERS = 4  # layers within which alternating patterns repeat
 SMALL_HEADS = 4
 SMALL_HIDDEN = 64
 SMALL_VOCABULARY = 256
@@ -169,7 +169,7 @@ def _cut_layers(fields: dict[str, Any]) -> None:
         ]
         kept = {kinds.index(kind) for kind in kinds}
         others = [layer for layer in range(depth) if layer not in kept]
-        layers = sorted([*kept, *others[: max(0, LEAST_LAYERS - len(kept))]])
+        layers = sorted([*kept, *others[: max(0, MIN_LAYERS - len(kept))]])
         fields |= {key: [value[layer] for layer in layers] for key, value in by_layer.items()}
         fields |= {key: [at for at, layer in enumerate(layers) if layer in value] for key, value in numbered.items()}
         fields[name] = len(layers)

@@ -30,7 +30,7 @@ from cluster.errors import ModelError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHOWN_AFTER_S = 2.0  # seconds after which a load shows a progress bar
-NOT_READ = (
+UNREAD_TENSORS = (
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # computed from the config, and stored by old checkpoints
     r"(^|\.)position_ids$",
     r"(^|\.)(attn|attention)\.masked_bias$",
@@ -331,7 +331,7 @@ def _is_harmless(model: PreTrainedModel, name: str, shape: Shape | None) -> bool
     text = model.config.get_text_config()
     first = int(getattr(text, "num_hidden_layers", 0))  # modules of multi-token prediction may follow the last layer
     extra = range(first, first + int(getattr(text, "num_nextn_predict_layers", None) or 0))
-    known = (*NOT_READ, *(rf"^model\.layers\.{layer}\." for layer in extra))
+    known = (*UNREAD_TENSORS, *(rf"^model\.layers\.{layer}\." for layer in extra))
     if re.search("|".join((*known, *sorted(model._keys_to_ignore_on_load_unexpected))), name):
         return True
     return CAUSAL_MASK.search(name) is not None and (shape is None or (len(shape) == 4 and shape[:2] == (1, 1)))

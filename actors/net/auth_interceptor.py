@@ -18,8 +18,8 @@ import grpc
 from actors.net.credentials import Credentials
 from cluster.trust import PeerRole, Refusals
 
-PASSED_S = 10.0  # as long as a caller may take to send its Hello
-CAUSE = "a caller that did not get through the TLS handshake"
+HANDSHAKE_TIMEOUT_S = 10.0  # as long as a caller may take to send its Hello
+NO_HANDSHAKE = "a caller that did not get through the TLS handshake"
 
 
 class Handshakes:
@@ -42,14 +42,14 @@ class Handshakes:
 
     def _begins(self) -> None:
         self._begun += 1
-        self._loop.call_later(PASSED_S, self._look)
+        self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._look)
 
     def _look(self) -> None:
         self._begun -= 1
         if self._passed:
             self._passed -= 1
         else:
-            self._refusals.note("somebody", CAUSE)
+            self._refusals.note("somebody", NO_HANDSHAKE)
 
 
 Context = grpc.aio.ServicerContext[Any, Any]

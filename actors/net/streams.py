@@ -47,8 +47,8 @@ FRAME_BYTES = 4 << 20  # approximate frame size; a single message may be larger
 HELLO_S = 10.0  # time for a caller to send its Hello
 RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # waits between attempts to dial; the last one repeats
 
-MOST_MESSAGES = 1024  # per frame: reading it blocks the event loop for some 20 ms
-REST = 40.0  # pause after unrequested messages, as a multiple of the time they took to handle
+MAX_FRAME_MESSAGES = 1024  # per frame: reading it blocks the event loop for some 20 ms
+REST_FACTOR = 40.0  # pause after unrequested messages, as a multiple of the time they took to handle
 
 REFUSING = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -83,7 +83,7 @@ class Outbox:
             await self._changed.wait()
         frame = [self._due.popleft()]
         size = encoded_bytes(frame[0])
-        while self._due and len(frame) < MOST_MESSAGES:
+        while self._due and len(frame) < MAX_FRAME_MESSAGES:
             if (size := size + encoded_bytes(self._due[0])) > self._frame_bytes:
                 break
             frame.append(self._due.popleft())
@@ -129,7 +129,7 @@ def decode_after_greeting(frame: ProtoMessage) -> Decoded:
     A greeting is the first field of a frame, so checking the first message is enough.
     """
     repeated = [value for descriptor, value in frame.ListFields() if descriptor.is_repeated]
-    if (count := sum(map(len, repeated))) > MOST_MESSAGES:
+    if (count := sum(map(len, repeated))) > MAX_FRAME_MESSAGES:
         raise InvalidFrame(f"{count} messages in one frame")
     found = decode(frame)
     if isinstance(next(iter(found.messages), None), Hello | Welcome):
@@ -197,7 +197,7 @@ async def converse(
             try:
                 decoded = decode_after_greeting(frame)
                 if unasked := on_frame(decoded):
-                    await asyncio.sleep(REST * (time.perf_counter() - began) * unasked / len(decoded.messages))
+                    await asyncio.sleep(REST_FACTOR * (time.perf_counter() - began) * unasked / len(decoded.messages))
             except InvalidFrame:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT)
 

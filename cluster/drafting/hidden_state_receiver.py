@@ -8,7 +8,7 @@ from cluster.drafting.requests import SessionUpdates
 from protos.frozen import value
 from protos.messages import States, StatesFormat
 
-MOST_EARLY = 64  # messages per session that may wait for the verdict with their tokens
+MAX_EARLY_MESSAGES = 64  # messages per session that may wait for the verdict with their tokens
 
 
 @value
@@ -103,7 +103,7 @@ class HiddenStateReceiver:
 
     def _wait(self, states: States) -> None:
         waiting = self._early[states.session]
-        if len(waiting) < MOST_EARLY:
+        if len(waiting) < MAX_EARLY_MESSAGES:
             waiting.append(states)
         else:
             self._counts["states_early"] += 1

@@ -20,7 +20,7 @@ from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
 from cluster.drafting.trees import Outcome, accepted_chance, continuations, rejections
 from cluster.speculation.estimators import Mean, Pairs, pace_after
 
-MEMORY = 0.02  # weight of the latest forward pass
+FORWARD_MEMORY = 0.02  # weight of the latest forward pass
 
 
 class ForwardTime:
@@ -30,7 +30,7 @@ class ForwardTime:
         self._line = Pairs()
 
     def learn(self, rows: int, seconds: float) -> None:
-        self._line = self._line.after(rows, seconds, MEMORY)
+        self._line = self._line.after(rows, seconds, FORWARD_MEMORY)
 
     def most_rows(self, limit: int, seconds: float) -> int:
         """Returns the most rows, up to `limit`, that a forward pass feeds in `seconds`; `limit` if nothing is known."""
@@ -108,12 +108,12 @@ class DraftTiming:
         return self.profile.times(self.pace.value) if self.pace.count else self.profile
 
 
-AHEAD_ROWS = 8  # most rows of a forward pass: this many, or ROWS_EACH for each session
-ROWS_EACH = 2
-OUTCOMES = 8  # outcomes drafted for after a rejection, and as many after full acceptance
-SIBLING_FIRST = 0.5  # urgency of reading a token beside the main path under verification; that of the main path is 1
-SIBLINGS_READ = 4  # tokens beside the main path whose continuations are drafted ahead
-LEAST_CHANCE = 0.01  # least probability of an outcome that is drafted for
+MIN_ROW_LIMIT = 8  # most rows of a forward pass: this many, or ROWS_PER_SESSION for each session
+ROWS_PER_SESSION = 2
+MAX_OUTCOMES = 8  # outcomes drafted for after a rejection, and as many after full acceptance
+SIBLING_URGENCY = 0.5  # urgency of reading a token beside the main path under verification; that of the main path is 1
+MAX_SIBLINGS_READ = 4  # tokens beside the main path whose continuations are drafted ahead
+MIN_OUTCOME_CHANCE = 0.01  # least probability of an outcome that is drafted for
 
 D = TypeVar("D", bound=BlockDraft)
 
@@ -159,7 +159,7 @@ class AheadSearch(Generic[D]):
         self._method = method
         self._forward_time = forward_time
         self._interrupted = interrupted
-        self._most_rows = max(AHEAD_ROWS, ROWS_EACH * len(requests))
+        self._most_rows = max(MIN_ROW_LIMIT, ROWS_PER_SESSION * len(requests))
         self._took_s = 0.0  # duration of the latest forward pass, taken as the estimate for the next
         self._begun = [draft for request in requests for draft in self._begin(request)]
         self._open = list(self._begun)
@@ -227,7 +227,7 @@ class AheadSearch(Generic[D]):
         found = []
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[: self._method.outcomes]:
             longest = min(request.max_tokens, max_block_len(session, request.base_len + len(outcome)))
-            if chance < LEAST_CHANCE or longest <= 0 or not stops.isdisjoint(outcome):
+            if chance < MIN_OUTCOME_CHANCE or longest <= 0 or not stops.isdisjoint(outcome):
                 continue
             draft = self._method.fork(root, outcome, chance, longest)
             if draft is not None:

@@ -41,12 +41,12 @@ from protos.messages import (
 )
 from protos.prefix import Prefix
 
-WINDOW_BLOCKS = 8  # per session: enough to distinguish LATE from IN_TIME
-LEAST_WINDOW = 64  # blocks, over all sessions
-LATE = 0.5  # share of late blocks above which there are too many sessions: most blocks are wasted
-IN_TIME = 0.125  # share of late blocks below which more sessions fit
-SHED = 0.25  # share of sessions to give up at once
-GROW = 0.125  # share of sessions to add: smaller than SHED, or the number would oscillate
+WINDOW_BLOCKS = 8  # per session: enough to distinguish LATE_SHARE from IN_TIME_SHARE
+MIN_WINDOW_BLOCKS = 64  # blocks, over all sessions
+LATE_SHARE = 0.5  # share of late blocks above which there are too many sessions: most blocks are wasted
+IN_TIME_SHARE = 0.125  # share of late blocks below which more sessions fit
+SHED_SHARE = 0.25  # share of sessions to give up at once
+GROWTH_SHARE = 0.125  # share of sessions to add: smaller than SHED_SHARE, or the number would oscillate
 
 
 class Capacity:
@@ -61,19 +61,19 @@ class Capacity:
         """Records a drafted block, late or in time; returns how many of the current `sessions` to give up now."""
         self._blocks += 1
         self._late += late
-        if self._blocks < max(LEAST_WINDOW, WINDOW_BLOCKS * sessions):
+        if self._blocks < max(MIN_WINDOW_BLOCKS, WINDOW_BLOCKS * sessions):
             return 0
         share = self._late / self._blocks
         self._blocks = self._late = 0
-        if share > LATE and sessions > 1:
-            self.sessions = sessions - max(1, int(SHED * sessions))
+        if share > LATE_SHARE and sessions > 1:
+            self.sessions = sessions - max(1, int(SHED_SHARE * sessions))
             return sessions - self.sessions
-        if share < IN_TIME:
-            self.sessions = min(self._most, self.sessions + max(1, int(GROW * self.sessions)))
+        if share < IN_TIME_SHARE:
+            self.sessions = min(self._most, self.sessions + max(1, int(GROWTH_SHARE * self.sessions)))
         return 0
 
 
-MEMORY = 0.125  # weight of the latest step, as in the round-trip times of TCP (RFC 6298)
+INTERVAL_MEMORY = 0.125  # weight of the latest step, as in the round-trip times of TCP (RFC 6298)
 
 
 @value
@@ -87,7 +87,7 @@ class StepIntervalEstimate:
         if not self.mean_s:
             return StepIntervalEstimate(seconds)
         distance = abs(seconds - self.mean_s)
-        return StepIntervalEstimate(blend(self.mean_s, seconds, MEMORY), blend(self.deviation_s, distance, MEMORY))
+        return StepIntervalEstimate(blend(self.mean_s, seconds, INTERVAL_MEMORY), blend(self.deviation_s, distance, INTERVAL_MEMORY))
 
     @property
     def least_s(self) -> float | None:

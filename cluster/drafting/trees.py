@@ -42,7 +42,7 @@ class Choices:
         return zip(self.tokens, self.chances, strict=True)
 
 
-NOTHING = Choices((), ())
+NO_CHOICES = Choices((), ())
 
 Outcome = tuple[tuple[int, ...], float]  # verdict tokens and their probability
 
@@ -78,9 +78,9 @@ def continuations(block: Sequence[int], accepted: float, after: Choices) -> list
     return [((*block, token), accepted * chance) for token, chance in after]
 
 
-HOPE = 0.5  # approximate probability of the token after a likely one
-LIMBS = 3  # branches of a block that are begun at once
-SIBLINGS = 4  # choices considered at a position: even the fourth is the target's token at only 2 of 100 positions
+CHILD_CHANCE = 0.5  # approximate probability of the token after a likely one
+MAX_BRANCHES = 3  # branches of a block that are begun at once
+MAX_SIBLINGS = 4  # choices considered at a position: even the fourth is the target's token at only 2 of 100 positions
 
 TokenPath = tuple[int, ...]
 
@@ -116,7 +116,7 @@ def likeliest_paths(branches: Iterable[Branch], most: int, least_chance: float) 
         path = branch.stem
         reached = branch.chance
         for token, there in zip(branch.tokens, branch.choices, strict=True):
-            for other, chance in zip(there.tokens[:SIBLINGS], there.chances, strict=False):
+            for other, chance in zip(there.tokens[:MAX_SIBLINGS], there.chances, strict=False):
                 chances[(*path, other)] = reached * chance
             reached = chances.setdefault((*path, token), reached * there.chance_of(token))
             path = (*path, token)
@@ -141,7 +141,7 @@ def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: 
     reached = 1.0
     while len(found) < most:
         there = after(path)
-        for token, chance in zip(there.tokens[:SIBLINGS], there.chances, strict=False):
+        for token, chance in zip(there.tokens[:MAX_SIBLINGS], there.chances, strict=False):
             if reached * chance >= least_chance:
                 heappush(ahead, (-reached * chance, len(path) + 1, (*path, token)))
         if not ahead:
@@ -171,7 +171,7 @@ def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance
 
 def branches_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Branch]:
     """Returns the branches of a block in which the choices at a position do not depend on the tokens before it."""
-    return grow_branches(lambda path: choices[len(path)] if len(path) < len(choices) else NOTHING, most, least_chance)
+    return grow_branches(lambda path: choices[len(path)] if len(path) < len(choices) else NO_CHOICES, most, least_chance)
 
 
 def least_of(paths: Sequence[tuple[TokenPath, float]], most: int) -> float:
@@ -186,8 +186,8 @@ def worth_branching(
     return [
         (path, chance)
         for path, chance in paths
-        if chance * HOPE > least and path[:-1] == main_path[: len(path) - 1] and path != main_path[: len(path)]
-    ][:LIMBS]
+        if chance * CHILD_CHANCE > least and path[:-1] == main_path[: len(path) - 1] and path != main_path[: len(path)]
+    ][:MAX_BRANCHES]
 
 
 def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Proposal:

@@ -27,7 +27,7 @@ class RecoveryStep(Enum):
     GIVEN_UP = "given up"
 
 
-MEANING = {
+STEP_MEANING = {
     RecoveryStep.RESYNCED: "it opens the session again",
     RecoveryStep.REPLACED: "another drafter takes the session",
     RecoveryStep.NON_SPECULATIVE: "the session continues without speculation",
@@ -66,7 +66,7 @@ class RecoveryLog:
             complaint.drafter,
             100 * collapse.latest,
             100 * collapse.usual,
-            MEANING[remedy],
+            STEP_MEANING[remedy],
         )
 
     def by_step(self) -> dict[tuple[str, str], int]:
@@ -79,7 +79,7 @@ class RecoveryLog:
         log.warning("drafter %s: blocks became bad in several sessions; it gets no new sessions for a while", drafter)
 
 
-WELL = 8  # draft tokens accepted in a session that count as good drafting
+GOOD_SESSION_TOKENS = 8  # draft tokens accepted in a session that count as good drafting
 
 
 class DrafterWatch:
@@ -108,7 +108,7 @@ class DrafterWatch:
     def ended(self, session: Session, drafter: str) -> None:
         """Records that a session ended normally with `drafter` as its last drafter."""
         complained_of = self._complained_of.get(session.generation.session)
-        if drafter != complained_of and session.counts.accepted >= WELL:
+        if drafter != complained_of and session.counts.accepted >= GOOD_SESSION_TOKENS:
             self._breakers.ended_well(drafter)
 
     def forget(self, session: str) -> None:

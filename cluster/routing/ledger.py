@@ -41,7 +41,7 @@ from protos.prefix import Prefix
 MAX_REOPENS = 2  # a request that crashes targets must not crash them all
 # Tokens between two losses that show that the request did not cause the earlier one. A request that causes failures, by
 # what a step of it does or by its length, fails again within a few tokens.
-GETS_ON = 32
+PROGRESS_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class Session:
             return []
         self.failed_targets |= {source}
         here = self._prefix.length
-        self.failures = self.failures + 1 if here < self._lost_at + GETS_ON else 1
+        self.failures = self.failures + 1 if here < self._lost_at + PROGRESS_TOKENS else 1
         self._lost_at = here
         if self.failures <= MAX_REOPENS:
             return []

@@ -32,8 +32,8 @@ from cluster.routing.membership import Endpoint
 from cluster.speculation.circuit_breaker import CircuitBreakers
 from protos.messages import Leaving, LiveSession, Message, Refusal, RefusalReason, Verdict
 
-MOST_PAGES = 4096  # pages of a text that are hashed; its beginning is enough to place it
-TOKENS_A_SESSION = 128  # cached tokens that outweigh one more session
+MAX_HASHED_PAGES = 4096  # pages of a text that are hashed; its beginning is enough to place it
+TOKENS_PER_SESSION = 128  # cached tokens that outweigh one more session
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b
     """
     keys: list[bytes] = []
     parent = salt
-    for start in range(0, min(len(tokens) - 1, MOST_PAGES * page_size) - page_size + 1, page_size):
+    for start in range(0, min(len(tokens) - 1, MAX_HASHED_PAGES * page_size) - page_size + 1, page_size):
         parent = page_hash(key, parent, tokens[start : start + page_size])
         keys.append(parent)
     return keys
@@ -91,8 +91,8 @@ class PrefixAffinity:
         """
         found = self.matches(keys)
         best = max(found.values(), default=0)
-        most = min(best / TOKENS_A_SESSION, self._options.most_sessions)
-        behind = {target: (best - tokens) / TOKENS_A_SESSION for target, tokens in found.items()}
+        most = min(best / TOKENS_PER_SESSION, self._options.most_sessions)
+        behind = {target: (best - tokens) / TOKENS_PER_SESSION for target, tokens in found.items()}
         return {target: most - lacking for target, lacking in behind.items() if lacking < most}
 
     def record(self, target: str, keys: Sequence[bytes]) -> None:
@@ -109,7 +109,7 @@ class PrefixAffinity:
         self._pages.pop(target, None)
 
 
-NOTHING: Mapping[str, float] = MappingProxyType({})
+NO_WORTH: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class Peers:
         self,
         takes: Callable[[str], bool],
         avoid: frozenset[str] = frozenset(),
-        worth: Mapping[str, float] = NOTHING,
+        worth: Mapping[str, float] = NO_WORTH,
     ) -> str | None:
         """Returns a replica that accepts sessions now: the least loaded, after its `worth` in sessions is
         subtracted."""
@@ -226,8 +226,8 @@ class Peers:
                     return
 
 
-SAME_NODE = 4.0  # extra sessions for which a drafter on the target's node is still preferred: its drafts arrive sooner
-SAME_ZONE = 2.0
+SAME_NODE_WORTH = 4.0  # extra sessions for which a drafter on the target's node is still preferred: its drafts arrive sooner
+SAME_ZONE_WORTH = 2.0
 
 
 class Locality:
@@ -255,12 +255,12 @@ class Locality:
         place = self._places.get(target or "")
         if place is None:
             return {}
-        near = dict.fromkeys(self._by_zone.get(place.zone, ()), SAME_ZONE)
-        return near | dict.fromkeys(self._by_node.get(place.node, ()), SAME_NODE)
+        near = dict.fromkeys(self._by_zone.get(place.zone, ()), SAME_ZONE_WORTH)
+        return near | dict.fromkeys(self._by_node.get(place.node, ()), SAME_NODE_WORTH)
 
 
 KEY_BYTES = 32  # length of the key of page hashes, which each router draws
-FULL_FOR_S = 1.0  # pause before a target that reported that it is full is tried again
+FULL_PAUSE_S = 1.0  # pause before a target that reported that it is full is tried again
 
 
 class TargetChoice:
@@ -287,7 +287,7 @@ class TargetChoice:
 
     def on_refusal(self, target: str, now: float) -> None:
         """Records that a target reported that it is full."""
-        self._full_until[target] = now + FULL_FOR_S
+        self._full_until[target] = now + FULL_PAUSE_S
 
     def on_move(self, session: Session, left: str | None) -> None:
         """Records a session's move: its new target will have the prompt cached, `left` has all committed tokens."""
@@ -321,8 +321,8 @@ class TargetChoice:
 
 log = logging.getLogger(__name__)
 
-PREFIXES = PrefixOptions()
-GONE = "%s %s; %d sessions continue elsewhere or without it"
+DEFAULT_PREFIX_OPTIONS = PrefixOptions()
+GONE_MESSAGE = "%s %s; %d sessions continue elsewhere or without it"
 PLANNED = "planned"  # reasons for a handover: the peer announced that it leaves
 LOST = "lost"
 
@@ -360,7 +360,7 @@ class SessionRouter(Generic[F]):
     The caller keeps `targets` and `drafters` current: the replicas that may be given sessions.
     """
 
-    def __init__(self, router: str, target_wait_s: float, prefixes: PrefixOptions = PREFIXES) -> None:
+    def __init__(self, router: str, target_wait_s: float, prefixes: PrefixOptions = DEFAULT_PREFIX_OPTIONS) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
         self.remedies = RecoveryLog()  # against drafters whose blocks became bad
@@ -472,7 +472,7 @@ class SessionRouter(Generic[F]):
         self._choice.on_target_gone(peer)
         lost = [assignment for assignment in self if peer in (assignment.session.target, assignment.session.drafter)]
         how = "has left" if is_planned else "is lost"
-        log.log(logging.INFO if is_planned else logging.WARNING, GONE, peer, how, len(lost))
+        log.log(logging.INFO if is_planned else logging.WARNING, GONE_MESSAGE, peer, how, len(lost))
         for assignment in lost:
             session = assignment.session
             if session.target == peer:

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from protos.messages import DraftAnswer
 
 SILENT_STEPS = 3  # missed steps in a row after which a target stops waiting: single late blocks mean nothing
-PROBE_AFTER = 32  # steps until it waits once more, then twice as many, and so on: a dead drafter costs little
-MISSES = 8  # missed blocks before a router moves sessions, whose prompts another drafter must read again
-COLLAPSES = 3  # sessions in a row whose blocks became bad before a drafter is given up
+PROBE_STEPS = 32  # steps until it waits once more, then twice as many, and so on: a dead drafter costs little
+MAX_MISSES = 8  # missed blocks before a router moves sessions, whose prompts another drafter must read again
+MAX_COLLAPSES = 3  # sessions in a row whose blocks became bad before a drafter is given up
 FIRST_PAUSE_S = 1.0  # before a router tries a drafter again; doubles with each failed try
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 SILENT_S = 2.0  # silence after which a drafter that drafted for the session before is given up
 FIRST_BLOCK_S = 10.0  # the same for one that has yet to read the session's prompt
 
@@ -66,7 +66,7 @@ class CircuitBreaker:
         if self._misses == 0:
             self._silent_since = now
         self._misses += 1
-        if self._misses < MISSES or now - self._silent_since < silence_s:
+        if self._misses < MAX_MISSES or now - self._silent_since < silence_s:
             return False
         self._open(now)
         self._was_silent = True
@@ -75,7 +75,7 @@ class CircuitBreaker:
     def collapsed(self, now: float) -> bool:
         """Records that blocks became bad in a session even after a resync; returns True if the breaker opens now."""
         self._collapses += 1
-        if self._collapses < COLLAPSES:
+        if self._collapses < MAX_COLLAPSES:
             return False
         self._open(now)
         self._was_bad = True
@@ -104,7 +104,7 @@ class CircuitBreaker:
         if self._open_until is None or now >= self._open_until:  # further refusals during a pause do not extend it
             self._open_until = now + self._pause_s
             self._probe = None
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
 
 class SilentDrafters:
@@ -127,7 +127,7 @@ class SilentDrafters:
 
     def is_probed(self, drafter: str) -> bool:
         """Returns True if the target waits for a silent drafter in this step."""
-        steps, rest = divmod(self._missed[drafter] - SILENT_STEPS + 1, PROBE_AFTER)
+        steps, rest = divmod(self._missed[drafter] - SILENT_STEPS + 1, PROBE_STEPS)
         return rest == 0 and (steps + 1).bit_count() == 1 and self.is_silent(drafter)
 
 

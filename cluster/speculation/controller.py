@@ -6,7 +6,7 @@ maximising a ratio). It decides from measured costs (`load`) and from the result
 
 Unknown costs, such as drafters that share memory, cores or network with the target, show only in the measured
 throughput. Where speculation was slower than non-speculative decoding at a load, the kill switch turns it off for a
-while, even if it should have paid. Every trial against the odds is charged to one budget, `PRICE`. Pure, without a
+while, even if it should have paid. Every trial against the odds is charged to one budget, `TRIAL_SHARE`. Pure, without a
 clock.
 """
 
@@ -20,8 +20,8 @@ from cluster.speculation.estimators import AcceptanceCounts, Chances, Load, Pair
 from protos.frozen import value
 
 TRIAL_TOKENS = 2  # draft length of a trial: cheap, and enough to see whether blocks have become good
-LEAST_GAIN = 0.02  # tokens per round that drafting ahead must bring: a verdict and a block per round are not free
-TAKEN_UP = 1.15  # hysteresis: value over cost at which drafting resumes; without it, noise would toggle drafting
+MIN_LOOKAHEAD_GAIN = 0.02  # tokens per round that drafting ahead must bring: a verdict and a block per round are not free
+RESUME_RATIO = 1.15  # hysteresis: value over cost at which drafting resumes; without it, noise would toggle drafting
 
 
 @value
@@ -107,7 +107,7 @@ class Adaptive:
         wait's cost.
         """
         draft_token_s = replica.delay.slope
-        second = load.rate * (TAKEN_UP if stats.is_left_off else 1.0)  # value of a second in tokens
+        second = load.rate * (RESUME_RATIO if stats.is_left_off else 1.0)  # value of a second in tokens
         waiting = second / max(1.0, load.sessions * (1 - stats.hits))
         least_chance = min(1.0, second * load.token_s[0])
         tokens = waited_for = 0
@@ -128,7 +128,7 @@ class Adaptive:
             worth = worth + brings
         if gain > 0:
             return self._awaited(waited_for, waited_worth, least_chance, stats, load)
-        return DraftingDecision(tokens, worth, least_chance) if stats.hits * worth > LEAST_GAIN else DraftingDecision()
+        return DraftingDecision(tokens, worth, least_chance) if stats.hits * worth > MIN_LOOKAHEAD_GAIN else DraftingDecision()
 
     def _awaited(
         self, tokens: int, worth: float, least_chance: float, stats: SessionStats, load: Load
@@ -163,13 +163,13 @@ class ReferenceLoop:
         return self.patience if any(block.worth for block in awaited) else 0.0
 
 
-PRICE = 0.01  # share of the time, about, lost to trials that lose and to non-speculative steps where speculation wins
-MEMORY = 0.02  # weight of the latest step: about fifty show a gain of 1.25 although single steps differ by 0.8
-LEAST_DOUBT = 0.5  # share of the error kept at a full memory: without it, a gain of 5 % was turned off too often
-PROOF = 12  # decayed steps before a loss is accepted: a short benchmark at 16 sessions has a hundred steps
+TRIAL_SHARE = 0.01  # share of the time, about, lost to trials that lose and to non-speculative steps where speculation wins
+GAIN_MEMORY = 0.02  # weight of the latest step: about fifty show a gain of 1.25 although single steps differ by 0.8
+MIN_ERROR_SHARE = 0.5  # share of the error kept at a full memory: without it, a gain of 5 % was turned off too often
+MIN_LOSS_STEPS = 12  # decayed steps before a loss is accepted: a short benchmark at 16 sessions has a hundred steps
 LOOK_STEPS = 8  # non-speculative steps of one look at their current cost; the first look follows as many others
-ENOUGH_LOOKS = 2  # looks before a loss is accepted: eight lucky steps once turned speculation off for half a run
-LONGEST_PAUSE = 8192  # steps, some minutes: after that the drafters or the load may have changed
+MIN_LOOKS = 2  # looks before a loss is accepted: eight lucky steps once turned speculation off for half a run
+MAX_PAUSE_STEPS = 8192  # steps, some minutes: after that the drafters or the load may have changed
 
 
 def octave(count: int) -> int:
@@ -194,32 +194,32 @@ class _AtLoad:
         The margin shrinks as the memory fills. With a fixed margin, a loss of 4 %, about the error of fifty steps,
         persisted for a third of six hundred steps.
         """
-        errors = (1 if self.pause else 2) * max(LEAST_DOUBT, 1 - MEMORY * self.brought.weight)
+        errors = (1 if self.pause else 2) * max(MIN_ERROR_SHARE, 1 - GAIN_MEMORY * self.brought.weight)
         return self.brought.ratio + errors * self.brought.ratio_error
 
     @property
     def is_losing(self) -> bool:
-        return self.looks >= ENOUGH_LOOKS and self.brought.weight >= PROOF and self.best_gain < 1.0
+        return self.looks >= MIN_LOOKS and self.brought.weight >= MIN_LOSS_STEPS and self.best_gain < 1.0
 
     @property
     def looks_after(self) -> float:
-        """Speculative steps before the next look at non-speculative ones, so that looks cost about `PRICE`.
+        """Speculative steps before the next look at non-speculative ones, so that looks cost about `TRIAL_SHARE`.
 
         A look costs the gain that speculation would have brought. A close call is therefore looked at often, and an
         apparent loss at once. The first looks come sooner, because the pace of the first steps is not typical.
         """
-        spared = min(float(LOOK_STEPS) ** min(self.looks, 3), 1 / PRICE)
+        spared = min(float(LOOK_STEPS) ** min(self.looks, 3), 1 / TRIAL_SHARE)
         return max(LOOK_STEPS, LOOK_STEPS * (self.best_gain - 1) * spared)
 
     @property
     def next_pause(self) -> int:
-        """Steps to leave speculation off, so that over them the cost of its trial comes to `PRICE`.
+        """Steps to leave speculation off, so that over them the cost of its trial comes to `TRIAL_SHARE`.
 
         The pause at least doubles each time speculation loses again. It is then less likely to have begun to pay, and a
         trial costs several percent more than its steps show, because drafters have to read what they missed.
         """
         lost = self.brought.weight * (1 - self.brought.ratio)  # in non-speculative steps
-        return int(min(max(lost / PRICE, 2 * self.pause, LOOK_STEPS), LONGEST_PAUSE))
+        return int(min(max(lost / TRIAL_SHARE, 2 * self.pause, LOOK_STEPS), MAX_PAUSE_STEPS))
 
     def rest(self, steps: int) -> None:
         """Schedules `steps` non-speculative steps, which also measure the current cost of such steps."""
@@ -256,7 +256,7 @@ class KillSwitch:
 
         A trial is charged to all of them, because their step waits and takes longer.
         """
-        self._owed = max(0.0, self._owed - 1) + is_trial * sessions / PRICE
+        self._owed = max(0.0, self._owed - 1) + is_trial * sessions / TRIAL_SHARE
 
     def non_speculative_step(self, sessions: int) -> None:
         """Records a step without drafts whose requests allowed them."""
@@ -268,15 +268,15 @@ class KillSwitch:
         at = self._at(sessions)
         at.steps += 1
         if at.looks:
-            at.brought = at.brought.after(seconds, non_speculative_s, MEMORY)
+            at.brought = at.brought.after(seconds, non_speculative_s, GAIN_MEMORY)
         if at.is_losing:
             at.pause = at.next_pause
             at.brought = Pairs()
             at.rest(at.pause)
         elif at.steps >= at.looks_after:
-            if at.looks < ENOUGH_LOOKS:
+            if at.looks < MIN_LOOKS:
                 at.brought = Pairs()
-            if at.brought.weight >= PROOF:
+            if at.brought.weight >= MIN_LOSS_STEPS:
                 at.pause //= 2  # it has not lost
             at.rest(LOOK_STEPS)
 
@@ -287,7 +287,7 @@ class KillSwitch:
 DELAY_MEMORY = 0.01  # weight of the latest block's delay: delays are noisy, and those of all sessions count
 # Rounds without a wait after which a session waits for a block once: otherwise blocks that were slow once would be
 # taken to be slow forever. Waiting in one of a hundred rounds held every sixth step of sixteen sessions and lost 4 %.
-TIMED_AGAIN = 64
+MAX_UNAWAITED_ROUNDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ class SpeculationController:
             self.load = replace(self.load, sessions=sessions, gain=gain, speculates=speculates)
         replica = ReplicaStats(self._chances, self._delays[octave(sessions)])
         is_left_off = stats.is_left_off
-        is_due = stats.is_on_trial or self._gate.may_try if is_left_off else stats.unawaited >= TIMED_AGAIN
+        is_due = stats.is_on_trial or self._gate.may_try if is_left_off else stats.unawaited >= MAX_UNAWAITED_ROUNDS
         decision = self._policy.decide(stats, replica, limit, self.load, is_due)
         if speculates:
             stats.decided(decision.tokens > 0, decision.hold_step, decision.is_trial)

@@ -23,7 +23,7 @@ from itertools import islice, pairwise, zip_longest
 from cluster.costs import ForwardCost
 from protos.frozen import value
 
-LEAST_SPREAD = 1e-6  # spread of x relative to its squares; below it, all x were the same up to rounding
+MIN_SPREAD = 1e-6  # spread of x relative to its squares; below it, all x were the same up to rounding
 
 
 def blend(old: float, new: float, memory: float) -> float:
@@ -83,7 +83,7 @@ class Pairs:
         Durations neither fall nor begin below 0. The slope is 0 while all x are the same.
         """
         spread = self.weight * self.x_squares - self.x**2
-        if spread <= LEAST_SPREAD * self.x_squares:
+        if spread <= MIN_SPREAD * self.x_squares:
             return 0.0
         slope = (self.weight * self.products - self.x * self.y) / spread
         return min(max(0.0, slope), self.y / self.x)
@@ -94,12 +94,12 @@ class Pairs:
         return max(0.0, self.y - self.slope * self.x) / self.weight if self.weight else 0.0
 
 
-POSITIONS = 16  # nodes of a block that are counted separately: no request is longer
+MAX_POSITIONS = 16  # nodes of a block that are counted separately: no request is longer
 ACCEPTANCE_MEMORY = 0.06  # weight of the latest block; a text is as predictable as its last paragraph
 REPLICA_STRENGTH = 3.0  # weight of PRIOR in blocks: a replica's first blocks soon outweigh it
 SESSION_STRENGTH = 8.0  # weight of other sessions in blocks: with half of all blocks good, four bad ones prove nothing
-PRIOR = tuple(0.5**position for position in range(1, POSITIONS + 1))  # optimistic, so that blocks are tried
-ENOUGH = 32  # times that a position must be reached before its rate is published: an error below 0.09
+PRIOR = tuple(0.5**position for position in range(1, MAX_POSITIONS + 1))  # optimistic, so that blocks are tried
+MIN_REACHED = 32  # times that a position must be reached before its rate is published: an error below 0.09
 
 
 @value
@@ -119,7 +119,7 @@ class Chances:
 
         Nodes that have not been requested for long are forgotten, and so are tried again.
         """
-        new = (0.0,) * (min(asked, POSITIONS) - len(self.asked))
+        new = (0.0,) * (min(asked, MAX_POSITIONS) - len(self.asked))
         return Chances(
             _decayed(self.asked + new, range(asked)),
             _decayed(self.drafted + new, range(drafted)),
@@ -134,7 +134,7 @@ class Chances:
         counts over all sessions, which stand in where little is known.
         """
         counts = others.asked, others.drafted, others.accepted, self.asked, self.drafted, self.accepted
-        seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, POSITIONS))
+        seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, MAX_POSITIONS))
         found = []
         for prior, o_asked, o_drafted, o_accepted, asked, drafted, accepted in seen:
             usual = REPLICA_STRENGTH + o_asked
@@ -212,7 +212,7 @@ class SessionStats:
 
 @value
 class AcceptanceCounts:
-    """Counts of blocks by position since startup, as far as was ever requested and below POSITIONS."""
+    """Counts of blocks by position since startup, as far as was ever requested and below MAX_POSITIONS."""
 
     reached: tuple[int, ...] = ()  # blocks requested to this position or further, with all positions before it accepted
     accepted: tuple[int, ...] = ()  # those with this position accepted too
@@ -222,7 +222,7 @@ class AcceptanceCounts:
 
         One that ended early, in doubt, counts as rejected where it ended.
         """
-        positions = range(min(asked, POSITIONS))
+        positions = range(min(asked, MAX_POSITIONS))
         reached = tuple([int(position <= accepted) for position in positions])
         stood = tuple([int(position < accepted) for position in positions])
         return self + AcceptanceCounts(reached, stood)
@@ -236,7 +236,7 @@ class AcceptanceCounts:
         blocks."""
         found: list[float] = []
         for reached, accepted in zip(self.reached, self.accepted, strict=True):
-            if reached < ENOUGH:
+            if reached < MIN_REACHED:
                 break
             found.append(accepted / reached)
         return tuple(found)
@@ -250,8 +250,8 @@ COST_MEMORY = 0.05  # weight of the latest step: about twenty steps or one secon
 # Weight of the latest non-speculative step: the steps of one look outweigh all earlier ones. The cost of drafters on
 # the target's own machine changes within seconds; with older looks, a loss of 5 % was taken for a gain of 5 %.
 NON_SPECULATIVE_MEMORY = 0.15
-COMPARED = 8  # non-speculative steps in a row compared with the speculative ones before; later ones set the pace
-UNKNOWN = ForwardCost(by_tokens=((1, 1.0),))  # without a profile, further tokens are taken to cost nothing
+COMPARED_STEPS = 8  # non-speculative steps in a row compared with the speculative ones before; later ones set the pace
+UNPROFILED_COST = ForwardCost(by_tokens=((1, 1.0),))  # without a profile, further tokens are taken to cost nothing
 
 
 def pace_after(pace: Mean, ratio: float, memory: float = COST_MEMORY) -> Mean:
@@ -270,17 +270,17 @@ class StepCost:
     pace: Mean  # speculative steps as a multiple of the shape, without the wait before them
     plain: Mean = Mean()  # non-speculative steps as a multiple of that, from one step's end to the next
     prompts: Mean = Mean()  # the same for non-speculative steps that feed prompts: a profile has short rows
-    non_speculative_run: int = COMPARED  # non-speculative steps since the last speculative one
+    non_speculative_run: int = COMPARED_STEPS  # non-speculative steps since the last speculative one
 
     @classmethod
     def profiled(cls, profile: ForwardCost | None) -> "StepCost":
-        return cls(profile or UNKNOWN, Mean(0, float(profile is not None)))
+        return cls(profile or UNPROFILED_COST, Mean(0, float(profile is not None)))
 
     def after_non_speculative(self, rows: int, seconds: float) -> "StepCost":
         """Records a step without drafts for which none were requested."""
         ratio = seconds / self.shape.seconds(rows, rows)
         run = self.non_speculative_run + 1
-        if run > COMPARED:
+        if run > COMPARED_STEPS:
             return replace(
                 self, pace=pace_after(self.pace, ratio / self._non_speculative_scale), non_speculative_run=run
             )
@@ -354,5 +354,5 @@ class Load:
     def token_s(self) -> tuple[float, ...]:
         """Seconds that the first, second, ... draft token of each session adds to a step."""
         rows = self.sessions
-        steps = [self.step.drafts_s(rows, rows * (1 + length)) for length in range(POSITIONS + 1)]
+        steps = [self.step.drafts_s(rows, rows * (1 + length)) for length in range(MAX_POSITIONS + 1)]
         return tuple([max(0.0, later - earlier) / rows for earlier, later in pairwise(steps)])

@@ -147,7 +147,7 @@ def _is_for(block: Block, prefix: Prefix) -> bool:
     return block.base_len == prefix.length and block.prefix_hash == prefix.hash
 
 
-REMEMBERED = 4096  # ended sessions that are kept, so that their late blocks are dropped at once
+MAX_ENDED_SESSIONS = 4096  # ended sessions that are kept, so that their late blocks are dropped at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class OrphanBuffer:
     def ended(self, session: str) -> None:
         """Records that a session is over, so that its further blocks count as late, not early."""
         self._ended[session] = None
-        if len(self._ended) > REMEMBERED:
+        if len(self._ended) > MAX_ENDED_SESSIONS:
             self._ended.popitem(last=False)
 
     def drafter_gone(self, drafter: str) -> None:

@@ -19,7 +19,7 @@ from cluster.verification.sequence import StateFeed, TargetSequence
 from cluster.verification.step import Outcome, Row, StateRead, slots_of
 from protos.messages import Attach, DraftRequest, States, StatesAck, StatesFormat, Verdict
 
-MOST_TRIES = 2
+MAX_TRIES = 2
 
 
 class StateRecompute:
@@ -87,7 +87,7 @@ class StateRecompute:
         return session.cache.length if read is None or read.end < session.cache.length else read.first
 
     def _roll_back(self, session: TargetSequence, feed: StateFeed) -> None:
-        if feed.tries >= MOST_TRIES:
+        if feed.tries >= MAX_TRIES:
             session.feed = None
             self.lost += 1
             return

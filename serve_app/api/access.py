@@ -205,7 +205,7 @@ OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/docs", "/"}
 )
 OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # the live page asks for a key itself
-READING = frozenset({"GET", "HEAD"})
+READING_METHODS = frozenset({"GET", "HEAD"})
 CALLER = "slipstream.caller"  # ASGI scope key
 SCHEME = "bearer"
 
@@ -238,7 +238,7 @@ class AuthMiddleware:
 
 def _is_open(scope: Scope) -> bool:
     path = scope["path"]
-    return scope["method"] in READING and (path in OPEN_PATHS or OPEN_FILES.fullmatch(path) is not None)
+    return scope["method"] in READING_METHODS and (path in OPEN_PATHS or OPEN_FILES.fullmatch(path) is not None)
 
 
 def _key_of(scope: Scope) -> str | None:

@@ -97,7 +97,7 @@ from serve_app.api.validation import (
 )
 
 WORKERS = 2  # threads that parse and tokenise; more threads would contend with the event loop for the GIL
-HELD_BODIES = 64  # bodies of the largest size whose bytes may be held together
+MAX_HELD_BODIES = 64  # bodies of the largest size whose bytes may be held together
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 PartT = TypeVar("PartT", bound=RequestPart)
@@ -128,7 +128,7 @@ def create_api(
     server = config.server
     bodies = Bodies(
         max_bytes=server.max_body_bytes,
-        max_held_bytes=HELD_BODIES * server.max_body_bytes,
+        max_held_bytes=MAX_HELD_BODIES * server.max_body_bytes,
         max_reading=server.max_requests,  # including those in flight, at most what Serve sends to one router
         timeout_s=server.body_timeout_s,
     )

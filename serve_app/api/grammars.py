@@ -105,9 +105,9 @@ def _notation(text: str, field: str) -> RequestedGrammar:
 Literals = Callable[[str], str]
 """Spells text in a grammar's notation."""
 
-REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # no effect
-OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
-READ_AS_JSON = frozenset({"integer", "number", "boolean", "null", "object", "array"})
+IGNORED_KEYWORDS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # no effect
+OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
+JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 
 
 def arguments_rule(
@@ -140,7 +140,7 @@ class _Tagged:
 
     def rules(self) -> tuple[str, list[str]]:
         schema = self._schema
-        if unknown := sorted(schema.keys() - OF_OBJECTS - REMARKS):
+        if unknown := sorted(schema.keys() - OBJECT_KEYWORDS - IGNORED_KEYWORDS):
             raise self._refusal(f"have {unknown[0]!r}, which cannot be enforced in this model's calls")
         properties: Mapping[str, Any] = schema.get("properties", {})
         if missing := sorted(set(schema.get("required", ())) - properties.keys()):
@@ -158,13 +158,13 @@ class _Tagged:
     def _value(self, name: str, key: str, schema: Any) -> list[str]:
         kinds = _kinds(schema)
         after = self._tags.after_value
-        if kinds and kinds <= READ_AS_JSON:
+        if kinds and kinds <= JSON_TYPES:
             shared = {part: self._schema[part] for part in ("$defs", "definitions") if part in self._schema}
             return [f"{name}: %json {json_with_options({**shared, **schema})} {self._literals(after)}"]
-        if kinds and kinds <= {"string", "null"} and schema.keys() <= REMARKS | {"type", "anyOf", "nullable"}:
+        if kinds and kinds <= {"string", "null"} and schema.keys() <= IGNORED_KEYWORDS | {"type", "anyOf", "nullable"}:
             return self._text(name)
         choices = schema.get("enum", [schema["const"]] if "const" in schema else []) if kinds == {"string"} else []
-        if choices and schema.keys() <= REMARKS | {"type", "enum", "const"} and all(map(self._is_plain, choices)):
+        if choices and schema.keys() <= IGNORED_KEYWORDS | {"type", "enum", "const"} and all(map(self._is_plain, choices)):
             return [f"{name}: ({' | '.join(map(self._literals, choices))}) {self._literals(after)}"]
         raise self._refusal(f"have {key!r}, whose schema cannot be enforced in this model's calls")
 

@@ -179,8 +179,8 @@ def _answer_attributes(record: RequestRecord) -> dict[str, Attribute]:
     return attributes
 
 
-MOST_VERSIONS = 32  # versions counted separately by one router; each is about ten series
-OTHER = "other"
+MAX_VERSIONS = 32  # versions counted separately by one router; each is about ten series
+OTHER_VERSION = "other"
 """Counts all further versions."""
 
 VERSION = "prompt_version"
@@ -189,7 +189,7 @@ VERSION = "prompt_version"
 class PromptVersions(Collector):
     """Totals by prompt version since the router started."""
 
-    def __init__(self, most: int = MOST_VERSIONS) -> None:
+    def __init__(self, most: int = MAX_VERSIONS) -> None:
         self._most = most
         self._requests: Counter[str] = Counter()
         self._choices: Counter[str] = Counter()  # choices that have had a token
@@ -202,7 +202,7 @@ class PromptVersions(Collector):
         if request is None or request.prompt_version is None:
             return
         name = request.prompt_version
-        version = name if name in self._requests or len(self._requests) < self._most else OTHER
+        version = name if name in self._requests or len(self._requests) < self._most else OTHER_VERSION
         self._requests[version] += 1
         tokens = self._tokens[version]
         tokens["prompt"] += record.prompt_tokens

@@ -17,9 +17,9 @@ from serve_app.api.replies import RETRY_AFTER_S, ErrorDetail, error_response
 
 # Serve reads it at start from the environment of `ray start`, or of the process that starts Ray.
 PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
-OF_SERVE = "/-/"  # Serve's own health and status routes
+SERVE_PREFIX = "/-/"  # Serve's own health and status routes
 ROUTES = "/-/routes"  # lists applications by prefix
-NOTHING_SERVED = b"the server is starting or stopping; try again later"
+UNAVAILABLE_MESSAGE = b"the server is starting or stopping; try again later"
 KINDS = {  # OpenAI's type and code by status
     404: ("invalid_request_error", "not_found"),
     408: ("server_error", "request_timeout"),
@@ -43,7 +43,7 @@ class ProxyErrors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(OF_SERVE):
+        if scope["type"] != "http" or scope["path"].startswith(SERVE_PREFIX):
             await self._app(scope, receive, send)
             return
         begun: Message | None = None  # a response of the proxy itself
@@ -56,7 +56,7 @@ class ProxyErrors:
                 words = message["body"]
                 if begun["status"] == 404 and not await self._serves(scope):
                     begun = {**begun, "status": 503}
-                    words = NOTHING_SERVED
+                    words = UNAVAILABLE_MESSAGE
                 await _in_form(begun, words)(scope, receive, send)
             else:
                 await send(message)

@@ -11,7 +11,7 @@ from cluster.errors import RequestError
 from serve_app.api.replies import ModelCard, ModelList
 
 DISTRIBUTION = "slipstream-serving"
-SERVER_DECIDES = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # affect parsing
+SERVER_FIELDS = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # affect parsing
 
 
 class UnknownModelError(RequestError):
@@ -53,7 +53,7 @@ def fingerprint(config: SlipstreamConfig, checkpoint: str) -> str:
         "weights": checkpoint or config.model.target,
         "model": config.model.model_dump(include={"dtype", "max_context"}),
         "target": config.target.model_dump(include={"engine", "vllm", "tensor_parallel"}),
-        "server": config.server.model_dump(include=SERVER_DECIDES),
+        "server": config.server.model_dump(include=SERVER_FIELDS),
     }
     text = json.dumps(decisive, sort_keys=True, default=str)
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"

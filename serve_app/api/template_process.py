@@ -19,8 +19,8 @@ from serve_app.api.template_worker import HEAD, MEMORY_BYTES, SIZE
 from serve_app.api.template_worker import __name__ as PROGRAM
 
 CPU_S = 1.0  # processor time of one conversation
-ANSWERS_S = 60.0  # wall clock, including the program's start on a busy machine
-STOPS_S = 5.0
+ANSWER_TIMEOUT_S = 60.0  # wall clock, including the program's start on a busy machine
+STOP_TIMEOUT_S = 5.0
 
 
 class TemplateProcess:
@@ -57,7 +57,7 @@ class TemplateProcess:
         while self._idle:
             self._idle.pop().close()
         try:
-            self._program.wait(STOPS_S)
+            self._program.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._program.kill()
             self._program.wait()
@@ -81,7 +81,7 @@ class TemplateProcess:
                 self._program.wait()
                 self._program, self._control = _start(self._cpu_s)
                 socket.send_fds(self._control, (b"w",), (theirs.fileno(),))
-        ours.settimeout(ANSWERS_S)
+        ours.settimeout(ANSWER_TIMEOUT_S)
         return ours
 
     def _exchange(self, worker: socket.socket, request: bytes) -> str:
@@ -99,7 +99,7 @@ class TemplateProcess:
                 body = reply.read(length)
         except TimeoutError as error:
             raise EngineError(
-                f"the process that renders chat templates did not answer within {ANSWERS_S:g} s"
+                f"the process that renders chat templates did not answer within {ANSWER_TIMEOUT_S:g} s"
             ) from error
         except ConnectionError as error:
             raise over from error

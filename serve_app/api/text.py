@@ -25,7 +25,7 @@ from serve_app.api.tool_calls import CallForm, ResponseReaders, find_call_form, 
 log = logging.getLogger("ray.serve")
 
 _UNFINISHED = "\ufffd"  # decoding of an incomplete character
-_MOST_TOKENS_OF_A_CHARACTER = 4  # bytes of a character at most, one U+FFFD each
+_MAX_TOKENS_PER_CHARACTER = 4  # bytes of a character at most, one U+FFFD each
 _SHORT_WINDOW = 8  # tokens
 _LONG_WINDOW = 16
 _LONGEST_WINDOW = 32  # window length at which linear time wins over exact equality; only invalid bytes reach it
@@ -53,7 +53,7 @@ class Detokenizer:
         self._new = 0  # tokens since the text last ended in a character other than U+FFFD
         # Length of the window's text after each of the newest tokens. It may shrink: with byte tokens, an
         # unfinished character turns every byte beside it into U+FFFD until it is finished.
-        self._lengths: deque[int] = deque(maxlen=_MOST_TOKENS_OF_A_CHARACTER)
+        self._lengths: deque[int] = deque(maxlen=_MAX_TOKENS_PER_CHARACTER)
 
     def push(self, token: int) -> str:
         """Returns the text that this token makes final."""
@@ -67,7 +67,7 @@ class Detokenizer:
             released = self._give(text, len(text))
             self._reset_window()
             return released
-        if self._new < _MOST_TOKENS_OF_A_CHARACTER:
+        if self._new < _MAX_TOKENS_PER_CHARACTER:
             return ""
         released = self._give(text, min(self._lengths))  # the newest tokens but one may be bytes of one character
         if len(self._window) >= _LONG_WINDOW and len(self._window) % _SHORT_WINDOW == 0:
@@ -101,7 +101,7 @@ class Detokenizer:
         shortest = min(range(len(self._lengths)), key=lambda age: self._lengths[-1 - age])
         end = len(self._window) - shortest  # where no character was unfinished, if there is such a place
         whole = self._decode(self._window[:end])
-        starts = range(end - _SHORT_WINDOW, end - _SHORT_WINDOW + _MOST_TOKENS_OF_A_CHARACTER)
+        starts = range(end - _SHORT_WINDOW, end - _SHORT_WINDOW + _MAX_TOKENS_PER_CHARACTER)
         borders = (start for start in starts if self._is_border(start, end, whole))
         start = next(borders, None if len(self._window) < _LONGEST_WINDOW else starts[0])
         if start is not None:

@@ -125,11 +125,11 @@ def _others(name: str) -> list[ServeApplicationSchema]:
 
 
 RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # seconds; `ray start --block` reads and applies it on SIGTERM
-RAY_DRAINS_S = 30.0  # Ray's default
-SERVE_NOTICES_S = 15  # until Serve notices that a node drains and has stopped what ran there
-REPLICA_ENDS_S = 10  # from the end of a replica's own drain until Serve kills it
+RAY_DRAIN_DEFAULT_S = 30.0  # Ray's default
+SERVE_NOTICE_S = 15  # until Serve notices that a node drains and has stopped what ran there
+REPLICA_SHUTDOWN_S = 10  # from the end of a replica's own drain until Serve kills it
 
 
 def drain_s(config: SlipstreamConfig) -> int:
     """Returns how long Ray lets replicas finish on a stopped node, at least as long as the configuration says."""
-    return math.ceil(max(config.server.drain_s, config.target.drain_s)) + REPLICA_ENDS_S + SERVE_NOTICES_S
+    return math.ceil(max(config.server.drain_s, config.target.drain_s)) + REPLICA_SHUTDOWN_S + SERVE_NOTICE_S

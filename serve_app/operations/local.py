@@ -29,7 +29,7 @@ from serve_app.operations.ray_cluster import (
     deployed,
     disconnect,
 )
-from serve_app.serve_manifest import APPLICATION, ROUTER_ENDS_S
+from serve_app.serve_manifest import APPLICATION, ROUTER_SHUTDOWN_S
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def wait_until_ready(url: str) -> None:
 def let_requests_finish(drain_s: float) -> None:
     """Makes routers refuse new requests and finish running ones, up to the drain time."""
     _refuse_new_requests(drain_s)
-    _drain(drain_s + ROUTER_ENDS_S)
+    _drain(drain_s + ROUTER_SHUTDOWN_S)
 
 
 def _refuse_new_requests(drain_s: float) -> None:

@@ -27,7 +27,7 @@ from cluster.speculation.estimators import AcceptanceCounts
 from cluster.telemetry import Actor, Span, spans, unpack
 from serve_app.operations.checks import Node
 
-FOUND_BY_RAY = ("auto", "local")
+RAY_ADDRESSES = ("auto", "local")
 CONNECT_S = 3.0  # seconds; Ray itself would try for more than a minute
 ANSWER_S = 20.0
 
@@ -64,7 +64,7 @@ def disconnect() -> None:
 
 def check_reachable(address: str) -> None:
     """Raises ClusterError if `address` is not host:port, or no gRPC server answers there."""
-    if address in FOUND_BY_RAY:
+    if address in RAY_ADDRESSES:
         return
     where = address.removeprefix("ray://")
     host, _, port = where.rpartition(":")

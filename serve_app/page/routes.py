@@ -32,7 +32,7 @@ from serve_app.api.streaming import as_json
 
 WINDOW_S = 3.0
 SHOWN_STAGES = ("draft", "draft ahead", "verify")
-MOST_BYTES = 20_000  # size limit of a recording, which keeps the latest events
+MAX_RECORDING_BYTES = 20_000  # size limit of a recording, which keeps the latest events
 
 
 def shown_stages() -> list[Stage]:
@@ -123,7 +123,7 @@ def draft_sample(drafter: Drafter, name: str, method: str) -> DraftSample:
 
 def _recording(role: str, name: str, timeline: Timeline) -> bytes:
     events = {event for stage in shown_stages() for _, event in (stage.begins, stage.ends)}
-    return pack(Actor(role, name, timeline.latest(WINDOW_S, events)), MOST_BYTES)
+    return pack(Actor(role, name, timeline.latest(WINDOW_S, events)), MAX_RECORDING_BYTES)
 
 
 ANSWER_S = 2.0
@@ -152,9 +152,9 @@ async def _ask(pool: DeploymentHandle[Any]) -> Sequence[Sample]:
     return [answer for answer in answers if isinstance(answer, Sample)]
 
 
-MOST_REPLICAS = 64  # most replicas listed per pool
-MOST_TRACKS = 16  # most tracks drawn
-MOST_BARS = 250  # most bars per track; the latest
+MAX_REPLICAS = 64  # most replicas listed per pool
+MAX_TRACKS = 16  # most tracks drawn
+MAX_BARS = 250  # most bars per track; the latest
 
 Bar = tuple[str, float, float, int]
 """Stage, start and duration in ms of the window, and number of sessions."""
@@ -236,10 +236,10 @@ def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> P
     return PageState(
         model=model,
         window_ms=WINDOW_S * 1e3,
-        targets=tuple(_target(sample, rates.get(sample.name)) for sample in targets[:MOST_REPLICAS]),
-        drafters=tuple(_drafter(sample, earlier.get(sample.name)) for sample in drafters[:MOST_REPLICAS]),
+        targets=tuple(_target(sample, rates.get(sample.name)) for sample in targets[:MAX_REPLICAS]),
+        drafters=tuple(_drafter(sample, earlier.get(sample.name)) for sample in drafters[:MAX_REPLICAS]),
         learning=next((_learning(one.status) for one in now if isinstance(one, TrainerSample)), None),
-        unlisted=max(0, len(targets) - MOST_REPLICAS) + max(0, len(drafters) - MOST_REPLICAS),
+        unlisted=max(0, len(targets) - MAX_REPLICAS) + max(0, len(drafters) - MAX_REPLICAS),
         tokens_per_s=sum(one.tokens_per_s for one in rates.values()) if rates else None,
         busy=sum(one.busy for one in rates.values()) / len(rates) if rates else None,
         accepted=_accepted_share(earlier, targets),
@@ -306,7 +306,7 @@ def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample])
 
 def _tracks(samples: Sequence[TargetSample | DraftSample]) -> tuple[Track, ...]:
     """Returns the last seconds up to the latest sample, drafters above targets."""
-    actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MOST_TRACKS]]
+    actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MAX_TRACKS]]
     found = spans(actors, shown_stages())
     looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
     begins = max(looked, default=0.0) - WINDOW_S
@@ -325,7 +325,7 @@ def _up_to_now(actor: Actor, now: float) -> Actor:
 
 def _bars(actor: str, found: Sequence[Span], begins: float) -> tuple[Bar, ...]:
     inside = [span for span in found if span.actor == actor and span.ended_s > begins]
-    return tuple(_bar(span, begins) for span in inside[-MOST_BARS:])
+    return tuple(_bar(span, begins) for span in inside[-MAX_BARS:])
 
 
 def _bar(span: Span, begins: float) -> Bar:

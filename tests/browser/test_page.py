@@ -13,7 +13,7 @@ from tests.integration.scripted_front import Front, scripted_front
 from tests.scripted_generator import STALL
 
 # Text and what is behind it, as the browser has painted both: the least contrast of any text in the page.
-LEAST_CONTRAST = """() => {
+MIN_CONTRAST = """() => {
   const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const luminance = ([r, g, b]) => [r, g, b].map((c) => c / 255)
     .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
@@ -171,7 +171,7 @@ def test_all_text_stands_out_from_what_is_behind_it(page: Any, front: Front, sch
     page.get_by_text("done: 7 tokens").wait_for()
     page.locator("#answer .replaced").first.hover()
     page.locator("#busy", has_text="50 %").wait_for()
-    contrast, where = page.evaluate(LEAST_CONTRAST)
+    contrast, where = page.evaluate(MIN_CONTRAST)
     assert contrast >= 4.5, where
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert dark == {"light": "rgb(251, 251, 249)", "dark": "rgb(20, 23, 28)"}[scheme]

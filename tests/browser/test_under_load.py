@@ -22,7 +22,7 @@ PROMPTS = (
     "Tell me a short story about a lighthouse.",
 )
 QUESTION = "Write a Python function that returns the largest number in a list."
-MOST_BYTES = 300_000  # of a picture in the documents
+MAX_PICTURE_BYTES = 300_000  # of a picture in the documents
 
 pytestmark = pytest.mark.timeout(1500)  # where other work holds the machine, the models take minutes to load
 
@@ -83,5 +83,5 @@ def test_under_load_the_page_shows_both_pools_at_work(browser: Any, url: str, lo
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         picture = page.screenshot(path=pictures / f"page_{scheme}.png", full_page=True)
-        assert len(picture) < MOST_BYTES
+        assert len(picture) < MAX_PICTURE_BYTES
     context.close()

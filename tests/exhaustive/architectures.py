@@ -37,7 +37,7 @@ PAGE_SIZE = 4
 PAGES_EACH = 30
 STEPS = 16
 LAYERS = 4
-MOST_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 30_000_000
 TOLERANCE = 2e-4  # of the largest logit
 
 SIZES: dict[str, Any] = {  # by config field
@@ -261,7 +261,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
     """Returns a model with random weights, norms and biases included, which are constant at initialization."""
     with torch.device("meta"):
         count = AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
-    if count > MOST_PARAMETERS:
+    if count > MAX_PARAMETERS:
         raise ValueError(f"{count} parameters are too many")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for weight in model.parameters():

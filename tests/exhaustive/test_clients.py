@@ -28,7 +28,7 @@ from tests.integration.test_serving import assert_nothing_left
 MODEL = "SmolLM2-135M-Instruct"
 ANSWERS = int(os.environ.get("SLIPSTREAM_JSON_ANSWERS", "60"))
 AT_ONCE = 8
-MOST_TOKENS = 400  # of an answer; one that is cut off does not count
+MAX_TOKENS = 400  # of an answer; one that is cut off does not count
 TEMPERATURES = (0.0, 0.7, 1.0)
 ROUND_TRIPS = 6
 SPOKEN_TOKENS = 48  # of the answer to a tool's result
@@ -81,7 +81,7 @@ async def test_every_answer_validates_against_its_schema(served: Served, capsys:
                 model=MODEL,
                 messages=[{"role": "user", "content": f"{asked.prompt} Answer in JSON."}],
                 response_format=form,
-                max_tokens=MOST_TOKENS,
+                max_tokens=MAX_TOKENS,
                 temperature=TEMPERATURES[index % len(TEMPERATURES)],
                 seed=index,
             )
@@ -123,7 +123,7 @@ def test_a_streamed_call_is_answered_and_the_conversation_goes_on(served: Served
     counts: Counter[str] = Counter()
     for index in range(ROUND_TRIPS):
         messages: list[Any] = [{"role": "user", "content": ASKED[index].prompt}]
-        must_call = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": MOST_TOKENS}
+        must_call = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": MAX_TOKENS}
         called = Streamed(served, messages, index, **must_call)
         (call,) = called.calls.values()
         assert called.finish == "tool_calls"

@@ -21,7 +21,7 @@ from tests.integration.harness import Cluster, cluster, plain_greedy
 SESSIONS = 8
 TOKENS = 200
 ROUNDS = 5
-MOST = 1.1  # times the time without the flood
+MAX_SLOWDOWN = 1.1  # times the time without the flood
 ROOT = Path(__file__).parents[2]
 
 
@@ -70,4 +70,4 @@ async def test_early_blocks_at_full_speed(blocks_a_frame: int) -> None:
     print(
         f"{blocks_a_frame} blocks a frame: {median(ratios):.3f} times as long ({min(ratios):.3f} to {max(ratios):.3f})"
     )
-    assert median(ratios) < MOST
+    assert median(ratios) < MAX_SLOWDOWN

@@ -19,7 +19,7 @@ MAX_TOKENS = 96
 CONCURRENCIES = (1, 8)
 LINES = BENCH_PROMPTS.read_text().splitlines()
 DRAWS = 400
-LEAST_COUNT = 10
+MIN_COUNT = 10
 PROMPTS = [json.loads(line)["prompt"] for line in LINES][:20]
 
 
@@ -90,7 +90,7 @@ async def test_first_tokens_follow_plain_decoding(served: Served, acceptance: st
 def homogeneity(one: list[str], other: list[str]) -> float:
     """Chi-square's p-value for the two coming from one distribution; values that are rare in both count as one."""
     together = Counter(one + other)
-    common = {value for value, count in together.items() if count >= LEAST_COUNT}
+    common = {value for value, count in together.items() if count >= MIN_COUNT}
     assert len(common) > 2, f"too few different values to compare: {together.most_common(5)}"
     counts = [Counter(value if value in common else None for value in sample) for sample in (one, other)]
     table = [[count[value] for value in sorted(set().union(*counts), key=str)] for count in counts]

@@ -31,7 +31,7 @@ SHAPES = {"chain": CHAIN, "tree": TREE}  # draft tokens
 PROMPTS = [json.loads(line)["prompt"] for line in BENCH_PROMPTS.read_text().splitlines()][:3]
 TOLERANCE = 1e-3  # of a log probability
 NEAR_TIE = 1e-3  # of logits against each other
-MOST_TIES = 0.1  # of the answers of one comparison
+MAX_TIE_SHARE = 0.1  # of the answers of one comparison
 PARAMETERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.3},
     "greedy": {"temperature": 0.0},
@@ -168,7 +168,7 @@ async def test_each_pair_of_parameters_gives_the_text_of_plain_decoding(
         print(f"{first}, {shape}: {of_all}; {tokens} accepted of {dict(blocks)}; scores within {apart:.1e}", flush=True)
         wrong = {asked: margins for asked, margins in judgements.items() if max(margins) >= NEAR_TIE}
         assert not wrong, f"{shape}: no near-tie explains {len(wrong)} of {len(fields)}: {wrong}"
-        assert len(judgements) <= max(1, MOST_TIES * len(fields)), f"{shape}: so many are no accident: {judgements}"
+        assert len(judgements) <= max(1, MAX_TIE_SHARE * len(fields)), f"{shape}: so many are no accident: {judgements}"
         assert apart <= TOLERANCE, f"{shape}: the same tokens have other log probabilities"
         assert tokens > 0, f"{shape}: no draft token was accepted, so this showed nothing"
         assert blocks["trees"] == 0 if shape == "chain" else blocks["trees"] > 0, blocks

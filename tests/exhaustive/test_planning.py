@@ -21,7 +21,7 @@ from tools.planning.estimates import (
 from tools.planning.plan import InlineExecutor, Recommendation, processes, recommend
 from tools.planning.plan_report import (
     ACCEPTANCES,
-    BLOCK_LENS,
+    DRAFT_LENGTHS,
     TOLERANCE,
     formula_checks,
     recommendation_chart,
@@ -131,7 +131,7 @@ def test_where_none_of_the_best_in_short_runs_keeps_up_all_are_tried():
 
 def test_formula_and_simulation_agree():
     found = formula_checks()
-    assert [(check.acceptance, check.block_len) for check in found] == [(g, k) for g in ACCEPTANCES for k in BLOCK_LENS]
+    assert [(check.acceptance, check.block_len) for check in found] == [(g, k) for g in ACCEPTANCES for k in DRAFT_LENGTHS]
     for check in found:
         assert check.simulated_tokens == pytest.approx(check.tokens, rel=TOLERANCE)
         assert check.simulated_gain == pytest.approx(check.gain, rel=TOLERANCE)

@@ -35,7 +35,7 @@ from tests.exhaustive.schemas import ASKED, Asked
 ANSWERS = int(os.environ.get("SLIPSTREAM_JSON_ANSWERS", "60"))
 CONTEXT = 512
 PAGE_SIZE = 16
-MOST_TOKENS = 320
+MAX_TOKENS = 320
 DRAFTED = 6
 
 
@@ -64,7 +64,7 @@ class Pair:
         return Generation(
             session=f"s{index}",
             prompt=prompt,
-            max_len=len(prompt) + MOST_TOKENS,
+            max_len=len(prompt) + MAX_TOKENS,
             stop_ids=self.codec.eos_ids,
             sampling=Sampling(temperature=(0.0, 0.7, 1.0)[index % 3]),
             seed=index,

@@ -49,8 +49,8 @@ STATUSES = {  # that each kind may have; 0: none, as nothing but silence or leav
     "overload": SERVED_OR_REFUSED,
 }
 CUT_OFF = ("too large", 0)  # its sender may be hung up on while it still sends
-MOST_KEPT = 50 << 20  # bytes of a process's memory
-MOST_OPEN = 8  # file descriptors more than before
+MAX_KEPT_BYTES = 50 << 20  # bytes of a process's memory
+MAX_OPEN_FILES = 8  # file descriptors more than before
 CALM_S = 5.0  # in which connections are closed and memory is given back
 LOOKED_AT = ("ProxyActor", "ServeReplica", "Rank")
 
@@ -248,8 +248,8 @@ async def test_streams_continue_and_nothing_remains(served: Served, usual_rate: 
     assert max(under) < WORST * max(usual)
     assert before.keys() == after.keys(), "a process was replaced"
     for name, one in after.items():
-        assert one.memory < before[name].memory + MOST_KEPT, f"{name} keeps memory"
-        assert one.files < before[name].files + MOST_OPEN, f"{name} keeps files open"
+        assert one.memory < before[name].memory + MAX_KEPT_BYTES, f"{name} keeps memory"
+        assert one.files < before[name].files + MAX_OPEN_FILES, f"{name} keeps files open"
 
 
 def tell(answers: list[dict[str, Any]]) -> None:

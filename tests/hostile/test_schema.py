@@ -50,7 +50,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": MODEL, "tokens": [104, 105]},
 }
 FEW_FIELDS = 4
-LEAST_SERVED = 0.1  # of the requests to an operation
+MIN_SERVED_SHARE = 0.1  # of the requests to an operation
 EVENT = "data: "
 END = "[DONE]"
 
@@ -95,7 +95,7 @@ def test_every_answer_matches_the_schema(schema: Any, method: str, path: str) ->
     ask()
     print(f"{method} {path}: {dict(sorted(counts.items()))}")
     assert counts.total() >= CASES[method, path], "fewer were asked than were meant to be"
-    least = LEAST_SERVED if path in SOUND else 0
+    least = MIN_SERVED_SHARE if path in SOUND else 0
     assert counts[200] >= least * counts.total(), "hardly any was served, so this showed little"
 
 

@@ -426,7 +426,7 @@ async def test_early_blocks_do_not_displace_another_drafters(caplog):
 
 
 async def test_a_drafter_that_sends_unrequested_blocks_is_paused(monkeypatch):
-    monkeypatch.setattr(streams, "REST", 1e9)
+    monkeypatch.setattr(streams, "REST_FACTOR", 1e9)
     early = [Block("to-come", 3, at, DraftTree.chain((1,))) for at in range(10)]
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, VERIFY) as another:
         (target,) = c.targets.values()

@@ -85,13 +85,13 @@ async def test_failed_handshakes_are_counted_and_logged_once(kind, connections, 
         (target,) = c.targets.values()
         await eventually(lambda: target._streams == 1, "the router is in")
         c.servers[VERIFY.address(c)].interceptor.handshakes._look()  # at the router's
-        monkeypatch.setattr(auth_interceptor, "PASSED_S", 0)  # from here on nobody comes who belongs
+        monkeypatch.setattr(auth_interceptor, "HANDSHAKE_TIMEOUT_S", 0)  # from here on nobody comes who belongs
         for _ in range(3):
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
                     await is_welcome(VERIFY.stub(channel), VERIFY)
-        await eventually(lambda: target.scheduler.refusals.counts[auth_interceptor.CAUSE] >= connections, "all are counted")
-        assert len([record for record in caplog.records if auth_interceptor.CAUSE in record.getMessage()]) == 1
+        await eventually(lambda: target.scheduler.refusals.counts[auth_interceptor.NO_HANDSHAKE] >= connections, "all are counted")
+        assert len([record for record in caplog.records if auth_interceptor.NO_HANDSHAKE in record.getMessage()]) == 1
 
 
 async def test_successful_handshakes_are_not_counted_as_failures(tmp_path):
@@ -223,7 +223,7 @@ async def test_certificates_are_replaced_while_streams_run(tmp_path):
 
 async def test_certificates_rotate_under_load_without_a_failed_request(tmp_path, monkeypatch):
     """Rotates certificates of one authority repeatedly, as cert-manager does, redialing a stream each time."""
-    monkeypatch.setattr(auth_interceptor, "PASSED_S", 300)  # drafters may hang up on targets at any time
+    monkeypatch.setattr(auth_interceptor, "HANDSHAKE_TIMEOUT_S", 300)  # drafters may hang up on targets at any time
     authority = Authority()
     async with cluster(targets=2, drafters=2, trust=authority.issue_all(tmp_path)) as c:
         c.pace.step_s = 0.005

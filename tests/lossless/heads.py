@@ -26,7 +26,7 @@ from tests.lossless.states import LAYOUT, MODULUS, ReadingMethod, state_after
 from tests.lossless.world import ToyDrafter, World
 
 WIDTH = 4
-MOST_POSITIONS = 1000
+MAX_POSITIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -178,5 +178,5 @@ class EagleWorld(HeadWorld):
             DraftCache(8 * self._count, PAGE_SIZE, unfed=1),
             self._limits,
             clock=lambda: self._now,
-            feed=FedStates(StatesNeeded((1,), LAYOUT.width), lambda rows: rows, MOST_POSITIONS),
+            feed=FedStates(StatesNeeded((1,), LAYOUT.width), lambda rows: rows, MAX_POSITIONS),
         )

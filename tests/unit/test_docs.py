@@ -10,7 +10,7 @@ import pytest
 import typer
 import yaml
 
-from cluster.config import MOVED, SlipstreamConfig, validated
+from cluster.config import MOVED_KEYS, SlipstreamConfig, validated
 from docs.generate import PAGES, all_keys, key_tables, page, stale_pages
 from tools.cli import app
 
@@ -121,7 +121,7 @@ def test_every_configuration_key_that_is_named_exists(document: Path) -> None:
     keys = {str(key) for key in all_keys()}
     sections = {".".join(key.split(".")[:depth]) for key in keys for depth in (1, 2, 3)}
     named = re.findall(rf"`((?:{'|'.join(SlipstreamConfig.model_fields)})\.[a-zA-Z0-9_.]+)", document.read_text())
-    known = keys | sections | (set(MOVED) if document.name == "CHANGELOG.md" else set())
+    known = keys | sections | (set(MOVED_KEYS) if document.name == "CHANGELOG.md" else set())
     assert [key for key in named if key not in known and not key.endswith(FILE_TYPES)] == []
 
 

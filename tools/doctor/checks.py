@@ -76,8 +76,8 @@ class ClusterFacts:
 
 MIB = 1 << 20
 RANK_SHARED_MEMORY = 64 * MIB  # containers have this in total by default, too little for NCCL buffers of several ranks
-MOST_CLOCK_GAP_S = 0.1
-MOST_CALL_S = 0.02  # round trip; a target never waits that long for a draft
+MAX_CLOCK_GAP_S = 0.1
+MAX_CALL_S = 0.02  # round trip; a target never waits that long for a draft
 MATTERS = ("python", "ray", "torch", "transformers", "slipstream", "protocol")
 
 
@@ -254,7 +254,7 @@ def _grpc(facts: ClusterFacts, names: dict[str, str]) -> Iterator[str]:
                 f"no gRPC call {way}: {call.fault}; routers, drafters and targets dial each other on any port, so open"
                 " the firewall between nodes, and give all of them credentials of one authority (trust)"
             )
-        elif call.seconds is not None and call.seconds > MOST_CALL_S:
+        elif call.seconds is not None and call.seconds > MAX_CALL_S:
             yield (
                 f"a gRPC call {way} takes {call.seconds * 1000:.0f} ms there and back, which drafts come too late for;"
                 " put drafters nearer to targets, with resources.labels"
@@ -271,7 +271,7 @@ def _calls_seen(calls: Sequence[ProbeCall]) -> str:
 def _clocks(clocks: Sequence[ClockReading], names: dict[str, str]) -> Iterator[str]:
     """Compares with the median clock, so that one wrong clock yields one fault."""
     for clock, gap in _gaps(clocks):
-        if abs(gap) > MOST_CLOCK_GAP_S + clock.error_s:
+        if abs(gap) > MAX_CLOCK_GAP_S + clock.error_s:
             word = "ahead of" if gap > 0 else "behind"
             yield (
                 f"{names[clock.node_id]}: its clock is {abs(gap):.2f} s {word} the others', by which traces of several"

@@ -25,7 +25,7 @@ from cluster.errors import ConfigError, SlipstreamError
 from cluster.trust import PeerRole, Refusals
 from protos.messages import PROTOCOL_VERSION
 from serve_app.operations.checks import Node, needs
-from serve_app.operations.deploying import RAY_DRAIN, RAY_DRAINS_S, is_running
+from serve_app.operations.deploying import RAY_DRAIN, RAY_DRAIN_DEFAULT_S, is_running
 from serve_app.operations.local import checked_port
 from serve_app.operations.ray_cluster import alive_nodes, connected
 from serve_app.startup import listening_host
@@ -166,9 +166,9 @@ def shared_memory_bytes() -> int:
 def ray_drain_s(environ: Mapping[str, str]) -> float:
     """Reads Ray's drain time from the environment of `ray start`, which all processes of the node inherit."""
     try:
-        return float(environ.get(RAY_DRAIN, RAY_DRAINS_S))
+        return float(environ.get(RAY_DRAIN, RAY_DRAIN_DEFAULT_S))
     except ValueError:
-        return RAY_DRAINS_S  # Ray logs a warning and uses this default
+        return RAY_DRAIN_DEFAULT_S  # Ray logs a warning and uses this default
 
 
 def ray_auth(environ: Mapping[str, str]) -> str:
@@ -182,7 +182,7 @@ LOOK_S = 180.0  # for all nodes together; mostly spent reading a model's files f
 CALL_S = 60.0
 CLOCK_S = 10.0
 CLOCK_QUESTIONS = 5
-MOST_CALLED = 7  # nodes that one node calls: in a large cluster not every pair is tried
+MAX_CALLED_NODES = 7  # nodes that one node calls: in a large cluster not every pair is tried
 
 
 def examine(config: SlipstreamConfig, address: str) -> ClusterFacts:
@@ -244,7 +244,7 @@ def pairs(nodes: Sequence[NodeFacts]) -> Iterator[tuple[NodeFacts, NodeFacts]]:
     """Yields callers and callees: all pairs of nodes, or in a large cluster each node with the next few."""
     count = len(nodes)
     for index, caller in enumerate(nodes):
-        for step in range(1, min(count - 1, MOST_CALLED) + 1):
+        for step in range(1, min(count - 1, MAX_CALLED_NODES) + 1):
             yield caller, nodes[(index + step) % count]
 
 

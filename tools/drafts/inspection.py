@@ -29,7 +29,7 @@ from actors.models.config_reader import read_config
 from actors.models.layer_subset import check_layers
 from actors.models.weights import stored_tensors
 from cluster.config import DraftPool, ModelConfig, SpeculationConfig, validated
-from cluster.config_sections import STATE_READERS, TAKING_MODELS, HeadOptions, LayerSkipOptions
+from cluster.config_sections import STATE_READERS, MODEL_METHODS, HeadOptions, LayerSkipOptions
 from cluster.errors import ConfigError, ModelError
 from tools.drafts.headers import (
     CAUSAL,
@@ -253,7 +253,7 @@ def _draft_pool(folder: Path, method: str, options: Options) -> DraftPool:
     told = sorted(set(options).intersection(FOUND))
     if told:
         raise ConfigError(f"draft.{told[0]} cannot be set: it follows from the checkpoint in {folder}")
-    model = {"model": str(folder)} if method in TAKING_MODELS else {}
+    model = {"model": str(folder)} if method in MODEL_METHODS else {}
     return validated({"model": {"target": "TARGET"}, "draft": {"method": method, **model, **options}}).draft
 
 
@@ -355,7 +355,7 @@ def _draft_section(folder: Path, facts: DraftFacts) -> dict[str, Any]:
     if method == "layer_skip":
         return {"method": method, "layer_skip": {"layers": max(1, facts.shape["layers"] // SHARE_OF_LAYERS)}}
     found: dict[str, Any] = {"method": method}
-    if method in TAKING_MODELS:
+    if method in MODEL_METHODS:
         found["model"] = str(folder)
     if method in STATE_READERS:
         found[method] = HeadOptions().model_dump()

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
-from tools.planning.estimates import BLOCK_LENS, PlanInput, Prices
+from tools.planning.estimates import DRAFT_LENGTHS, PlanInput, Prices
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
 
@@ -118,7 +118,7 @@ def plan_inputs(
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         prices=_prices(target_price, drafter_price),
-        block_lens=tuple(block_lens or BLOCK_LENS),
+        block_lens=tuple(block_lens or DRAFT_LENGTHS),
         acceptance_source=source,
     )
 

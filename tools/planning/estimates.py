@@ -15,7 +15,7 @@ from cluster.costs import CostModel
 from tools.simulation.config import Mode
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
-BLOCK_LENS = (2, 3, 5, 8)
+DRAFT_LENGTHS = (2, 3, 5, 8)
 RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # (targets, drafters)
 
 
@@ -37,7 +37,7 @@ class PlanInput:
     prompt_tokens: int = 64
     new_tokens: int = 64
     prices: Prices | None = None
-    block_lens: tuple[int, ...] = BLOCK_LENS
+    block_lens: tuple[int, ...] = DRAFT_LENGTHS
     ratios: tuple[tuple[int, int], ...] = RATIOS
     seed: int = 0
     acceptance_source: str = "given"  # source of the acceptance of `draft`

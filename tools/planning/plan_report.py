@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
-BLOCK_LENS = (3, 5, 7)
+DRAFT_LENGTHS = (3, 5, 7)
 TOLERANCE = 0.05  # allowed deviation of the simulation, relative to the formula
 STEP_S = 0.02
 HOP_S = 0.0005
@@ -70,7 +70,7 @@ def formula_checks(advance: Callable[[], None] = lambda: None) -> list[FormulaCh
     """Computes every acceptance and block length; `advance` is called after each."""
     non_speculative_rate = _run(0.0, 0, 0.0).tokens_per_s
     found = []
-    for acceptance, block_len in product(ACCEPTANCES, BLOCK_LENS):
+    for acceptance, block_len in product(ACCEPTANCES, DRAFT_LENGTHS):
         found.append(_formula_check(acceptance, block_len, non_speculative_rate))
         advance()
     return found
@@ -128,7 +128,7 @@ def run_plan(inputs: PlanInput, console: Console, json_path: Path | None, pictur
 def run_theory(console: Console) -> None:
     """Compares formula and simulation for every check."""
     with _progress(console) as progress:
-        bar = progress.add_task("Lessons", total=len(ACCEPTANCES) * len(BLOCK_LENS))
+        bar = progress.add_task("Lessons", total=len(ACCEPTANCES) * len(DRAFT_LENGTHS))
         found = formula_checks(lambda: progress.advance(bar))
     console.print(theory_tables(found))
 

@@ -23,11 +23,11 @@ from tools.simulation.world import World
 
 ROUNDS_OF_LOAD = 4  # simulated sessions per concurrent session
 ROUNDS_OF_ARRIVALS = 8  # the same under a given rate, where it takes longer to see whether the queue grows
-FEWEST_SESSIONS = 32  # least sessions simulated per target
-FEWEST_ARRIVALS = 64  # least sessions per target under a given rate
-MOST_ARRIVALS = 1024
+MIN_SESSIONS = 32  # least sessions simulated per target
+MIN_ARRIVALS = 64  # least sessions per target under a given rate
+MAX_ARRIVALS = 1024
 SHORTER = 4  # factor of fewer sessions in the short runs that select fleets for full ones
-FEWEST_SHORT = 16  # least sessions per target in short runs
+MIN_SHORT_SESSIONS = 16  # least sessions per target in short runs
 KEPT_UP = 0.9  # share of requested tokens committed while requests arrive; noise takes a few percent
 PROMISING = 0.9  # of the best so far: short runs are noisier by some percent
 AS_GOOD = 0.98  # candidates within this factor of the best count as equal; the smaller fleet wins
@@ -73,7 +73,7 @@ def _simulate(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> Ca
 
 def simulate_briefly(inputs: PlanInput, candidate: CandidateFleet) -> CandidateResult:
     """Simulates one candidate briefly: long enough to compare, too short to see whether the queue grows."""
-    sessions = max(FEWEST_SHORT, sessions_per_target(inputs) // SHORTER)
+    sessions = max(MIN_SHORT_SESSIONS, sessions_per_target(inputs) // SHORTER)
     return replace(_simulate(inputs, candidate, sessions), keeps_up=True)
 
 
@@ -139,11 +139,11 @@ def simulation_config(inputs: PlanInput, candidate: CandidateFleet, sessions: in
 def sessions_per_target(inputs: PlanInput) -> int:
     """Returns the sessions simulated per target, the same for all fleets."""
     if isinstance(inputs.arrivals, ClosedLoop):
-        return max(FEWEST_SESSIONS, ROUNDS_OF_LOAD * inputs.arrivals.concurrency)
+        return max(MIN_SESSIONS, ROUNDS_OF_LOAD * inputs.arrivals.concurrency)
     at_once = plain_sessions(inputs, inputs.arrivals)
     if at_once >= MAX_CONCURRENT:
-        at_once = FEWEST_SESSIONS  # it does not keep up, which shows quickly
-    return min(max(FEWEST_ARRIVALS, round(ROUNDS_OF_ARRIVALS * at_once)), MOST_ARRIVALS)
+        at_once = MIN_SESSIONS  # it does not keep up, which shows quickly
+    return min(max(MIN_ARRIVALS, round(ROUNDS_OF_ARRIVALS * at_once)), MAX_ARRIVALS)
 
 
 def unlimited_fleet(targets: int, drafters: int, load: Workload) -> Fleet:
@@ -160,7 +160,7 @@ def _arrivals(of_one: ClosedLoop | Poisson, targets: int) -> ClosedLoop | Poisso
 
 
 LIMIT_SEARCHES = 2
-MOST_RUNS = 7  # most simulations to find where a gain ends
+MAX_RUNS = 7  # most simulations to find where a gain ends
 PRECISION = 0.01  # of the result, relative to the search interval
 
 
@@ -240,7 +240,7 @@ def crossing(function: Callable[[float], float], left: Point, right: Point) -> f
     """Finds the zero of a function between two points of opposite sign, by the Illinois variant of regula falsi."""
     precision = PRECISION * (right.at - left.at)
     found = math.nan
-    for _ in range(MOST_RUNS):
+    for _ in range(MAX_RUNS):
         before = found
         found = (left.at * right.value - right.at * left.value) / (right.value - left.value)
         if abs(found - before) < precision:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.drafting.draft_state import BlockDraft
-from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, ForwardTime, draft_ahead, proposals
+from cluster.drafting.lookahead import MAX_OUTCOMES, SIBLING_URGENCY, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Choices
@@ -144,7 +144,7 @@ def reference_text(load: Workload, seed: int, index: int) -> ReferenceText:
 class OracleMethod:
     """Drafts what the scripts specify; its own probabilities are its mean acceptances."""
 
-    outcomes = OUTCOMES
+    outcomes = MAX_OUTCOMES
 
     def __init__(
         self, reference_texts: Mapping[str, ReferenceText], draft: DraftQuality, tokens_per_forward: int = 1
@@ -221,7 +221,7 @@ class OracleMethod:
         found = self._begin(root.ahead, max_tokens=len(path) + 1)
         found.unverified = path
         found.main = root
-        found.chance = SIBLING_FIRST
+        found.chance = SIBLING_URGENCY
         self._append(found, len(path))
         found.settle()
         return found

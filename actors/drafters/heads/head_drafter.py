@@ -19,14 +19,14 @@ from torch import Tensor
 from actors.attention.batch import never
 from actors.drafters.model.sampling import DraftSampler
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
-from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, ForwardTime, draft_ahead, proposals
+from cluster.drafting.lookahead import MAX_OUTCOMES, SIBLING_URGENCY, MAX_SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
-from cluster.drafting.trees import NOTHING, branches_by_depth
+from cluster.drafting.trees import NO_CHOICES, branches_by_depth
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
 
-UNKNOWN = DraftedToken(0, NOTHING, 0.0)  # a place that the head cannot predict
+UNKNOWN_TOKEN = DraftedToken(0, NO_CHOICES, 0.0)  # a place that the head cannot predict
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,7 +47,7 @@ class PredictedDraft(BlockDraft):
     def end(self) -> None:
         """Ends the block. A root's remaining places are unknown."""
         if self.is_root:
-            self.drafted += [UNKNOWN] * (self.max_tokens - len(self.drafted))
+            self.drafted += [UNKNOWN_TOKEN] * (self.max_tokens - len(self.drafted))
         self.settle()
         self.is_cut = True
 
@@ -101,7 +101,7 @@ class HeadDrafter:
     """The drafting method. A session whose states have not arrived gets no tokens."""
 
     shapes = frozenset(Shape)
-    outcomes = OUTCOMES
+    outcomes = MAX_OUTCOMES
 
     def __init__(
         self, predictor: StatePredictor, sampler: DraftSampler, clock: Callable[[], float] = time.monotonic
@@ -193,7 +193,7 @@ class HeadDrafter:
     def roots(self, request: AheadRequest) -> list[PredictedDraft]:
         """Returns roots for the main path under verification, read from true states, and for tokens beside it."""
         main = self._root(request, request.unverified.main_path)
-        beside = request.unverified.off_main_path[:SIBLINGS_READ]
+        beside = request.unverified.off_main_path[:MAX_SIBLINGS_READ]
         return [main, *[self._root(request, path, main) for path in beside]]
 
     def _root(self, request: AheadRequest, path: tuple[int, ...], main: PredictedDraft | None = None) -> PredictedDraft:
@@ -205,7 +205,7 @@ class HeadDrafter:
             unverified=path,
             tells_all=main is None,
             main=main,
-            chance=1.0 if main is None else SIBLING_FIRST,
+            chance=1.0 if main is None else SIBLING_URGENCY,
             longest=sum(self._predictor.reach(depth) > 0 for depth in range(len(path) + 1)),
         )
 

@@ -18,7 +18,7 @@ from actors.compute.linear import Product
 from actors.drafters.heads.files import folder_to_borrow_from, head_folder
 from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_places
 from actors.drafters.heads.rope import TargetShape, target_shape
-from actors.drafters.model.sampling import BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
+from actors.drafters.model.sampling import MAX_BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
@@ -31,7 +31,7 @@ from cluster.drafting.trees import TokenPath, least_of, worth_branching
 from protos.messages import StatesNeeded
 from protos.prefix import hashes_after
 
-MOST_ROWS = 512  # per session: states may arrive before the verdicts that they belong to
+MAX_KEPT_ROWS = 512  # per session: states may arrive before the verdicts that they belong to
 
 
 class LastRows:
@@ -47,7 +47,7 @@ class LastRows:
         kept = self._rows.setdefault(session, {})
         for position in range(max(first, wanted), first + len(rows)):
             kept[position] = rows[position - first].to(self._device, self._dtype, copy=True)
-        for position in sorted(kept)[MOST_ROWS:]:
+        for position in sorted(kept)[MAX_KEPT_ROWS:]:
             del kept[position]
 
     def forget_before(self, session: str, wanted: int) -> None:
@@ -220,7 +220,7 @@ class LastStatePredictor:
         return found
 
     def _new_branch(self, block: PredictedDraft, stem: TokenPath, chance: float) -> PredictedDraft:
-        tokens = min(BRANCH_TOKENS, block.max_tokens - len(stem), self.width - len(stem))
+        tokens = min(MAX_BRANCH_TOKENS, block.max_tokens - len(stem), self.width - len(stem))
         return PredictedDraft(
             request=block.request,
             text=block.text,

@@ -16,8 +16,8 @@ from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DraftColumns, draft_columns
 from actors.models.decoder import Norm, norm_of
 
-NOT_COMPUTED_WITH = ("t2d", "verifier_")  # prefixes of tensors used in training only
-DERIVED = "rotary_emb.inv_freq"  # suffix of a tensor that follows from the configuration
+TRAINING_PREFIXES = ("t2d", "verifier_")  # prefixes of tensors used in training only
+DERIVED_SUFFIX = "rotary_emb.inv_freq"  # suffix of a tensor that follows from the configuration
 BORROWABLE = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}  # the target's names for a head's tensors
 
 
@@ -102,7 +102,7 @@ class WeightReader:
         unused = [
             name
             for name in sorted(self.files.tensors)
-            if name not in self.used and not name.startswith(NOT_COMPUTED_WITH) and not name.endswith(DERIVED)
+            if name not in self.used and not name.startswith(TRAINING_PREFIXES) and not name.endswith(DERIVED_SUFFIX)
         ]
         if unused:
             self.files.refuse_unused(unused, family)

@@ -22,7 +22,7 @@ from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
 
-SURE = 0.5  # share of the requested tokens that an n-gram draft must expect to be accepted, to skip the model
+MIN_SURE_SHARE = 0.5  # share of the requested tokens that an n-gram draft must expect to be accepted, to skip the model
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "HybridDraft":
@@ -99,7 +99,7 @@ class HybridDraft:
             request
             for request in requests
             if request.session not in served
-            or (self._takes_both(request) and expected[request.session] < SURE * request.max_tokens)
+            or (self._takes_both(request) and expected[request.session] < MIN_SURE_SHARE * request.max_tokens)
         ]
 
     def _takes_both(self, request: DraftRequest | AheadRequest) -> bool:

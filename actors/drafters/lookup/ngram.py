@@ -26,7 +26,7 @@ from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import ForwardTime, PendingPositions, Place, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
-from cluster.drafting.trees import NOTHING, SIBLINGS, Choices, TokenPath, grown_paths, tree_of
+from cluster.drafting.trees import NO_CHOICES, MAX_SIBLINGS, Choices, TokenPath, grown_paths, tree_of
 from cluster.speculation.estimators import Pairs
 from protos.draft_tree import DraftTree
 from protos.frozen import value
@@ -36,9 +36,9 @@ from protos.prefix import hashes_after
 Ids = NDArray[np.int32]
 Places = NDArray[np.int64]
 
-MOST = 32  # occurrences considered: those of the longest suffixes, the latest of these first
-OF_LENGTH = 4.0  # weight factor for each further matching token
-OF_AGE = 0.9  # weight factor for each later occurrence considered
+MAX_OCCURRENCES = 32  # occurrences considered: those of the longest suffixes, the latest of these first
+LENGTH_FACTOR = 4.0  # weight factor for each further matching token
+AGE_FACTOR = 0.9  # weight factor for each later occurrence considered
 
 
 class GrowingText:
@@ -86,7 +86,7 @@ class Occurrences:
     def shares(self) -> Mapping[int, float]:
         """Returns each following token's share, largest first, weighted by frequency, recency and match length."""
         ages = np.arange(len(self))[::-1]
-        weights = OF_LENGTH ** (self.sizes - self.size) * OF_AGE**ages
+        weights = LENGTH_FACTOR ** (self.sizes - self.size) * AGE_FACTOR**ages
         found: dict[int, float] = {}
         for token, weight in zip(self.tokens[self.ends].tolist(), (weights / weights.sum()).tolist(), strict=True):
             found[token] = found.get(token, 0.0) + weight
@@ -115,7 +115,7 @@ def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
     for size in range(shortest + 1, longest + 1):
         reaches = (sizes == size - 1) & (ends >= size)
         sizes[reaches] += tokens[ends[reaches] - size] == tokens[end - size] if end >= size else 0
-    best = np.sort(np.lexsort((ends, sizes))[-MOST:])
+    best = np.sort(np.lexsort((ends, sizes))[-MAX_OCCURRENCES:])
     return Occurrences(tokens, ends[best], sizes[best])
 
 
@@ -140,10 +140,10 @@ class Continuations:
         return occurrences(self._text.followed_by((*self._outcome, *path)), self._longest, self._shortest)
 
 
-MOST_SURE = 0.98  # upper bound of the candidates' total probability: any text may diverge
-ALL = 0.999  # a share above this means that no other token followed
-SOME = 4  # from this many occurrences on, `is_often` holds
-SIZES = (2, 3, 4, 8)  # upper bounds of match lengths by kind; longer matches form the last kind
+MAX_TOTAL_PROBABILITY = 0.98  # upper bound of the candidates' total probability: any text may diverge
+CERTAIN_SHARE = 0.999  # a share above this means that no other token followed
+OFTEN_OCCURRENCES = 4  # from this many occurrences on, `is_often` holds
+KIND_SIZES = (2, 3, 4, 8)  # upper bounds of match lengths by kind; longer matches form the last kind
 KIND_MEMORY = 1 / 512
 SESSION_MEMORY = 1 / 64
 PRIOR_WEIGHT = 8.0  # weight of a kind's prior, in shares
@@ -151,7 +151,7 @@ SESSION_PRIOR = 4.0  # weight of a session's prior, in expected tokens
 
 # Ratios fitted on 160 answers of SmolLM2-135M-Instruct, greedy and sampled, by the match length in tokens:
 # two or fewer, three, more.
-LONE = (0.45, 0.48, 0.71)
+LONE_PRIOR = (0.45, 0.48, 0.71)
 PRIORS: Mapping[tuple[bool, bool | None], tuple[float, float, float]] = MappingProxyType(
     {  # by (is_often, is_most)
         (False, None): (0.69, 0.78, 0.91),
@@ -168,19 +168,19 @@ PRIORS: Mapping[tuple[bool, bool | None], tuple[float, float, float]] = MappingP
 class Evidence:
     """Kind of evidence; shares of one kind have one learned ratio."""
 
-    size: int  # index in SIZES
+    size: int  # index in KIND_SIZES
     is_lone: bool  # exactly one occurrence
-    is_often: bool  # at least SOME occurrences
+    is_often: bool  # at least OFTEN_OCCURRENCES occurrences
     is_most: bool | None  # whether the token followed at least half of the occurrences; None: all of them
 
     @classmethod
     def of(cls, found: Occurrences, share: float) -> "Evidence":
-        size = next((place for place, most in enumerate(SIZES) if found.size <= most), len(SIZES))
-        return cls(size, len(found) == 1, len(found) >= SOME, None if share > ALL else share >= 0.5)
+        size = next((place for place, most in enumerate(KIND_SIZES) if found.size <= most), len(KIND_SIZES))
+        return cls(size, len(found) == 1, len(found) >= OFTEN_OCCURRENCES, None if share > CERTAIN_SHARE else share >= 0.5)
 
     @property
     def prior(self) -> Pairs:
-        worth = (LONE if self.is_lone else PRIORS[self.is_often, self.is_most])[min(self.size, 2)]
+        worth = (LONE_PRIOR if self.is_lone else PRIORS[self.is_often, self.is_most])[min(self.size, 2)]
         return Pairs(weight=PRIOR_WEIGHT, x=PRIOR_WEIGHT, y=PRIOR_WEIGHT * worth)
 
 
@@ -211,13 +211,13 @@ class NgramCalibration:
         Notes them, to learn once the target decides the place.
         """
         if not found:
-            return NOTHING
-        shares = dict(list(found.shares().items())[:SIBLINGS])
+            return NO_CHOICES
+        shares = dict(list(found.shares().items())[:MAX_SIBLINGS])
         evidence = tuple([Evidence.of(found, share) for share in shares.values()])
         worth = [share * self._kind(kind).ratio for share, kind in zip(shares.values(), evidence, strict=True)]
-        expected = min(MOST_SURE, sum(worth))
+        expected = min(MAX_TOTAL_PROBABILITY, sum(worth))
         self._open.note(session, place, Known(tuple(shares), tuple(shares.values()), evidence, expected))
-        scale = min(MOST_SURE, expected * self._session(session).ratio) / sum(worth)
+        scale = min(MAX_TOTAL_PROBABILITY, expected * self._session(session).ratio) / sum(worth)
         ranked = sorted(zip(shares, worth, strict=True), key=lambda choice: -choice[1])
         return Choices(tuple([token for token, _ in ranked]), tuple([scale * chance for _, chance in ranked]))
 
@@ -247,7 +247,7 @@ class NgramCalibration:
 
 TOKEN_BYTES = 4
 OUTCOMES = 4  # most outcomes drafted for after each root is read
-ROOTS = 4  # draft tokens off the main path whose continuations are drafted ahead
+MAX_SIDE_ROOTS = 4  # draft tokens off the main path whose continuations are drafted ahead
 
 
 def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int) -> tuple[int, ...]:
@@ -356,7 +356,7 @@ class NgramDraft:
         main_path = tree.main_path
         paths = [tuple([tree.tokens[node] for node in nodes]) for nodes in ([] if tree.is_chain else tree.paths)]
         beside = [path for path in paths if path != main_path[: len(path)]]
-        return [self._root(request, path) for path in (main_path, *beside[:ROOTS])]
+        return [self._root(request, path) for path in (main_path, *beside[:MAX_SIDE_ROOTS])]
 
     def _root(self, request: AheadRequest, path: TokenPath) -> NgramBlock:
         """Makes a root from the tokens of `path`, with the alternatives that the text has at each position."""

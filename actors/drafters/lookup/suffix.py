@@ -18,15 +18,15 @@ from actors.drafters.registry import DraftSetup
 from cluster.config import DraftPool
 from cluster.config_sections import SuffixOptions
 from cluster.drafting.draft_state import BlockDraft
-from cluster.drafting.lookahead import OUTCOMES, ForwardTime, draft_ahead, proposals
+from cluster.drafting.lookahead import MAX_OUTCOMES, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
-from cluster.drafting.trees import NOTHING, Choices, TokenPath, grow_branches
+from cluster.drafting.trees import NO_CHOICES, Choices, TokenPath, grow_branches
 from protos.messages import DraftRequest, Open, Shape
 
-MANY = 4  # occurrences: more make it no likelier that a known token follows
-LOOKED_AT = 64  # latest occurrences that are compared
-MOST_SEEN = 256  # observations behind a rate; at this count, earlier ones are halved
+MAX_COUNTED_OCCURRENCES = 4  # occurrences: more make it no likelier that a known token follows
+MAX_OCCURRENCES = 64  # latest occurrences that are compared
+MAX_OBSERVATIONS = 256  # observations behind a rate; at this count, earlier ones are halved
 
 Place = tuple[list[int], int]
 """A text, and the index of a token in it."""
@@ -55,7 +55,7 @@ class Match:
     @property
     def kind(self) -> tuple[int, int]:
         """Octaves of the match length and of the number of places: matches of one kind are about as reliable."""
-        return self.length.bit_length(), min(len(self.places), MANY).bit_length()
+        return self.length.bit_length(), min(len(self.places), MAX_COUNTED_OCCURRENCES).bit_length()
 
 
 class SuffixIndex:
@@ -91,13 +91,13 @@ class SuffixIndex:
         return len(text)
 
     def find(self, text: Sequence[int], longest: int) -> Match:
-        """Finds the longest match of the text's end, up to `longest` tokens, among the latest LOOKED_AT places."""
+        """Finds the longest match of the text's end, up to `longest` tokens, among the latest MAX_OCCURRENCES places."""
         if len(text) < self._shortest:
             return NO_MATCH
         end = list(text[-longest:])
         found: list[Place] = []
         alike = self._shortest  # at least: different tokens may have equal hashes
-        for place in reversed(self._places.get(self._key(text, len(text)), [])[-LOOKED_AT:]):
+        for place in reversed(self._places.get(self._key(text, len(text)), [])[-MAX_OCCURRENCES:]):
             other, at = place
             if other[at - alike : at] != end[-alike:]:
                 continue
@@ -149,7 +149,7 @@ class EscapeRates:
     def learn(self, match: Match, token: int) -> None:
         """Records that `token` followed."""
         rate = self._rates[match.kind]
-        if rate.seen >= MOST_SEEN:
+        if rate.seen >= MAX_OBSERVATIONS:
             rate.seen /= 2
             rate.missed /= 2
         rate.seen += 1
@@ -212,7 +212,7 @@ class SuffixLookup:
 
     shapes = frozenset(Shape)
     tokens_per_forward = 1
-    outcomes = OUTCOMES
+    outcomes = MAX_OUTCOMES
 
     def __init__(self, options: SuffixOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
@@ -323,7 +323,7 @@ class SuffixLookup:
         def after(path: TokenPath) -> Choices:
             if path not in matches:
                 matches[path] = matches[path[:-1]].after(path[-1])
-            return self._rates.choices(matches[path]) if matches[path].places else NOTHING
+            return self._rates.choices(matches[path]) if matches[path].places else NO_CHOICES
 
         path: TokenPath = ()
         while not draft.is_complete and (choices := after(path)).tokens:

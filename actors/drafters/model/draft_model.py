@@ -21,11 +21,11 @@ from actors.attention.batch import never
 from actors.drafters.model.draft_cache import CachedDraft, DraftCache, FedStates
 from actors.drafters.model.forwards import ONE_AT_A_TIME, DraftForwards, MaskTokens, ReadDraft
 from actors.drafters.model.recurrent_head import DraftHead
-from actors.drafters.model.sampling import BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
+from actors.drafters.model.sampling import MAX_BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
 from actors.engine.runner import InterruptibleRunner
 from actors.sampling.processors import MAKERS, Maker
 from cluster.drafting.draft_state import DraftedToken
-from cluster.drafting.lookahead import OUTCOMES, SIBLING_FIRST, SIBLINGS_READ, ForwardTime, draft_ahead, proposals
+from cluster.drafting.lookahead import MAX_OUTCOMES, SIBLING_URGENCY, MAX_SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Choices, least_of, worth_branching
@@ -33,7 +33,7 @@ from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
-GUESSED = 16  # most outcomes, and most blocks per pass, that the head predicts first tokens for
+MAX_GUESSES = 16  # most outcomes, and most blocks per pass, that the head predicts first tokens for
 GUESS_TOKENS = 2  # tokens predicted for each
 
 
@@ -75,7 +75,7 @@ class HeadDrafting:
         Skipped under rejection sampling, where a prefix must keep its continuation.
         """
         may = [draft for draft in drafts if draft.state is not None and not draft.sends_probs]
-        likeliest = sorted(may, key=lambda draft: -draft.chance)[:GUESSED]
+        likeliest = sorted(may, key=lambda draft: -draft.chance)[:MAX_GUESSES]
         self.go_on(likeliest, GUESS_TOKENS, interrupted)
 
     def begin(self, drafts: Sequence[CachedDraft]) -> None:
@@ -115,7 +115,7 @@ class HeadDrafting:
         return read.states.get(tuple(tokens[read.base_len : -1]))
 
 
-FEW = 4  # committed tokens that may be fed again for each token beside the main path
+MAX_REPEATED_TOKENS = 4  # committed tokens that may be fed again for each token beside the main path
 
 _Considered = dict[int, list[DraftedToken]]
 """The model's candidates at a block's first positions, by hash of the text before the block."""
@@ -185,7 +185,7 @@ class DraftModel:
     def _use(self, weights: DraftWeights) -> None:
         self._weights = weights
         self.tokens_per_forward = weights.tokens_per_forward
-        self.outcomes = OUTCOMES if weights.head is None else GUESSED
+        self.outcomes = MAX_OUTCOMES if weights.head is None else MAX_GUESSES
         self._forwards = DraftForwards(
             weights.runner, self._cache, weights.masks, self._limits.pass_tokens, self._feed, weights.max_positions
         )
@@ -286,7 +286,7 @@ class DraftModel:
             if self._head is None:
                 branches += [branch for draft in active for branch in self._branch_off(draft)]
         if self._head is not None:
-            self._head.go_on([branch for draft in drafts for branch in self._branch_off(draft)], BRANCH_TOKENS, never)
+            self._head.go_on([branch for draft in drafts for branch in self._branch_off(draft)], MAX_BRANCH_TOKENS, never)
         for draft in drafts:
             self._cache.publish(draft.branch, draft.request.base_len)
             self._considered[draft.request.session] = {draft.base_hash: draft.by_model}
@@ -344,7 +344,7 @@ class DraftModel:
             request=block.request,
             text=block.text,
             base_hash=hashes_after(block.base_hash, stem)[-1],
-            max_tokens=min(BRANCH_TOKENS, block.max_tokens - len(stem)),
+            max_tokens=min(MAX_BRANCH_TOKENS, block.max_tokens - len(stem)),
             branch=block.branch if self._head is not None else self._cache.fork(block.branch, cached),
             pending=[*block.text.tokens, *stem][cached:],
             outcome=stem,
@@ -377,9 +377,9 @@ class DraftModel:
     def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
         """Makes a root for each of the first tokens under verification beside the main path."""
         request = root.ahead
-        first = request.base_len - FEW  # the cache must reach this far, or each root would read the prompt again
+        first = request.base_len - MAX_REPEATED_TOKENS  # the cache must reach this far, or each root would read the prompt again
         beside = [path for path in request.unverified.off_main_path if len(root.branch.tokens) >= first]
-        return [self._sibling(root, path) for path in beside[:SIBLINGS_READ]]
+        return [self._sibling(root, path) for path in beside[:MAX_SIBLINGS_READ]]
 
     def _sibling(self, root: CachedDraft, path: tuple[int, ...]) -> CachedDraft:
         request = root.ahead
@@ -394,7 +394,7 @@ class DraftModel:
             pending=tokens[cached:],
             unverified=path,
             main=root,
-            chance=SIBLING_FIRST,
+            chance=SIBLING_URGENCY,
             settled=len(path),
         )
         found.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0) for token in path]

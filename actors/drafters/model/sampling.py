@@ -37,15 +37,15 @@ from protos.messages import Sampling
 
 Floats = NDArray[np.float64]
 
-RATE = 0.1  # learning rate: logged drafts are predicted as well with 0.05 and 0.2
-SURETY = (0.1, 8.0)  # bounds: the weight of log probabilities would diverge for a draft that is never wrong
-NOISE_SHARE = (0.3, 1.0)  # bounds of the noise's weight, relative to surety
-LEAST_OTHERS = 1e-4  # lower bound of all other tokens' probability, whose logarithm is a feature
+LEARNING_RATE = 0.1  # learning rate: logged drafts are predicted as well with 0.05 and 0.2
+SURETY_BOUNDS = (0.1, 8.0)  # bounds: the weight of log probabilities would diverge for a draft that is never wrong
+NOISE_SHARE_BOUNDS = (0.3, 1.0)  # bounds of the noise's weight, relative to surety
+MIN_OTHERS_PROBABILITY = 1e-4  # lower bound of all other tokens' probability, whose logarithm is a feature
 
 # Fitted with the bundled draft on the prompts of `slipstream bench`. For sampled requests the first two are
 # multiplied by the temperature if it is below 1: errors in logits matter more at low temperatures.
-GREEDY = (1.05, 0.0, -1.0, 0.75)
-SAMPLED = (0.95, 0.8, 2.0, 0.75)
+GREEDY_WEIGHTS = (1.05, 0.0, -1.0, 0.75)
+SAMPLED_WEIGHTS = (0.95, 0.8, 2.0, 0.75)
 
 
 @value
@@ -65,9 +65,9 @@ class DraftKind:
     def prior(self) -> Floats:
         """Initial weights, (4,)."""
         if self.octave is None:
-            return np.array(GREEDY)
+            return np.array(GREEDY_WEIGHTS)
         scale = min(1.0, 2.0 ** (self.octave / 2))
-        surety, noise_share, *others = SAMPLED
+        surety, noise_share, *others = SAMPLED_WEIGHTS
         return np.array((scale * surety, scale * noise_share, *others))
 
 
@@ -83,11 +83,11 @@ class _Fit:
         taken = features[len(features) - 1 if place is None else place]
         gradient = taken - chances @ features
         self.squares += gradient**2
-        weights = self.weights + RATE * gradient / np.sqrt(self.squares)
-        surety = min(max(weights[0], SURETY[0]), SURETY[1])
+        weights = self.weights + LEARNING_RATE * gradient / np.sqrt(self.squares)
+        surety = min(max(weights[0], SURETY_BOUNDS[0]), SURETY_BOUNDS[1])
         weights[0] = surety
         if self.weights[1]:  # greedy requests have no noise to learn from
-            weights[1] = min(max(weights[1], NOISE_SHARE[0] * surety), NOISE_SHARE[1] * surety)
+            weights[1] = min(max(weights[1], NOISE_SHARE_BOUNDS[0] * surety), NOISE_SHARE_BOUNDS[1] * surety)
         self.weights = weights
 
 
@@ -180,11 +180,11 @@ class DraftingLimits:
 log = logging.getLogger(__name__)
 
 # Candidates per position. With 2048 the first choice is right no more often, a third one by 0.02 at temperature 1.
-CONSIDERED = 64
-BRANCH_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
-CHOICES = 16  # candidates that are considered as outcomes
-LEAST_LOG_PROB = -30.0
-LEAST_LOGIT = torch.finfo(torch.float32).min
+MAX_CANDIDATES = 64
+MAX_BRANCH_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
+MAX_CHOICES = 16  # candidates that are considered as outcomes
+MIN_LOG_PROB = -30.0
+MIN_LOGIT = torch.finfo(torch.float32).min
 
 
 Read = tuple[BlockDraft, Tensor, Tensor | None]
@@ -279,12 +279,12 @@ class DraftSampler:
         """
         logits = torch.stack([place.logits for place in places]).float()
         finite = torch.isfinite(logits.amax(dim=-1))  # -inf is how models mask tokens
-        logits = logits.masked_fill(~torch.isfinite(logits), LEAST_LOGIT)
+        logits = logits.masked_fill(~torch.isfinite(logits), MIN_LOGIT)
         requests = [place.draft.text.open for place in places]
         temperatures = [request.sampling.temperature or 1.0 for request in requests]
         scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
         above = logits - logits.max(dim=-1, keepdim=True).values
-        log_probs, columns = torch.log_softmax(above / scale, dim=-1).topk(min(CONSIDERED, logits.shape[-1]), dim=-1)
+        log_probs, columns = torch.log_softmax(above / scale, dim=-1).topk(min(MAX_CANDIDATES, logits.shape[-1]), dim=-1)
         ids = self._token_ids[columns]
         noise = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
         sampled = [row for row, request in enumerate(requests) if not request.sampling.greedy]
@@ -309,7 +309,7 @@ class DraftSampler:
             draft.append(int(left[0]), Choices((int(left[0]),), (1.0,)), place.state)
         else:
             offered = processed[self._token_ids[: len(place.logits)]]
-            self._offer([place._replace(logits=offered.masked_fill(offered.isneginf(), LEAST_LOGIT))])
+            self._offer([place._replace(logits=offered.masked_fill(offered.isneginf(), MIN_LOGIT))])
 
     def _end(self, draft: BlockDraft) -> None:
         """Ends a block whose next logits are NaN or infinite."""
@@ -395,8 +395,8 @@ def _candidates(
     kept = _kept(log_probs, probs, sampling)
     others = 1.0 - float(probs.sum()) if kept == len(ids) else 0.0
     within = math.log(probs[:kept].sum()) if kept < len(ids) else 0.0
-    log_probs = np.maximum(log_probs[:kept] - within, LEAST_LOG_PROB)
-    return Candidates(ids[:kept], log_probs, noise[:kept], math.log(max(others, LEAST_OTHERS)))
+    log_probs = np.maximum(log_probs[:kept] - within, MIN_LOG_PROB)
+    return Candidates(ids[:kept], log_probs, noise[:kept], math.log(max(others, MIN_OTHERS_PROBABILITY)))
 
 
 def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: Sampling) -> int:
@@ -417,13 +417,13 @@ def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: 
 
 def _likeliest(candidates: Candidates, chances: NDArray[np.float64]) -> Choices:
     """Sorts the candidates, likeliest first."""
-    order = np.argsort(-chances[:-1], kind="stable")[:CHOICES]
+    order = np.argsort(-chances[:-1], kind="stable")[:MAX_CHOICES]
     return Choices(candidates.ids[order].tolist(), chances[order].tolist())
 
 
 def _choices(logits: Tensor) -> Choices:
     """Returns the likeliest tokens by the draft model alone, likeliest first."""
-    chances, ids = torch.softmax(logits, dim=-1).topk(min(CHOICES, logits.shape[-1]))
+    chances, ids = torch.softmax(logits, dim=-1).topk(min(MAX_CHOICES, logits.shape[-1]))
     return Choices(ids.tolist(), chances.tolist())
 
 

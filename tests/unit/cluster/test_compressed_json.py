@@ -67,6 +67,6 @@ def test_a_pickle_is_refused_and_not_run(pack: Callable[[object], bytes], tmp_pa
 
 def test_what_is_huge_once_it_is_decompressed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = Answer("a" * 1000, [])
-    monkeypatch.setattr(telemetry, "MOST_BYTES", 100)
+    monkeypatch.setattr(telemetry, "MAX_UNPACKED_BYTES", 100)
     with pytest.raises(ValueError, match="holds more than 100 bytes"):
         unpacked(packed(answer), SHAPE)

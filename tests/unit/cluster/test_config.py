@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from cluster.config import MOVED, SlipstreamConfig, load_config, validated
+from cluster.config import MOVED_KEYS, SlipstreamConfig, load_config, validated
 from cluster.errors import ConfigError
 
 SMALLEST = {"model": {"target": "org/model"}, "draft": {"method": "ngram"}}
@@ -182,7 +182,7 @@ def test_options_of_a_method_that_is_not_used_are_refused(draft, named):
     assert validated(SMALLEST | {"draft": both}).draft.ngram.max_ngram == 9
 
 
-@pytest.mark.parametrize(("old", "fate"), MOVED.items())
+@pytest.mark.parametrize(("old", "fate"), MOVED_KEYS.items())
 def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path, old, fate):
     """Wherever it was given: in the file, by the environment or on the command line."""
     section, key = old.split(".")
@@ -197,7 +197,7 @@ def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path,
         assert f"{old} {fate}" in str(error.value)
 
 
-@pytest.mark.parametrize("fate", [fate for fate in MOVED.values() if fate.startswith("is draft")])
+@pytest.mark.parametrize("fate", [fate for fate in MOVED_KEYS.values() if fate.startswith("is draft")])
 def test_what_a_key_is_said_to_be_now_exists(fate):
     part = SlipstreamConfig
     for name in fate.split()[1].split("."):

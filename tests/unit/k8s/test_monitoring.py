@@ -20,7 +20,7 @@ from serve_app.api.metrics import Metrics
 from serve_app.api.replies import FinishReason
 from serve_app.api.schemas import ChatRequest
 from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, trainer_levels, version_levels
-from serve_app.replica_counters import CAUSE, HELP, LABELS
+from serve_app.replica_counters import CAUSE_LABEL, HELP, LABELS
 from serve_app.router import RouterActivity
 from tests.unit.k8s.overlays import K8S, ROOT, Json, dashboard, errors, load
 from tests.unit.k8s.schemas import SCHEMAS
@@ -51,7 +51,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 def published() -> dict[str, set[str]]:
     """Every metric of Slipstream's processes as Prometheus knows it, with its labels."""
-    found = {f"ray_{family}_total": {*LABELS.get(family, CAUSE)} | SERVE_LABELS for family in HELP}
+    found = {f"ray_{family}_total": {*LABELS.get(family, CAUSE_LABEL)} | SERVE_LABELS for family in HELP}
     metrics = Metrics(
         remedies=lambda: {("drafter", "non_speculative"): 1}, handovers=lambda: {("target", "planned"): 1}
     )

@@ -18,7 +18,7 @@ from cluster.drafting.session_table import DrafterLimits
 from cluster.verification.scheduler import VerificationLimits
 from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.replica_counters import (
-    CAUSE,
+    CAUSE_LABEL,
     HELP,
     LABELS,
     Counts,
@@ -46,7 +46,7 @@ class Recorder:
         self.calls = 0
 
     def make(self, name: str, _: str, labels: tuple[str, ...]) -> "RecordedCounter":
-        assert labels == LABELS.get(name, CAUSE)
+        assert labels == LABELS.get(name, CAUSE_LABEL)
         return RecordedCounter(self, name)
 
     def mirror(self, counts: Callable[[], Counts], clock: Callable[[], float]) -> RayMirror:
@@ -60,7 +60,7 @@ class RecordedCounter:
 
     def inc(self, value: float, tags: dict[str, str]) -> None:
         assert value > 0, "Ray refuses anything else"
-        labels = LABELS.get(self._name, CAUSE)
+        labels = LABELS.get(self._name, CAUSE_LABEL)
         assert tuple(tags) == labels
         self._recorder.totals[self._name, ",".join(tags.values())] += value
         self._recorder.calls += 1

@@ -34,7 +34,7 @@ from actors.sampling.processors import MAKERS
 from cluster.config import DraftPool
 from protos.messages import StatesNeeded
 
-MOST_EARLY = 64  # pieces of states that may wait for earlier ones
+MAX_EARLY_PIECES = 64  # pieces of states that may wait for earlier ones
 
 
 class DFlashContext:
@@ -56,7 +56,7 @@ class DFlashContext:
             if len(found):
                 self._unread.append(found)
                 self._arrived += len(found)
-        while len(self._early) > MOST_EARLY:
+        while len(self._early) > MAX_EARLY_PIECES:
             del self._early[max(self._early)]
 
     def has(self, positions: int) -> bool:

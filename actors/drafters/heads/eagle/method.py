@@ -31,7 +31,7 @@ from cluster.config_sections import HeadOptions
 from protos.messages import StatesNeeded
 
 log = logging.getLogger(__name__)
-UNFED = 1  # each token is fed with the state before it, so the first token is not fed
+UNFED_TOKENS = 1  # each token is fed with the state before it, so the first token is not fed
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
@@ -110,7 +110,7 @@ def eagle_draft_model(
     feed = FedStates(needs, project, head.config.max_positions, runner.mask_state)
     token = head.config.mask_token
     masks = ONE_AT_A_TIME if token is None else MaskTokens(token, draft_tokens)
-    cache = DraftCache(pages, page_size, UNFED)
+    cache = DraftCache(pages, page_size, UNFED_TOKENS)
     return DraftModel(
         runner, head.token_ids, cache, limits, clock, masks=masks, calibration=calibration, feed=feed, makers=makers
     )

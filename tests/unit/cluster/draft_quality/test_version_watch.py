@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.draft_quality import COMPARED_POSITIONS, HARDER, LEAST_BLOCKS, LEAST_SESSIONS, VersionWatch
+from cluster.draft_quality import COMPARED_POSITIONS, HARDER_TEXT_SHARE, LEAST_BLOCKS, LEAST_SESSIONS, VersionWatch
 
 DEPTH = 4
 BLOCKS = 20  # of a session
@@ -62,7 +62,7 @@ def test_at_the_boundary_a_false_alarm_is_rare() -> None:
     for seed in range(200):
         rng = random.Random(seed)
         watch = exchanged(rng, 0.6, 40, spread=0.1)
-        alarms += serve(watch, rng, HARDER * 0.6, 60, spread=0.1) > 0
+        alarms += serve(watch, rng, HARDER_TEXT_SHARE * 0.6, 60, spread=0.1) > 0
     assert alarms <= 4
 
 
@@ -93,7 +93,7 @@ def test_few_blocks_of_a_good_version_prove_nothing() -> None:
         rng = random.Random(seed)
         watch = exchanged(rng, 0.6, 40, spread=0.15)
         for session in range(LEAST_BLOCKS - 1):
-            watch.block_verified(str(session), int(rng.random() < HARDER * 0.6), 1)
+            watch.block_verified(str(session), int(rng.random() < HARDER_TEXT_SHARE * 0.6), 1)
             assert not watch.is_worse
 
 

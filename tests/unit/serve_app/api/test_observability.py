@@ -16,7 +16,7 @@ from protos.messages import Finish
 from serve_app.api.endpoints import ApiFormat, ChatFormat, CompletionFormat, ResponsesFormat
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.metrics import Metrics
-from serve_app.api.observability import OPERATIONS, OTHER, PromptVersions, RequestRecord, logged
+from serve_app.api.observability import OPERATIONS, OTHER_VERSION, PromptVersions, RequestRecord, logged
 from serve_app.api.replies import FinishReason
 from serve_app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from serve_app.api.text import TextCodec
@@ -73,8 +73,8 @@ def test_versions_beyond_the_limit_are_counted_together() -> None:
     for name in ("a", "b", "c", "d", "a"):
         versions.ended(record(name), 1.0)
     family = "slipstream_prompt_version_requests_total"
-    counts = {name: sample(versions, family, prompt_version=name) for name in ("a", "b", "c", OTHER)}
-    assert counts == {"a": 2, "b": 1, "c": None, OTHER: 2}
+    counts = {name: sample(versions, family, prompt_version=name) for name in ("a", "b", "c", OTHER_VERSION)}
+    assert counts == {"a": 2, "b": 1, "c": None, OTHER_VERSION: 2}
 
 
 @pytest.mark.parametrize("version", ["", "v" * 65, "two words", "v1\n", '"'])
