@@ -187,11 +187,11 @@ class Drafter:
     def _expected_s(self, drafting: DraftingPass) -> float | None:
         """Estimates a pass's duration from measured costs, counting each prompt token as a row; None if unknown."""
         cost = self.timing.cost
-        asked: list[DraftRequest | AheadRequest] = [*drafting.requests, *drafting.ahead]
-        longest = max((request.max_tokens for request in asked), default=0)
-        unread = sum(request.base_len for request in asked if request.session not in self.timing.read)
+        requests: list[DraftRequest | AheadRequest] = [*drafting.requests, *drafting.ahead]
+        longest = max((request.max_tokens for request in requests), default=0)
+        unread = sum(request.base_len for request in requests if request.session not in self.timing.read)
         read_s = cost.forward.seconds(unread, unread) if unread else 0.0
-        return cost.seconds(len(asked), longest) + read_s or None
+        return cost.seconds(len(requests), longest) + read_s or None
 
     async def close(self) -> None:
         for link in [*self._targets.values(), *self._feeds.values()]:

@@ -85,10 +85,10 @@ class TextGrammar:
             return [None] * len(paths)
         was_error = self._matcher.is_error()
         walk = _Walk(self._matcher)
-        found = [None if not self._ends.isdisjoint(path) else walk.mask(path) for path in paths]
+        masks = [None if not self._ends.isdisjoint(path) else walk.mask(path) for path in paths]
         if self._matcher.is_error() and not was_error:
             _logger.warning("a grammar exceeded its work limit, so its text ends: %s", self._matcher.get_error())
-        return found
+        return masks
 
 
 class _Walk:
@@ -105,8 +105,8 @@ class _Walk:
         shared = _shared(self._taken, path)
         if shared < len(self._taken):
             self._matcher.rollback(len(self._taken) - shared)
-        taken = self._matcher.try_consume_tokens(list(path[shared:]))
-        self._taken = path[: shared + taken]
+        consumed = self._matcher.try_consume_tokens(list(path[shared:]))
+        self._taken = path[: shared + consumed]
         if self._taken != path:
             return None
         mask = self._matcher.compute_bitmask()  # only the ends, if the mask exceeded its work limit
@@ -196,9 +196,9 @@ class GrammarCompiler:
     The `kept` most recently used results are cached, failures included.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, kept: int = MAX_CACHED_GRAMMARS) -> None:
+    def __init__(self, tokenizer: LLTokenizer, max_cached: int = MAX_CACHED_GRAMMARS) -> None:
         self._tokenizer = tokenizer
-        self._kept = kept
+        self._kept = max_cached
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by text, most recently used last
         self._lock = Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")

@@ -78,12 +78,12 @@ class GrammarGate:
 
     def on_hello(self, router: str, hello: Hello) -> None:
         """Handles a router's new stream: of its older streams' sessions, only those it lists stay."""
-        wanted = {(item.session, item.attempt) for item in hello.live}
+        live = {(item.session, item.attempt) for item in hello.live}
         for name, held in list(self._held.items()):
             if peer_of(held.router) != peer_of(router):
                 continue
             held.router = router
-            if (name, held.open.attempt) not in wanted:
+            if (name, held.open.attempt) not in live:
                 self._drop(name)
 
     def on_disconnect(self, router: str) -> None:
@@ -214,12 +214,12 @@ class TargetReplica:
         Returns whether drafters have everything that exists and that they have room for.
         """
         left = STATES_BYTES_PER_STEP
-        while (asked := self.scheduler.feeds.next_read()) is not None:
+        while (read := self.scheduler.feeds.next_read()) is not None:
             if left <= 0 and self.scheduler.feeds.fresh is None:
                 return False
-            rows = await self._compute(self._engine.read(asked), None)
+            rows = await self._compute(self._engine.read(read), None)
             left -= len(rows)
-            self._send(self.scheduler.feeds.sent(asked, rows))
+            self._send(self.scheduler.feeds.sent(read, rows))
         return True
 
     def _expected_s(self, plan: StepPlan) -> float | None:

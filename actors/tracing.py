@@ -68,10 +68,10 @@ class SessionSpans:
     def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
         """Starts the process's span for the peer `by`; returns the context to pass on, empty if not traced."""
         now = self._clock_ns()
-        if (known := self._sessions.get(session)) is not None:
-            known.by = by
-            known.events.add(now, "opened again", facts)
-            return traceparent_of(known.span)
+        if (spans := self._sessions.get(session)) is not None:
+            spans.by = by
+            spans.events.add(now, "opened again", facts)
+            return traceparent_of(spans.span)
         if not traceparent or len(self._sessions) >= MAX_SESSIONS:
             return ""
         attributes = {"slipstream.session": session, **_named(facts)}

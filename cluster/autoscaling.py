@@ -165,15 +165,15 @@ def draft_need(
         return None
     drafted = sum(report.drafted for report in targets)
     undrafted = sum(report.undrafted for report in targets)
-    wanted = drafted + undrafted
+    sessions_needed = drafted + undrafted
     places = Need(
-        wanted / scaling.sessions_per_replica,
-        f"{wanted:.1f} sessions want drafts ({undrafted:.1f} have no drafter), {scaling.sessions_per_replica:g} each",
+        sessions_needed / scaling.sessions_per_replica,
+        f"{sessions_needed:.1f} sessions want drafts ({undrafted:.1f} have no drafter), {scaling.sessions_per_replica:g} each",
     )
     late = max((report.late for report in drafters), default=0.0)
     waiting = max(report.waiting for report in targets)
     shared = sum(report.shared for report in drafters)
-    work = min(wanted, shared / DEFAULT_UTILISATION * (wanted / drafted if drafted else 1.0))  # a session has one drafter at most
+    work = min(sessions_needed, shared / DEFAULT_UTILISATION * (sessions_needed / drafted if drafted else 1.0))  # a session has one drafter at most
     felt = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
     if max(late, waiting) <= MAX_LOST_SHARE:
         work = min(work, present)  # drafters keep up, so no more are needed
@@ -205,8 +205,8 @@ def _places(reports: Sequence[TargetReport], scaling: TargetScaling) -> Need:
 
 
 def _cache(reports: Sequence[TargetReport]) -> Need:
-    held = sum(report.cache for report in reports)
-    return Need(held / MAX_CACHE_SHARE, f"sessions hold the pages of {held:.2f} replicas")
+    used_replicas = sum(report.cache for report in reports)
+    return Need(used_replicas / MAX_CACHE_SHARE, f"sessions hold the pages of {used_replicas:.2f} replicas")
 
 
 def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need:
@@ -333,7 +333,7 @@ class PoolsPolicy:
     def __call__(self, observed: Mapping[Any, Observed]) -> Decisions:
         """Returns sizes and policy states by deployment; none for deployments that are not pools."""
         named = {one.deployment_name: (key, one) for key, one in observed.items()}
-        pools = {POOLS[name]: found for name, found in named.items() if name in POOLS}
+        pools = {POOLS[name]: pool for name, pool in named.items() if name in POOLS}
         decided: dict[Any, PoolDecision] = {}
         metrics: Mapping[str, Mapping[Any, float]] = {}
         targets: list[TargetReport] = []

@@ -324,12 +324,12 @@ class DraftPool(Section):
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:
-        taken = METHOD_SECTIONS[self.method] | METHOD_SECTIONS[self.model_method]
+        used_sections = METHOD_SECTIONS[self.method] | METHOD_SECTIONS[self.model_method]
         if self.model_method not in MODEL_METHODS and self.model is not None:
             raise ValueError(f"method {self.method} takes no model; remove draft.model")
         if self.model_method in MODEL_METHODS and self.model is None:
             raise ValueError(f"method {self.method} needs a model: a Hugging Face id or a folder")
-        for section in sorted(set().union(*METHOD_SECTIONS.values()) - taken):
+        for section in sorted(set().union(*METHOD_SECTIONS.values()) - used_sections):
             if getattr(self, section) != type(getattr(self, section))():
                 raise ValueError(f"{section} has options, but method {self.method} does not read them; remove them")
         if self.states != StatesOptions() and self.model_method not in STATE_READERS:

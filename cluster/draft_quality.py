@@ -43,11 +43,11 @@ class AcceptanceStats:
     def __init__(self) -> None:
         self._counts: OrderedDict[str, dict[BlockKind, AcceptanceCounts]] = OrderedDict()  # most recent last
 
-    def block_verified(self, drafter: str, kind: BlockKind, asked: int, accepted: int) -> None:
-        """Records a block of up to `asked` tokens with `accepted` accepted ones."""
+    def block_verified(self, drafter: str, kind: BlockKind, requested: int, accepted: int) -> None:
+        """Records a block of up to `requested` tokens with `accepted` accepted ones."""
         kinds = self._counts.setdefault(drafter, {})
         self._counts.move_to_end(drafter)
-        kinds[kind] = kinds.get(kind, AcceptanceCounts()).after(asked, accepted)
+        kinds[kind] = kinds.get(kind, AcceptanceCounts()).after(requested, accepted)
         if len(self._counts) > MAX_DRAFTERS:
             self._counts.popitem(last=False)
 

@@ -139,15 +139,15 @@ class PageAllocator:
 
         Returns the copies to make first, or None, with nothing changed, if there are not enough pages.
         """
-        held = self._sessions[session]
-        table = held.table
+        holding = self._sessions[session]
+        table = holding.table
         first = start // self.page_size
         last = self.pages_for(end)
         assert 0 <= start < end, f"there is nothing to write from {start} to {end}"
         assert start <= len(table) * self.page_size, f"{session} does not reach position {start}"
         shared = [index for index in range(first, min(last, len(table))) if self._is_shared(table[index])]
         if not shared and last <= len(table):  # as in most steps: the row ends in a page that the session has
-            held.published = min(held.published, first)
+            holding.published = min(holding.published, first)
             return []
         missing = max(0, last - len(table))
         if len(shared) + missing > self.available:
@@ -161,29 +161,29 @@ class PageAllocator:
             # It may become evictable here, but last in order: the allocations below take earlier pages.
             self._release(page)
         table.extend(self._allocate() for _ in range(missing))
-        held.published = min(held.published, first)
+        holding.published = min(holding.published, first)
         return copies
 
     def truncate(self, session: str, length: int) -> None:
         """Rolls back to the first `length` positions."""
-        held = self._sessions[session]
-        kept = self.pages_for(length)
-        while len(held.table) > kept:  # last page first, so that a chain is evicted from its end
-            self._release(held.table.pop())
-        held.published = min(held.published, len(held.table))
+        holding = self._sessions[session]
+        kept_pages = self.pages_for(length)
+        while len(holding.table) > kept_pages:  # last page first, so that a chain is evicted from its end
+            self._release(holding.table.pop())
+        holding.published = min(holding.published, len(holding.table))
 
     def publish(self, session: str, tokens: Sequence[int], length: int) -> None:
         """Lets other sessions find the whole pages among the first `length` positions, which must be computed.
 
         `tokens` are all of the session's tokens; each page is examined once.
         """
-        held = self._sessions[session]
+        holding = self._sessions[session]
         assert length <= len(tokens), f"{session} has {len(tokens)} tokens, not {length}"
-        assert length <= len(held.table) * self.page_size, f"{session} does not reach position {length}"
-        for index in range(held.published, length // self.page_size):
-            if not self._publish_page(held, index, self._page_tokens(tokens, index)):
+        assert length <= len(holding.table) * self.page_size, f"{session} does not reach position {length}"
+        for index in range(holding.published, length // self.page_size):
+            if not self._publish_page(holding, index, self._page_tokens(tokens, index)):
                 return
-            held.published += 1
+            holding.published += 1
 
     def withdraw(self, session: str) -> None:
         """Stops sharing the session's pages, and those published after them, because their contents may be wrong.
@@ -201,9 +201,9 @@ class PageAllocator:
             if entry.page in self._evictable:
                 del self._evictable[entry.page]
                 self._free.append(entry.page)
-        for held in self._sessions.values():
-            pages = held.table[: held.published]
-            held.published = next((at for at, page in enumerate(pages) if page not in self._published), len(pages))
+        for holding in self._sessions.values():
+            pages = holding.table[: holding.published]
+            holding.published = next((at for at, page in enumerate(pages) if page not in self._published), len(pages))
 
     def close(self, session: str) -> None:
         """Forgets a session; its published pages stay until they are evicted."""
@@ -220,35 +220,35 @@ class PageAllocator:
 
     def _find(self, tokens: Sequence[int], salt: bytes) -> list[int]:
         """Returns the published pages that hold the longest prefix of these tokens, without the last token."""
-        found: list[int] = []
+        pages: list[int] = []
         parent: _Published | None = None
         for index in range((len(tokens) - 1) // self.page_size):
             content = self._page_tokens(tokens, index)
-            known = self._index.get(self._key(parent, content, salt))
-            if known is None or not known.holds(parent, content, salt):
+            page = self._index.get(self._key(parent, content, salt))
+            if page is None or not page.holds(parent, content, salt):
                 break
-            found.append(known.page)
-            parent = known
-        return found
+            pages.append(page.page)
+            parent = page
+        return pages
 
-    def _publish_page(self, held: _Holding, index: int, tokens: tuple[int, ...]) -> bool:
+    def _publish_page(self, holding: _Holding, index: int, tokens: tuple[int, ...]) -> bool:
         """Publishes a page whose predecessors are published, or replaces it by a published page with the same content.
 
         Returns False if other content has its hash: the page stays private, and so do those after it.
         """
-        page = held.table[index]
-        parent = self._published[held.table[index - 1]] if index else None
-        salt = held.salt
+        page = holding.table[index]
+        parent = self._published[holding.table[index - 1]] if index else None
+        salt = holding.salt
         key = self._key(parent, tokens, salt)
-        known = self._index.get(key)
-        if known is None:
+        published = self._index.get(key)
+        if published is None:
             assert page not in self._published, f"page {page} is published with other tokens"
             self._index[key] = self._published[page] = _Published(key, parent, tokens, page, salt)
-        elif not known.holds(parent, tokens, salt):
+        elif not published.holds(parent, tokens, salt):
             return False
         else:  # possibly this very page, published by a fork
-            self._acquire(known.page)
-            held.table[index] = known.page
+            self._acquire(published.page)
+            holding.table[index] = published.page
             self._release(page)
         return True
 
@@ -286,7 +286,7 @@ class PageAllocator:
 
     def check(self) -> None:
         """Raises AssertionError unless every page is accounted for exactly once."""
-        used = Counter(page for held in self._sessions.values() for page in held.table)
+        used = Counter(page for holding in self._sessions.values() for page in holding.table)
         assert [used[page] for page in range(self.pages)] == self._refs, "references are not what the tables hold"
         places = sorted([*self._free, *self._evictable, *used])
         assert places == list(range(self.pages)), "a page is lost or in two places"
@@ -294,14 +294,14 @@ class PageAllocator:
         entries = self._index.values()
         assert self._index == {entry.key: entry for entry in entries}, "a hash finds what has another"
         assert self._published == {entry.page: entry for entry in entries}, "the index is not of what is published"
-        for name, held in self._sessions.items():
-            self._check_session(name, held)
+        for name, holding in self._sessions.items():
+            self._check_session(name, holding)
 
-    def _check_session(self, name: str, held: _Holding) -> None:
-        assert len(set(held.table)) == len(held.table), f"{name} has a page twice"
-        assert held.published <= len(held.table), f"{name} has published more than it has"
+    def _check_session(self, name: str, holding: _Holding) -> None:
+        assert len(set(holding.table)) == len(holding.table), f"{name} has a page twice"
+        assert holding.published <= len(holding.table), f"{name} has published more than it has"
         parent: _Published | None = None
-        for page in held.table[: held.published]:
+        for page in holding.table[: holding.published]:
             entry = self._published.get(page)
             assert entry is not None, f"page {page} of {name} is not published"
             assert entry.parent is parent, f"page {page} of {name} is published after other tokens"
@@ -379,11 +379,11 @@ class EnginePages:
         self._fed: Mapping[str, Any] = MappingProxyType({})
         self._computed: Mapping[str, int] = MappingProxyType({})
 
-    def step_made(self, fed: Mapping[str, Any], held: int, computed: Mapping[str, int] = MappingProxyType({})) -> None:
+    def step_made(self, fed: Mapping[str, Any], held_pages: int, computed: Mapping[str, int] = MappingProxyType({})) -> None:
         """Records the latest step: its rows by session, the pages that sessions hold after it, and the tokens in each
         one's pages."""
         self._fed = fed
-        self._held = held
+        self._held = held_pages
         self._computed = computed
 
     @property

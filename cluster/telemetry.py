@@ -231,8 +231,8 @@ def spans(actors: Iterable[Actor], stages: Sequence[Stage] = STAGES) -> list[Spa
         for event in actor.recording.events
     ]
     moments.sort(key=lambda moment: (moment.at_s, moment.actor.name, moment.event.order))
-    found = [span for stage in stages for span in _spans_of(stage, moments)]
-    return sorted(found, key=lambda span: (span.began_s, span.ended_s, span.actor, span.name))
+    stage_spans = [span for stage in stages for span in _spans_of(stage, moments)]
+    return sorted(stage_spans, key=lambda span: (span.began_s, span.ended_s, span.actor, span.name))
 
 
 def _spans_of(stage: Stage, moments: Iterable[_Moment]) -> list[Span]:

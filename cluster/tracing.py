@@ -41,8 +41,8 @@ def described(message: Message) -> tuple[str, dict[str, Fact]] | None:
         case NoDraft():
             return "no draft", {"length": message.base_len}
         case DraftRequest():
-            asked: dict[str, Fact] = {"length": message.base_len, "most_tokens": message.max_tokens}
-            return "asked", {**asked, "step_is_held": message.hold_step}
+            facts: dict[str, Fact] = {"length": message.base_len, "most_tokens": message.max_tokens}
+            return "asked", {**facts, "step_is_held": message.hold_step}
         case Attach() | Resync():
             return type(message).__name__.lower(), {"length": message.have_len}
         case Refusal():
@@ -66,8 +66,8 @@ class SessionEvents:
         """Records a message of the session, received or sent."""
         if isinstance(message, Verdict):
             self._count(message)
-        if (found := described(message)) is not None:
-            self.add(at_ns, *found)
+        if (event := described(message)) is not None:
+            self.add(at_ns, *event)
 
     def _count(self, verdict: Verdict) -> None:
         self.sums["rounds"] += 1

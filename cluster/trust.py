@@ -33,8 +33,8 @@ def is_valid(assignment_token: AssignmentToken, key: bytes, session: str) -> boo
 
 
 def _proof(key: bytes, session: str, assignment: int) -> bytes:
-    said = assignment.to_bytes(4, "little") + session.encode()
-    return blake2b(said, digest_size=PROOF_BYTES, key=key).digest()
+    message = assignment.to_bytes(4, "little") + session.encode()
+    return blake2b(message, digest_size=PROOF_BYTES, key=key).digest()
 
 
 MAX_REMEMBERED = 1024  # latest pairs of peer and cause that are kept; a dropped one is logged again
@@ -85,8 +85,8 @@ class PeerRole(Enum):
 
 def roles_of(names: Iterable[str]) -> frozenset[PeerRole]:
     """Returns the roles that a certificate with these alternative names holds."""
-    held = set(names)
-    return frozenset(role for role in PeerRole if role.name_in_certificate in held)
+    names_held = set(names)
+    return frozenset(role for role in PeerRole if role.name_in_certificate in names_held)
 
 
 def is_loopback(host: str) -> bool:

@@ -48,31 +48,31 @@ class DraftTree:
     @property
     def depths(self) -> list[int]:
         """Depth of each node, 0 for those after the prefix."""
-        found: list[int] = []
+        depths: list[int] = []
         for parent in self.parents:
-            found.append(found[parent] + 1 if parent >= 0 else 0)
-        return found
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
         """Path to each node: its ancestors in order, and the node itself."""
-        found: list[tuple[int, ...]] = []
+        paths: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
-            found.append((*found[parent], node) if parent >= 0 else (node,))
-        return found
+            paths.append((*paths[parent], node) if parent >= 0 else (node,))
+        return paths
 
     @property
     def main_path(self) -> tuple[int, ...]:
         """Tokens of the main path, which takes the first and likeliest child of every node."""
         if self.is_chain:
             return self.tokens
-        found: list[int] = []
+        nodes: list[int] = []
         last = -1
         for node, parent in enumerate(self.parents):
             if parent == last:
-                found.append(self.tokens[node])
+                nodes.append(self.tokens[node])
                 last = node
-        return tuple(found)
+        return tuple(nodes)
 
     @property
     def off_main_path(self) -> list[tuple[int, ...]]:
@@ -94,10 +94,10 @@ class DraftTree:
         """Returns the nodes of depth less than `depth`."""
         if self.is_chain:
             return self.first(depth)
-        kept = [node for node, at in enumerate(self.depths) if at < depth]
-        new_index = {-1: -1} | {node: index for index, node in enumerate(kept)}
-        tokens = tuple([self.tokens[node] for node in kept])
-        return DraftTree(tokens, tuple([new_index[self.parents[node]] for node in kept]))
+        nodes = [node for node, at in enumerate(self.depths) if at < depth]
+        new_index = {-1: -1} | {node: index for index, node in enumerate(nodes)}
+        tokens = tuple([self.tokens[node] for node in nodes])
+        return DraftTree(tokens, tuple([new_index[self.parents[node]] for node in nodes]))
 
     @property
     def depth(self) -> int:
@@ -112,15 +112,15 @@ class DraftTree:
 
     def along(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Returns the nodes of the path that these tokens take, as far as it exists."""
-        found: list[int] = []
+        nodes: list[int] = []
         last = -1
         for node, parent in enumerate(self.parents):
-            if len(found) == len(tokens):
+            if len(nodes) == len(tokens):
                 break
-            if parent == last and self.tokens[node] == tokens[len(found)]:
-                found.append(node)
+            if parent == last and self.tokens[node] == tokens[len(nodes)]:
+                nodes.append(node)
                 last = node
-        return tuple(found)
+        return tuple(nodes)
 
     def after(self, tokens: Sequence[int]) -> "DraftTree":
         """Returns the subtree after these tokens; empty if they are not in the tree."""
@@ -133,10 +133,10 @@ class DraftTree:
         for node, parent in enumerate(self.parents):
             if parent in new_index and node not in new_index:
                 new_index[node] = len(new_index) - 1
-        kept = [node for node, index in new_index.items() if index >= 0]
+        nodes = [node for node, index in new_index.items() if index >= 0]
         probs = _part(self.probs, slice(len(path), None))
-        tokens_kept = tuple([self.tokens[node] for node in kept])
-        return DraftTree(tokens_kept, tuple([new_index[self.parents[node]] for node in kept]), probs)
+        tokens_kept = tuple([self.tokens[node] for node in nodes])
+        return DraftTree(tokens_kept, tuple([new_index[self.parents[node]] for node in nodes]), probs)
 
 
 def _part(probs: SparseProbs | None, part: slice) -> SparseProbs | None:

@@ -97,15 +97,15 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
 
 def _positions(tally: AcceptanceStats, method: str) -> dict[tuple[str, ...], float]:
     """Returns position counts by label. Positions that acceptance reached are accepted or rejected."""
-    found: dict[tuple[str, ...], float] = {}
+    counts_by_label: dict[tuple[str, ...], float] = {}
     for drafter, kinds in tally.counts.items():
         for kind, counts in kinds.items():
             prefix = "cached" if kind.is_prefix_cached else "computed"
             for at, (reached, accepted) in enumerate(zip(counts.reached, counts.accepted, strict=True), 1):
                 labels = (drafter, method, str(at), str(kind.context), prefix)
-                found[*labels, "accepted"] = accepted
-                found[*labels, "rejected"] = reached - accepted
-    return found
+                counts_by_label[*labels, "accepted"] = accepted
+                counts_by_label[*labels, "rejected"] = reached - accepted
+    return counts_by_label
 
 
 def drafter_counts(drafter: Drafter) -> Counts:

@@ -52,30 +52,30 @@ def deployed_bounds(details: Mapping[str, Any]) -> Bounds:
     deployments = details.get("deployments", {})
     if missing := [name for name in POOLS if name not in deployments]:
         raise ClusterError(f"Serve no longer lists its {' and '.join(missing)}")
-    found = {name: deployments[name]["deployment_config"]["autoscaling_config"] for name in POOLS}
-    return {name: (one["min_replicas"], one["max_replicas"]) for name, one in found.items()}
+    settings = {name: deployments[name]["deployment_config"]["autoscaling_config"] for name in POOLS}
+    return {name: (one["min_replicas"], one["max_replicas"]) for name, one in settings.items()}
 
 
 def pools_table(targets: Inspected, drafters: Inspected, bounds: Bounds) -> Table:
     """Tabulates the pools from what replicas answer to `inspect`; targets report the scaling settings of both."""
-    made = table("Pools", "pool", "replicas", "bounds", "needed", "why")
+    result = table("Pools", "pool", "replicas", "bounds", "needed", "why")
     if not targets:
-        return made
+        return result
     settings = targets[0]["scaling"]
     reports = [TargetReport(**one["report"]) for one in targets]
     scaling = TargetScaling(**settings[TARGET])
-    wanted = decide_targets(Pool(len(targets), *bounds["Target"]), reports, scaling, 0.0)
-    _add(made, "targets", bounds["Target"], targets, wanted)
+    decision = decide_targets(Pool(len(targets), *bounds["Target"]), reports, scaling, 0.0)
+    _add(result, "targets", bounds["Target"], targets, decision)
     follows = DraftScaling(**settings[DRAFT])
     own = [DraftReport(**one["report"]) for one in drafters]
     pool = Pool(len(drafters), *bounds["Drafter"])
-    drafts = decide_drafters(pool, own, follows, reports, wanted.wished, 0.0)
-    _add(made, "drafters", bounds["Drafter"], drafters, drafts)
-    return made
+    drafts = decide_drafters(pool, own, follows, reports, decision.wished, 0.0)
+    _add(result, "drafters", bounds["Drafter"], drafters, drafts)
+    return result
 
 
-def _add(made: Table, name: str, bounds: tuple[int, int], replicas: Inspected, wanted: PoolDecision) -> None:
-    made.add_row(name, str(len(replicas)), f"{bounds[0]} to {bounds[1]}", str(wanted.wished), wanted.why)
+def _add(pools: Table, name: str, bounds: tuple[int, int], replicas: Inspected, decision: PoolDecision) -> None:
+    pools.add_row(name, str(len(replicas)), f"{bounds[0]} to {bounds[1]}", str(decision.wished), decision.why)
 
 
 REMEDIES = ("resynced", "replaced", "non_speculative", "given up")
@@ -84,14 +84,14 @@ POSITIONS = 6  # number of positions in a block that are shown
 
 def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates drafters with their load checks; a warning stays for the life of the drafter."""
-    made = table("Drafters", "drafter", "address", "method", "expected", "accepted", "check at load")
+    result = table("Drafters", "drafter", "address", "method", "expected", "accepted", "check at load")
     for one in drafters:
         check = one["load_check"]
         shares = shown(check["expected"]), shown(check["reached"])
         version = one.get("draft_version")
         method = one["method"] if version is None else f"{one['method']}, version {version['version']}"
-        made.add_row(one["name"], one["address"], method, *shares, _found(check))
-    return made
+        result.add_row(one["name"], one["address"], method, *shares, _found(check))
+    return result
 
 
 def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
@@ -99,30 +99,30 @@ def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
     Remedies are counted in sessions; "given up" counts the times that a drafter was given up.
     """
-    made = table("Blocks that became bad", "drafter", *REMEDIES)
+    result = table("Blocks that became bad", "drafter", *REMEDIES)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
         counts.update(one["remedies"])
     for drafter in sorted({drafter for drafter, _ in counts}):
-        made.add_row(drafter, *(str(counts[drafter, remedy]) for remedy in REMEDIES))
-    return made
+        result.add_row(drafter, *(str(counts[drafter, remedy]) for remedy in REMEDIES))
+    return result
 
 
 def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates sessions that left a target or a drafter before their end, planned or because it was lost."""
-    made = table("Sessions that moved", "pool", PLANNED, LOST)
+    result = table("Sessions that moved", "pool", PLANNED, LOST)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
         counts.update(one["handovers"])
     for pool in ("target", "drafter"):
-        made.add_row(pool, str(counts[pool, PLANNED]), str(counts[pool, LOST]))
-    return made
+        result.add_row(pool, str(counts[pool, PLANNED]), str(counts[pool, LOST]))
+    return result
 
 
 def acceptance_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates the acceptance of each position of a block, given those before it, by kind of block."""
     places = [str(position) for position in range(1, POSITIONS + 1)]
-    made = table("Acceptance by position", "drafter", "method", "context", "prefix", "blocks", *places)
+    result = table("Acceptance by position", "drafter", "method", "context", "prefix", "blocks", *places)
     methods = {one["name"]: one["method"] for one in drafters}
     sums: dict[tuple[str, int, bool], tuple[Counter[int], Counter[int]]] = {}
     for row in (row for target in targets for row in target["tally"]):
@@ -134,8 +134,8 @@ def acceptance_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Ma
         shares = [shown(accepted[at] / reached[at] if reached[at] else None) for at in range(POSITIONS)]
         octave = f"{context}-{2 * context - 1}"
         prefix = "cached" if is_cached else "computed"
-        made.add_row(drafter, methods.get(drafter, "-"), octave, prefix, str(reached[0]), *shares)
-    return made
+        result.add_row(drafter, methods.get(drafter, "-"), octave, prefix, str(reached[0]), *shares)
+    return result
 
 
 def _found(check: Mapping[str, Any]) -> str:
@@ -158,11 +158,11 @@ def versions_table(exposition: str) -> Table | None:
             sums[labels[VERSION]][what] += sample.value
     if not sums:
         return None
-    made = table(
+    result = table(
         "Versions of prompts", "version", "requests", "acceptance rate", "first token s", "request s", "tokens"
     )
     for version, sum_of in sorted(sums.items()):
-        made.add_row(
+        result.add_row(
             version,
             str(int(sum_of["requests"])),
             shown(_ratio(sum_of["accepted"], sum_of["drafted"])),
@@ -170,7 +170,7 @@ def versions_table(exposition: str) -> Table | None:
             shown(_ratio(sum_of["end"], sum_of["requests"]), ".3f"),
             f"{int(sum_of['prompt'])} + {int(sum_of['completion'])}",
         )
-    return made
+    return result
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -201,27 +201,27 @@ def watched(url: str, state: State) -> Group:
 
 
 def _targets(targets: Sequence[State]) -> Table:
-    made = table("Targets", "replica", "sessions", "queued", "busy", "tokens/s", "cache held", "speculation", "gain")
+    result = table("Targets", "replica", "sessions", "queued", "busy", "tokens/s", "cache held", "speculation", "gain")
     for one in targets:
         speculation = "on" if one["is_drafted_for"] else "off"
         rates = _percent(one["busy"]), shown(one["tokens_per_s"], ".1f"), _percent(one["cache"])
-        made.add_row(one["name"], str(one["sessions"]), str(one["queued"]), *rates, speculation, shown(one["gain"]))
-    return made
+        result.add_row(one["name"], str(one["sessions"]), str(one["queued"]), *rates, speculation, shown(one["gain"]))
+    return result
 
 
 def _drafters(drafters: Sequence[State]) -> Table:
-    made = table("Drafters", "replica", "sessions", "method", "draft tokens/s", "passes ahead of a verdict")
+    result = table("Drafters", "replica", "sessions", "method", "draft tokens/s", "passes ahead of a verdict")
     for one in drafters:
         rates = shown(one["draft_tokens_per_s"], ".1f"), _percent(one["ahead"])
-        made.add_row(one["name"], str(one["sessions"]), one["method"], *rates)
-    return made
+        result.add_row(one["name"], str(one["sessions"]), one["method"], *rates)
+    return result
 
 
 def _acceptance(chances: Sequence[float]) -> Table:
-    made = Table(title="Acceptance by position in a block", title_justify="left", show_header=False)
+    result = Table(title="Acceptance by position in a block", title_justify="left", show_header=False)
     for position, chance in enumerate(chances, 1):
-        made.add_row(str(position), _percent(chance), Text("█" * round(BAR_CHARS * chance), style="green"))
-    return made
+        result.add_row(str(position), _percent(chance), Text("█" * round(BAR_CHARS * chance), style="green"))
+    return result
 
 
 def _percent(share: float | None) -> str:
@@ -277,55 +277,55 @@ def _counted(application: str) -> Group | str:
 
 def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates counters since replicas began, from what they answer to `inspect`."""
-    made = table("Since the replicas began", "what", "value")
+    result = table("Since the replicas began", "what", "value")
     drafting = sum((Counter(one["counts"]) for one in drafters), Counter[str]())
     passes = drafting["passes"] + drafting["passes_ahead"]
-    made.add_row("drafting passes ahead of a verdict", _share(drafting["passes_ahead"], passes))
-    made.add_row("guess hit rate", _share(drafting["guess_hit"], drafting["guess_hit"] + drafting["guess_miss"]))
+    result.add_row("drafting passes ahead of a verdict", _share(drafting["passes_ahead"], passes))
+    result.add_row("guess hit rate", _share(drafting["guess_hit"], drafting["guess_hit"] + drafting["guess_miss"]))
     accepted, wasted, step_s, idle_s, rebased, desyncs = (
         sum(one[name] for one in targets)
         for name in ("accepted_tokens", "wasted_tokens", "step_s", "idle_s", "rebased", "desyncs")
     )
-    made.add_row("wasted draft tokens", _share(wasted, accepted + wasted))
-    made.add_row("late blocks used", str(rebased))
+    result.add_row("wasted draft tokens", _share(wasted, accepted + wasted))
+    result.add_row("late blocks used", str(rebased))
     dropped = sum((Counter(one["dropped"]) for one in targets), Counter[str]())
-    made.add_row("dropped blocks", str(dropped.total()))
+    result.add_row("dropped blocks", str(dropped.total()))
     for cause, count in dropped.most_common():
-        made.add_row(f"of them {cause}", str(count))
-    made.add_row("desyncs", str(desyncs))
+        result.add_row(f"of them {cause}", str(count))
+    result.add_row("desyncs", str(desyncs))
     states = sum((Counter(one.get("states", {})) for one in targets), Counter[str]())
     if rows := states["verdict"] + states["apart"]:
         sent = states["verdict_bytes"] + states["apart_bytes"]
-        made.add_row("hidden states sent, bytes a token", f"{shown(sent / rows)} ({rows} tokens)")
-        made.add_row("of them with verdicts", _share(states["verdict"], rows))
+        result.add_row("hidden states sent, bytes a token", f"{shown(sent / rows)} ({rows} tokens)")
+        result.add_row("of them with verdicts", _share(states["verdict"], rows))
     if "again" in states:
-        made.add_row("tokens computed again for hidden states", str(states["again"]))
-        made.add_row("drafters too slow for them, sessions", str(states["lost"]))
-    made.add_row("target idle", shown(_ratio(idle_s, idle_s + step_s)))
-    return made
+        result.add_row("tokens computed again for hidden states", str(states["again"]))
+        result.add_row("drafters too slow for them, sessions", str(states["lost"]))
+    result.add_row("target idle", shown(_ratio(idle_s, idle_s + step_s)))
+    return result
 
 
 def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates each target replica's attention backend and measured gain of speculation."""
-    made = table("Targets", "pid", "attention", "non-speculative tokens/s", "gain by speculation", "speculation")
+    result = table("Targets", "pid", "attention", "non-speculative tokens/s", "gain by speculation", "speculation")
     for target in targets:
         speculation = target["speculation"]
         is_on = "on" if speculation["on"] else "off"
         reports = dict.fromkeys(_attention(report) for report in target["attention"])  # equal reports once
         measured = shown(speculation["non_speculative_rate"], ".1f"), shown(speculation["gain"])
-        made.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
-    return made
+        result.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
+    return result
 
 
 def audits_table(routers: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates the outcomes of audited requests."""
-    made = table("Audits since the routers began", "what", "requests")
+    result = table("Audits since the routers began", "what", "requests")
     for outcome in OUTCOMES:
-        made.add_row(outcome, str(sum(one["audits"][outcome] for one in routers)))
-    made.add_row("waiting", str(sum(one["audits_waiting"] for one in routers)))
+        result.add_row(outcome, str(sum(one["audits"][outcome] for one in routers)))
+    result.add_row("waiting", str(sum(one["audits_waiting"] for one in routers)))
     widest = max((one["widest_near_tie"] for one in routers), default=None)
-    made.add_row("widest near-tie, in logits", shown(widest, ".4g"))
-    return made
+    result.add_row("widest near-tie, in logits", shown(widest, ".4g"))
+    return result
 
 
 def _attention(report: Mapping[str, Any]) -> str:
@@ -347,22 +347,22 @@ def _share(part: int, whole: int) -> str:
 
 
 def _endpoint_table(url: str, health: dict[str, Any], model: str, counters: Counters) -> Table:
-    made = table(url, "what", "value")
+    result = table(url, "what", "value")
     tally = counters.tally
-    made.add_row("model", model)
+    result.add_row("model", model)
     for name, value in health.items():
-        made.add_row(name, str(value))
-    made.add_row("running requests", str(counters.running_requests))
-    made.add_row("committed tokens", str(tally.tokens))
-    made.add_row("drafted, accepted", f"{tally.drafted}, {tally.accepted}")
-    made.add_row("acceptance rate", shown(tally.acceptance_rate))
-    made.add_row("acceptance length", shown(tally.acceptance_length))
-    return made
+        result.add_row(name, str(value))
+    result.add_row("running requests", str(counters.running_requests))
+    result.add_row("committed tokens", str(tally.tokens))
+    result.add_row("drafted, accepted", f"{tally.drafted}, {tally.accepted}")
+    result.add_row("acceptance rate", shown(tally.acceptance_rate))
+    result.add_row("acceptance length", shown(tally.acceptance_length))
+    return result
 
 
 def _application_table(name: str, application: Any) -> Table:
-    made = table(f"Ray application {name}: {application.status.value}", "deployment", "status", "replicas", "message")
+    result = table(f"Ray application {name}: {application.status.value}", "deployment", "status", "replicas", "message")
     for deployment, status in application.deployments.items():
         replicas = ", ".join(f"{count} {state}" for state, count in status.replica_states.items() if count)
-        made.add_row(deployment, status.status.value, replicas, status.message)
-    return made
+        result.add_row(deployment, status.status.value, replicas, status.message)
+    return result

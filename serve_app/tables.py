@@ -30,16 +30,16 @@ def tally_column(tally: Tally) -> tuple[str, ...]:
 
 def table(title: str, first: str, *others: str) -> Table:
     """Returns an empty table with a column of names and columns of values."""
-    made = Table(title=title, title_justify="left")
-    made.add_column(first)
+    result = Table(title=title, title_justify="left")
+    result.add_column(first)
     for other in others:
-        made.add_column(other, justify="right")
-    return made
+        result.add_column(other, justify="right")
+    return result
 
 
 def sheet(title: str, rows: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
     """Returns a narrow table with one named row per value."""
-    made = table(title, "", *columns)
+    result = table(title, "", *columns)
     for name, *values in zip(rows, *columns.values(), strict=True):
-        made.add_row(name, *values)
-    return made
+        result.add_row(name, *values)
+    return result

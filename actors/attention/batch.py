@@ -61,9 +61,9 @@ class RaggedBatch:
 
 def _logit_indices(rows: Sequence[InputRow]) -> list[int]:
     """Returns the indices in the flat batch whose logits are wanted."""
-    found: list[int] = []
+    indices: list[int] = []
     end = 0
     for row in rows:
         end += len(row.tokens)
-        found += range(end - row.logits, end)
-    return found
+        indices += range(end - row.logits, end)
+    return indices

@@ -187,8 +187,8 @@ class _GroupDraft:
 
 def _gather(rows: RowGroup, pool: Tensor) -> Tensor:
     """Returns the group's keys and values, (count, keys, 2, kv heads, head dim); a view if they are adjacent."""
-    found = pool[rows.key_at] if isinstance(rows.key_at, slice) else pool.index_select(0, rows.key_at)
-    return found.view(rows.count, rows.keys, 2, pool.shape[1] // 2, pool.shape[2])
+    gathered = pool[rows.key_at] if isinstance(rows.key_at, slice) else pool.index_select(0, rows.key_at)
+    return gathered.view(rows.count, rows.keys, 2, pool.shape[1] // 2, pool.shape[2])
 
 
 def _octave(length: int, least: int) -> int:
@@ -211,11 +211,11 @@ def _groups(rows: Sequence[InputRow], device: torch.device) -> list[list[tuple[i
     """Splits rows into groups that are worth attending together."""
     if device.type != "cpu":
         return _alike(rows)
-    found = []
+    groups = []
     for members in _alike(rows):
         count = max(1, CPU_POSITIONS // max(row.end for _, row in members))
-        found += [members[first : first + count] for first in range(0, len(members), count)]
-    return found
+        groups += [members[first : first + count] for first in range(0, len(members), count)]
+    return groups
 
 
 def _padded(pages: tuple[int, ...], count: int) -> list[int]:

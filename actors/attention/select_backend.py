@@ -248,9 +248,9 @@ def _check(
     """Raises ValueError if results differ from the reference."""
     for window in trial.windows:
         expected = trial.attend(reference, window, trees)
-        found = trial.attend(backend, window, trees)
-        if not torch.allclose(found, expected, atol=tolerance, rtol=tolerance):
-            furthest = float((found.float() - expected.float()).abs().max())
+        outputs = trial.attend(backend, window, trees)
+        if not torch.allclose(outputs, expected, atol=tolerance, rtol=tolerance):
+            furthest = float((outputs.float() - expected.float()).abs().max())
             raise ValueError(f"its result is off by {furthest:.3g} with a window of {window}, expected {tolerance:.3g}")
 
 

@@ -167,14 +167,14 @@ def pack_linears(model: nn.Module, product: Product = projection) -> None:
 
     A layer whose weight the model's code reads directly, such as some routers', stays unchanged.
     """
-    found = [
+    packs = [
         (name, child)
         for parent_name, parent in model.named_modules()
         for own_name, child in parent.named_children()
         if type(child) is nn.Linear and not _reads_weight(type(parent), own_name)
         for name in (f"{parent_name}.{own_name}".removeprefix("."),)
     ]
-    for name, child in found:
+    for name, child in packs:
         if can_pack(child.weight):
             model.set_submodule(name, PackedLinear(child, product))
 

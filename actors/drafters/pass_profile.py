@@ -28,8 +28,8 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
         method.open(session)
         if isinstance(method, ReadsStates):  # all zeros
             method.states(session.session, 0, bytes((PROMPT_TOKENS - 1) * method.states_format.row_bytes))
-    asked = [[_request(each, length) for each in sessions[:rows]] for rows in sizes for length in lengths]
-    seconds = iter(least_seconds([partial(method.draft, requests) for requests in asked]))
+    batches = [[_request(each, length) for each in sessions[:rows]] for rows in sizes for length in lengths]
+    seconds = iter(least_seconds([partial(method.draft, requests) for requests in batches]))
     method.close([session.session for session in sessions])
     forwards = []
     further = []

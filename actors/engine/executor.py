@@ -61,13 +61,13 @@ class StepExecutor:
         self._vocabulary = vocabulary
         self._sessions: dict[str, _SessionState] = {}
 
-    def answer(self, asked: StepPlan | StateRead) -> list[Outcome] | bytes:
+    def answer(self, request: StepPlan | StateRead) -> list[Outcome] | bytes:
         """Executes either kind of request."""
-        return self.step(asked) if isinstance(asked, StepPlan) else self.read(asked)
+        return self.step(request) if isinstance(request, StepPlan) else self.read(request)
 
-    def read(self, asked: StateRead) -> bytes:
+    def read(self, read: StateRead) -> bytes:
         """Returns hidden states from pages, without a forward."""
-        return self._runner.read_states(asked.slots)
+        return self._runner.read_states(read.slots)
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Forgets, adds, feeds and decides; returns one outcome per deciding row, in order."""
@@ -116,9 +116,9 @@ class StepExecutor:
             left.append(part[len(part) - row.deciding :])
             if tokens := session.scored(row):
                 top = session.open.scoring.prompt_top or 0
-                found = score(part[: len(tokens)], tokens, [top] * len(tokens))
+                scores = score(part[: len(tokens)], tokens, [top] * len(tokens))
                 assert session.prompt_scores is not None, "prompt scores were not requested"
-                session.prompt_scores[row.start :] = found  # fed again from there, after its cache slot was lost
+                session.prompt_scores[row.start :] = scores  # fed again from there, after its cache slot was lost
         return torch.cat(left)
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
@@ -129,19 +129,19 @@ class StepExecutor:
         scores = decided_scores(blocks, decisions, tops, logits)
         outcomes = []
         at = 0
-        for row, block, decision, told in zip(rows, blocks, decisions, scores, strict=True):
+        for row, block, decision, row_scores in zip(rows, blocks, decisions, scores, strict=True):
             session = self._sessions[row.session]
             prompt_scores = session.take_prompt_scores()
             here = logits[at]
             at += row.deciding
-            kept = [row.draft.tokens[node] for node in decision.path]
-            session.tokens[row.base_len :] = kept
+            accepted = [row.draft.tokens[node] for node in decision.path]
+            session.tokens[row.base_len :] = accepted
             if not decision.is_finite or any(math.isnan(score.logprob) for score in prompt_scores):
                 outcomes.append(Outcome(row.session, (), 0, is_finite=False))
                 continue
             near = self._margin(row, block, here)
             outcomes.append(
-                Outcome(row.session, decision.path, decision.next_token, near, scores=told, prompt_scores=prompt_scores)
+                Outcome(row.session, decision.path, decision.next_token, near, scores=row_scores, prompt_scores=prompt_scores)
             )
         return riding(rows, outcomes, self._runner.read_states)
 
@@ -190,7 +190,7 @@ class Engine(Protocol):
         """Computes a plan. Raises EngineError if the engine is no longer usable."""
         ...
 
-    async def read(self, asked: StateRead) -> bytes:
+    async def read(self, read: StateRead) -> bytes:
         """Returns hidden states from the cache, between two steps; raises as `step` does."""
         ...
 
@@ -214,8 +214,8 @@ class ThreadEngine:
     async def step(self, plan: StepPlan) -> list[Outcome]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.step, plan)
 
-    async def read(self, asked: StateRead) -> bytes:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.read, asked)
+    async def read(self, read: StateRead) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.read, read)
 
     async def prepare(self, grammar: str) -> str | None:
         return await asyncio.to_thread(self._executor.prepare, grammar)

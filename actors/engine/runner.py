@@ -147,7 +147,7 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
         max(0.0, more - less) / (size - 1) for size, less, more in zip(sizes, whole, apart, strict=True) if size > 1
     ]
     per_row_s = median(rows) if rows else 0.0
-    by_tokens = tuple((size, max(0.0, taken - per_row_s)) for size, taken in zip(sizes, whole, strict=True))
+    by_tokens = tuple((size, max(0.0, step_s - per_row_s)) for size, step_s in zip(sizes, whole, strict=True))
     return ForwardCost(by_tokens=by_tokens, per_row_s=per_row_s)
 
 
@@ -169,4 +169,4 @@ def least_seconds(todo: Sequence[Callable[[], object]]) -> list[float]:
             do()
             seconds.append(time.perf_counter() - began)
         turns.append(seconds)
-    return [min(found) for found in zip(*turns[1:], strict=True)]
+    return [min(times) for times in zip(*turns[1:], strict=True)]

@@ -399,9 +399,9 @@ class RankGroup:
         outcomes: list[Outcome] = await self._call(plan)
         return outcomes
 
-    async def read(self, asked: StateRead) -> bytes:
+    async def read(self, read: StateRead) -> bytes:
         """Reads hidden states; raises as `step` does."""
-        states: bytes = await self._call(asked)
+        states: bytes = await self._call(read)
         return states
 
     async def prepare(self, grammar: str) -> str | None:

@@ -282,7 +282,7 @@ def _read(
 def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: torch.device) -> PreTrainedModel:
     """Loads quantised, renamed or fused weights through transformers."""
     check_no_strays(folder, stored)
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, loading = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),
         device_map=device,
@@ -290,9 +290,9 @@ def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: t
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # refused below, in one line
     )
-    misshapen = {name: (tuple(held), tuple(expected)) for name, held, expected in found["mismatched_keys"]}
+    misshapen = {name: (tuple(shape), tuple(expected)) for name, shape, expected in loading["mismatched_keys"]}
     shapes = {key: tensor.shape for key, tensor in stored.items()}
-    refuse_misfits(model, folder, found["missing_keys"], found["unexpected_keys"], misshapen, shapes)
+    refuse_misfits(model, folder, loading["missing_keys"], loading["unexpected_keys"], misshapen, shapes)
     check_finite(model, folder)
     return model
 
@@ -314,8 +314,8 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTraine
 
 def _mlp_widths(config: Any) -> set[int]:
     """Returns the inner sizes of the MLPs, one for all or one per layer."""
-    found = getattr(config, "intermediate_size", None) or []
-    return set(found if isinstance(found, list | tuple) else [found])
+    widths = getattr(config, "intermediate_size", None) or []
+    return set(widths if isinstance(widths, list | tuple) else [widths])
 
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -352,7 +352,7 @@ def first_of_each(groups: Sequence[Sequence[str]]) -> Wanted:
     """Selects the first existing file of each group."""
 
     def wanted(names: Collection[str]) -> list[str]:
-        found = [next((name for name in group if name in names), None) for group in groups]
-        return [name for name in found if name is not None]
+        firsts = [next((name for name in group if name in names), None) for group in groups]
+        return [name for name in firsts if name is not None]
 
     return wanted

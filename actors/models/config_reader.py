@@ -134,15 +134,15 @@ def _check_is_causal(folder: Path, config: PretrainedConfig) -> None:
 def _check_rope(folder: Path, config: PretrainedConfig) -> None:
     """Raises ModelError for a position scaling that would fail only once the model is built."""
     text = config.get_text_config()
-    said = getattr(text, "rope_parameters", None) or {}
-    by_layer = [value for value in said.values() if isinstance(value, dict)]
-    for rope in by_layer or [said]:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in by_layer or [parameters]:
         kind = rope.get("rope_type", "default")
         if kind not in ROPE_INIT_FUNCTIONS and kind not in PLAIN_ROPE:
-            known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS}))
+            supported = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS}))
             raise ModelError(
                 f"{folder / CONFIG} has rope_type '{kind}', which transformers {transformers.__version__} does not"
-                f" implement; expected one of {known}"
+                f" implement; expected one of {supported}"
             )
 
 

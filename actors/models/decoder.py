@@ -102,8 +102,8 @@ class ToyRunner:
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
     ) -> ForwardOutput:
-        wanted = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
-        return ForwardOutput(self._table[torch.tensor(wanted, dtype=torch.int64)], None)
+        tokens = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
+        return ForwardOutput(self._table[torch.tensor(tokens, dtype=torch.int64)], None)
 
     def read_states(self, slots: Sequence[int]) -> bytes:
         raise NotImplementedError("a table has no hidden states")
@@ -261,18 +261,18 @@ class LlamaDecoder:
         self._head = _alone(model.get_output_embeddings(), product)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
-        kept: list[Tensor] = []
-        hidden = self._hidden(batch, layers, kept)
-        return ForwardOutput(self._head(hidden), hidden, torch.cat(kept, dim=-1) if layers else None)
+        states: list[Tensor] = []
+        hidden = self._hidden(batch, layers, states)
+        return ForwardOutput(self._head(hidden), hidden, torch.cat(states, dim=-1) if layers else None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns embeddings, (tokens, hidden)."""
         return F.embedding(tokens, self._embedding)
 
-    def _hidden(self, batch: RaggedBatch, layers: tuple[int, ...], kept: list[Tensor]) -> Tensor:
+    def _hidden(self, batch: RaggedBatch, layers: tuple[int, ...], states: list[Tensor]) -> Tensor:
         """Returns what the head reads at the batch's requested positions, (positions, hidden).
 
-        Appends the streams at `layers` to `kept`, each (tokens, hidden).
+        Appends the streams at `layers` to `states`, each (tokens, hidden).
         """
         total = len(batch.tokens)
         padding = (0, max(0, self._least_rows - total))
@@ -280,11 +280,11 @@ class LlamaDecoder:
         rotation = rotation_of(self._rotary, hidden, F.pad(batch.positions, padding))
         for index, layer in enumerate(self._layers):
             if index in layers:
-                kept.append(hidden[:total])
+                states.append(hidden[:total])
             hidden = self._heads.attend(layer, index, layer.attention_norm(hidden), hidden, rotation, batch)
             hidden = gated_mlp(layer, hidden)
         if len(self._layers) in layers:
-            kept.append(self._norm(hidden[:total]))
+            states.append(self._norm(hidden[:total]))
         return self._norm(hidden.index_select(0, batch.logit_at))
 
 

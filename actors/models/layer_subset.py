@@ -49,9 +49,9 @@ def _config_of(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCon
     """Returns the config for these layers, with per-layer lists reduced to them."""
     text = config.get_text_config()
     count = text.num_hidden_layers
-    for name, said in text.to_dict().items():
-        if "layer" in name and isinstance(said, list) and len(said) == count:
-            setattr(text, name, [said[layer] for layer in layers])
+    for name, value in text.to_dict().items():
+        if "layer" in name and isinstance(value, list) and len(value) == count:
+            setattr(text, name, [value[layer] for layer in layers])
     text.num_hidden_layers = len(layers)
     return config
 
@@ -68,14 +68,14 @@ def _renumbered(stored: Mapping[str, Stored], prefix: str, layers: Sequence[int]
     """Maps the checkpoint's tensors to their names in the model of these layers."""
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.(.*)")
     places = {layer: place for place, layer in enumerate(layers)}
-    found = {}
+    renumbered = {}
     for key, tensor in stored.items():
         match = pattern.fullmatch(key)
         if match is None:
-            found[key] = tensor
+            renumbered[key] = tensor
         elif int(match[1]) in places:
-            found[f"{prefix}{places[int(match[1])]}.{match[2]}"] = tensor
-    return found
+            renumbered[f"{prefix}{places[int(match[1])]}.{match[2]}"] = tensor
+    return renumbered
 
 
 def context_length(config: PretrainedConfig) -> int | None:

@@ -119,8 +119,8 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
 def _styles(model: PreTrainedModel) -> dict[str, str]:
     """Returns the plan's style for every layer and parameter that it names."""
     names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
-    wanted = {name: model.tp_plan.get(_in_plan(name)) for name in names}
-    return {name: style for name, style in wanted.items() if style is not None}
+    styles = {name: model.tp_plan.get(_in_plan(name)) for name in names}
+    return {name: style for name, style in styles.items() if style is not None}
 
 
 def _in_plan(name: str) -> str:

@@ -167,9 +167,9 @@ def _cut_layers(fields: dict[str, Any]) -> None:
             repr(([value[layer] for value in by_layer.values()], [layer in value for value in numbered.values()]))
             for layer in range(depth)
         ]
-        kept = {kinds.index(kind) for kind in kinds}
-        others = [layer for layer in range(depth) if layer not in kept]
-        layers = sorted([*kept, *others[: max(0, MIN_LAYERS - len(kept))]])
+        indices = {kinds.index(kind) for kind in kinds}
+        others = [layer for layer in range(depth) if layer not in indices]
+        layers = sorted([*indices, *others[: max(0, MIN_LAYERS - len(indices))]])
         fields |= {key: [value[layer] for layer in layers] for key, value in by_layer.items()}
         fields |= {key: [at for at, layer in enumerate(layers) if layer in value] for key, value in numbered.items()}
         fields[name] = len(layers)

@@ -89,8 +89,8 @@ def end_of_text(folder: Path) -> EndOfText:
     """
     folder = Path(folder)
     rows = embedding_rows(folder) if (folder / CONFIG).is_file() else None
-    for source, said in _sources(folder):
-        if ids := tuple(token for token in _ids(said, source, folder) if rows is None or token < rows):
+    for source, value in _sources(folder):
+        if ids := tuple(token for token in _ids(value, source, folder) if rows is None or token < rows):
             return EndOfText(ids, source)
     return EndOfText((), "")
 
@@ -112,12 +112,12 @@ def _sources(folder: Path) -> Iterator[tuple[str, Any]]:
         yield "tokenizer", load_tokenizer(folder).eos_token_id
 
 
-def _ids(said: Any, source: str, folder: Path) -> tuple[int, ...]:
+def _ids(value: Any, source: str, folder: Path) -> tuple[int, ...]:
     """Returns token ids from a number, a number in quotes, or a list of these."""
-    values = said if isinstance(said, list) else [] if said is None else [said]
-    ids = [_id(value) for value in values]
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [_id(item) for item in values]
     if None in ids:
-        raise ModelError(f"{KEY} in {folder / source} is {said!r}; expected one token id or a list of them")
+        raise ModelError(f"{KEY} in {folder / source} is {value!r}; expected one token id or a list of them")
     return tuple(dict.fromkeys(number for number in ids if number is not None))
 
 

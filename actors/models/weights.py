@@ -85,18 +85,18 @@ def stored_tensors(folder: Path, *, partial: bool = False) -> dict[str, Stored]:
     keys: dict[str, list[str]] = defaultdict(list)
     for key, name in indexed_files(folder).items():
         keys[name].append(key)
-    found: dict[str, Stored] = {}
-    for name, wanted in sorted(keys.items()):
+    tensors: dict[str, Stored] = {}
+    for name, names in sorted(keys.items()):
         path = folder / name
         if not path.is_file():
             if partial:
                 continue
-            raise ModelError(f"{path} is missing, and {INDEX} says it holds {_listed(wanted)}; fetch the file")
+            raise ModelError(f"{path} is missing, and {INDEX} says it holds {_listed(names)}; fetch the file")
         header = _header(path)
-        if absent := [key for key in wanted if key not in header]:
+        if absent := [key for key in names if key not in header]:
             raise ModelError(f"{path} lacks {_listed(absent)}, though {INDEX} says it holds them; fetch both again")
-        found |= {key: header[key] for key in wanted}
-    return found
+        tensors |= {key: header[key] for key in names}
+    return tensors
 
 
 def check_has_weights(folder: Path) -> None:
@@ -104,14 +104,14 @@ def check_has_weights(folder: Path) -> None:
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return
     for pattern, kind in (("*.bin", "PyTorch pickles"), ("*.pt", "PyTorch pickles"), ("*.gguf", "GGUF files")):
-        if found := sorted(folder.glob(pattern)):
+        if matches := sorted(folder.glob(pattern)):
             raise ModelError(
-                f"{folder} holds its weights as {kind} only ({found[0].name}), which are not read; load them with"
+                f"{folder} holds its weights as {kind} only ({matches[0].name}), which are not read; load them with"
                 " transformers and write safetensors with save_pretrained()"
             )
     others = sorted(folder.glob("*.safetensors"))
-    held = f"only {others[0].name}, but neither" if others else "no weights: neither"
-    raise ModelError(f"{folder} holds {held} {SINGLE} nor {INDEX}; fetch the whole checkpoint")
+    contents = f"only {others[0].name}, but neither" if others else "no weights: neither"
+    raise ModelError(f"{folder} holds {contents} {SINGLE} nor {INDEX}; fetch the whole checkpoint")
 
 
 def check_no_strays(folder: Path, stored: Mapping[str, Stored]) -> None:
@@ -136,33 +136,33 @@ def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], fo
 
     Names are compared after transformers' renaming. Tied weights may be stored once.
     """
-    wanted: dict[str, Tensor] = model.state_dict()
+    expected: dict[str, Tensor] = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [step for step in transforms if isinstance(step, WeightRenaming)]
     converters = [step for step in transforms if isinstance(step, WeightConverter)]
     targets = {pattern: step.target_patterns for step in converters for pattern in step.source_patterns}
     prefix = model.base_model_prefix
-    held: dict[str, Shape | None] = {}
+    stored_shapes: dict[str, Shape | None] = {}
     surplus = []
     for key, shape in shapes.items():
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted and key in wanted:
-            name, pattern = rename_source_key(key, [], [], prefix, wanted)
-        if name not in wanted:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+        if name not in expected and key in expected:
+            name, pattern = rename_source_key(key, [], [], prefix, expected)
+        if name not in expected:
             surplus.append(key)
         elif pattern is None:
-            held[name] = shape
+            stored_shapes[name] = shape
         else:  # one of the tensors that are merged into a parameter
-            held |= {name.replace(targets[pattern][0], target): None for target in targets[pattern]}
+            stored_shapes |= {name.replace(targets[pattern][0], target): None for target in targets[pattern]}
     for pair in model.all_tied_weights_keys.items():
-        if not held.keys().isdisjoint(pair):
-            held |= {name: None for name in pair if name not in held}
+        if not stored_shapes.keys().isdisjoint(pair):
+            stored_shapes |= {name: None for name in pair if name not in stored_shapes}
     allowed = "|".join(model._keys_to_ignore_on_load_missing)
-    missing = [name for name in wanted if name not in held and not (allowed and re.search(allowed, name))]
+    missing = [name for name in expected if name not in stored_shapes and not (allowed and re.search(allowed, name))]
     misshapen = {
-        name: (shape, tuple(wanted[name].shape))
-        for name, shape in held.items()
-        if shape is not None and shape != wanted[name].shape
+        name: (shape, tuple(expected[name].shape))
+        for name, shape in stored_shapes.items()
+        if shape is not None and shape != expected[name].shape
     }
     refuse_misfits(model, folder, missing, surplus, misshapen, shapes)
 
@@ -210,16 +210,16 @@ def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
         return "its weights are quantised"
     if any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model, add_legacy=False)):
         return f"the tensors of a {type(model).__name__} are converted while loading"
-    if kept := model._get_dtype_plan(model.dtype):
-        return f"{', '.join(sorted(kept))} must stay in float32"
+    if dtype_plan := model._get_dtype_plan(model.dtype):
+        return f"{', '.join(sorted(dtype_plan))} must stay in float32"
     origins = _origins(model, stored)
-    wanted = model.state_dict()
+    expected = model.state_dict()
     problems = {
-        "missing": [name for name in wanted if name not in origins],
+        "missing": [name for name in expected if name not in origins],
         "not of the model": [
-            key for key, tensor in stored.items() if key not in wanted and not _is_harmless(model, key, tensor.shape)
+            key for key, tensor in stored.items() if key not in expected and not _is_harmless(model, key, tensor.shape)
         ],
-        "of another shape": [name for name, key in origins.items() if stored[key].shape != wanted[name].shape],
+        "of another shape": [name for name, key in origins.items() if stored[key].shape != expected[name].shape],
     }
     return "; ".join(f"{what}: {_listed(names)}" for what, names in problems.items() if names)
 
@@ -243,10 +243,10 @@ def fill(
     with progress, ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for path in sorted({stored[key].path for key in parts}):
             keys = [key for key in parts if stored[key].path == path]
-            wanted = ((stored[key].key, parts[key], dtypes[key]) for key in keys)
+            tensors = ((stored[key].key, parts[key], dtypes[key]) for key in keys)
             broken: list[str] = []
             with _opened(path) as shard:
-                for read in pool.map(_read, repeat(shard), *zip(*wanted, strict=True), repeat(device)):
+                for read in pool.map(_read, repeat(shard), *zip(*tensors, strict=True), repeat(device)):
                     if not weights.isdisjoint(read.held) and not is_finite(read.whole):
                         broken.append(read.key)
                     filled |= read.held
@@ -295,11 +295,11 @@ def _read(shard: Any, key: str, parts: Mapping[str, Cut | None], dtype: torch.dt
     common = cuts.pop() if len(cuts) == 1 else None
     view = shard.get_tensor(key) if common is None else shard.get_slice(key)[common.index]
     whole = nn.Parameter(view.to(device, dtype).contiguous(), requires_grad=False)
-    held = {
+    mapped = {
         name: whole if cut is None or cut == common else nn.Parameter(whole[cut.index], requires_grad=False)
         for name, cut in parts.items()
     }
-    return _Read(key, whole, held)
+    return _Read(key, whole, mapped)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -331,8 +331,8 @@ def _is_harmless(model: PreTrainedModel, name: str, shape: Shape | None) -> bool
     text = model.config.get_text_config()
     first = int(getattr(text, "num_hidden_layers", 0))  # modules of multi-token prediction may follow the last layer
     extra = range(first, first + int(getattr(text, "num_nextn_predict_layers", None) or 0))
-    known = (*UNREAD_TENSORS, *(rf"^model\.layers\.{layer}\." for layer in extra))
-    if re.search("|".join((*known, *sorted(model._keys_to_ignore_on_load_unexpected))), name):
+    patterns = (*UNREAD_TENSORS, *(rf"^model\.layers\.{layer}\." for layer in extra))
+    if re.search("|".join((*patterns, *sorted(model._keys_to_ignore_on_load_unexpected))), name):
         return True
     return CAUSAL_MASK.search(name) is not None and (shape is None or (len(shape) == 4 and shape[:2] == (1, 1)))
 

@@ -60,18 +60,18 @@ class CertificateFiles:
 
     def _read(self) -> CertificateSet:
         try:
-            found = CertificateSet(*((self._folder / name).read_bytes() for name in (CERTIFICATE, KEY, AUTHORITY)))
+            certificates = CertificateSet(*((self._folder / name).read_bytes() for name in (CERTIFICATE, KEY, AUTHORITY)))
         except OSError as error:
             missing = f"{error.filename}: {error.strerror}"
             files = f"{CERTIFICATE}, {KEY} and {AUTHORITY}"
             raise ConfigError(f"trust.certificates: cannot read {missing}; expected {files} there") from error
-        self._check(found)
-        return found
+        self._check(certificates)
+        return certificates
 
-    def _check(self, found: CertificateSet) -> None:
+    def _check(self, certificates: CertificateSet) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_verify_locations(cadata=found.authority.decode("ascii"))
+            context.load_verify_locations(cadata=certificates.authority.decode("ascii"))
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
                 f"trust.certificates: {self._folder / AUTHORITY} holds no certificates: {error}"
@@ -79,8 +79,8 @@ class CertificateFiles:
         try:
             # `load_cert_chain` takes only paths, so the files are compared afterwards with the bytes read above.
             context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, password="")
-            is_same = (self._folder / CERTIFICATE).read_bytes() == found.certificate
-            is_same = is_same and (self._folder / KEY).read_bytes() == found.key
+            is_same = (self._folder / CERTIFICATE).read_bytes() == certificates.certificate
+            is_same = is_same and (self._folder / KEY).read_bytes() == certificates.key
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
                 f"trust.certificates: {CERTIFICATE} and {KEY} in {self._folder} do not fit each other: {error}"
@@ -234,11 +234,11 @@ class MutualTls:
             """Called at each handshake; returns the new configuration, or None to keep the current one."""
             nonlocal served
             begins()
-            found = self._files.current()
-            if found == served:
+            certificates = self._files.current()
+            if certificates == served:
                 return None
-            served = found
-            return _server_configuration(found)
+            served = certificates
+            return _server_configuration(certificates)
 
         offered = grpc.dynamic_ssl_server_credentials(
             _server_configuration(served),
@@ -249,8 +249,8 @@ class MutualTls:
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
         """Dials with the role as the expected name: addresses are those of pods, which no certificate contains."""
-        found = self._files.current()
-        shown = grpc.ssl_channel_credentials(found.authority, found.key, found.certificate)
+        certificates = self._files.current()
+        shown = grpc.ssl_channel_credentials(certificates.authority, certificates.key, certificates.certificate)
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.name_in_certificate))
         return grpc.aio.secure_channel(address, shown, options=options)
 
@@ -262,8 +262,8 @@ class MutualTls:
         return roles_of(name.decode(errors="replace") for name in names)
 
 
-def _server_configuration(found: CertificateSet) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(found.key, found.certificate)], found.authority)
+def _server_configuration(certificates: CertificateSet) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(certificates.key, certificates.certificate)], certificates.authority)
 
 
 def credentials_of(trust: TrustConfig, role: PeerRole) -> Credentials:

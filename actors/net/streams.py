@@ -131,10 +131,10 @@ def decode_after_greeting(frame: ProtoMessage) -> Decoded:
     repeated = [value for descriptor, value in frame.ListFields() if descriptor.is_repeated]
     if (count := sum(map(len, repeated))) > MAX_FRAME_MESSAGES:
         raise InvalidFrame(f"{count} messages in one frame")
-    found = decode(frame)
-    if isinstance(next(iter(found.messages), None), Hello | Welcome):
+    decoded = decode(frame)
+    if isinstance(next(iter(decoded.messages), None), Hello | Welcome):
         raise InvalidFrame("greeted twice on one stream")
-    return found
+    return decoded
 
 
 # ---------------------------------------------------------------- dialed side

@@ -33,8 +33,8 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.greedy:
         return logits
-    found = restrict(logits, sampling)
-    return found.logits if bool(found.sure.all()) else restrict(logits, sampling, thorough=True).logits
+    restricted = restrict(logits, sampling)
+    return restricted.logits if bool(restricted.sure.all()) else restrict(logits, sampling, thorough=True).logits
 
 
 def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Restricted:
@@ -72,8 +72,8 @@ def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor,
     if k < CANDIDATES and not thorough:
         ranked = logits.topk(k, dim=-1)
         floor = ranked.values[..., -1:]
-        kept = logits >= floor
-        return logits.masked_fill(~kept, -torch.inf), kept.sum(dim=-1) == k, ranked.indices
+        mask = logits >= floor
+        return logits.masked_fill(~mask, -torch.inf), mask.sum(dim=-1) == k, ranked.indices
     ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[..., :k]
     return _keep(logits, ids), torch.ones(len(logits), dtype=torch.bool, device=logits.device), ids
 
@@ -99,5 +99,5 @@ def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, T
 
 
 def _keep(logits: Tensor, ids: Tensor) -> Tensor:
-    kept = torch.full_like(logits, -torch.inf)
-    return kept.scatter(-1, ids, logits.gather(-1, ids))
+    filtered_logits = torch.full_like(logits, -torch.inf)
+    return filtered_logits.scatter(-1, ids, logits.gather(-1, ids))

@@ -104,10 +104,10 @@ class ProcessorChain:
 
 def paths_of(draft: DraftTree) -> list[Path]:
     """Returns the paths of a block's rows: after the committed text, then after each node."""
-    found: list[Path] = [()]
+    paths: list[Path] = [()]
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        found.append((*found[parent + 1], token))
-    return found
+        paths.append((*paths[parent + 1], token))
+    return paths
 
 
 class Penalties:
@@ -209,9 +209,9 @@ class BadWords:
         ids: list[int] = []
         for row, path in enumerate(paths):
             before = self._last((*self._tail, *path))
-            found = [word[-1] for word in self._words if len(word) == 1 or before[1 - len(word) :] == word[:-1]]
-            rows += [row] * len(found)
-            ids += found
+            tokens = [word[-1] for word in self._words if len(word) == 1 or before[1 - len(word) :] == word[:-1]]
+            rows += [row] * len(tokens)
+            ids += tokens
         forbid(logits, rows, ids)
 
     def _last(self, tokens: Path) -> Path:
@@ -269,5 +269,5 @@ def chain_of(request: Open, makers: tuple[Maker, ...] = MAKERS) -> ProcessorChai
     An engine or drafting method whose processors need more than the Open, such as a tokenizer, passes makers of its
     own.
     """
-    processors = [made for maker in makers if (made := maker(request)) is not None]
+    processors = [processor for maker in makers if (processor := maker(request)) is not None]
     return ProcessorChain(request, processors) if processors else None

@@ -135,8 +135,8 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision
             _decide_alike([blocks[i] for i in members], _rows(logits, [row_ranges[i] for i in members]), thorough)
             for members in groups
         ]
-        for members, found in zip(groups, _read(answers), strict=True):
-            for index, decision in zip(members, found, strict=True):
+        for members, decisions_read in zip(groups, _read(answers), strict=True):
+            for index, decision in zip(members, decisions_read, strict=True):
                 decisions[index] = decision
     assert None not in decisions, "what is decided thoroughly is sure"
     return [decision for decision in decisions if decision is not None]
@@ -213,18 +213,18 @@ def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Te
     own = torch.where(finite, own, NOT_FINITE)
 
     def read(numbers: list[int]) -> list[BlockDecision | None]:
-        found: list[BlockDecision | None] = []
+        decisions: list[BlockDecision | None] = []
         begin = 0
         for block in blocks:
             end = begin + block.positions
             tokens = numbers[begin:end]
             is_sure = all(numbers[total + begin : total + end])  # the maximum of nothing, if all are accepted
             if NOT_FINITE in tokens:
-                found.append(NOT_DECIDED)
+                decisions.append(NOT_DECIDED)
             else:
-                found.append(match(tokens, block.draft) if is_sure else None)
+                decisions.append(match(tokens, block.draft) if is_sure else None)
             begin = end
-        return found
+        return decisions
 
     return _OnDevice(own if sure is None else torch.cat([own, sure]), read)
 
@@ -250,9 +250,9 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
     assert all(block.draft.is_chain for block in blocks), "the ratio rule decides about chains"
     device = target.logits.device
     grid = _Grid(blocks)
-    told = _RatioInputs(blocks)
-    row_at, drafts, keys, ids = to_device([grid.row_at, grid.tokens, told.keys, told.ids], device)
-    bounds, probs = to_device([told.bounds, told.probs], device, torch.float64)
+    inputs = _RatioInputs(blocks)
+    row_at, drafts, keys, ids = to_device([grid.row_at, grid.tokens, inputs.keys, inputs.ids], device)
+    bounds, probs = to_device([inputs.bounds, inputs.probs], device, torch.float64)
     row_at = row_at.view(grid.rows, -1)
     row = torch.arange(grid.rows, device=device)
     target_probs = torch.softmax(target.logits.to(torch.float64), dim=-1)

@@ -53,8 +53,8 @@ def decided_scores(
             tokens += [*[block.draft.tokens[node] for node in decision.path], decision.next_token]
             widths += [top] * counts[-1]
         at += block.positions
-    found = iter(score(logits[to_device([rows_at], logits.device)[0]], tokens, widths) if tokens else ())
-    return [tuple(islice(found, count)) for count in counts]
+    token_scores = iter(score(logits[to_device([rows_at], logits.device)[0]], tokens, widths) if tokens else ())
+    return [tuple(islice(token_scores, count)) for count in counts]
 
 
 def _numbers(logits: Tensor, ids: Tensor, width: int) -> Tensor:
@@ -108,13 +108,13 @@ def _finite(error: Tensor) -> float:
 
 def _edges(logits: Tensor, sampling: Sampling) -> _Edges:
     edges = _Edges(torch.zeros_like(logits), torch.full_like(logits, torch.inf))
-    kept = logits
+    filtered = logits
     if 0 < sampling.top_k < len(logits):
         last, first_out = logits.topk(sampling.top_k + 1).values[-2:]
         edges = edges.within(_around(logits, last, first_out))
-        kept = logits.masked_fill(logits < last, -torch.inf)
+        filtered = logits.masked_fill(logits < last, -torch.inf)
     if sampling.top_p < 1:
-        edges = edges.within(_top_p_edges(logits, kept, sampling))
+        edges = edges.within(_top_p_edges(logits, filtered, sampling))
     if sampling.min_p > 0:
         floor = logits.max() + sampling.temperature * torch.log(torch.tensor(sampling.min_p, device=logits.device))
         edges = edges.within(_around(logits, floor, floor))
@@ -126,14 +126,14 @@ def _around(logits: Tensor, last: Tensor, first_out: Tensor) -> _Edges:
     return _Edges((last - logits).clamp_min(0), (logits - first_out).clamp_min(0))
 
 
-def _top_p_edges(logits: Tensor, kept: Tensor, sampling: Sampling) -> _Edges:
+def _top_p_edges(logits: Tensor, filtered: Tensor, sampling: Sampling) -> _Edges:
     """Returns top-p's edges: a token passes its neighbors, or the probability of likelier ones crosses top_p."""
     temperature = sampling.temperature
-    ranked, ids = kept.sort(descending=True)
+    ranked, ids = filtered.sort(descending=True)
     probs = torch.softmax((ranked - ranked[0]) / temperature, dim=-1)
     before = torch.empty_like(probs).scatter(0, ids, probs.cumsum(0) - probs)  # the probability of all likelier tokens
-    last = torch.where(before < sampling.top_p, kept, torch.inf).min()
-    first_out = torch.where(kept < last, kept, -torch.inf).max()
+    last = torch.where(before < sampling.top_p, filtered, torch.inf).min()
+    first_out = torch.where(filtered < last, filtered, -torch.inf).max()
     steps = _around(logits, last, first_out)
     shift = temperature * torch.log(before / sampling.top_p)  # the probability of all likelier tokens
     return _Edges(torch.minimum(steps.enters, shift.clamp_min(0)), torch.minimum(steps.leaves, (-shift).clamp_min(0)))

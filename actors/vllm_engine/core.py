@@ -98,8 +98,8 @@ class VllmCore:
         executor = Executor.get_class(settings)
         kind = executor if capture is None else with_states(executor, capture)
         self._core = EngineCore(settings, kind, False, failed)
-        found = self._core.collective_rpc("draw_as_slipstream", args=(vocabulary, folder))
-        self.runner = str(found[0])
+        draws = self._core.collective_rpc("draw_as_slipstream", args=(vocabulary, folder))
+        self.runner = str(draws[0])
         self._scheduler: Any = self._core.scheduler
         cache = settings.cache_config
         self.memory = EnginePages(int(cache.num_gpu_blocks), int(cache.block_size))
@@ -129,9 +129,9 @@ class VllmCore:
         outcomes = riding(rows, self._scheduler.outcomes, self._states_at)
         return self._with_extra_results(outcomes)
 
-    def read(self, asked: StateRead) -> bytes:
+    def read(self, read: StateRead) -> bytes:
         """Returns hidden states of positions in the session's pages."""
-        return self._states_at(self._scheduler.slots(self._names[asked.session], asked.slots))
+        return self._states_at(self._scheduler.slots(self._names[read.session], read.slots))
 
     def begin_grammar(self, grammar: str) -> None:
         """Starts compiling a grammar in the workers, for a future session."""
@@ -180,7 +180,7 @@ class VllmCore:
             detokenize=False,
             extra_args=extra_args(request),
         )
-        asked = EngineCoreRequest(
+        request_to_core = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=list(request.tokens),
             mm_features=None,
@@ -191,7 +191,7 @@ class VllmCore:
             cache_salt=_cache_salt(request),
             data_parallel_rank=None,
         )
-        self._core.add_request(*self._core.preprocess_add_request(asked))
+        self._core.add_request(*self._core.preprocess_add_request(request_to_core))
         self._names[request.session] = name
         if ExtraResults.is_asked_by(request):
             self._asking.add(request.session)

@@ -99,8 +99,8 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
     `tokens` are all committed tokens of the session. vLLM chunks prompts and recomputes what preemption lost.
     Hidden states are requested at the slots of the planned row, as far as it was fed.
     """
-    known = scheduled - drafted
-    end = start + known
+    committed = scheduled - drafted
+    end = start + committed
     assert end <= len(tokens), f"{planned.session} was fed {end} tokens, {len(tokens)} are decided"
     assert not drafted or end == len(tokens), f"{planned.session} was fed a draft in the middle of its text"
     draft = planned.draft.first(drafted) if drafted else NO_TREE

@@ -60,9 +60,9 @@ class StepProfile:
         rows = []
         for name in names:
             start = self._lengths[name]
-            known = (self._last[name],) if start else PROMPT
+            tokens = (self._last[name],) if start else PROMPT
             draft = DraftTree.chain((0,) * drafted)
-            rows.append(Row(name, known + draft.tokens, start, decide=True, pages=(), draft=draft))
+            rows.append(Row(name, tokens + draft.tokens, start, decide=True, pages=(), draft=draft))
         for row, outcome in zip(rows, self._step(StepPlan((), opens, tuple(rows))), strict=True):
             self._lengths[row.session] = row.base_len + outcome.accepted
             self._last[row.session] = outcome.next_token
@@ -75,15 +75,15 @@ def _cost(sizes: Sequence[int], whole: Sequence[float], rows: Sequence[int], apa
     """
     by_tokens = dict(zip(sizes, whole, strict=True))
     more = [
-        max(0.0, taken - by_tokens[size]) / (size - 1)
-        for size, taken in zip(rows, apart, strict=True)
+        max(0.0, step_s - by_tokens[size]) / (size - 1)
+        for size, step_s in zip(rows, apart, strict=True)
         if size in by_tokens
     ]
     per_row_s = median(more) if more else 0.0
     rising = 0.0
     points = []
-    for size, taken in by_tokens.items():
-        rising = max(rising, taken)
+    for size, step_s in by_tokens.items():
+        rising = max(rising, step_s)
         points.append((size, max(0.0, rising - per_row_s)))
     return ForwardCost(by_tokens=tuple(points), per_row_s=per_row_s)
 
@@ -154,14 +154,14 @@ class VllmEngine:
         outcomes: list[Outcome] = await self._on_thread(self._computed, "a step", self._core.step, plan)
         return outcomes
 
-    def _computed(self, what: str, compute: Callable[[Asked], Found], asked: Asked) -> Found:
+    def _computed(self, what: str, compute: Callable[[Asked], Found], request: Asked) -> Found:
         try:
-            return compute(asked)
+            return compute(request)
         except Exception as error:  # whatever vLLM raised, it cannot run another step
             raise EngineError(f"{what} of vLLM failed: {type(error).__name__}: {error}") from error
 
-    async def read(self, asked: StateRead) -> bytes:
-        states: bytes = await self._on_thread(self._computed, "reading hidden states", self._core.read, asked)
+    async def read(self, read: StateRead) -> bytes:
+        states: bytes = await self._on_thread(self._computed, "reading hidden states", self._core.read, read)
         return states
 
     async def prepare(self, grammar: str) -> str | None:

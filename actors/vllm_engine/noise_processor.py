@@ -45,9 +45,9 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         if not ours:
             return logits
         blocks = [self._block(slots[start], positions[start] + 1, fed[start + 1 : end]) for start, end in ours]
-        wanted = torch.tensor([row for start, end in ours for row in range(start, end)], device=logits.device)
+        our_rows = torch.tensor([row for start, end in ours for row in range(start, end)], device=logits.device)
         sessions = [self._sessions[slots[start]] for start, _ in ours]
-        decisions, self.extra_results = decide_all(sessions, blocks, logits[wanted, : self._vocabulary])
+        decisions, self.extra_results = decide_all(sessions, blocks, logits[our_rows, : self._vocabulary])
         drawn = []
         for (start, _), block, decision in zip(ours, blocks, decisions, strict=True):
             tokens = [*block.draft.tokens[: len(decision.path)], decision.next_token]
@@ -63,7 +63,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
 
     def _block(self, slot: int, length: int, drafted: list[int]) -> PendingBlock:
         def text(begin: int, end: int) -> Sequence[int]:
-            found: list[int] = self._states.all_token_ids.gpu[slot, begin:end].tolist()
-            return found
+            tokens: list[int] = self._states.all_token_ids.gpu[slot, begin:end].tolist()
+            return tokens
 
         return self._sessions[slot].block(length, text, drafted)

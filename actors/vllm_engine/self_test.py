@@ -50,11 +50,11 @@ def _fault_of(trial: Callable[[], "_Trial"], longest: int) -> str:
     right = tuple(text[1 : 1 + length])
     wrong = ((right[0] + 1) % plain.vocabulary, *right[1:])
     for name, tokens, expected in (("right", right, length), ("wrong", wrong, 0)):
-        found, fault = trial().decide([NO_TREE, DraftTree.chain(tokens)])
+        committed, fault = trial().decide([NO_TREE, DraftTree.chain(tokens)])
         if fault:
             return fault
-        if found != text[: 2 + expected]:
-            return f"after a {name} block of {length} tokens the text is {found}, expected {text[: 2 + expected]}"
+        if committed != text[: 2 + expected]:
+            return f"after a {name} block of {length} tokens the text is {committed}, expected {text[: 2 + expected]}"
     return ""
 
 
@@ -77,8 +77,8 @@ class _Trial:
         fault = ""
         opens: tuple[Open, ...] = (self._open,)
         for draft in drafts:
-            known = tuple(self._tokens[start:])
-            row = Row(SESSION, known + draft.tokens, start, decide=True, pages=(), draft=draft)
+            committed = tuple(self._tokens[start:])
+            row = Row(SESSION, committed + draft.tokens, start, decide=True, pages=(), draft=draft)
             outcomes = self._step(StepPlan((), opens, (row,)))
             opens = ()
             fed = self._fed(row)

@@ -144,7 +144,7 @@ class DrawingWorker:
             return "v1"
         take_drafts_from_scheduler(runner, self._slipstream_states)
         self._slipstream_draws = next(
-            found for found in runner.sampler.logits_processors if hasattr(found, "extra_results")
+            processor for processor in runner.sampler.logits_processors if hasattr(processor, "extra_results")
         )
         self._slipstream_draws.makers = makers
         return "v2"
@@ -156,8 +156,8 @@ class DrawingWorker:
 
     def extra_results(self) -> dict[str, ExtraResults]:
         """Returns the latest step's additional results, by session."""
-        found: dict[str, ExtraResults] = self._slipstream_draws.extra_results
-        return found
+        results: dict[str, ExtraResults] = self._slipstream_draws.extra_results
+        return results
 
 
 class FirstRunnerDraws:
@@ -185,8 +185,8 @@ class FirstRunnerDraws:
         sessions = [self._sessions[name] for name in names]
         decisions, self.extra_results = decide_all(sessions, blocks, logits[:, : self._vocabulary])
         for row, (block, decision) in enumerate(zip(blocks, decisions, strict=True)):
-            kept = block.draft.tokens[: len(decision.path)]
-            table[row, : len(kept) + 1] = torch.tensor([*kept, decision.next_token], dtype=torch.int32)
+            accepted = block.draft.tokens[: len(decision.path)]
+            table[row, : len(accepted) + 1] = torch.tensor([*accepted, decision.next_token], dtype=torch.int32)
         return SamplerOutput(sampled_token_ids=table.to(logits.device), logprobs_tensors=None)
 
     def _block(self, name: str, length: int, drafted: list[int]) -> PendingBlock:
@@ -194,7 +194,7 @@ class FirstRunnerDraws:
         if name not in self._sessions:
             request = request_in(state.sampling_params.extra_args)
             assert request is not None, f"request {name} carries no Open"
-            self._sessions = {known: it for known, it in self._sessions.items() if known in self._runner.requests}
+            self._sessions = {other: it for other, it in self._sessions.items() if other in self._runner.requests}
             self._sessions[name] = SessionDraws.of(request, self._makers)
         return self._sessions[name].block(length, lambda begin, end: _text(state)[begin:end], drafted)
 

@@ -67,10 +67,10 @@ class HiddenStateReceiver:
         most = self._bounds.most
         if most is None or self._layout is None:
             return ""
-        kept = sum([self._kept(session) for name, session in self._sessions.items() if name != instead_of])
-        if kept + self._of(more) <= most:
+        kept_tokens = sum([self._kept(session) for name, session in self._sessions.items() if name != instead_of])
+        if kept_tokens + self._of(more) <= most:
             return ""
-        return f"hidden states of {kept} tokens are kept, and there is room for {most}"
+        return f"hidden states of {kept_tokens} tokens are kept, and there is room for {most}"
 
     def _kept(self, session: DraftSequence) -> int:
         return self._of((session.states_len or 0) - session.states_first)

@@ -61,20 +61,20 @@ class PendingPositions(Generic[T]):
 
         `tokens` is the session's whole committed text. Predictions whose path the text contradicts are forgotten.
         """
-        found = []
+        resolved = []
         still_open = {}
         for (base_len, path), prediction in self._open.pop(session, {}).items():
             end = base_len + len(path)
-            known = tuple(tokens[base_len:end])
-            if path[: len(known)] != known:
+            overlap = tuple(tokens[base_len:end])
+            if path[: len(overlap)] != overlap:
                 continue
             if end < len(tokens):
-                found.append((prediction, tokens[end]))
+                resolved.append((prediction, tokens[end]))
             else:
                 still_open[base_len, path] = prediction
         if still_open:
             self._open[session] = still_open
-        return found
+        return resolved
 
     def close(self, session: str) -> None:
         self._open.pop(session, None)
@@ -94,8 +94,8 @@ class DraftTiming:
         A pass that fed a prompt is not counted, because it does not measure drafting.
         """
         expected_s = self.profile.seconds(len(sessions), tokens)
-        known = self.read.issuperset(sessions)
-        pace = pace_after(self.pace, seconds / expected_s) if known and tokens and expected_s else self.pace
+        is_decoding = self.read.issuperset(sessions)
+        pace = pace_after(self.pace, seconds / expected_s) if is_decoding and tokens and expected_s else self.pace
         return replace(self, pace=pace, read=self.read | frozenset(sessions))
 
     def without(self, sessions: Collection[str]) -> "DraftTiming":
@@ -216,23 +216,23 @@ class AheadSearch(Generic[D]):
         root = roots[0]
         if root.tells_all:
             return roots
-        known = rejections(request.unverified, root.choices)
-        return [*roots, *self._branch_out(root, known)]
+        outcomes = rejections(request.unverified, root.choices)
+        return [*roots, *self._branch_out(root, outcomes)]
 
     def _branch_out(self, root: D, outcomes: list[Outcome]) -> list[D]:
         """Returns a block for each of the likeliest outcomes."""
         request = root.request
         session = root.text.open
         stops = frozenset(session.stop_ids)  # no block follows a stop id
-        found = []
+        branches = []
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[: self._method.outcomes]:
             longest = min(request.max_tokens, max_block_len(session, request.base_len + len(outcome)))
             if chance < MIN_OUTCOME_CHANCE or longest <= 0 or not stops.isdisjoint(outcome):
                 continue
             draft = self._method.fork(root, outcome, chance, longest)
             if draft is not None:
-                found.append(draft)
-        return found
+                branches.append(draft)
+        return branches
 
 
 def draft_ahead(
@@ -269,7 +269,7 @@ def _outcomes(root: BlockDraft) -> list[Outcome]:
         return []  # some of its logits were not finite
     (*there, after) = root.choices
     if root.main is not None:
-        known = root.main.choices[: len(block)]
-        return continuations(block, accepted_chance(block, known), after) if len(known) == len(block) else []
-    told = rejections(root.ahead.unverified, there) if root.tells_all else []
-    return told + continuations(block, accepted_chance(block, there), after)
+        choices = root.main.choices[: len(block)]
+        return continuations(block, accepted_chance(block, choices), after) if len(choices) == len(block) else []
+    rejected = rejections(root.ahead.unverified, there) if root.tells_all else []
+    return rejected + continuations(block, accepted_chance(block, there), after)

@@ -91,32 +91,32 @@ class DraftScheduler:
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:
         """Returns requests for up to `limit` sessions without a block for their length, longest unserved first."""
-        found: list[DraftRequest] = []
+        requests: list[DraftRequest] = []
         for name, session in list(self.sessions.all.items()):
-            if len(found) == limit:
+            if len(requests) == limit:
                 break
             if session.wants_block:
                 session.served_len = session.prefix.length
                 self.sessions.all.move_to_end(name)
-                found.append(self._request(session))
-        self.counts["passes"] += bool(found)
-        return tuple(found)
+                requests.append(self._request(session))
+        self.counts["passes"] += bool(requests)
+        return tuple(requests)
 
     def ahead_requests(self, limit: int) -> tuple[AheadRequest, ...]:
         """Returns requests for up to `limit` sessions with a step under way that nothing was drafted beyond yet.
 
         Call it only when no session wants a block now: a block ahead may not be needed, so it comes last.
         """
-        found: list[AheadRequest] = []
+        requests: list[AheadRequest] = []
         for session in self.sessions.all.values() if self._draft_ahead else ():
-            if len(found) == limit:
+            if len(requests) == limit:
                 break
             if session.unverified is not None and session.may_go_on:
-                found.append(self._ahead_request(session, session.unverified))
+                requests.append(self._ahead_request(session, session.unverified))
                 session.unverified = None
-        self.sessions.ahead = {request.session for request in found}
-        self.counts["passes_ahead"] += bool(found)
-        return tuple(found)
+        self.sessions.ahead = {request.session for request in requests}
+        self.counts["passes_ahead"] += bool(requests)
+        return tuple(requests)
 
     @property
     def has_requests(self) -> bool:
@@ -176,8 +176,8 @@ class DraftScheduler:
     # ------------------------------------------------------------ helpers
 
     def _is_anothers(self, router: str, session: str) -> bool:
-        known = self.sessions.all.get(session)
-        return known is not None and known.router != router
+        sequence = self.sessions.all.get(session)
+        return sequence is not None and sequence.router != router
 
     def _is_known(self, target: str) -> bool:
         """Returns True for a listed target and for one that sessions here already use.

@@ -180,12 +180,12 @@ class SessionTable:
 
     def _hello(self, router: str, hello: Hello) -> list[Send]:
         """Handles a router's new stream: drops the sessions of its earlier streams that the Hello does not list."""
-        wanted = {item.session for item in hello.live}
+        live = {item.session for item in hello.live}
         for name, session in list(self.all.items()):
             if peer_of(session.router) != peer_of(router):
                 continue
             session.router = router
-            if name not in wanted:
+            if name not in live:
                 self._forget(name)
         return []
 
@@ -196,10 +196,10 @@ class SessionTable:
         """
         if refusal := self._refuse(request):
             return [(router, refusal), *([(router, Leaving())] if self.is_leaving else [])]
-        known = self.all.get(request.session)
-        if known is not None and known.open.attempt > request.attempt:
+        existing = self.all.get(request.session)
+        if existing is not None and existing.open.attempt > request.attempt:
             return []
-        if known is not None:
+        if existing is not None:
             self.updates.close(request.session)  # the method's copy may be the one that is wrong
         session = DraftSequence(request, router, Prefix(request.hash_key, request.tokens))
         self._states.opened(session)
@@ -215,11 +215,11 @@ class SessionTable:
 
         Returns the Detach for the session's target, which may continue with the session.
         """
-        known = self.all.get(close.session)
-        if known is None or known.router != router or known.open.attempt > close.attempt:
+        session = self.all.get(close.session)
+        if session is None or session.router != router or session.open.attempt > close.attempt:
             return []
         self._forget(close.session)
-        return [_detach(known)]
+        return [_detach(session)]
 
     # ------------------------------------------------------------ targets
 

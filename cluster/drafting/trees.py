@@ -47,30 +47,30 @@ NO_CHOICES = Choices((), ())
 Outcome = tuple[tuple[int, ...], float]  # verdict tokens and their probability
 
 
-def accepted_chance(block: Sequence[int], known: Sequence[Choices]) -> float:
+def accepted_chance(block: Sequence[int], choices: Sequence[Choices]) -> float:
     """Returns the probability that the whole block is accepted.
 
-    `known` lists the choices at the block's positions. Positions after the end of `known` are ignored; an empty entry
+    `choices` lists the choices at the block's positions. Positions after the end of `choices` are ignored; an empty entry
     makes the result 0.
     """
-    return math.prod(there.chance_of(token) for token, there in zip(block, known, strict=False))
+    return math.prod(there.chance_of(token) for token, there in zip(block, choices, strict=False))
 
 
-def rejections(block: DraftTree, known: Sequence[Choices]) -> list[Outcome]:
-    """Returns the outcomes that reject a token of the main path, by the choices `known` at its positions.
+def rejections(block: DraftTree, choices: Sequence[Choices]) -> list[Outcome]:
+    """Returns the outcomes that reject a token of the main path, by the `choices` at its positions.
 
     At each position these are the tokens that no branch of the block contains.
     """
-    found = []
+    outcomes = []
     reached = 1.0
     main_path = block.main_path
     parents = (-1, *block.along(main_path))
-    for position, (drafted, there) in enumerate(zip(main_path, known, strict=False)):
+    for position, (drafted, there) in enumerate(zip(main_path, choices, strict=False)):
         accepted = main_path[:position]
         expected = block.children(parents[position])
-        found += [((*accepted, token), reached * chance) for token, chance in there if token not in expected]
+        outcomes += [((*accepted, token), reached * chance) for token, chance in there if token not in expected]
         reached *= there.chance_of(drafted)
-    return found
+    return outcomes
 
 
 def continuations(block: Sequence[int], accepted: float, after: Choices) -> list[Outcome]:
@@ -135,21 +135,21 @@ def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: 
     None is below `least_chance`. The likeliest path is expanded first, so `after` is called at most `most` times, and
     for a path only after all of its prefixes.
     """
-    found: list[tuple[TokenPath, float]] = []
-    ahead: list[tuple[float, int, TokenPath]] = []  # negated probability, depth, path
+    paths: list[tuple[TokenPath, float]] = []
+    frontier: list[tuple[float, int, TokenPath]] = []  # negated probability, depth, path
     path: TokenPath = ()
     reached = 1.0
-    while len(found) < most:
+    while len(paths) < most:
         there = after(path)
         for token, chance in zip(there.tokens[:MAX_SIBLINGS], there.chances, strict=False):
             if reached * chance >= least_chance:
-                heappush(ahead, (-reached * chance, len(path) + 1, (*path, token)))
-        if not ahead:
+                heappush(frontier, (-reached * chance, len(path) + 1, (*path, token)))
+        if not frontier:
             break
-        below, _, path = heappop(ahead)
+        below, _, path = heappop(frontier)
         reached = -below
-        found.append((path, reached))
-    return found
+        paths.append((path, reached))
+    return paths
 
 
 def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[Branch]:
@@ -157,15 +157,15 @@ def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance
 
     The first branch is kept even if its tokens are unlikely.
     """
-    known: dict[TokenPath, Choices] = {}
+    choices: dict[TokenPath, Choices] = {}
 
     def noted(path: TokenPath) -> Choices:
-        known[path] = after(path)
-        return known[path]
+        choices[path] = after(path)
+        return choices[path]
 
     chances = {(): 1.0, **dict(grown_paths(noted, most, least_chance))}
     return [
-        Branch(path, chances[path], tuple(there.tokens[:1]), (there,)) for path, there in known.items() if there.tokens
+        Branch(path, chances[path], tuple(there.tokens[:1]), (there,)) for path, there in choices.items() if there.tokens
     ]
 
 

@@ -76,12 +76,12 @@ class PrefixAffinity:
 
         Targets without any are left out.
         """
-        found = {}
+        matches = {}
         for target, pages in self._pages.items():
             count = next((index for index, key in enumerate(keys) if key not in pages), len(keys))
             if count:
-                found[target] = count * self._options.page_size
-        return found
+                matches[target] = count * self._options.page_size
+        return matches
 
     def worth(self, keys: Sequence[bytes]) -> dict[str, float]:
         """Returns, by target, the number of extra sessions that this text outweighs there.
@@ -89,10 +89,10 @@ class PrefixAffinity:
         The target with the longest cached prefix gets at most `most_sessions`. The others get less by what they lack,
         so a target with only the common beginning of many texts does not count like one with the whole text.
         """
-        found = self.matches(keys)
-        best = max(found.values(), default=0)
+        matches = self.matches(keys)
+        best = max(matches.values(), default=0)
         most = min(best / TOKENS_PER_SESSION, self._options.most_sessions)
-        behind = {target: (best - tokens) / TOKENS_PER_SESSION for target, tokens in found.items()}
+        behind = {target: (best - tokens) / TOKENS_PER_SESSION for target, tokens in matches.items()}
         return {target: most - lacking for target, lacking in behind.items() if lacking < most}
 
     def record(self, target: str, keys: Sequence[bytes]) -> None:
@@ -246,8 +246,8 @@ class Locality:
             by_node[drafter.node].append(drafter.address)
             by_zone[drafter.zone].append(drafter.address)
         self._places = {target.address: target for target in targets}
-        self._by_node = {node: found for node, found in by_node.items() if node}
-        self._by_zone = {zone: found for zone, found in by_zone.items() if zone}
+        self._by_node = {node: addresses for node, addresses in by_node.items() if node}
+        self._by_zone = {zone: addresses for zone, addresses in by_zone.items() if zone}
 
     def worth(self, target: str | None) -> dict[str, float]:
         """Returns, by drafter address, the extra sessions that a drafter may have and still be preferred for this

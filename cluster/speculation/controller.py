@@ -335,13 +335,13 @@ class SpeculationController:
         if not step.is_drafted_for and step.is_open_to_drafts:
             self._gate.non_speculative_step(self.load.sessions)
 
-    def block_verified(self, asked: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
-        """Records the accepted nodes of a block of `drafted` nodes, of `asked` requested.
+    def block_verified(self, requested: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
+        """Records the accepted nodes of a block with `drafted` of the `requested` nodes.
 
         `room` is the number of tokens that the session's length limit left for it.
         """
-        self._chances = self._chances.after(asked, drafted, accepted)
-        self.acceptance = self.acceptance.after(min(asked, room), len(accepted))
+        self._chances = self._chances.after(requested, drafted, accepted)
+        self.acceptance = self.acceptance.after(min(requested, room), len(accepted))
 
     def block_arrived(self, tokens: int, delay_s: float) -> None:
         """Records a block of `tokens` tokens that arrived `delay_s` seconds after the verdict that asked for it."""

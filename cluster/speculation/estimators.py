@@ -54,14 +54,14 @@ class Pairs:
     products: float = 0.0
 
     def after(self, x: float, y: float, memory: float) -> "Pairs":
-        kept = 1 - memory
+        decay = 1 - memory
         return Pairs(
-            kept * self.weight + 1,
-            kept * self.x + x,
-            kept * self.y + y,
-            kept * self.x_squares + x * x,
-            kept * self.y_squares + y * y,
-            kept * self.products + x * y,
+            decay * self.weight + 1,
+            decay * self.x + x,
+            decay * self.y + y,
+            decay * self.x_squares + x * x,
+            decay * self.y_squares + y * y,
+            decay * self.products + x * y,
         )
 
     @property
@@ -114,14 +114,14 @@ class Chances:
     drafted: tuple[float, ...] = ()  # for the same nodes, as is the next
     accepted: tuple[float, ...] = ()
 
-    def after(self, asked: int, drafted: int, accepted: Container[int]) -> "Chances":
+    def after(self, requested: int, drafted: int, accepted: Container[int]) -> "Chances":
         """Returns the counts after a verified block with these nodes accepted.
 
         Nodes that have not been requested for long are forgotten, and so are tried again.
         """
-        new = (0.0,) * (min(asked, MAX_POSITIONS) - len(self.asked))
+        new = (0.0,) * (min(requested, MAX_POSITIONS) - len(self.asked))
         return Chances(
-            _decayed(self.asked + new, range(asked)),
+            _decayed(self.asked + new, range(requested)),
             _decayed(self.drafted + new, range(drafted)),
             _decayed(self.accepted + new, accepted),
         )
@@ -135,14 +135,14 @@ class Chances:
         """
         counts = others.asked, others.drafted, others.accepted, self.asked, self.drafted, self.accepted
         seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, MAX_POSITIONS))
-        found = []
-        for prior, o_asked, o_drafted, o_accepted, asked, drafted, accepted in seen:
-            usual = REPLICA_STRENGTH + o_asked
-            blocks = SESSION_STRENGTH + asked
+        outlook = []
+        for prior, o_requested, o_drafted, o_accepted, requested, drafted, accepted in seen:
+            usual = REPLICA_STRENGTH + o_requested
+            blocks = SESSION_STRENGTH + requested
             p_accepted = (SESSION_STRENGTH * ((REPLICA_STRENGTH * prior + o_accepted) / usual) + accepted) / blocks
             p_drafted = (SESSION_STRENGTH * ((REPLICA_STRENGTH + o_drafted) / usual) + drafted) / blocks
-            found.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / blocks), p_drafted))
-        return found
+            outlook.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / blocks), p_drafted))
+        return outlook
 
 
 def _decayed(counts: tuple[float, ...], nodes: Container[int]) -> tuple[float, ...]:
@@ -170,15 +170,15 @@ class SessionStats:
     is_left_off: bool = False  # True: blocks were found not to pay
     is_on_trial: bool = False  # True: they are tried nevertheless, and may be tried once more
 
-    def block_verified(self, asked: int, drafted: int, accepted: Sequence[int]) -> None:
-        """Records the accepted nodes of a block of `drafted` nodes, of `asked` requested."""
-        self.chances = self.chances.after(asked, drafted, accepted)
+    def block_verified(self, requested: int, drafted: int, accepted: Sequence[int]) -> None:
+        """Records the accepted nodes of a block with `drafted` of the `requested` nodes."""
+        self.chances = self.chances.after(requested, drafted, accepted)
         if accepted:
             self.is_on_trial = self.is_left_off
 
-    def nothing_drafted(self, asked: int) -> None:
+    def nothing_drafted(self, requested: int) -> None:
         """Records that the drafter had no block to offer: counted as requested, with no node drafted."""
-        self.chances = self.chances.after(asked, 0, ())
+        self.chances = self.chances.after(requested, 0, ())
 
     def block_arrived(self, delay_s: float) -> None:
         """Records a block, or the drafter's answer that it has none; either shows that the drafter is alive."""
@@ -217,12 +217,12 @@ class AcceptanceCounts:
     reached: tuple[int, ...] = ()  # blocks requested to this position or further, with all positions before it accepted
     accepted: tuple[int, ...] = ()  # those with this position accepted too
 
-    def after(self, asked: int, accepted: int) -> "AcceptanceCounts":
+    def after(self, requested: int, accepted: int) -> "AcceptanceCounts":
         """Returns the counts after a verified block.
 
         One that ended early, in doubt, counts as rejected where it ended.
         """
-        positions = range(min(asked, MAX_POSITIONS))
+        positions = range(min(requested, MAX_POSITIONS))
         reached = tuple([int(position <= accepted) for position in positions])
         stood = tuple([int(position < accepted) for position in positions])
         return self + AcceptanceCounts(reached, stood)
@@ -234,12 +234,12 @@ class AcceptanceCounts:
     def by_position(self) -> tuple[float, ...]:
         """Returns the acceptance probability of each position given those before it, up to the first with too few
         blocks."""
-        found: list[float] = []
+        rates: list[float] = []
         for reached, accepted in zip(self.reached, self.accepted, strict=True):
             if reached < MIN_REACHED:
                 break
-            found.append(accepted / reached)
-        return tuple(found)
+            rates.append(accepted / reached)
+        return tuple(rates)
 
 
 def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

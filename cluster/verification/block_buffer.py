@@ -78,12 +78,12 @@ class BlockBuffer:
         """
         if not self._unsettled:
             return False
-        kept = self._keep(prefix, now)
-        left = kept.size if kept is not None else 0
+        ready = self._keep(prefix, now)
+        left = ready.size if ready is not None else 0
         self._counts.accepted_tokens += accepted
         self._counts.wasted_tokens += self._unsettled - accepted - left
         self._unsettled = left
-        return kept is not None
+        return ready is not None
 
     def leave(self) -> None:
         """Discards all blocks of a session that is over or begins again."""
@@ -116,11 +116,11 @@ class BlockBuffer:
         beyond_end = block.base_len + block.size >= request.max_len
         if block.size > request.draft_tokens or beyond_end:
             return "too_long"
-        known = self._blocks.get((block.base_len, block.prefix_hash))
-        if known is not None:
+        stored = self._blocks.get((block.base_len, block.prefix_hash))
+        if stored is not None:
             # A drafter may send a better version. Under rejection sampling, the choice must not depend on either one.
             needs_probs = request.acceptance is Acceptance.REJECTION and not request.sampling.greedy
-            return "duplicate" if needs_probs or known == block else None
+            return "duplicate" if needs_probs or stored == block else None
         if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # drafts ahead never displace it
             return "buffer_full"
         if block.base_len == prefix.length and block.prefix_hash != prefix.hash:

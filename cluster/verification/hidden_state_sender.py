@@ -143,8 +143,8 @@ class HiddenStateSender:
         none."""
         row_bytes = self._layout.row_bytes if self._layout is not None else 0
         rows = {way: self.rows[way] for way in ("verdict", "apart")}
-        found = {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
-        return found if self.fresh is None else {**found, "again": self.fresh.again, "lost": self.fresh.lost}
+        counts = {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
+        return counts if self.fresh is None else {**counts, "again": self.fresh.again, "lost": self.fresh.lost}
 
     # ------------------------------------------------------------ steps
 
@@ -186,8 +186,8 @@ class HiddenStateSender:
         feed = session.live_feed
         if self._layout is None or feed is None or session.exchange.is_paused or not row.decide:
             return ()
-        known = (row.base_len - feed.sent) * self._layout.row_bytes
-        if not 0 <= known <= self._ride_bytes or (self.fresh is not None and feed.sent < row.start):
+        unsent_bytes = (row.base_len - feed.sent) * self._layout.row_bytes
+        if not 0 <= unsent_bytes <= self._ride_bytes or (self.fresh is not None and feed.sent < row.start):
             return ()
         return self._places(session, feed.sent, row.start + len(row.tokens))
 
@@ -211,11 +211,11 @@ class HiddenStateSender:
         feed = session.live_feed
         if feed is None or not feed.sent == feed.acked == row.states_from:
             return []
-        found = list(self._messages(session, feed.sent, outcome.states))
-        feed.went_out(found[-1].end)
+        messages = list(self._messages(session, feed.sent, outcome.states))
+        feed.went_out(messages[-1].end)
         feed.acked = feed.sent  # a broken stream is noticed, so these need no acknowledgement
         self.rows["verdict"] += feed.sent - row.states_from
-        return found
+        return messages
 
     # ------------------------------------------------------------ apart from verdicts
 
@@ -227,10 +227,10 @@ class HiddenStateSender:
             return None
         on_way = self._rows_on_way()
         window = max(1, self._window_bytes // layout.row_bytes)
-        found = [lack for lack in self._lacks() if on_way[lack.feed.drafter] < window]
-        if not found:
+        lacks = [lack for lack in self._lacks() if on_way[lack.feed.drafter] < window]
+        if not lacks:
             return None
-        lack = min(found, key=lambda each: each.rows)
+        lack = min(lacks, key=lambda each: each.rows)
         first = lack.feed.sent
         end = min(lack.end, first + layout.rows_in_message)
         name = lack.session.open.session
@@ -238,15 +238,15 @@ class HiddenStateSender:
             return StateRead(name, first, self.fresh.slots(name, first, end))
         return StateRead(name, first, self._places(lack.session, first, end))
 
-    def sent(self, asked: StateRead, rows: bytes) -> list[Send]:
+    def sent(self, read: StateRead, rows: bytes) -> list[Send]:
         """Returns the messages for states that were read, unless their drafter has gone or the session has changed."""
-        session = self._admission.find(asked.session)
+        session = self._admission.find(read.session)
         feed = session.live_feed if session is not None else None
-        if session is None or feed is None or feed.sent != asked.first or asked.end > session.cache.length:
+        if session is None or feed is None or feed.sent != read.first or read.end > session.cache.length:
             return []
-        feed.went_out(asked.end)
-        self.rows["apart"] += len(asked.slots)
-        return [(states_stream(feed.drafter), states) for states in self._messages(session, asked.first, rows)]
+        feed.went_out(read.end)
+        self.rows["apart"] += len(read.slots)
+        return [(states_stream(feed.drafter), states) for states in self._messages(session, read.first, rows)]
 
     # ------------------------------------------------------------ helpers
 
@@ -269,11 +269,11 @@ class HiddenStateSender:
 
     def _rows_on_way(self) -> Counter[str]:
         """Returns the number of unacknowledged rows, by drafter."""
-        found: Counter[str] = Counter()
+        rows: Counter[str] = Counter()
         for session in self._admission:
             if (feed := session.live_feed) is not None:
-                found[feed.drafter] += feed.sent - feed.acked
-        return found
+                rows[feed.drafter] += feed.sent - feed.acked
+        return rows
 
     def _places(self, session: TargetSequence, first: int, end: int) -> tuple[int, ...]:
         return tuple(slots_of(range(first, end), self._pages.table(session.open.session), self._pages.page_size))

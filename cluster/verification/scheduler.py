@@ -165,12 +165,12 @@ class DraftQualityMonitor:
         """Records that a drafter begins to draft for the session, for the first time or again."""
         session.watch = session.watch.attached(self._suspects.usual(peer_of(drafter)))
 
-    def block_verified(self, session: TargetSequence, length: int, asked: int, accepted: int) -> Collapse | None:
-        """Records a block of up to `asked` tokens after `length` tokens; returns the collapse to report, or None."""
+    def block_verified(self, session: TargetSequence, length: int, requested: int, accepted: int) -> Collapse | None:
+        """Records a block of up to `requested` tokens after `length` tokens; returns the collapse to report, or None."""
         if session.drafter is None:
             return None  # the drafter has left
         drafter = peer_of(session.drafter)
-        self.acceptance.block_verified(drafter, kind_of(length, session.cache.initial > 0), asked, accepted)
+        self.acceptance.block_verified(drafter, kind_of(length, session.cache.initial > 0), requested, accepted)
         self._suspects.block(drafter, accepted)
         session.watch = session.watch.after(accepted)
         collapse = session.watch.collapse
@@ -225,8 +225,8 @@ class TargetReporter:
         grown = self._growth.of(step=step_s, idle=idle_s, first=self._first_tokens, first_s=self._first_token_s)
         running = [session for session in self._admission.running.values() if not session.open.audit]
         queued = [session for session in self._admission.waiting.values() if not session.open.audit]
-        wanted = [session for session in running if session.requested_tokens]
-        drafted = sum(session.drafter is not None for session in wanted)
+        requesting = [session for session in running if session.requested_tokens]
+        drafted = sum(session.drafter is not None for session in requesting)
         unread = [session for session in (*running, *queued) if not session.decided_at]
         so_far_s = sum(now - session.opened_s for session in unread)
         load = self._controller.load
@@ -234,7 +234,7 @@ class TargetReporter:
             running=len(running),
             queued=len(queued),
             drafted=drafted,
-            undrafted=len(wanted) - drafted,
+            undrafted=len(requesting) - drafted,
             waiting=share(grown["idle"], grown["idle"] + grown["step"]),
             cache=1 - share(self._admission.pages.available, self._limits.pages),
             unread=len(unread),
@@ -345,35 +345,35 @@ class VerificationScheduler:
 
     def _hello(self, router: str, hello: Hello, now: float) -> None:
         """Handles a router's new stream: drops the sessions of its earlier streams that the Hello does not list."""
-        wanted = {(item.session, item.attempt) for item in hello.live}
+        live = {(item.session, item.attempt) for item in hello.live}
         peer = peer_of(router)
         for session in self.admission:
             if peer_of(session.router) != peer:
                 continue
             session.router = router
-            if (session.open.session, session.open.attempt) not in wanted:
+            if (session.open.session, session.open.attempt) not in live:
                 self._forget(session.open.session)
         self._admit(now)
 
     def _open(self, router: str, request: Open, now: float) -> list[Send]:
         """Serves a session from its ledger; replaces an open one unless the request is older or from another router."""
         name = request.session
-        known = self.admission.find(name)
-        if known is not None and known.router != router:
+        existing = self.admission.find(name)
+        if existing is not None and existing.router != router:
             self.refusals.note(router, "an Open of another router's session", name)
             return [(router, not_permitted(request))]
         if self.is_leaving:  # no failure, since another target takes it
             return [(router, _overloaded(request, STOPPING_MESSAGE)), (router, Leaving())]
         if refusal := self._refuse(request):
             return [(router, refusal)]
-        if known is not None and known.open.attempt >= request.attempt:
+        if existing is not None and existing.open.attempt >= request.attempt:
             return []
         self._forget(name)
         sends = [] if request.audit else self._refuse_open(self._audits(), NO_AUDIT_MESSAGE)
         buffer = BlockBuffer(self._limits.buffer.blocks, self.counts)
         prefix = Prefix(request.hash_key, request.tokens)
         shape = self._block_shape(request)
-        access = DrafterAccess(request, known.access.drafters if known is not None else frozenset())
+        access = DrafterAccess(request, existing.access.drafters if existing is not None else frozenset())
         session = TargetSequence(request, router, prefix, buffer, access, shape, opened_s=now, waiting_since=now)
         self.admission.waiting[name] = session
         self._admit(now)
@@ -389,8 +389,8 @@ class VerificationScheduler:
 
     def _close(self, router: str, close: Close, now: float) -> None:
         """Forgets a session, unless it is unknown, another router's, or a newer attempt."""
-        known = self.admission.find(close.session)
-        if known is not None and known.router == router and known.open.attempt <= close.attempt:
+        session = self.admission.find(close.session)
+        if session is not None and session.router == router and session.open.attempt <= close.attempt:
             self._forget(close.session)
             self._admit(now)
 
@@ -652,8 +652,8 @@ class VerificationScheduler:
         room = max_block_len(request, session.prefix.length)
         if drafted or (session.has_nothing and session.requested_tokens):
             self.controller.block_verified(session.requested_tokens, room, drafted, outcome.path)
-        asked = min(session.requested_tokens, room)
-        collapse = self.draft_quality.block_verified(session, row.base_len, asked, outcome.accepted) if drafted else None
+        requested = min(session.requested_tokens, room)
+        collapse = self.draft_quality.block_verified(session, row.base_len, requested, outcome.accepted) if drafted else None
         self.reporter.deciding(session, now)
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE

@@ -80,8 +80,8 @@ class Row:
     def states_along(self, path: Sequence[int]) -> list[int]:
         """Returns the slots whose states the outcome contains once the nodes on `path` are accepted, in the path's
         order."""
-        known = len(self.state_slots) - self.drafted
-        return [*self.state_slots[:known], *[self.state_slots[known + node] for node in path]]
+        known_slots = len(self.state_slots) - self.drafted
+        return [*self.state_slots[:known_slots], *[self.state_slots[known_slots + node] for node in path]]
 
     def kept(self, path: Sequence[int], page_size: int) -> list[SlotMove]:
         """Returns the moves that place the nodes on a path one after the other, behind the tokens decided before."""
@@ -160,10 +160,10 @@ def riding(rows: Sequence[Row], outcomes: Sequence[Outcome], read: Callable[[lis
     ]
     states = read([slot for each in slots for slot in each])
     row_bytes = len(states) // max(1, sum(map(len, slots)))
-    found = []
+    results = []
     at = 0
     for outcome, each in zip(outcomes, slots, strict=True):
         end = at + row_bytes * len(each)
-        found.append(replace(outcome, states=states[at:end]))
+        results.append(replace(outcome, states=states[at:end]))
         at = end
-    return found
+    return results

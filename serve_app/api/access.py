@@ -101,7 +101,7 @@ class Callers:
     def find(self, key: str) -> Caller | None:
         """Returns the holder of a key. Compares every digest in full, so timing reveals nothing about keys."""
         digest = hashlib.sha256(key.encode()).digest()
-        matches = [caller for known, caller in self.by_digest.items() if hmac.compare_digest(known, digest)]
+        matches = [caller for stored, caller in self.by_digest.items() if hmac.compare_digest(stored, digest)]
         return matches[0] if matches else None
 
 

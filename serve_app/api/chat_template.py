@@ -95,19 +95,19 @@ def templates_of(tokenizer: Any) -> Templates | None:
 
     Raises ModelError for several named templates without a default.
     """
-    found = tokenizer.chat_template
-    if not found:
+    templates = tokenizer.chat_template
+    if not templates:
         return None
-    if isinstance(found, str):
-        return Templates(found, found)
-    plain = found.get(DEFAULT) or (next(iter(found.values())) if len(found) == 1 else None)
+    if isinstance(templates, str):
+        return Templates(templates, templates)
+    plain = templates.get(DEFAULT) or (next(iter(templates.values())) if len(templates) == 1 else None)
     if plain is None:
-        names = ", ".join(sorted(found))
+        names = ", ".join(sorted(templates))
         raise ModelError(
             f"the tokenizer has several chat templates ({names}) and none is named '{DEFAULT}';"
             " rename the one for ordinary chats to that"
         )
-    return Templates(plain, found.get(TOOL_USE, plain))
+    return Templates(plain, templates.get(TOOL_USE, plain))
 
 
 class ChatTemplate:
@@ -193,8 +193,8 @@ class ChatTemplate:
         return tuple(self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=sanitized).input_ids)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        if taken := sorted(self._reserved & variables.keys()):
+        if reserved := sorted(self._reserved & variables.keys()):
             message = (
-                f"chat_template_kwargs: {taken[0]} is not for the client to set; expected the template's own names"
+                f"chat_template_kwargs: {reserved[0]} is not for the client to set; expected the template's own names"
             )
             raise RequestError(message, "chat_template_kwargs")

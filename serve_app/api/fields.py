@@ -73,9 +73,9 @@ class RequestPart(BaseModel):
         if not isinstance(data, dict):
             return data
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        known = {name: data[name] for name in names if data.get(name) is not None}
+        values = {name: data[name] for name in names if data.get(name) is not None}
         unknown = (name for name in data if name not in names)
-        return known | dict.fromkeys(islice(unknown, MAX_FAULTS))
+        return values | dict.fromkeys(islice(unknown, MAX_FAULTS))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -402,8 +402,8 @@ class StructuredOutputs(RequestPart):
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> "StructuredOutputs":
-        asked = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
-        if sum(constraint is not None for constraint in asked) != 1:
+        constraints = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
+        if sum(constraint is not None for constraint in constraints) != 1:
             names = {"names": ", ".join(CONSTRAINTS)}
             raise PydanticCustomError("constraints", "expected exactly one of {names}", names)
         return self

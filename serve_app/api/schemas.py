@@ -348,8 +348,8 @@ class GenerationRequest(SamplingFields, UnservedFields):
     def top_of_prompt(self) -> int | None:
         """Returns the number of alternatives to score per prompt token; None: no scores."""
         echoed = self.top_of_tokens if self.is_echoed else None
-        asked = [top for top in (self.prompt_logprobs, echoed) if top is not None]
-        return max(asked, default=None)
+        tops = [top for top in (self.prompt_logprobs, echoed) if top is not None]
+        return max(tops, default=None)
 
     @field_validator("stream_options")
     @classmethod

@@ -36,8 +36,8 @@ def model_list(config: SlipstreamConfig) -> ModelList:
 def check_model(name: str, served: Sequence[str]) -> None:
     """Raises UnknownModelError for a name that is not served."""
     if name not in served:
-        known = ", ".join(f"'{one}'" for one in served)
-        raise UnknownModelError(f"model '{name}' does not exist; {known} is served", "model")
+        names = ", ".join(f"'{one}'" for one in served)
+        raise UnknownModelError(f"model '{name}' does not exist; {names} is served", "model")
 
 
 def find_card(models: ModelList, name: str) -> ModelCard:

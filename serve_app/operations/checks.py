@@ -124,15 +124,15 @@ def _pool_need(
 
 def carries(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     """Returns whether labels satisfy a Ray label selector: `value`, `!value`, `in(a,b)` or `!in(a,b)` per key."""
-    return all(_satisfies(labels.get(key), wanted) for key, wanted in selector.items())
+    return all(_satisfies(labels.get(key), value) for key, value in selector.items())
 
 
-def _satisfies(value: str | None, wanted: str) -> bool:
-    if wanted.startswith("!"):
-        return not _satisfies(value, wanted[1:])
-    if wanted.startswith("in(") and wanted.endswith(")"):
-        return value in [one.strip() for one in wanted[3:-1].split(",")]
-    return value == wanted
+def _satisfies(value: str | None, requirement: str) -> bool:
+    if requirement.startswith("!"):
+        return not _satisfies(value, requirement[1:])
+    if requirement.startswith("in(") and requirement.endswith(")"):
+        return value in [one.strip() for one in requirement[3:-1].split(",")]
+    return value == requirement
 
 
 def room(offered: Mapping[str, float], needed: Mapping[str, float]) -> int:
@@ -143,17 +143,17 @@ def room(offered: Mapping[str, float], needed: Mapping[str, float]) -> int:
 
 def misfits(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
     """Returns a line for each pool whose minimum size does not fit: what is missing, what exists, what to do."""
-    wanted = needs(config)
-    alone = [line for need in wanted if (line := _misfit(need, nodes)) is not None]
-    return alone or _too_much_together(wanted, nodes)
+    replica_needs = needs(config)
+    alone = [line for need in replica_needs if (line := _misfit(need, nodes)) is not None]
+    return alone or _too_much_together(replica_needs, nodes)
 
 
 def check_fit(config: SlipstreamConfig, nodes: Sequence[Node]) -> None:
     """Raises ConfigError if a pool fits no node."""
     lines = misfits(config, nodes)
     if lines:
-        kept = "nothing was changed; where the cluster adds such nodes by itself, `slipstream up --autoscaled` waits"
-        raise ConfigError("\n  ".join(["the cluster cannot hold this configuration", *lines, kept]))
+        hint = "nothing was changed; where the cluster adds such nodes by itself, `slipstream up --autoscaled` waits"
+        raise ConfigError("\n  ".join(["the cluster cannot hold this configuration", *lines, hint]))
 
 
 def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
@@ -186,10 +186,10 @@ def _lacking(missing: Mapping[str, float], most: Mapping[str, float], is_alone: 
     return f"no node has more than {has}; add a node that has it, or reserve less"
 
 
-def _too_much_together(wanted: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
+def _too_much_together(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
     """Returns whether the sum of all pools does not fit although each pool does."""
     total: Counter[str] = Counter()
-    for need in wanted:
+    for need in replica_needs:
         for name, amount in need.resources.items():
             total[name] += amount * need.replicas  # type: ignore[assignment]  # a counter of fractions
     offered = {name: sum(node.resources.get(name, 0.0) for node in nodes) for name in total}
@@ -217,5 +217,5 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 def _all_labels(nodes: Iterable[Node]) -> str:
     """Returns the labels that distinguish nodes, without Ray's node id."""
-    found = {f"{key}={value}" for node in nodes for key, value in node.labels.items() if key != "ray.io/node-id"}
-    return ", ".join(sorted(found)) or "none"
+    labels = {f"{key}={value}" for node in nodes for key, value in node.labels.items() if key != "ray.io/node-id"}
+    return ", ".join(sorted(labels)) or "none"

@@ -40,13 +40,13 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bo
     """
     target = check_target_model(config, with_weights=with_weights)
     tokens = check_target_files(config, target, with_weights=with_weights)
-    found = [target_line(config, target, tokens), str(end_of_text(target))]
+    lines = [target_line(config, target, tokens), str(end_of_text(target))]
     if warning := surplus_tokens(target):
-        found.append(f"warning: {warning}")
+        lines.append(f"warning: {warning}")
     if with_draft:
         check_draft_model(config, target, with_weights=with_weights)
-        found += draft_lines(config, target)
-    return found
+        lines += draft_lines(config, target)
+    return lines
 
 
 def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:
@@ -151,11 +151,11 @@ def draft_lines(config: SlipstreamConfig, target: Path) -> list[str]:
     if draft.model_method in HEADS:
         return [f"draft: {draft.method}, head in {folder}"]
     model = read_config(folder)
-    found = [f"draft: {draft.method}, {_described(model, folder)} by {engine_path(folder, model)}"]
+    lines = [f"draft: {draft.method}, {_described(model, folder)} by {engine_path(folder, model)}"]
     context = context_length(model)
     if context is not None and context < config.model.max_context:
-        found.append(f"draft: the target decodes sessions of more than {context} tokens alone")
-    return found
+        lines.append(f"draft: the target decodes sessions of more than {context} tokens alone")
+    return lines
 
 
 def engine_path(folder: Path, model: PretrainedConfig) -> str:

@@ -152,10 +152,10 @@ def cost_model(
         raise ClusterError("no replica has published its costs yet; expected a target and a drafter that run")
     target, non_speculative = sorted(steps, key=lambda costs: _one_token_s(costs[0]))[len(steps) // 2]
     draft = sorted(passes, key=_one_token_s)[len(passes) // 2]
-    found = spans(actors)
-    target = target.plus(_between_steps_s(found))
+    all_spans = spans(actors)
+    target = target.plus(_between_steps_s(all_spans))
     costs = CostModel(target=target, draft=draft, non_speculative=non_speculative, acceptance=_acceptance(targets))
-    hops = [span.ended_s - span.began_s for span in found if span.name in HOPS]
+    hops = [span.ended_s - span.began_s for span in all_spans if span.name in HOPS]
     return costs.model_copy(update={"hop_s": max(0.0, median(hops))}) if hops else costs
 
 
@@ -170,11 +170,11 @@ def _acceptance(targets: Iterable[Mapping[str, Any]]) -> tuple[float, ...] | Non
     return sum(counts, AcceptanceCounts()).by_position() or None
 
 
-def _between_steps_s(found: Sequence[Span]) -> float:
+def _between_steps_s(all_spans: Sequence[Span]) -> float:
     """Returns the lower quartile of the time between steps, when nothing is waited for."""
     gaps: list[float] = []
-    for actor in {span.actor for span in found}:
-        steps = [span for span in found if span.actor == actor and span.name == "verify"]
+    for actor in {span.actor for span in all_spans}:
+        steps = [span for span in all_spans if span.actor == actor and span.name == "verify"]
         gaps += [max(0.0, later.began_s - earlier.ended_s) for earlier, later in pairwise(steps)]
     return quantiles(gaps, n=4)[0] if len(gaps) > 1 else 0.0
 

@@ -232,7 +232,7 @@ def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> P
     earlier = {sample.name: sample for sample in before}
     targets = [sample for sample in now if isinstance(sample, TargetSample)]
     drafters = [sample for sample in now if isinstance(sample, DraftSample)]
-    rates = {sample.name: found for sample in targets if (found := _rates(earlier.get(sample.name), sample))}
+    rates = {sample.name: sample_rates for sample in targets if (sample_rates := _rates(earlier.get(sample.name), sample))}
     return PageState(
         model=model,
         window_ms=WINDOW_S * 1e3,
@@ -307,10 +307,10 @@ def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample])
 def _tracks(samples: Sequence[TargetSample | DraftSample]) -> tuple[Track, ...]:
     """Returns the last seconds up to the latest sample, drafters above targets."""
     actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MAX_TRACKS]]
-    found = spans(actors, shown_stages())
+    all_spans = spans(actors, shown_stages())
     looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
     begins = max(looked, default=0.0) - WINDOW_S
-    return tuple(Track(actor=actor.name, role=actor.role, bars=_bars(actor.name, found, begins)) for actor in actors)
+    return tuple(Track(actor=actor.name, role=actor.role, bars=_bars(actor.name, all_spans, begins)) for actor in actors)
 
 
 def _up_to_now(actor: Actor, now: float) -> Actor:
@@ -323,8 +323,8 @@ def _up_to_now(actor: Actor, now: float) -> Actor:
     return replace(actor, recording=replace(actor.recording, events=(*events, latest)))
 
 
-def _bars(actor: str, found: Sequence[Span], begins: float) -> tuple[Bar, ...]:
-    inside = [span for span in found if span.actor == actor and span.ended_s > begins]
+def _bars(actor: str, all_spans: Sequence[Span], begins: float) -> tuple[Bar, ...]:
+    inside = [span for span in all_spans if span.actor == actor and span.ended_s > begins]
     return tuple(_bar(span, begins) for span in inside[-MAX_BARS:])
 
 

@@ -58,10 +58,10 @@ class _Merged(Collector):
         self._families: dict[str, Metric] = {}
         for families in replicas:
             for family in families:
-                known = self._families.setdefault(
+                merged = self._families.setdefault(
                     family.name, Metric(family.name, family.documentation, family.type, family.unit)
                 )
-                known.samples.extend(family.samples)
+                merged.samples.extend(family.samples)
 
     def collect(self) -> Iterable[Metric]:
         return self._families.values()
@@ -93,9 +93,9 @@ def unpack_families(message: bytes) -> list[Metric]:
 
 
 def _metric(family: _Family) -> Metric:
-    made = Metric(family.name, family.documentation, family.type)  # raises ValueError for an unknown type
-    made.samples = [Sample(*sample) for sample in family.samples]
-    return made
+    metric = Metric(family.name, family.documentation, family.type)  # raises ValueError for an unknown type
+    metric.samples = [Sample(*sample) for sample in family.samples]
+    return metric
 
 
 PREFIX = "vllm:"
@@ -135,12 +135,12 @@ class VllmNames(Collector):
 
 def renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
     """Returns the family under another name, with further labels."""
-    made = Metric(name, family.documentation, family.type)
-    made.samples = [
+    metric = Metric(name, family.documentation, family.type)
+    metric.samples = [
         Sample(name + sample.name.removeprefix(family.name), {**sample.labels, **labels}, sample.value)
         for sample in family.samples
     ]
-    return made
+    return metric
 
 
 def with_labels(families: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:

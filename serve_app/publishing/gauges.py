@@ -89,19 +89,19 @@ def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:
 
 
 def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
-    made = GaugeMetricFamily(name, text, labels=tuple(labels or {}))
-    made.add_metric(tuple((labels or {}).values()), value)
-    return made
+    metric = GaugeMetricFamily(name, text, labels=tuple(labels or {}))
+    metric.add_metric(tuple((labels or {}).values()), value)
+    return metric
 
 
 def _total(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
-    made = CounterMetricFamily(name, text, labels=tuple(labels or {}))
-    made.add_metric(tuple((labels or {}).values()), value)
-    return made
+    metric = CounterMetricFamily(name, text, labels=tuple(labels or {}))
+    metric.add_metric(tuple((labels or {}).values()), value)
+    return metric
 
 
 def _counter(name: str, text: str, values: Mapping[str, float], label: str = "tokens") -> Metric:
-    made = CounterMetricFamily(name, text, labels=(label,))
+    metric = CounterMetricFamily(name, text, labels=(label,))
     for key, value in values.items():
-        made.add_metric((key,), value)
-    return made
+        metric.add_metric((key,), value)
+    return metric

@@ -48,13 +48,13 @@ class HeadFiles:
 
         Raises ModelError if two tensors would get the same name.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for stored, tensor in self.tensors.items():
             name = _renamed(stored, aliases)
-            if name in found:
+            if name in tensors:
                 raise ModelError(f"{self.folder} holds the tensor {name} under two names, one of them {stored}")
-            found[name] = tensor
-        return replace(self, tensors=found)
+            tensors[name] = tensor
+        return replace(self, tensors=tensors)
 
     def size(self, options: Mapping[str, Any], key: str, default: int | None = None) -> int:
         """Reads a size from options of the configuration. Raises ModelError unless it is a positive whole number."""
@@ -67,12 +67,12 @@ class HeadFiles:
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """Returns a tensor. Raises ModelError if there is none, or it has another shape."""
-        found = self.tensors.get(name)
-        if found is None:
+        tensor = self.tensors.get(name)
+        if tensor is None:
             raise ModelError(f"{self.folder} holds no tensor {name}; it holds {_listed(self.tensors)}")
-        if shape is not None and tuple(found.shape) != shape:
-            raise ModelError(f"{name} in {self.folder} has shape {tuple(found.shape)}, expected {shape}")
-        return found
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise ModelError(f"{name} in {self.folder} has shape {tuple(tensor.shape)}, expected {shape}")
+        return tensor
 
     def borrowed(self, target_folder: Path, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         """Reads the first of these tensors that the target holds. Raises ModelError if it has another shape."""
@@ -148,12 +148,12 @@ def _read_pickles(folder: Path) -> dict[str, Tensor]:
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise ModelError(f"{path} cannot be read as tensors alone: {error}; convert it to safetensors") from error
-    if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ModelError(f"{path} holds something else than tensors by name; convert it to safetensors")
-    return {str(name): tensor for name, tensor in found.items()}
+    return {str(name): tensor for name, tensor in tensors.items()}
 
 
 def _renamed(name: str, aliases: Aliases) -> str:

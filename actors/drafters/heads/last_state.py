@@ -42,18 +42,18 @@ class LastRows:
         self._dtype = dtype
         self._rows: dict[str, dict[int, Tensor]] = {}
 
-    def keep(self, session: str, first: int, rows: Tensor, wanted: int) -> None:
-        """Keeps rows, (rows, width), of positions from `first` on, except positions before `wanted`."""
-        kept = self._rows.setdefault(session, {})
-        for position in range(max(first, wanted), first + len(rows)):
-            kept[position] = rows[position - first].to(self._device, self._dtype, copy=True)
-        for position in sorted(kept)[MAX_KEPT_ROWS:]:
-            del kept[position]
+    def keep(self, session: str, first: int, rows: Tensor, first_needed: int) -> None:
+        """Keeps rows, (rows, width), of positions from `first` on, except positions before `first_needed`."""
+        by_position = self._rows.setdefault(session, {})
+        for position in range(max(first, first_needed), first + len(rows)):
+            by_position[position] = rows[position - first].to(self._device, self._dtype, copy=True)
+        for position in sorted(by_position)[MAX_KEPT_ROWS:]:
+            del by_position[position]
 
-    def forget_before(self, session: str, wanted: int) -> None:
-        kept = self._rows.get(session, {})
-        for position in [position for position in kept if position < wanted]:
-            del kept[position]
+    def forget_before(self, session: str, first_needed: int) -> None:
+        by_position = self._rows.get(session, {})
+        for position in [position for position in by_position if position < first_needed]:
+            del by_position[position]
 
     def at(self, session: str, position: int) -> Tensor | None:
         """Returns the row of a position, (width,); None if it has not arrived."""
@@ -164,14 +164,14 @@ class LastStatePredictor:
     def _foresee(self, drafts: Sequence[PredictedDraft], places: Sequence[int]) -> list[Tensor]:
         """Predicts place by place for all drafts that want it: each place is a separate head."""
         states = [self._state(draft) for draft in drafts]
-        found: list[list[Tensor]] = [[] for _ in drafts]
+        predictions: list[list[Tensor]] = [[] for _ in drafts]
         for depth in range(max(places)):
-            wanted = [index for index, count in enumerate(places) if count > depth]
-            tokens = [drafts[index].text.tokens[-1] for index in wanted]
-            output = self._head.predict_next(torch.stack([states[index] for index in wanted]), tokens, depth)
-            for index, logits in zip(wanted, output.logits, strict=True):
-                found[index].append(logits)
-        return [torch.stack(rows) for rows in found]
+            indices = [index for index, count in enumerate(places) if count > depth]
+            tokens = [drafts[index].text.tokens[-1] for index in indices]
+            output = self._head.predict_next(torch.stack([states[index] for index in indices]), tokens, depth)
+            for index, logits in zip(indices, output.logits, strict=True):
+                predictions[index].append(logits)
+        return [torch.stack(rows) for rows in predictions]
 
     def _recur(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
         for draft in drafts:
@@ -198,8 +198,8 @@ class LastStatePredictor:
                 self._extend(together, depth)
 
     def _extend(self, drafts: Sequence[PredictedDraft], depth: int) -> None:
-        states, taken = zip(*[_last(draft) for draft in drafts], strict=True)
-        output = self._head.predict_next(torch.stack(states), taken, depth)
+        states, tokens = zip(*[_last(draft) for draft in drafts], strict=True)
+        output = self._head.predict_next(torch.stack(states), tokens, depth)
         assert output.hidden is not None, "such a head gives the states to go on from"
         self._sampler.extend(
             list(zip(drafts, torch.split(output.logits, 1), torch.split(output.hidden, 1), strict=True))
@@ -211,13 +211,13 @@ class LastStatePredictor:
             return []
         paths = block.paths
         least = max(block.least_chance, least_of(paths, block.max_tokens))
-        found = [
+        branches = [
             self._new_branch(block, stem, chance)
             for stem, chance in worth_branching(paths, block.tokens, least)
             if len(stem) < min(block.max_tokens, self.width)
         ]
-        block.branches += found
-        return found
+        block.branches += branches
+        return branches
 
     def _new_branch(self, block: PredictedDraft, stem: TokenPath, chance: float) -> PredictedDraft:
         tokens = min(MAX_BRANCH_TOKENS, block.max_tokens - len(stem), self.width - len(stem))

@@ -190,8 +190,8 @@ class _OwnNames:
 
     def __init__(self, files: HeadFiles) -> None:
         self._tensors = files.tensors
-        found = [match for name in files.tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.weight", name))]
-        self._last = {int(match[1]): int(match[2]) for match in found}
+        matches = [match for name in files.tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.weight", name))]
+        self._last = {int(match[1]): int(match[2]) for match in matches}
         self.heads = sorted(self._last)
         self.blocks = max(self._last.values(), default=0)
 
@@ -211,9 +211,9 @@ class _VllmNames:
 
     def __init__(self, files: HeadFiles) -> None:
         self._tensors = files.tensors
-        found = [match for name in files.tensors if (match := LAYER.fullmatch(name))]
-        self.heads = sorted({int(match[1]) for match in found})
-        self.blocks = max([int(match[2]) + 1 for match in found], default=0)
+        matches = [match for name in files.tensors if (match := LAYER.fullmatch(name))]
+        self.heads = sorted({int(match[1]) for match in matches})
+        self.blocks = max([int(match[2]) + 1 for match in matches], default=0)
         self._is_shared = bool(files.config.get("original_lm_head"))
 
     def block(self, head: int, block: int) -> str:

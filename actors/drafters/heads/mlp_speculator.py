@@ -106,8 +106,8 @@ class MlpSpeculator:
         step = self.steps[min(depth, config.steps - 1)]
         if depth == 0 and config.scales_input:
             states = _normed(states) / math.sqrt(2)
-        taken = F.embedding(torch.tensor(tokens, device=states.device), step.embedding)
-        mixed = step.project(states) * config.state_share + taken * config.token_share
+        embedded = F.embedding(torch.tensor(tokens, device=states.device), step.embedding)
+        mixed = step.project(states) * config.state_share + embedded * config.token_share
         state = F.gelu(_normed(mixed) * step.norm_weight + step.norm_bias)
         return ForwardOutput(step.lm_head(state), state)
 

@@ -66,12 +66,12 @@ def draft_columns(folder: Path, ids: Tensor, vocabulary: int, proposable: Collec
             f" {len(set(named))} of them different; expected different ids below {vocabulary}, the target's vocabulary"
         )
     allowed = frozenset(proposable)
-    kept = [column for column, token in enumerate(named) if token in allowed]
-    if not kept:
+    kept_columns = [column for column, token in enumerate(named) if token in allowed]
+    if not kept_columns:
         raise ModelError(f"{folder} predicts none of the target's tokens; use a head made for this target")
-    if len(kept) == len(named):
+    if len(kept_columns) == len(named):
         return DraftColumns(None, ids)
-    columns = torch.tensor(kept)
+    columns = torch.tensor(kept_columns)
     return DraftColumns(columns, ids[columns])
 
 

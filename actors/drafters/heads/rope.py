@@ -43,8 +43,8 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
     if kind in PLAIN:
         kind = "default"
     elif kind not in ROPE_INIT_FUNCTIONS:
-        known = ", ".join(sorted([*PLAIN, *ROPE_INIT_FUNCTIONS]))
-        raise ModelError(f"the head's rotary positions are of kind {kind!r}, expected one of {known}")
+        supported = ", ".join(sorted([*PLAIN, *ROPE_INIT_FUNCTIONS]))
+        raise ModelError(f"the head's rotary positions are of kind {kind!r}, expected one of {supported}")
     if float(section.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)) != 1.0:
         raise ModelError("the head rotates a part of each attention head only, which is not supported")
     named = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}

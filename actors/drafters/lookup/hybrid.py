@@ -61,20 +61,20 @@ class HybridDraft:
         self._model.committed(session, tokens)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        found = [proposal for proposal in self._lookup.draft(requests) if proposal.tokens]
-        rest = self._in_doubt(requests, found)
-        return self._both(rest, found, self._model.draft(rest)) if rest else found
+        lookups = [proposal for proposal in self._lookup.draft(requests) if proposal.tokens]
+        rest = self._in_doubt(requests, lookups)
+        return self._both(rest, lookups, self._model.draft(rest)) if rest else lookups
 
     def draft_ahead(
         self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        found = [proposal for proposal in self._lookup.draft_ahead(requests, interrupted) if proposal.tokens]
-        rest = self._in_doubt(requests, found)
+        lookups = [proposal for proposal in self._lookup.draft_ahead(requests, interrupted) if proposal.tokens]
+        rest = self._in_doubt(requests, lookups)
         if not rest:
-            return found
-        early(found)
-        drafted = self._model.draft_ahead(rest, interrupted, lambda so_far: early(self._both(rest, found, so_far)))
-        return self._both(rest, found, drafted)
+            return lookups
+        early(lookups)
+        drafted = self._model.draft_ahead(rest, interrupted, lambda so_far: early(self._both(rest, lookups, so_far)))
+        return self._both(rest, lookups, drafted)
 
     def close(self, sessions: Sequence[str]) -> None:
         for session in sessions:
@@ -89,12 +89,12 @@ class HybridDraft:
 
     # ------------------------------------------------------------ helpers
 
-    def _in_doubt(self, requests: Sequence[AnyRequest], found: Iterable[Proposal]) -> list[AnyRequest]:
+    def _in_doubt(self, requests: Sequence[AnyRequest], lookups: Iterable[Proposal]) -> list[AnyRequest]:
         """Returns the requests that the model drafts for too."""
         expected: defaultdict[str, float] = defaultdict(float)  # expected accepted tokens, by session
-        for proposal in found:
+        for proposal in lookups:
             expected[proposal.session] += proposal.chance * sum(proposal.chances)
-        served = {proposal.session for proposal in found}
+        served = {proposal.session for proposal in lookups}
         return [
             request
             for request in requests
@@ -106,16 +106,16 @@ class HybridDraft:
         return request.shape is Shape.TREE and self._open[request.session].takes_trees
 
     def _both(
-        self, requests: Sequence[DraftRequest | AheadRequest], found: Iterable[Proposal], drafted: Iterable[Proposal]
+        self, requests: Sequence[DraftRequest | AheadRequest], lookups: Iterable[Proposal], drafted: Iterable[Proposal]
     ) -> list[Proposal]:
         """Returns all proposals, likeliest outcomes first. Two blocks after the same tokens are merged."""
         by_session = {request.session: request for request in requests}
         together: dict[tuple[str, int, int], Proposal] = {}
-        for proposal in (*found, *drafted):
+        for proposal in (*lookups, *drafted):
             address = (proposal.session, proposal.base_len, proposal.prefix_hash)
-            known = together.get(address)
+            other = together.get(address)
             together[address] = (
-                proposal if known is None else self._merged(known, proposal, by_session[proposal.session])
+                proposal if other is None else self._merged(other, proposal, by_session[proposal.session])
             )
         return sorted(together.values(), key=lambda proposal: -proposal.chance)
 

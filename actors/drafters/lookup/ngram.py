@@ -87,15 +87,15 @@ class Occurrences:
         """Returns each following token's share, largest first, weighted by frequency, recency and match length."""
         ages = np.arange(len(self))[::-1]
         weights = LENGTH_FACTOR ** (self.sizes - self.size) * AGE_FACTOR**ages
-        found: dict[int, float] = {}
+        totals: dict[int, float] = {}
         for token, weight in zip(self.tokens[self.ends].tolist(), (weights / weights.sum()).tolist(), strict=True):
-            found[token] = found.get(token, 0.0) + weight
-        return dict(sorted(found.items(), key=lambda share: -share[1]))
+            totals[token] = totals.get(token, 0.0) + weight
+        return dict(sorted(totals.items(), key=lambda share: -share[1]))
 
     def after(self, token: int) -> "Occurrences":
         """Returns the occurrences that this token followed and that have text after it."""
-        kept = (self.tokens[self.ends] == token) & (self.ends + 1 < len(self.tokens))
-        return Occurrences(self.tokens, self.ends[kept] + 1, self.sizes[kept] + 1)
+        mask = (self.tokens[self.ends] == token) & (self.ends + 1 < len(self.tokens))
+        return Occurrences(self.tokens, self.ends[mask] + 1, self.sizes[mask] + 1)
 
 
 def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
@@ -174,9 +174,9 @@ class Evidence:
     is_most: bool | None  # whether the token followed at least half of the occurrences; None: all of them
 
     @classmethod
-    def of(cls, found: Occurrences, share: float) -> "Evidence":
-        size = next((place for place, most in enumerate(KIND_SIZES) if found.size <= most), len(KIND_SIZES))
-        return cls(size, len(found) == 1, len(found) >= OFTEN_OCCURRENCES, None if share > CERTAIN_SHARE else share >= 0.5)
+    def of(cls, occurrences: Occurrences, share: float) -> "Evidence":
+        size = next((place for place, most in enumerate(KIND_SIZES) if occurrences.size <= most), len(KIND_SIZES))
+        return cls(size, len(occurrences) == 1, len(occurrences) >= OFTEN_OCCURRENCES, None if share > CERTAIN_SHARE else share >= 0.5)
 
     @property
     def prior(self) -> Pairs:
@@ -205,15 +205,15 @@ class NgramCalibration:
         self._sessions: dict[str, Pairs] = {}  # (probability that a candidate comes, whether one did)
         self._open: PendingPositions[Known] = PendingPositions()
 
-    def consider(self, session: str, place: Place, found: Occurrences) -> Choices:
+    def consider(self, session: str, place: Place, occurrences: Occurrences) -> Choices:
         """Returns the candidates at a position with their probabilities, likeliest first.
 
         Notes them, to learn once the target decides the place.
         """
-        if not found:
+        if not occurrences:
             return NO_CHOICES
-        shares = dict(list(found.shares().items())[:MAX_SIBLINGS])
-        evidence = tuple([Evidence.of(found, share) for share in shares.values()])
+        shares = dict(list(occurrences.shares().items())[:MAX_SIBLINGS])
+        evidence = tuple([Evidence.of(occurrences, share) for share in shares.values()])
         worth = [share * self._kind(kind).ratio for share, kind in zip(shares.values(), evidence, strict=True)]
         expected = min(MAX_TOTAL_PROBABILITY, sum(worth))
         self._open.note(session, place, Known(tuple(shares), tuple(shares.values()), evidence, expected))
@@ -223,8 +223,8 @@ class NgramCalibration:
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
         """Learns from the places that the session's committed text has reached."""
-        for known, token in self._open.decided(session, tokens):
-            self._learn(session, known, token)
+        for prediction, token in self._open.decided(session, tokens):
+            self._learn(session, prediction, token)
 
     def close(self, sessions: Sequence[str]) -> None:
         """Forgets sessions; unknown ones are ignored."""
@@ -232,11 +232,11 @@ class NgramCalibration:
             self._open.close(session)
             self._sessions.pop(session, None)
 
-    def _learn(self, session: str, known: Known, came: int) -> None:
-        for token, share, kind in zip(known.tokens, known.shares, known.evidence, strict=True):
+    def _learn(self, session: str, prediction: Known, came: int) -> None:
+        for token, share, kind in zip(prediction.tokens, prediction.shares, prediction.evidence, strict=True):
             self._kinds[kind] = self._kind(kind).after(share, float(token == came), KIND_MEMORY)
-        hit = float(came in known.tokens)
-        self._sessions[session] = self._session(session).after(known.expected, hit, SESSION_MEMORY)
+        hit = float(came in prediction.tokens)
+        self._sessions[session] = self._session(session).after(prediction.expected, hit, SESSION_MEMORY)
 
     def _kind(self, kind: Evidence) -> Pairs:
         return self._kinds.get(kind) or kind.prior

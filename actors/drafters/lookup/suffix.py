@@ -42,10 +42,10 @@ class Match:
     @property
     def following(self) -> dict[int, tuple[Place, ...]]:
         """Places grouped by the token there, most frequent token first; ties go to the latest."""
-        found: dict[int, list[Place]] = {}
+        by_token: dict[int, list[Place]] = {}
         for text, at in self.places:
-            found.setdefault(text[at], []).append((text, at))
-        return {token: tuple(places) for token, places in sorted(found.items(), key=lambda each: -len(each[1]))}
+            by_token.setdefault(text[at], []).append((text, at))
+        return {token: tuple(places) for token, places in sorted(by_token.items(), key=lambda each: -len(each[1]))}
 
     def after(self, token: int) -> "Match":
         """Returns the match after the text continued with this token."""
@@ -71,11 +71,11 @@ class SuffixIndex:
         self._texts.append(text)
         self.grow(0)
 
-    def grow(self, known: int) -> None:
-        """Indexes the tokens after the first `known` ones of the latest text; only that text may grow."""
+    def grow(self, indexed: int) -> None:
+        """Indexes the tokens after the first `indexed` ones of the latest text; only that text may grow."""
         text = self._texts[-1]
-        self.tokens += len(text) - known
-        for at in range(max(known, self._shortest), len(text)):
+        self.tokens += len(text) - indexed
+        for at in range(max(indexed, self._shortest), len(text)):
             self._places[self._key(text, at)].append((text, at))
 
     def forget_oldest(self) -> int:
@@ -95,7 +95,7 @@ class SuffixIndex:
         if len(text) < self._shortest:
             return NO_MATCH
         end = list(text[-longest:])
-        found: list[Place] = []
+        matches: list[Place] = []
         alike = self._shortest  # at least: different tokens may have equal hashes
         for place in reversed(self._places.get(self._key(text, len(text)), [])[-MAX_OCCURRENCES:]):
             other, at = place
@@ -103,10 +103,10 @@ class SuffixIndex:
                 continue
             size = _alike(end, other, at, alike)
             if size > alike:
-                found = []
+                matches = []
                 alike = size
-            found.append(place)
-        return Match(alike, tuple(found)) if found else NO_MATCH
+            matches.append(place)
+        return Match(alike, tuple(matches)) if matches else NO_MATCH
 
     def _key(self, text: Sequence[int], end: int) -> int:
         return hash(tuple(text[end - self._shortest : end]))
@@ -122,9 +122,9 @@ def longer(first: Match, second: Match) -> Match:
     return max(first, second, key=lambda match: match.length)
 
 
-def _alike(end: list[int], other: list[int], at: int, known: int) -> int:
-    """Counts how many last tokens of `end` precede index `at` of another text; the last `known` are known to match."""
-    size = known
+def _alike(end: list[int], other: list[int], at: int, matched: int) -> int:
+    """Counts how many last tokens of `end` precede index `at` of another text; the last `matched` are known to match."""
+    size = matched
     most = min(len(end), at)
     while size < most and end[-1 - size] == other[at - 1 - size]:
         size += 1
@@ -234,9 +234,9 @@ class SuffixLookup:
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         text = self._texts[session].tokens
         self._learn(session, text, tokens)
-        known = len(text)
+        indexed = len(text)
         text.extend(tokens)
-        self._own[session].grow(known)
+        self._own[session].grow(indexed)
 
     def close(self, sessions: Sequence[str]) -> None:
         for name in sessions:
@@ -317,7 +317,7 @@ class SuffixLookup:
         return [draft for draft in drafts if self._extend(draft)]
 
     def _extend(self, draft: BlockDraft) -> bool:
-        known = len(draft.drafted)
+        drafted = len(draft.drafted)
         matches: dict[TokenPath, Match] = {(): self._match(draft)}
 
         def after(path: TokenPath) -> Choices:
@@ -333,4 +333,4 @@ class SuffixLookup:
             draft.grown = grow_branches(after, draft.max_tokens, draft.least_chance)
         draft.settle()
         draft.is_cut = True
-        return len(draft.drafted) > known
+        return len(draft.drafted) > drafted

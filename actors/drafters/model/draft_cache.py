@@ -81,13 +81,13 @@ class DraftCache:
             if index != best:
                 self._allocator.close(branch.name)
         if best < 0:
-            found = self._open(session, tokens, first, salt)
+            branch = self._open(session, tokens, first, salt)
         else:
-            found = branches[best]
-            self.cut(found, agreed[best])
-            found.predicted = {index: state for index, state in found.predicted.items() if index <= agreed[best]}
-        self._branches[session] = [found]
-        return found
+            branch = branches[best]
+            self.cut(branch, agreed[best])
+            branch.predicted = {index: state for index, state in branch.predicted.items() if index <= agreed[best]}
+        self._branches[session] = [branch]
+        return branch
 
     def fork(self, branch: CacheBranch, length: int) -> CacheBranch:
         """Adds a branch with the first `length` tokens of this one."""
@@ -183,8 +183,8 @@ class SessionStates:
 
     def missing_from(self, position: int) -> int:
         """Returns the first position from this one on whose row is missing."""
-        found = self._known.find(0, position - self.begin)
-        return max(position, self.begin + len(self._known)) if found < 0 else self.begin + found
+        gap = self._known.find(0, position - self.begin)
+        return max(position, self.begin + len(self._known)) if gap < 0 else self.begin + gap
 
     def rows(self, first: int, end: int) -> Tensor:
         """Returns the rows of positions `first` to `end`, (end - first, hidden). All must be present."""
@@ -193,12 +193,12 @@ class SessionStates:
 
     def _grow(self, end: int, like: Tensor) -> None:
         self._known.extend(bytes(max(0, end - len(self._known))))
-        held = 0 if self._rows is None else len(self._rows)
-        if end <= held:
+        capacity = 0 if self._rows is None else len(self._rows)
+        if end <= capacity:
             return
-        grown = torch.empty((max(end, 2 * held), like.shape[-1]), dtype=like.dtype, device=like.device)
+        grown = torch.empty((max(end, 2 * capacity), like.shape[-1]), dtype=like.dtype, device=like.device)
         if self._rows is not None:
-            grown[:held] = self._rows
+            grown[:capacity] = self._rows
         self._rows = grown
 
 
@@ -257,11 +257,11 @@ class FedStates:
 
     def put(self, session: str, first: int, rows: Tensor) -> None:
         """Stores true states of the positions from `first` on, (n, width). Unknown sessions are ignored."""
-        known = self._sessions.get(session)
-        if known is None or known.missing_from(first) >= first + len(rows):
+        states = self._sessions.get(session)
+        if states is None or states.missing_from(first) >= first + len(rows):
             return
         assert rows.shape[-1] == self.needs.width, f"rows have {rows.shape[-1]} elements, not {self.needs.width}"
-        known.put(first, self._project(rows))
+        states.put(first, self._project(rows))
 
     def rewind(self, cache: DraftCache, branch: CacheBranch) -> None:
         """Cuts a branch before the first token fed with a recycled state, if the true state is known now.
@@ -292,22 +292,22 @@ class FedStates:
 
         The tokens must be feedable. The first token of a text is not fed and has no state.
         """
-        found = self._of_tokens(branch, start, len(branch.tokens))
+        rows = self._of_tokens(branch, start, len(branch.tokens))
         if not masks:
-            return found
+            return rows
         assert self._mask_state is not None, "this head has no masks"
-        return torch.cat([found, self._mask_state.expand(masks, -1)])
+        return torch.cat([rows, self._mask_state.expand(masks, -1)])
 
     def _of_tokens(self, branch: CacheBranch, start: int, end: int) -> Tensor:
-        known = self._sessions[branch.session]
+        states = self._sessions[branch.session]
         first = max(start, branch.first + 1)
         exact_to = min(end, self._exact_to(branch, start))
         if branch.exact == start:
             branch.exact = exact_to
         if exact_to == end:
-            return known.rows(first - 1, end - 1)
+            return states.rows(first - 1, end - 1)
         indices = range(first, end)
-        return torch.stack([known.rows(i - 1, i)[0] if i - 1 in known else branch.predicted[i] for i in indices])
+        return torch.stack([states.rows(i - 1, i)[0] if i - 1 in states else branch.predicted[i] for i in indices])
 
     def remember(self, branch: CacheBranch, predicted: Tensor) -> None:
         """Stores the states that the head predicted at the last places of a branch just read, (places, hidden)."""

@@ -62,8 +62,8 @@ class HeadDrafting:
                 return
             for draft in drafts:
                 draft.is_guessed = True
-            states, taken = zip(*[draft.last for draft in drafts], strict=True)
-            output = self._head.predict_next(torch.stack(states), taken)
+            states, last_tokens = zip(*[draft.last for draft in drafts], strict=True)
+            output = self._head.predict_next(torch.stack(states), last_tokens)
             assert output.hidden is not None, "a head that goes on from states gives states"
             logits = torch.split(output.logits, 1)
             hidden = torch.split(output.hidden, 1)
@@ -84,10 +84,10 @@ class HeadDrafting:
         A forward would predict them better but takes several times as long, and the target may be waiting. If one of
         the sessions needs a forward, all get one, because their blocks are sent together.
         """
-        found = [self._state_before_last(draft) for draft in drafts]
-        if any(state is None for state in found):
+        states = [self._state_before_last(draft) for draft in drafts]
+        if any(state is None for state in states):
             return
-        for draft, state in zip(drafts, found, strict=True):
+        for draft, state in zip(drafts, states, strict=True):
             draft.state = state
         self.go_on(drafts, GUESS_TOKENS, never)
 
@@ -326,16 +326,16 @@ class DraftModel:
         """
         if not block.takes_trees or not block.drafted:
             return []
-        known = [branch.stem for branch in block.branches]
+        stems = [branch.stem for branch in block.branches]
         paths = block.paths
         least = max(block.least_chance, least_of(paths, block.max_tokens))
-        found = [
+        branches = [
             self._new_branch(block, stem, chance)
             for stem, chance in worth_branching(paths, block.tokens, least)
-            if stem not in known and len(stem) < block.max_tokens
+            if stem not in stems and len(stem) < block.max_tokens
         ]
-        block.branches += found
-        return found
+        block.branches += branches
+        return branches
 
     def _new_branch(self, block: CachedDraft, stem: tuple[int, ...], chance: float) -> CachedDraft:
         """Makes a side branch after tokens of the block and one beside the next of them."""
@@ -385,7 +385,7 @@ class DraftModel:
         request = root.ahead
         tokens = [*root.text.tokens, *path]
         cached = min(len(root.branch.tokens), len(tokens) - 1)
-        found = CachedDraft(
+        sibling = CachedDraft(
             request=request,
             text=root.text,
             base_hash=request.prefix_hash,
@@ -397,8 +397,8 @@ class DraftModel:
             chance=SIBLING_URGENCY,
             settled=len(path),
         )
-        found.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0) for token in path]
-        return found
+        sibling.drafted = [DraftedToken(token, Choices((token,), (1.0,)), 1.0) for token in path]
+        return sibling
 
     def fork(self, root: CachedDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> CachedDraft | None:
         cached = root.request.base_len + len(outcome) - 1
@@ -422,19 +422,19 @@ class DraftModel:
 
     def extend(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> list[CachedDraft]:
         read = self._forwards.read(drafts, self._busy, interrupted)
-        found = [each.draft for each in read]
-        for draft in found:
+        advanced = [each.draft for each in read]
+        for draft in advanced:
             draft.forget_guesses()
         self._sampler.extend(read)
-        for draft in found:
+        for draft in advanced:
             draft.settle()
-        if self._head is not None and found:
-            self._head.go_on(found, self._head.width - 1, interrupted)
-            self._head.remember([draft for draft in found if draft.is_root])
-        for draft in found:
+        if self._head is not None and advanced:
+            self._head.go_on(advanced, self._head.width - 1, interrupted)
+            self._head.remember([draft for draft in advanced if draft.is_root])
+        for draft in advanced:
             if not draft.is_complete:
                 draft.settle()
-        return found
+        return advanced
 
 
 def _sessions(requests: Iterable[DraftRequest | AheadRequest]) -> set[str]:

@@ -49,7 +49,7 @@ ONE_AT_A_TIME = MaskTokens(token=0, width=1)
 
 def read_mask_tokens(config: PretrainedConfig, longest: int) -> MaskTokens:
     """Reads the mask token that the checkpoint was trained with. Raises ModelError if its id is out of range."""
-    token = next((found for key in MASK_KEYS if (found := getattr(config, key, None)) is not None), None)
+    token = next((value for key in MASK_KEYS if (value := getattr(config, key, None)) is not None), None)
     if token is None:
         return ONE_AT_A_TIME
     rows = int(config.get_text_config().vocab_size)
@@ -179,8 +179,8 @@ class DraftForwards:
             cached = len(draft.branch.tokens)
             room = min(budget, self._max_positions - cached) - len(part)
             masks = () if rest or draft.is_root else self._masks.after(draft.missing)[:room]
-            wanted = 1 if rest else draft.logits
-            if part and (feed := self._cache.feed(draft.branch, part, busy, masks, wanted)) is not None:
+            logits = 1 if rest else draft.logits
+            if part and (feed := self._cache.feed(draft.branch, part, busy, masks, logits)) is not None:
                 row, copied = feed
                 if self._states is not None:
                     row = replace(row, states=self._states.states(draft.branch, cached, len(masks)))

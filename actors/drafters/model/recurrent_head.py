@@ -56,8 +56,8 @@ class RecurrentHead:
 
     @torch.inference_mode()
     def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
-        taken = self._embed(torch.tensor(tokens, device=states.device))
-        inputs = torch.cat((self._state_norm(states), self._token_norm(taken)), dim=-1)
+        embedded = self._embed(torch.tensor(tokens, device=states.device))
+        inputs = torch.cat((self._state_norm(states), self._token_norm(embedded)), dim=-1)
         gate, up = self._gate_up(inputs).chunk(2, dim=-1)
         states = self._down.plus(F.silu(gate) * up, states)
         return ForwardOutput(self._head(states), states)

@@ -80,8 +80,8 @@ class _Fit:
         """Takes one gradient step; the target took the candidate at `place`, or, if None, another token."""
         features = candidates.features
         chances = candidates.chances(self.weights)
-        taken = features[len(features) - 1 if place is None else place]
-        gradient = taken - chances @ features
+        row = features[len(features) - 1 if place is None else place]
+        gradient = row - chances @ features
         self.squares += gradient**2
         weights = self.weights + LEARNING_RATE * gradient / np.sqrt(self.squares)
         surety = min(max(weights[0], SURETY_BOUNDS[0]), SURETY_BOUNDS[1])
@@ -104,12 +104,12 @@ class Candidates:
     def features(self) -> Floats:
         """Features (count + 1, 4) of each candidate, and in the last row of all others together."""
         count = len(self.ids)
-        found = np.zeros((count + 1, 4))
-        found[:count, 0] = self.log_probs
-        found[:count, 1] = self.noise
-        found[count, 2] = 1.0
-        found[count, 3] = self.log_others
-        return found
+        features = np.zeros((count + 1, 4))
+        features[:count, 0] = self.log_probs
+        features[:count, 1] = self.noise
+        features[count, 2] = 1.0
+        features[count, 3] = self.log_others
+        return features
 
     def chances(self, weights: Floats) -> Floats:
         """Returns the probability that each is the target's token, (count + 1,); the last is all others'."""
@@ -369,8 +369,8 @@ class SessionProcessors:
     def of(self, text: SessionText) -> ProcessorChain | None:
         """Returns the session's processors, advanced over its committed text; None if the request needs none."""
         name = text.open.session
-        known, chain = self._all.get(name, (None, None))
-        if known is not text:  # new or reopened
+        current, chain = self._all.get(name, (None, None))
+        if current is not text:  # new or reopened
             chain = chain_of(text.open, self._makers)
             self._all[name] = text, chain
         if chain is not None:
@@ -392,27 +392,27 @@ def _candidates(
 ) -> Candidates:
     """Keeps those candidates that top-k, top-p and min-p are likely to leave."""
     probs = np.exp(log_probs)
-    kept = _kept(log_probs, probs, sampling)
-    others = 1.0 - float(probs.sum()) if kept == len(ids) else 0.0
-    within = math.log(probs[:kept].sum()) if kept < len(ids) else 0.0
-    log_probs = np.maximum(log_probs[:kept] - within, MIN_LOG_PROB)
-    return Candidates(ids[:kept], log_probs, noise[:kept], math.log(max(others, MIN_OTHERS_PROBABILITY)))
+    count = _kept(log_probs, probs, sampling)
+    others = 1.0 - float(probs.sum()) if count == len(ids) else 0.0
+    within = math.log(probs[:count].sum()) if count < len(ids) else 0.0
+    log_probs = np.maximum(log_probs[:count] - within, MIN_LOG_PROB)
+    return Candidates(ids[:count], log_probs, noise[:count], math.log(max(others, MIN_OTHERS_PROBABILITY)))
 
 
 def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: Sampling) -> int:
     """Counts the likeliest tokens that the request's filters leave; at least one."""
-    kept = len(probs)
+    count = len(probs)
     if sampling.greedy:
-        return kept
+        return count
     if sampling.top_k:
-        kept = min(kept, sampling.top_k)
+        count = min(count, sampling.top_k)
     if sampling.top_p < 1:
-        total = probs[:kept].sum() if sampling.top_k else 1.0
-        before = probs[:kept].cumsum() - probs[:kept]
-        kept = int((before < sampling.top_p * total).sum())
+        total = probs[:count].sum() if sampling.top_k else 1.0
+        before = probs[:count].cumsum() - probs[:count]
+        count = int((before < sampling.top_p * total).sum())
     if sampling.min_p > 0:
-        kept = int((log_probs[:kept] >= log_probs[0] + math.log(sampling.min_p)).sum())
-    return max(1, kept)
+        count = int((log_probs[:count] >= log_probs[0] + math.log(sampling.min_p)).sum())
+    return max(1, count)
 
 
 def _likeliest(candidates: Candidates, chances: NDArray[np.float64]) -> Choices:

@@ -131,7 +131,7 @@ def test_positions_are_counted_by_kind_of_block(clock: Clock) -> None:
     target = a_target(clock)
     kind = kind_of(5, is_prefix_cached=True)
     for accepted in (0, 1):
-        target.scheduler.draft_quality.acceptance.block_verified("d", kind, asked=2, accepted=accepted)
+        target.scheduler.draft_quality.acceptance.block_verified("d", kind, requested=2, accepted=accepted)
     recorder = Recorder()
     counters = recorder.mirror(lambda: target_counts(target, "lookup"), clock)
     counters.publish()

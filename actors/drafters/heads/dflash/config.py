@@ -136,12 +136,12 @@ class _Resolution:
         return self._files.size(self._options, name, default)
 
     def _block_size(self) -> int:
-        found = self._size("block_size", BLOCK_SIZE)
-        if found < 2:
+        size = self._size("block_size", BLOCK_SIZE)
+        if size < 2:
             raise self._wrong(
                 "block_size", "expected at least 2: the last committed token and one mask per draft token"
             )
-        return found
+        return size
 
     def _layers(self) -> tuple[DFlashLayerKind, ...]:
         count = self._size("num_hidden_layers")
@@ -162,20 +162,20 @@ class _Resolution:
 
     def _mask_token(self, vocabulary: int) -> int:
         name = next((name for name in MASK_KEYS if self._options.get(name) is not None), MASK_KEYS[0])
-        found = self._options.get(name)
-        if not isinstance(found, int) or not 0 <= found < vocabulary:
+        token = self._options.get(name)
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
             raise self._wrong(name, f"expected the mask token's id, below {vocabulary}")
-        return found
+        return token
 
     def _columns(self, vocabulary: int) -> int:
-        found = self._size("draft_vocab_size", vocabulary)
+        columns = self._size("draft_vocab_size", vocabulary)
         missing = [name for name in ("d2t", "lm_head.weight") if name not in self._files.tensors]
-        if found > vocabulary or (found < vocabulary and missing):
+        if columns > vocabulary or (columns < vocabulary and missing):
             raise self._wrong(
                 "draft_vocab_size",
                 f"expected at most {vocabulary}, and less only with the tensors d2t and lm_head.weight",
             )
-        return found
+        return columns
 
     def _needs(self) -> StatesNeeded:
         hidden = self._target.hidden

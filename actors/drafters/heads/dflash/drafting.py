@@ -52,10 +52,10 @@ class DFlashContext:
         """Adds states of the positions from `first` on, (positions, width)."""
         self._early[first] = rows
         while (piece := next((at for at in self._early if at <= self._arrived), None)) is not None:
-            found = self._early.pop(piece)[self._arrived - piece :]
-            if len(found):
-                self._unread.append(found)
-                self._arrived += len(found)
+            rows_due = self._early.pop(piece)[self._arrived - piece :]
+            if len(rows_due):
+                self._unread.append(rows_due)
+                self._arrived += len(rows_due)
         while len(self._early) > MAX_EARLY_PIECES:
             del self._early[max(self._early)]
 
@@ -82,13 +82,13 @@ class DFlashContext:
         end = first + len(key_value)
         if layer == len(self._cached):
             self._cached.append(key_value.new_empty((2, 0, *key_value.shape[2:])))
-        held = self._cached[layer]
-        if held.shape[1] < end:
-            grown = held.new_empty((2, max(end, 2 * held.shape[1]), *held.shape[2:]))
-            grown[:, : held.shape[1]] = held
-            held = self._cached[layer] = grown
-        held[:, first:end] = key_value.transpose(0, 1)
-        return held[:, :end]
+        cached = self._cached[layer]
+        if cached.shape[1] < end:
+            grown = cached.new_empty((2, max(end, 2 * cached.shape[1]), *cached.shape[2:]))
+            grown[:, : cached.shape[1]] = cached
+            cached = self._cached[layer] = grown
+        cached[:, first:end] = key_value.transpose(0, 1)
+        return cached[:, :end]
 
 
 class _Step(NamedTuple):
@@ -276,9 +276,9 @@ class DFlashPredictor:
     def _foresee(self, drafts: Sequence[PredictedDraft], places: Sequence[int]) -> Sequence[Tensor]:
         self._draft_blocks([draft for draft in drafts if self._known(draft) is None])
         hidden = [
-            known[:count]
+            logits[:count]
             for draft, count in zip(drafts, places, strict=True)
-            if (known := self._known(draft)) is not None
+            if (logits := self._known(draft)) is not None
         ]
         return torch.split(self._decoder.logits(torch.cat(hidden)), list(places))
 

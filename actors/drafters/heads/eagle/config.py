@@ -92,10 +92,10 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[int, ...], LayerIdMeaning] 
     return None
 
 
-def _ids(found: Any) -> tuple[int, ...]:
-    if not isinstance(found, list) or not all(isinstance(k, int) for k in found):
-        raise ModelError(f"the head's layer ids are {found!r}, expected a list of whole numbers")
-    return tuple(found)
+def _ids(ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, list) or not all(isinstance(k, int) for k in ids):
+        raise ModelError(f"the head's layer ids are {ids!r}, expected a list of whole numbers")
+    return tuple(ids)
 
 
 ALIASES = (
@@ -185,7 +185,7 @@ class EagleOverrides:
     max_positions: int | None = None  # published configurations often state 2048 although the head was trained for more
 
 
-AS_CONFIGURED = EagleOverrides()
+NO_OVERRIDES = EagleOverrides()
 
 
 def overrides_of(options: EagleOptions) -> EagleOverrides:
@@ -375,15 +375,15 @@ def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
         FeatureNorm.ALL: ("input_norm.weight", body.get("norm_before_fc")),
         FeatureNorm.EACH: ("fc_norm.0.weight", body.get("fc_norm", body.get("use_aux_norm"))),
     }
-    found = [norm for norm, (name, _) in evidence.items() if name in files.tensors]
+    norms = [norm for norm, (name, _) in evidence.items() if name in files.tensors]
     for norm, (name, stated) in evidence.items():
-        if stated is not None and bool(stated) != (norm in found):
+        if stated is not None and bool(stated) != (norm in norms):
             raise ModelError(
-                f"{files.folder} has {'a' if norm in found else 'no'} tensor {name}, but its config.json disagrees"
+                f"{files.folder} has {'a' if norm in norms else 'no'} tensor {name}, but its config.json disagrees"
             )
-    if len(found) > 1:
+    if len(norms) > 1:
         raise ModelError(f"{files.folder} holds both input_norm and fc_norm, expected one of them")
-    return found[0] if found else FeatureNorm.NOTHING
+    return norms[0] if norms else FeatureNorm.NOTHING
 
 
 def _norm_before_residual(config: Mapping[str, Any], body: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.compute.linear import Product, projection
-from actors.drafters.heads.eagle.config import AS_CONFIGURED, EagleConfig, EagleKind, resolve
+from actors.drafters.heads.eagle.config import NO_OVERRIDES, EagleConfig, EagleKind, resolve
 from actors.drafters.heads.eagle.loading import EagleHead, head_of
 from actors.drafters.heads.eagle.method import deployed
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
@@ -60,7 +60,7 @@ class MtpLayout:
         """Returns the EAGLE name of a stored tensor."""
         name = stored.removeprefix(self.prefix)
         module, _, kind = name.rpartition(".")
-        known = {
+        names = {
             self.fc: "fc",
             self.embedding_norm: "embed_layernorm",
             self.state_norm: "state_layernorm",
@@ -68,7 +68,7 @@ class MtpLayout:
             self.lm_head: "lm_head",
             "embed_tokens": "embed_tokens",
         }
-        return f"{known[module]}.{kind}" if module in known else f"layers.0.{name.removeprefix(self.layer)}"
+        return f"{names[module]}.{kind}" if module in names else f"layers.0.{name.removeprefix(self.layer)}"
 
 
 def layouts_of(layers: int) -> tuple[MtpLayout, ...]:
@@ -182,7 +182,7 @@ def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
     window = files.config.get("sliding_window")
     if window and files.config.get("use_sliding_window", True):
         raise ModelError(f"the target in {files.folder} attends to a window of {window}, which is not supported in MTP")
-    return replace(resolve(files, target, AS_CONFIGURED), kind=EagleKind.MTP)
+    return replace(resolve(files, target, NO_OVERRIDES), kind=EagleKind.MTP)
 
 
 def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) -> HeadFiles:

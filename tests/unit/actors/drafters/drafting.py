@@ -18,7 +18,7 @@ from actors.compute.hidden_states import encode_rows
 from actors.compute.kv_cache import InputRow
 from actors.compute.linear import Product, projection
 from actors.drafters.heads.dflash.drafting import DFlashPredictor, load_dflash
-from actors.drafters.heads.eagle.config import AS_CONFIGURED, EagleOverrides
+from actors.drafters.heads.eagle.config import NO_OVERRIDES, EagleOverrides
 from actors.drafters.heads.eagle.method import eagle_draft_model
 from actors.drafters.heads.head_drafter import HeadDrafter
 from actors.drafters.heads.last_state import LastRows, LastStatePredictor
@@ -298,7 +298,7 @@ def head_method(
     product: Product = projection,
     pages: int = 64,
     pass_tokens: int = 2048,
-    overrides: EagleOverrides = AS_CONFIGURED,
+    overrides: EagleOverrides = NO_OVERRIDES,
 ) -> Any:
     """A method over the head in a folder, for the fixtures' target; it takes rows of states as float32 tensors."""
     limits = DraftingLimits(TOP_K, pass_tokens=pass_tokens)

@@ -30,7 +30,7 @@ def test_a_grammar_is_compiled_once_and_each_text_follows_it_from_its_beginning(
 
 
 def test_those_used_last_are_kept():
-    compiler = GrammarCompiler(small_vocabulary(), kept=2)
+    compiler = GrammarCompiler(small_vocabulary(), max_cached=2)
     kept = compiler.begin(AB)
     lost = compiler.begin(LLMatcher.grammar_from_regex("a"))
     compiler.begin(AB)

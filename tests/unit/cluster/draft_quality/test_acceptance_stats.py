@@ -10,10 +10,10 @@ def test_contexts_are_grouped_by_octave():
 
 def test_blocks_are_counted_by_drafter_context_and_cached_prefix():
     tally = AcceptanceStats()
-    tally.block_verified("a", kind_of(600, True), asked=2, accepted=1)
-    tally.block_verified("a", kind_of(700, True), asked=2, accepted=2)
-    tally.block_verified("a", kind_of(600, False), asked=1, accepted=0)
-    tally.block_verified("b", kind_of(600, True), asked=1, accepted=1)
+    tally.block_verified("a", kind_of(600, True), requested=2, accepted=1)
+    tally.block_verified("a", kind_of(700, True), requested=2, accepted=2)
+    tally.block_verified("a", kind_of(600, False), requested=1, accepted=0)
+    tally.block_verified("b", kind_of(600, True), requested=1, accepted=1)
     assert tally.counts == {
         "a": {
             BlockKind(512, True): AcceptanceCounts((2, 2), (2, 1)),

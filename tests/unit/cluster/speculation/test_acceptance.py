@@ -18,7 +18,7 @@ def test_acceptance_is_learnt_by_position_from_few_blocks():
     blocks = Chances()
     assert 1 > UNKNOWN[0] > UNKNOWN[1] > UNKNOWN[2] > 0
     for _ in range(8):
-        blocks = blocks.after(asked=2, drafted=2, accepted=range(1))
+        blocks = blocks.after(requested=2, drafted=2, accepted=range(1))
     first, second, third, _ = p_accepted(blocks, NOBODY)
     assert first > 0.7
     assert second < 0.15
@@ -28,11 +28,11 @@ def test_acceptance_is_learnt_by_position_from_few_blocks():
 def test_a_little_known_session_is_estimated_from_the_others():
     replica = Chances()
     for _ in range(30):
-        replica = replica.after(asked=4, drafted=4, accepted=range(0))
+        replica = replica.after(requested=4, drafted=4, accepted=range(0))
     assert p_accepted(Chances(), replica)[0] < 0.1
     good = Chances()
     for _ in range(20):
-        good = good.after(asked=4, drafted=4, accepted=range(4))
+        good = good.after(requested=4, drafted=4, accepted=range(4))
     assert p_accepted(good, replica)[0] > 0.6, "the session's own blocks weigh more"
 
 
@@ -40,17 +40,17 @@ def test_positions_without_requests_for_long_become_unknown_again():
     """Otherwise a block that was short once would stay short."""
     blocks = Chances()
     for _ in range(20):
-        blocks = blocks.after(asked=3, drafted=3, accepted=range(1))
+        blocks = blocks.after(requested=3, drafted=3, accepted=range(1))
     pessimistic = p_accepted(blocks, NOBODY)[2]
     for _ in range(100):
-        blocks = blocks.after(asked=1, drafted=1, accepted=range(1))
+        blocks = blocks.after(requested=1, drafted=1, accepted=range(1))
     assert pessimistic < UNKNOWN[2] / 2
     assert p_accepted(blocks, NOBODY)[2] == pytest.approx(UNKNOWN[2], abs=0.01)
 
 
 def test_a_block_that_ended_in_doubt_counts_at_its_requested_length():
     """Otherwise only tokens drafted with confidence would count."""
-    blocks = Chances().after(asked=2, drafted=1, accepted=range(1))
+    blocks = Chances().after(requested=2, drafted=1, accepted=range(1))
     assert p_accepted(blocks, NOBODY)[1] < UNKNOWN[1]
     assert blocks.outlook(NOBODY, 2)[1][2] < 1.0
 
@@ -114,6 +114,6 @@ def test_the_acceptance_of_trees_is_counted_by_node():
     """The first and the third-likeliest token of these blocks are accepted."""
     blocks = Chances()
     for _ in range(200):
-        blocks = blocks.after(asked=3, drafted=3, accepted=(0, 2))
+        blocks = blocks.after(requested=3, drafted=3, accepted=(0, 2))
     first, second, third = [chance for chance, _, _ in blocks.outlook(blocks, 3)]
     assert min(first, third) > 0.9 > 0.1 > second

@@ -42,9 +42,9 @@ def test_remedies_are_summed_over_routers():
 def test_acceptance_is_listed_by_kind_and_summed_over_targets():
     tallies = [AcceptanceStats(), AcceptanceStats()]
     for tally in tallies:
-        tally.block_verified("a", kind_of(600, True), asked=2, accepted=1)
-        tally.block_verified("a", kind_of(600, False), asked=1, accepted=0)
-    tallies[0].block_verified("a", kind_of(600, True), asked=2, accepted=2)
+        tally.block_verified("a", kind_of(600, True), requested=2, accepted=1)
+        tally.block_verified("a", kind_of(600, False), requested=1, accepted=0)
+    tallies[0].block_verified("a", kind_of(600, True), requested=2, accepted=2)
     shown = rows(acceptance_table([{"tally": tally.rows()} for tally in tallies], [a_drafter("a", LoadCheck())]))
     assert [row[:7] for row in shown] == [
         ("a", "draft_model", "512-1023", "computed", "2", "0.00", "-"),

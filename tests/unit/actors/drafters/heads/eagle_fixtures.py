@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actors.compute.kv_cache import InputRow
 from actors.compute.linear import Product, projection
-from actors.drafters.heads.eagle.config import AS_CONFIGURED, EagleOverrides, canonical, resolve
+from actors.drafters.heads.eagle.config import NO_OVERRIDES, EagleOverrides, canonical, resolve
 from actors.drafters.heads.eagle.loading import EagleHead, EagleRunner, head_of
 from actors.drafters.heads.files import read_head
 from actors.drafters.heads.rope import target_shape
@@ -42,7 +42,7 @@ def case(name: str) -> Case:
 
 def loaded(
     folder: Path,
-    overrides: EagleOverrides = AS_CONFIGURED,
+    overrides: EagleOverrides = NO_OVERRIDES,
     target: Path = TARGET,
     proposable: Collection[int] | None = None,
     product: Product = projection,

@@ -151,7 +151,7 @@ def test_pieces_after_a_gap_are_bounded() -> None:
 
 def test_only_rows_from_the_last_token_on_are_kept_and_their_number_is_bounded() -> None:
     rows = LastRows(CPU, torch.float32)
-    rows.keep("s", 10, torch.arange(20_000.0).unsqueeze(1), wanted=12)
+    rows.keep("s", 10, torch.arange(20_000.0).unsqueeze(1), first_needed=12)
     assert rows.at("s", 11) is None
     kept = rows.at("s", 12)
     assert kept is not None
