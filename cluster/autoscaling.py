@@ -150,7 +150,7 @@ def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present
     """Returns the target pool's demand with `present` replicas; None until one of them has reported."""
     if not reports:
         return None
-    return _largest(_places(reports, scaling), _cache(reports), _prompts(reports, scaling, present))
+    return _largest(_session_need(reports, scaling), _cache(reports), _prompts(reports, scaling, present))
 
 
 def draft_need(
@@ -166,7 +166,7 @@ def draft_need(
     drafted = sum(report.drafted for report in targets)
     undrafted = sum(report.undrafted for report in targets)
     sessions_needed = drafted + undrafted
-    places = Need(
+    sessions = Need(
         sessions_needed / scaling.sessions_per_replica,
         f"{sessions_needed:.1f} sessions want drafts ({undrafted:.1f} have no drafter), {scaling.sessions_per_replica:g} each",
     )
@@ -177,7 +177,7 @@ def draft_need(
     felt = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
     if max(late, waiting) <= MAX_LOST_SHARE:
         work = min(work, present)  # drafters keep up, so no more are needed
-    return _largest(places, Need(work, f"drafters busy with more than one session for {shared:.2f} of them, {felt}"))
+    return _largest(sessions, Need(work, f"drafters busy with more than one session for {shared:.2f} of them, {felt}"))
 
 
 def coupled_need(targets: int | None, per_target: float) -> Need | None:
@@ -191,7 +191,7 @@ def _largest(*needs: Need) -> Need:
     return max(needs, key=lambda need: need.replicas)
 
 
-def _places(reports: Sequence[TargetReport], scaling: TargetScaling) -> Need:
+def _session_need(reports: Sequence[TargetReport], scaling: TargetScaling) -> Need:
     """Returns the need by sessions; speculation lets a replica serve more at the same speed, up to `max_sessions`."""
     load = 0.0
     for report in reports:

@@ -288,8 +288,8 @@ class PageAllocator:
         """Raises AssertionError unless every page is accounted for exactly once."""
         used = Counter(page for holding in self._sessions.values() for page in holding.table)
         assert [used[page] for page in range(self.pages)] == self._refs, "references are not what the tables hold"
-        places = sorted([*self._free, *self._evictable, *used])
-        assert places == list(range(self.pages)), "a page is lost or in two places"
+        all_pages = sorted([*self._free, *self._evictable, *used])
+        assert all_pages == list(range(self.pages)), "a page is lost or in two places"
         assert self._published.keys() - used == self._evictable.keys(), "evictable is not published and unused"
         entries = self._index.values()
         assert self._index == {entry.key: entry for entry in entries}, "a hash finds what has another"

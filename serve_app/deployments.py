@@ -66,7 +66,7 @@ from serve_app.startup import (
     engine_of,
     listening_host,
     log_under_serve,
-    place,
+    location,
     start_drafter,
     start_target,
     start_trainer,
@@ -208,7 +208,7 @@ class TargetDeployment(_ReplicaDeployment):
         self._scaling = scaling
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, **place(), COSTS: self._engine.step_cost.model_dump_json()}
+        return {ADDRESS: self._server.address, **location(), COSTS: self._engine.step_cost.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns load for autoscaling. Serve calls it every two seconds on the event loop."""
@@ -333,7 +333,7 @@ class DraftDeployment(_ReplicaDeployment):
         return reload
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, **place(), COSTS: self._costs.model_dump_json()}
+        return {ADDRESS: self._server.address, **location(), COSTS: self._costs.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns load for autoscaling, as targets do."""

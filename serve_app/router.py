@@ -271,13 +271,13 @@ class Router:
         endpoints: tuple[Endpoint, ...],
         links: dict[str, Link],
         role: PeerRole,
-        place: Callable[[ClientAssignment], str | None],
+        peer_of: Callable[[ClientAssignment], str | None],
     ) -> None:
         """Dials new peers, and disconnects departed ones after their last session."""
         present = {endpoint.address for endpoint in endpoints}
         for address in present - links.keys():
             links[address] = self._dial(address, role)
-        busy = {place(assignment) for assignment in self.sessions}
+        busy = {peer_of(assignment) for assignment in self.sessions}
         for address in links.keys() - present:
             if address not in busy or not links[address].is_up:
                 await links.pop(address).close()

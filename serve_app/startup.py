@@ -190,7 +190,7 @@ LOOPBACK = "127.0.0.1"
 ZONE_LABEL = "ray.io/availability-zone"  # Ray takes it from RAY_NODE_ZONE
 
 
-def place() -> dict[str, str]:
+def location() -> dict[str, str]:
     """Returns the replica's location, so that drafters are chosen near their targets."""
     context = ray.get_runtime_context()
     return {NODE: context.get_node_id(), ZONE: str(context.get_node_labels().get(ZONE_LABEL, ""))}

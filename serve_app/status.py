@@ -121,8 +121,8 @@ def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 def acceptance_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates the acceptance of each position of a block, given those before it, by kind of block."""
-    places = [str(position) for position in range(1, POSITIONS + 1)]
-    result = table("Acceptance by position", "drafter", "method", "context", "prefix", "blocks", *places)
+    positions = [str(position) for position in range(1, POSITIONS + 1)]
+    result = table("Acceptance by position", "drafter", "method", "context", "prefix", "blocks", *positions)
     methods = {one["name"]: one["method"] for one in drafters}
     sums: dict[tuple[str, int, bool], tuple[Counter[int], Counter[int]]] = {}
     for row in (row for target in targets for row in target["tally"]):

@@ -67,14 +67,14 @@ def _name_of_layers(model: PreTrainedModel) -> str:
 def _renumbered(stored: Mapping[str, Stored], prefix: str, layers: Sequence[int]) -> dict[str, Stored]:
     """Maps the checkpoint's tensors to their names in the model of these layers."""
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.(.*)")
-    places = {layer: place for place, layer in enumerate(layers)}
+    new_index = {layer: place for place, layer in enumerate(layers)}
     renumbered = {}
     for key, tensor in stored.items():
         match = pattern.fullmatch(key)
         if match is None:
             renumbered[key] = tensor
-        elif int(match[1]) in places:
-            renumbered[f"{prefix}{places[int(match[1])]}.{match[2]}"] = tensor
+        elif int(match[1]) in new_index:
+            renumbered[f"{prefix}{new_index[int(match[1])]}.{match[2]}"] = tensor
     return renumbered
 
 

@@ -112,9 +112,9 @@ class BlockDraft:
         """True if no token can be added."""
         return self.is_cut or len(self.drafted) == self.max_tokens
 
-    def is_further(self, place: int) -> bool:
-        """Returns True if the token `place` tokens on is predicted after another, without a forward pass in between."""
-        return self.is_guessed or (place > 0 and not self.is_root)
+    def is_further(self, offset: int) -> bool:
+        """Returns True if the token `offset` tokens on is predicted after another, without a forward pass in between."""
+        return self.is_guessed or (offset > 0 and not self.is_root)
 
     @property
     def is_done(self) -> bool:
@@ -155,7 +155,7 @@ class BlockDraft:
         return self.request.base_len + len(self.outcome)
 
     @property
-    def place(self) -> tuple[int, tuple[int, ...]]:
+    def next_position(self) -> tuple[int, tuple[int, ...]]:
         """Position of the token to draft next: the number of committed tokens, and the tokens assumed after them."""
         return self.request.base_len, self.outcome + self.tokens
 

@@ -40,7 +40,7 @@ class ForwardTime:
         return max(0, int(min(limit, (seconds - self._line.base) / slope)))
 
 
-Place = tuple[int, tuple[int, ...]]
+TextPosition = tuple[int, tuple[int, ...]]
 """Number of committed tokens, and the tokens assumed to follow them."""
 
 T = TypeVar("T")
@@ -50,14 +50,14 @@ class PendingPositions(Generic[T]):
     """Predictions by session and position."""
 
     def __init__(self) -> None:
-        self._open: defaultdict[str, dict[Place, T]] = defaultdict(dict)
+        self._open: defaultdict[str, dict[TextPosition, T]] = defaultdict(dict)
 
-    def note(self, session: str, place: Place, prediction: T) -> None:
-        """Stores a prediction; replaces an earlier one for the same place."""
-        self._open[session][place] = prediction
+    def note(self, session: str, position: TextPosition, prediction: T) -> None:
+        """Stores a prediction; replaces an earlier one for the same position."""
+        self._open[session][position] = prediction
 
     def decided(self, session: str, tokens: Sequence[int]) -> list[tuple[T, int]]:
-        """Returns the predictions for places that are now decided, each with the token decided there.
+        """Returns the predictions for positions that are now decided, each with the token decided there.
 
         `tokens` is the session's whole committed text. Predictions whose path the text contradicts are forgotten.
         """

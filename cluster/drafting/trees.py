@@ -105,8 +105,8 @@ def likeliest_tree(branches: Iterable[Branch], most: int, least_chance: float) -
 
 def tree_of(paths: Sequence[tuple[TokenPath, float]]) -> DraftTree:
     """Returns the tree with these paths as its nodes, in this order; each path must come after its parent."""
-    places = {path: node for node, (path, _) in enumerate(paths)} | {(): -1}
-    return DraftTree(tuple([path[-1] for path, _ in paths]), tuple([places[path[:-1]] for path, _ in paths]))
+    nodes = {path: node for node, (path, _) in enumerate(paths)} | {(): -1}
+    return DraftTree(tuple([path[-1] for path, _ in paths]), tuple([nodes[path[:-1]] for path, _ in paths]))
 
 
 def likeliest_paths(branches: Iterable[Branch], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:

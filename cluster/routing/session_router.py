@@ -234,7 +234,7 @@ class Locality:
     """Distances of the current drafters from the current targets, by node and zone."""
 
     def __init__(self) -> None:
-        self._places: dict[str, Endpoint] = {}  # targets, by address
+        self._targets: dict[str, Endpoint] = {}  # targets, by address
         self._by_node: dict[str, list[str]] = {}  # addresses of drafters
         self._by_zone: dict[str, list[str]] = {}
 
@@ -245,18 +245,18 @@ class Locality:
         for drafter in drafters:
             by_node[drafter.node].append(drafter.address)
             by_zone[drafter.zone].append(drafter.address)
-        self._places = {target.address: target for target in targets}
+        self._targets = {target.address: target for target in targets}
         self._by_node = {node: addresses for node, addresses in by_node.items() if node}
         self._by_zone = {zone: addresses for zone, addresses in by_zone.items() if zone}
 
     def worth(self, target: str | None) -> dict[str, float]:
         """Returns, by drafter address, the extra sessions that a drafter may have and still be preferred for this
         target."""
-        place = self._places.get(target or "")
-        if place is None:
+        endpoint = self._targets.get(target or "")
+        if endpoint is None:
             return {}
-        near = dict.fromkeys(self._by_zone.get(place.zone, ()), SAME_ZONE_WORTH)
-        return near | dict.fromkeys(self._by_node.get(place.node, ()), SAME_NODE_WORTH)
+        near = dict.fromkeys(self._by_zone.get(endpoint.zone, ()), SAME_ZONE_WORTH)
+        return near | dict.fromkeys(self._by_node.get(endpoint.node, ()), SAME_NODE_WORTH)
 
 
 KEY_BYTES = 32  # length of the key of page hashes, which each router draws

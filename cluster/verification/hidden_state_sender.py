@@ -189,7 +189,7 @@ class HiddenStateSender:
         unsent_bytes = (row.base_len - feed.sent) * self._layout.row_bytes
         if not 0 <= unsent_bytes <= self._ride_bytes or (self.fresh is not None and feed.sent < row.start):
             return ()
-        return self._places(session, feed.sent, row.start + len(row.tokens))
+        return self._slots(session, feed.sent, row.start + len(row.tokens))
 
     def with_states(
         self, session: TargetSequence, row: Row, outcome: Outcome, news: list[Verdict | DraftRequest]
@@ -236,7 +236,7 @@ class HiddenStateSender:
         name = lack.session.open.session
         if self.fresh is not None:
             return StateRead(name, first, self.fresh.slots(name, first, end))
-        return StateRead(name, first, self._places(lack.session, first, end))
+        return StateRead(name, first, self._slots(lack.session, first, end))
 
     def sent(self, read: StateRead, rows: bytes) -> list[Send]:
         """Returns the messages for states that were read, unless their drafter has gone or the session has changed."""
@@ -275,7 +275,7 @@ class HiddenStateSender:
                 rows[feed.drafter] += feed.sent - feed.acked
         return rows
 
-    def _places(self, session: TargetSequence, first: int, end: int) -> tuple[int, ...]:
+    def _slots(self, session: TargetSequence, first: int, end: int) -> tuple[int, ...]:
         return tuple(slots_of(range(first, end), self._pages.table(session.open.session), self._pages.page_size))
 
     def _messages(self, session: TargetSequence, first: int, rows: bytes) -> Iterator[States]:

@@ -164,14 +164,14 @@ def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
             f" {len(nodes)} nodes none has; the labels there are: {_all_labels(nodes)}; start a node with them"
             " (`ray start --labels`), or change the required labels"
         )
-    places = sum(room(node.resources, need.resources) for node in labelled)
-    if places >= need.replicas:
+    slots = sum(room(node.resources, need.resources) for node in labelled)
+    if slots >= need.replicas:
         return None
     among = f" with {_labels(need.labels)}" if need.labels else ""
-    if places:
+    if slots:
         return (
             f"{need.section}: {need.replicas} times {need.pool} must always run, but {_have(nodes)}"
-            f" room for {places} of {_amounts(need.resources)} each{among}; add nodes, or lower replicas.min"
+            f" room for {slots} of {_amounts(need.resources)} each{among}; add nodes, or lower replicas.min"
         )
     most = {name: max(node.resources.get(name, 0.0) for node in labelled) for name in need.resources}
     missing = {name: amount for name, amount in need.resources.items() if most[name] + SLACK < amount}

@@ -4,8 +4,8 @@ While tokens are being verified, the target's states for them do not exist yet. 
 continue from what the head itself computed for the text before; `StatePredictor.reach` states how far that goes. The
 verdict brings the true states: from then on blocks begin with those, and the block under verification is read again.
 
-`fill_places` serves heads that predict each place independently of the tokens before it. One prediction after a text
-then serves blocks after every outcome: after k further tokens, place k comes next.
+`fill_positions` serves heads that predict each position independently of the tokens before it. One prediction after a text
+then serves blocks after every outcome: after k further tokens, position k comes next.
 """
 
 import time
@@ -26,7 +26,7 @@ from cluster.drafting.trees import NO_CHOICES, branches_by_depth
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
 
-UNKNOWN_TOKEN = DraftedToken(0, NO_CHOICES, 0.0)  # a place that the head cannot predict
+UNKNOWN_TOKEN = DraftedToken(0, NO_CHOICES, 0.0)  # a position that the head cannot predict
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,18 +34,18 @@ class PredictedDraft(BlockDraft):
     """A block whose chain has at most `longest` tokens; a tree may have more, up to `max_tokens`."""
 
     longest: int
-    logits: Tensor | None = None  # (places, columns) after the request's text, if the head predicts all at once
+    logits: Tensor | None = None  # (positions, columns) after the request's text, if the head predicts all at once
 
     @property
     def depth(self) -> int:
         """Number of tokens so far that the target's states do not cover."""
         return len(self.outcome) + len(self.drafted)
 
-    def is_further(self, place: int) -> bool:
-        return self.depth + place > 0
+    def is_further(self, offset: int) -> bool:
+        return self.depth + offset > 0
 
     def end(self) -> None:
-        """Ends the block. A root's remaining places are unknown."""
+        """Ends the block. A root's remaining positions are unknown."""
         if self.is_root:
             self.drafted += [UNKNOWN_TOKEN] * (self.max_tokens - len(self.drafted))
         self.settle()
@@ -236,33 +236,33 @@ class HeadDrafter:
 
 
 Foresee = Callable[[Sequence[PredictedDraft], Sequence[int]], Sequence[Tensor]]
-"""Returns logits of the places after each draft's text, (places, columns): at least as many as requested."""
+"""Returns logits of the positions after each draft's text, (positions, columns): at least as many as requested."""
 
 
-def fill_places(
+def fill_positions(
     drafts: Sequence[PredictedDraft],
     width: int,
     foresee: Foresee,
     sampler: DraftSampler,
     interrupted: Callable[[], bool],
 ) -> None:
-    """Implements `StatePredictor.fill` for a head that predicts `width` places."""
+    """Implements `StatePredictor.fill` for a head that predicts `width` positions."""
     if interrupted():
         return
     unread = [draft for draft in drafts if draft.logits is None and draft.main is None]
     if unread:
-        places = [min(width, draft.longest + (draft.request.max_tokens if draft.is_root else 0)) for draft in unread]
-        for draft, logits in zip(unread, foresee(unread, places), strict=True):
+        counts = [min(width, draft.longest + (draft.request.max_tokens if draft.is_root else 0)) for draft in unread]
+        for draft, logits in zip(unread, foresee(unread, counts), strict=True):
             draft.logits = logits
-    sampler.extend([(draft, _own_places(draft), None) for draft in drafts])
+    sampler.extend([(draft, _own_logits(draft), None) for draft in drafts])
     for draft in drafts:
         if draft.takes_trees:
             draft.grown = branches_by_depth(draft.choices, draft.max_tokens, draft.least_chance)
         draft.end()
 
 
-def _own_places(draft: PredictedDraft) -> Tensor:
+def _own_logits(draft: PredictedDraft) -> Tensor:
     if isinstance(draft.main, PredictedDraft):
-        draft.logits = draft.main.logits  # it reads other tokens at the same places
+        draft.logits = draft.main.logits  # it reads other tokens at the same positions
     assert draft.logits is not None, "a block is read before what comes after it"
     return draft.logits[len(draft.outcome) :][: draft.longest]

@@ -16,7 +16,7 @@ from torch import Tensor
 from actors.attention.batch import never
 from actors.compute.linear import Product
 from actors.drafters.heads.files import folder_to_borrow_from, head_folder
-from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_places
+from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_positions
 from actors.drafters.heads.rope import TargetShape, target_shape
 from actors.drafters.model.sampling import MAX_BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
 from actors.drafters.products import choose_products
@@ -159,14 +159,14 @@ class LastStatePredictor:
         if self._head.config.recurs:
             self._recur(drafts, interrupted)
         else:
-            fill_places(drafts, self.width, self._foresee, self._sampler, interrupted)
+            fill_positions(drafts, self.width, self._foresee, self._sampler, interrupted)
 
-    def _foresee(self, drafts: Sequence[PredictedDraft], places: Sequence[int]) -> list[Tensor]:
-        """Predicts place by place for all drafts that want it: each place is a separate head."""
+    def _foresee(self, drafts: Sequence[PredictedDraft], counts: Sequence[int]) -> list[Tensor]:
+        """Predicts position by position for all drafts that want it: each position is a separate head."""
         states = [self._state(draft) for draft in drafts]
         predictions: list[list[Tensor]] = [[] for _ in drafts]
-        for depth in range(max(places)):
-            indices = [index for index, count in enumerate(places) if count > depth]
+        for depth in range(max(counts)):
+            indices = [index for index, count in enumerate(counts) if count > depth]
             tokens = [drafts[index].text.tokens[-1] for index in indices]
             output = self._head.predict_next(torch.stack([states[index] for index in indices]), tokens, depth)
             for index, logits in zip(indices, output.logits, strict=True):

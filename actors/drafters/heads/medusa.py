@@ -1,6 +1,6 @@
 """Medusa heads: each predicts one of the next tokens from the target's final state, whatever tokens come between.
 
-Medusa: Cai et al. 2024, arXiv 2401.10774. Head i, counted from 0, predicts the token i + 1 places after the last
+Medusa: Cai et al. 2024, arXiv 2401.10774. Head i, counted from 0, predicts the token i + 1 positions after the last
 decided one. The tensors' names show the layout: FasterDecoding's first (`{i}.{j}.linear.weight`) and second (the same
 under `medusa_head.` in a merged model), or vLLM's (`blocks.{i}.layers.{j}.weight`), whose vocabulary may be smaller.
 """
@@ -56,7 +56,7 @@ class MedusaConfig:
     def reach(self, depth: int) -> int:
         """Returns the heads left after `depth` tokens.
 
-        There is one head per place and no state but the target's, so after the last one it must wait.
+        There is one head per position and no state but the target's, so after the last one it must wait.
         """
         return max(0, self.heads - depth)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from actors.drafters.registry import DraftSetup
 from cluster.config import DraftPool
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
-from cluster.drafting.lookahead import ForwardTime, PendingPositions, Place, draft_ahead, proposals
+from cluster.drafting.lookahead import ForwardTime, PendingPositions, TextPosition, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
 from cluster.drafting.trees import NO_CHOICES, MAX_SIBLINGS, Choices, TokenPath, grown_paths, tree_of
@@ -34,7 +34,7 @@ from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
 Ids = NDArray[np.int32]
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 MAX_OCCURRENCES = 32  # occurrences considered: those of the longest suffixes, the latest of these first
 LENGTH_FACTOR = 4.0  # weight factor for each further matching token
@@ -69,11 +69,11 @@ class GrowingText:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Occurrences:
-    """Earlier places where the text read as it does at its end."""
+    """Earlier positions where the text read as it does at its end."""
 
     tokens: Ids  # of the text
-    ends: Places  # (count,): indices of the tokens that followed, in ascending order
-    sizes: Places  # (count,): match length in tokens, as far as it was compared
+    ends: Indices  # (count,): indices of the tokens that followed, in ascending order
+    sizes: Indices  # (count,): match length in tokens, as far as it was compared
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -101,7 +101,7 @@ class Occurrences:
 def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
     """Finds earlier occurrences of the text's suffixes of `shortest` to `longest` tokens.
 
-    Each place is returned once, with its longest match.
+    Each position is returned once, with its longest match.
     """
     end = len(tokens)
     if end <= shortest:
@@ -175,7 +175,7 @@ class Evidence:
 
     @classmethod
     def of(cls, occurrences: Occurrences, share: float) -> "Evidence":
-        size = next((place for place, most in enumerate(KIND_SIZES) if occurrences.size <= most), len(KIND_SIZES))
+        size = next((index for index, most in enumerate(KIND_SIZES) if occurrences.size <= most), len(KIND_SIZES))
         return cls(size, len(occurrences) == 1, len(occurrences) >= OFTEN_OCCURRENCES, None if share > CERTAIN_SHARE else share >= 0.5)
 
     @property
@@ -186,7 +186,7 @@ class Evidence:
 
 @value
 class Known:
-    """Candidate tokens at one place, with their shares and the drafter's estimate."""
+    """Candidate tokens at one position, with their shares and the drafter's estimate."""
 
     tokens: tuple[int, ...]
     shares: tuple[float, ...]
@@ -198,17 +198,17 @@ class Known:
 
 
 class NgramCalibration:
-    """All ratios of a drafter, and the candidates at places that the target has yet to decide."""
+    """All ratios of a drafter, and the candidates at positions that the target has yet to decide."""
 
     def __init__(self) -> None:
         self._kinds: dict[Evidence, Pairs] = {}  # (share, whether the token came)
         self._sessions: dict[str, Pairs] = {}  # (probability that a candidate comes, whether one did)
         self._open: PendingPositions[Known] = PendingPositions()
 
-    def consider(self, session: str, place: Place, occurrences: Occurrences) -> Choices:
+    def consider(self, session: str, position: TextPosition, occurrences: Occurrences) -> Choices:
         """Returns the candidates at a position with their probabilities, likeliest first.
 
-        Notes them, to learn once the target decides the place.
+        Notes them, to learn once the target decides the position.
         """
         if not occurrences:
             return NO_CHOICES
@@ -216,13 +216,13 @@ class NgramCalibration:
         evidence = tuple([Evidence.of(occurrences, share) for share in shares.values()])
         worth = [share * self._kind(kind).ratio for share, kind in zip(shares.values(), evidence, strict=True)]
         expected = min(MAX_TOTAL_PROBABILITY, sum(worth))
-        self._open.note(session, place, Known(tuple(shares), tuple(shares.values()), evidence, expected))
+        self._open.note(session, position, Known(tuple(shares), tuple(shares.values()), evidence, expected))
         scale = min(MAX_TOTAL_PROBABILITY, expected * self._session(session).ratio) / sum(worth)
         ranked = sorted(zip(shares, worth, strict=True), key=lambda choice: -choice[1])
         return Choices(tuple([token for token, _ in ranked]), tuple([scale * chance for _, chance in ranked]))
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
-        """Learns from the places that the session's committed text has reached."""
+        """Learns from the positions that the session's committed text has reached."""
         for prediction, token in self._open.decided(session, tokens):
             self._learn(session, prediction, token)
 
@@ -417,8 +417,8 @@ class NgramDraft:
 
     def _choices(self, draft: NgramBlock, path: TokenPath) -> Choices:
         """Returns candidates after these tokens of the block."""
-        place = (draft.request.base_len, (*draft.outcome, *path))
-        return self._calibration.consider(draft.request.session, place, draft.known.at(path))
+        position = (draft.request.base_len, (*draft.outcome, *path))
+        return self._calibration.consider(draft.request.session, position, draft.known.at(path))
 
 
 def _sure(token: int) -> Choices:

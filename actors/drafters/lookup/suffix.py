@@ -4,7 +4,7 @@ SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) needs no model and no GPU.
 weighted by how frequent they were. Tokens are point masses: under rejection sampling each is accepted with its target
 probability.
 
-`SuffixIndex` finds places by a hash of the few tokens before them and compares backwards from there. `RecentAnswers`
+`SuffixIndex` finds occurrences by a hash of the few tokens before them and compares backwards from there. `RecentAnswers`
 keeps one index for each cache salt: salts isolate callers that must learn nothing of each other, and clients may see
 their drafts.
 """
@@ -28,34 +28,34 @@ MAX_COUNTED_OCCURRENCES = 4  # occurrences: more make it no likelier that a know
 MAX_OCCURRENCES = 64  # latest occurrences that are compared
 MAX_OBSERVATIONS = 256  # observations behind a rate; at this count, earlier ones are halved
 
-Place = tuple[list[int], int]
+Occurrence = tuple[list[int], int]
 """A text, and the index of a token in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Places that follow the longest occurrence of a text's end, latest first."""
+    """Occurrences that follow the longest occurrence of a text's end, latest first."""
 
     length: int  # matching tokens
-    places: tuple[Place, ...]
+    occurrences: tuple[Occurrence, ...]
 
     @property
-    def following(self) -> dict[int, tuple[Place, ...]]:
-        """Places grouped by the token there, most frequent token first; ties go to the latest."""
-        by_token: dict[int, list[Place]] = {}
-        for text, at in self.places:
+    def following(self) -> dict[int, tuple[Occurrence, ...]]:
+        """Occurrences grouped by the token there, most frequent token first; ties go to the latest."""
+        by_token: dict[int, list[Occurrence]] = {}
+        for text, at in self.occurrences:
             by_token.setdefault(text[at], []).append((text, at))
-        return {token: tuple(places) for token, places in sorted(by_token.items(), key=lambda each: -len(each[1]))}
+        return {token: tuple(occurrences) for token, occurrences in sorted(by_token.items(), key=lambda each: -len(each[1]))}
 
     def after(self, token: int) -> "Match":
         """Returns the match after the text continued with this token."""
-        places = [(text, at + 1) for text, at in self.following.get(token, ()) if at + 1 < len(text)]
-        return Match(self.length + 1, tuple(places))
+        occurrences = [(text, at + 1) for text, at in self.following.get(token, ()) if at + 1 < len(text)]
+        return Match(self.length + 1, tuple(occurrences))
 
     @property
     def kind(self) -> tuple[int, int]:
-        """Octaves of the match length and of the number of places: matches of one kind are about as reliable."""
-        return self.length.bit_length(), min(len(self.places), MAX_COUNTED_OCCURRENCES).bit_length()
+        """Octaves of the match length and of the number of occurrences: matches of one kind are about as reliable."""
+        return self.length.bit_length(), min(len(self.occurrences), MAX_COUNTED_OCCURRENCES).bit_length()
 
 
 class SuffixIndex:
@@ -64,7 +64,7 @@ class SuffixIndex:
     def __init__(self, shortest: int) -> None:
         self._shortest = shortest
         self._texts: deque[list[int]] = deque()
-        self._places: defaultdict[int, list[Place]] = defaultdict(list)  # by hash of the tokens just before
+        self._occurrences: defaultdict[int, list[Occurrence]] = defaultdict(list)  # by hash of the tokens just before
         self.tokens = 0
 
     def add(self, text: list[int]) -> None:
@@ -76,36 +76,36 @@ class SuffixIndex:
         text = self._texts[-1]
         self.tokens += len(text) - indexed
         for at in range(max(indexed, self._shortest), len(text)):
-            self._places[self._key(text, at)].append((text, at))
+            self._occurrences[self._key(text, at)].append((text, at))
 
     def forget_oldest(self) -> int:
-        """Drops the oldest text and returns its length. Its places are the first ones in every list."""
+        """Drops the oldest text and returns its length. Its occurrences are the first ones in every list."""
         text = self._texts.popleft()
         self.tokens -= len(text)
         for at in range(self._shortest, len(text)):
             key = self._key(text, at)
-            places = self._places[key]
-            del places[0]
-            if not places:
-                del self._places[key]
+            occurrences = self._occurrences[key]
+            del occurrences[0]
+            if not occurrences:
+                del self._occurrences[key]
         return len(text)
 
     def find(self, text: Sequence[int], longest: int) -> Match:
-        """Finds the longest match of the text's end, up to `longest` tokens, among the latest MAX_OCCURRENCES places."""
+        """Finds the longest match of the text's end, up to `longest` tokens, among the latest MAX_OCCURRENCES."""
         if len(text) < self._shortest:
             return NO_MATCH
         end = list(text[-longest:])
-        matches: list[Place] = []
+        matches: list[Occurrence] = []
         alike = self._shortest  # at least: different tokens may have equal hashes
-        for place in reversed(self._places.get(self._key(text, len(text)), [])[-MAX_OCCURRENCES:]):
-            other, at = place
+        for occurrence in reversed(self._occurrences.get(self._key(text, len(text)), [])[-MAX_OCCURRENCES:]):
+            other, at = occurrence
             if other[at - alike : at] != end[-alike:]:
                 continue
             size = _alike(end, other, at, alike)
             if size > alike:
                 matches = []
                 alike = size
-            matches.append(place)
+            matches.append(occurrence)
         return Match(alike, tuple(matches)) if matches else NO_MATCH
 
     def _key(self, text: Sequence[int], end: int) -> int:
@@ -118,7 +118,7 @@ NO_MATCH = Match(0, ())
 def longer(first: Match, second: Match) -> Match:
     """Returns the longer match, or both combined if they are equally long."""
     if first.length == second.length:
-        return Match(first.length, first.places + second.places)
+        return Match(first.length, first.occurrences + second.occurrences)
     return max(first, second, key=lambda match: match.length)
 
 
@@ -158,9 +158,9 @@ class EscapeRates:
     def choices(self, match: Match) -> Choices:
         """Returns candidates with their share of the probability that a known token follows."""
         rate = self._rates[match.kind]
-        each = (1 - rate.missed / rate.seen) / len(match.places)
+        each = (1 - rate.missed / rate.seen) / len(match.occurrences)
         following = match.following
-        return Choices(tuple(following), tuple([each * len(places) for places in following.values()]))
+        return Choices(tuple(following), tuple([each * len(occurrences) for occurrences in following.values()]))
 
 
 class RecentAnswers:
@@ -255,12 +255,12 @@ class SuffixLookup:
     def _learn(self, session: str, text: Sequence[int], tokens: Sequence[int]) -> None:
         """Learns how reliable matches are from what the target decided after them."""
         match = self._find(session, text)
-        for place, token in enumerate(tokens):
-            if match.places:
+        for index, token in enumerate(tokens):
+            if match.occurrences:
                 self._rates.learn(match, token)
             match = match.after(token)
-            if not match.places:
-                match = self._find(session, [*text[-self._options.max_ngram :], *tokens[: place + 1]])
+            if not match.occurrences:
+                match = self._find(session, [*text[-self._options.max_ngram :], *tokens[: index + 1]])
 
     def _find(self, session: str, text: Sequence[int]) -> Match:
         longest = self._options.max_ngram
@@ -302,7 +302,7 @@ class SuffixLookup:
         root.unverified = block
         for token in block:
             match = self._match(root)
-            root.append(token, self._rates.choices(match) if match.places else Choices((token,), (1.0,)))
+            root.append(token, self._rates.choices(match) if match.occurrences else Choices((token,), (1.0,)))
         root.settle()
         return [root]
 
@@ -323,7 +323,7 @@ class SuffixLookup:
         def after(path: TokenPath) -> Choices:
             if path not in matches:
                 matches[path] = matches[path[:-1]].after(path[-1])
-            return self._rates.choices(matches[path]) if matches[path].places else NO_CHOICES
+            return self._rates.choices(matches[path]) if matches[path].occurrences else NO_CHOICES
 
         path: TokenPath = ()
         while not draft.is_complete and (choices := after(path)).tokens:

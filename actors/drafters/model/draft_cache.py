@@ -42,7 +42,7 @@ class CacheBranch:
 class DraftCache:
     """All branches of all sessions, over one pool of pages.
 
-    The first `unfed` tokens of a text are not fed, so a token's place in the cache is its index minus `unfed`. A draft
+    The first `unfed` tokens of a text are not fed, so a token's position in the cache is its index minus `unfed`. A draft
     head is fed each token with the state before it: it has no use for the first token, and a cache entry depends on
     more than the tokens up to it, so its pages are not shared between sessions. If a text begins in its middle
     (`CacheBranch.first`), the tokens before that take no place either.
@@ -92,7 +92,7 @@ class DraftCache:
     def fork(self, branch: CacheBranch, length: int) -> CacheBranch:
         """Adds a branch with the first `length` tokens of this one."""
         name = self._name(branch.session)
-        self._allocator.fork(branch.name, name, self._places(branch, length))
+        self._allocator.fork(branch.name, name, self._fed_len(branch, length))
         exact = min(branch.exact, length)
         forked = CacheBranch(branch.session, name, branch.tokens[:length], branch.first, exact, dict(branch.predicted))
         self._branches[branch.session].append(forked)
@@ -111,8 +111,8 @@ class DraftCache:
         The last `logits` tokens give logits, and so does each of `masks`. Masks are fed after the tokens and are not
         part of the branch: call `drop_masks` after the forward. Sessions that are not `busy` are evicted to make room.
         """
-        start = self._places(branch, len(branch.tokens))
-        end = self._places(branch, len(branch.tokens) + len(tokens))
+        start = self._fed_len(branch, len(branch.tokens))
+        end = self._fed_len(branch, len(branch.tokens) + len(tokens))
         while (copies := self._allocator.reserve(branch.name, start, end + len(masks))) is None:
             idle = next((session for session in self._branches if session not in busy), None)
             if idle is None:
@@ -124,21 +124,21 @@ class DraftCache:
 
     def drop_masks(self, branch: CacheBranch) -> None:
         """Frees the cache entries of mask tokens."""
-        self._allocator.truncate(branch.name, self._places(branch, len(branch.tokens)))
+        self._allocator.truncate(branch.name, self._fed_len(branch, len(branch.tokens)))
 
     def cut(self, branch: CacheBranch, length: int) -> None:
         """Drops all but the first `length` tokens of a branch, and any masks after them."""
         del branch.tokens[length:]
         branch.exact = min(branch.exact, length)
-        self._allocator.truncate(branch.name, self._places(branch, length))
+        self._allocator.truncate(branch.name, self._fed_len(branch, length))
 
     def close(self, session: str) -> None:
         """Drops a session; an unknown one is ignored."""
         for branch in self._branches.pop(session, []):
             self._allocator.close(branch.name)
 
-    def _places(self, branch: CacheBranch, tokens: int) -> int:
-        """Returns how many cache places the first `tokens` tokens of a branch's text take."""
+    def _fed_len(self, branch: CacheBranch, tokens: int) -> int:
+        """Returns how many cache positions the first `tokens` tokens of a branch's text take."""
         return max(0, tokens - branch.first - self._unfed)
 
     def _open(self, session: str, tokens: Sequence[int], first: int, salt: str) -> CacheBranch:
@@ -279,8 +279,8 @@ class FedStates:
         """
         branch = draft.branch
         start = len(branch.tokens)
-        places = start + len(draft.pending) - 1 - branch.first
-        if places > self._max_positions or draft.request.base_len <= branch.first + 1:
+        positions = start + len(draft.pending) - 1 - branch.first
+        if positions > self._max_positions or draft.request.base_len <= branch.first + 1:
             return 0
         end = min(start + tokens, self._exact_to(branch, start))
         while end < start + tokens and (end in branch.predicted or end - 1 in self._sessions[branch.session]):
@@ -310,7 +310,7 @@ class FedStates:
         return torch.stack([states.rows(i - 1, i)[0] if i - 1 in states else branch.predicted[i] for i in indices])
 
     def remember(self, branch: CacheBranch, predicted: Tensor) -> None:
-        """Stores the states that the head predicted at the last places of a branch just read, (places, hidden)."""
+        """Stores the states that the head predicted at the last positions of a branch just read, (positions, hidden)."""
         after = len(branch.tokens) + 1
         branch.predicted |= zip(range(after - len(predicted), after), predicted, strict=True)
         branch.predicted = {index: state for index, state in branch.predicted.items() if index >= branch.exact}

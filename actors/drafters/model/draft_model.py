@@ -99,9 +99,9 @@ class HeadDrafting:
             read = self._read.get(session)
             if read is None or read.base_len != base_len:
                 read = self._read[session] = _ReadStates(base_len, {})
-            for place, token in enumerate(root.drafted):
+            for index, token in enumerate(root.drafted):
                 if token.state is not None:
-                    read.states[root.tokens[:place]] = token.state
+                    read.states[root.tokens[:index]] = token.state
 
     def close(self, session: str) -> None:
         self._read.pop(session, None)

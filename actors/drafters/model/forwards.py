@@ -105,8 +105,8 @@ class ReadDraft(NamedTuple):
     """A block whose pending tokens were all fed, with the model's output after the last ones of them."""
 
     draft: CachedDraft
-    logits: Tensor  # (places, columns)
-    hidden: Tensor | None  # (places, hidden)
+    logits: Tensor  # (positions, columns)
+    hidden: Tensor | None  # (positions, hidden)
 
 
 class _Fed(NamedTuple):

@@ -29,7 +29,7 @@ from actors.sampling.filters import filtered
 from actors.sampling.gumbel import Purpose, gumbel_argmax, gumbels, key
 from actors.sampling.processors import MAKERS, Maker, ProcessorChain, chain_of
 from cluster.drafting.draft_state import BlockDraft
-from cluster.drafting.lookahead import PendingPositions, Place
+from cluster.drafting.lookahead import PendingPositions, TextPosition
 from cluster.drafting.requests import SessionText
 from cluster.drafting.trees import Choices
 from protos.frozen import value
@@ -76,11 +76,11 @@ class _Fit:
     weights: Floats
     squares: Floats = field(default_factory=lambda: np.ones(4))  # of gradients so far, summed
 
-    def learn(self, candidates: "Candidates", place: int | None) -> None:
-        """Takes one gradient step; the target took the candidate at `place`, or, if None, another token."""
+    def learn(self, candidates: "Candidates", index: int | None) -> None:
+        """Takes one gradient step; the target took the candidate at `index`, or, if None, another token."""
         features = candidates.features
         chances = candidates.chances(self.weights)
-        row = features[len(features) - 1 if place is None else place]
+        row = features[len(features) - 1 if index is None else index]
         gradient = row - chances @ features
         self.squares += gradient**2
         weights = self.weights + LEARNING_RATE * gradient / np.sqrt(self.squares)
@@ -120,7 +120,7 @@ class Candidates:
 
 
 class Calibration:
-    """All fits of a drafter, and the candidates at places that the target has yet to decide."""
+    """All fits of a drafter, and the candidates at positions that the target has yet to decide."""
 
     def __init__(self) -> None:
         self._fits: dict[DraftKind, _Fit] = {}
@@ -130,12 +130,12 @@ class Calibration:
         """Returns the probability that each is the target's token, (count + 1,); the last is all others'."""
         return candidates.chances(self._fit(kind).weights)
 
-    def note(self, session: str, place: Place, kind: DraftKind, candidates: Candidates) -> None:
+    def note(self, session: str, position: TextPosition, kind: DraftKind, candidates: Candidates) -> None:
         """Records the candidates considered at a position."""
-        self._open.note(session, place, (kind, candidates))
+        self._open.note(session, position, (kind, candidates))
 
     def decided(self, session: str, tokens: Sequence[int]) -> None:
-        """Learns from the places that the session's committed text has reached."""
+        """Learns from the positions that the session's committed text has reached."""
         for (kind, candidates), token in self._open.decided(session, tokens):
             self._learn(kind, candidates, token)
 
@@ -149,8 +149,8 @@ class Calibration:
 
     def _learn(self, kind: DraftKind, candidates: Candidates, token: int) -> None:
         """Updates the fit with the target's token at that position."""
-        places = np.flatnonzero(candidates.ids == token)
-        self._fit(kind).learn(candidates, int(places[0]) if len(places) else None)
+        indices = np.flatnonzero(candidates.ids == token)
+        self._fit(kind).learn(candidates, int(indices[0]) if len(indices) else None)
 
     def _fit(self, kind: DraftKind) -> _Fit:
         if kind not in self._fits:
@@ -188,10 +188,10 @@ MIN_LOGIT = torch.finfo(torch.float32).min
 
 
 Read = tuple[BlockDraft, Tensor, Tensor | None]
-"""A block, and the model's output for its next places: logits, (places, columns), and states, (places, hidden)."""
+"""A block, and the model's output for its next positions: logits, (positions, columns), and states, (positions, hidden)."""
 
 
-class _Place(NamedTuple):
+class _Prediction(NamedTuple):
     draft: BlockDraft
     logits: Tensor  # (columns,)
     state: Tensor | None  # (hidden,)
@@ -202,7 +202,7 @@ class _Place(NamedTuple):
 class DraftSampler:
     """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of size `vocabulary`.
 
-    A block ends before a place with NaN or infinite logits. This is exact under rejection sampling too, because whether
+    A block ends before a position with NaN or infinite logits. This is exact under rejection sampling too, because whether
     a token is drawn there depends only on the tokens before it.
     """
 
@@ -222,20 +222,20 @@ class DraftSampler:
         self._has_warned = False
 
     def extend(self, read: Sequence[Read]) -> None:
-        """Adds a token for each place, or ends the block."""
-        together: list[_Place] = []
+        """Adds a token for each position, or ends the block."""
+        together: list[_Prediction] = []
         for draft, logits, hidden in read:
-            places = [
-                _Place(draft, row, state, draft.position + place, draft.is_further(place))
-                for place, (row, state) in enumerate(zip(logits, _each(hidden, len(logits)), strict=True))
+            predictions = [
+                _Prediction(draft, row, state, draft.position + offset, draft.is_further(offset))
+                for offset, (row, state) in enumerate(zip(logits, _each(hidden, len(logits)), strict=True))
             ]
             if draft.sends_probs:
-                self._draw(places)
+                self._draw(predictions)
             elif (chain := self._processors.of(draft.text)) is not None:
-                for place in places:  # each place depends on the one before it
-                    self._offer_processed(place, chain)
+                for prediction in predictions:  # each depends on the one before it
+                    self._offer_processed(prediction, chain)
             else:
-                together += places
+                together += predictions
         if together:
             self._offer(together)
 
@@ -255,11 +255,11 @@ class DraftSampler:
 
     # ------------------------------------------------------------ prediction of the target's draw
 
-    def _offer(self, places: Sequence[_Place]) -> None:
+    def _offer(self, predictions: Sequence[_Prediction]) -> None:
         """Adds the tokens likeliest to be the target's, using the noise of the target's own draw."""
-        finite, log_probs, ids, noise = self._considered(places)
-        for place, is_finite, *scores in zip(places, finite, log_probs, ids, noise, strict=True):
-            draft = place.draft
+        finite, log_probs, ids, noise = self._considered(predictions)
+        for prediction, is_finite, *scores in zip(predictions, finite, log_probs, ids, noise, strict=True):
+            draft = prediction.draft
             if draft.is_complete:
                 continue
             if not is_finite:
@@ -267,20 +267,20 @@ class DraftSampler:
                 continue
             sampling = draft.text.open.sampling
             candidates = _candidates(sampling, *scores)
-            kind = DraftKind.of(sampling, place.is_further)
-            self._calibration.note(draft.request.session, draft.place, kind, candidates)
+            kind = DraftKind.of(sampling, prediction.is_further)
+            self._calibration.note(draft.request.session, draft.next_position, kind, candidates)
             choices = _likeliest(candidates, self._calibration.chances(kind, candidates))
-            draft.append(choices.tokens[0], choices, place.state)
+            draft.append(choices.tokens[0], choices, prediction.state)
 
-    def _considered(self, places: Sequence[_Place]) -> tuple[NDArray[Any], ...]:
-        """Returns whether the logits are finite, (places,), and the candidates, (places, considered) each.
+    def _considered(self, predictions: Sequence[_Prediction]) -> tuple[NDArray[Any], ...]:
+        """Returns whether the logits are finite, (positions,), and the candidates, (positions, considered) each.
 
         Candidates are log probabilities, falling, then token ids, then noise.
         """
-        logits = torch.stack([place.logits for place in places]).float()
+        logits = torch.stack([prediction.logits for prediction in predictions]).float()
         finite = torch.isfinite(logits.amax(dim=-1))  # -inf is how models mask tokens
         logits = logits.masked_fill(~torch.isfinite(logits), MIN_LOGIT)
-        requests = [place.draft.text.open for place in places]
+        requests = [prediction.draft.text.open for prediction in predictions]
         temperatures = [request.sampling.temperature or 1.0 for request in requests]
         scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
         above = logits - logits.max(dim=-1, keepdim=True).values
@@ -289,27 +289,27 @@ class DraftSampler:
         noise = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
         sampled = [row for row, request in enumerate(requests) if not request.sampling.greedy]
         if sampled:
-            keys = torch.tensor([_draw_key(places[row]) for row in sampled], device=ids.device)
+            keys = torch.tensor([_draw_key(predictions[row]) for row in sampled], device=ids.device)
             noise[sampled] = gumbels(keys.unsqueeze(1), ids[sampled])
         return finite.cpu().numpy(), log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
 
-    def _offer_processed(self, place: _Place, chain: ProcessorChain) -> None:
+    def _offer_processed(self, prediction: _Prediction, chain: ProcessorChain) -> None:
         """Applies the request's logits processors after the text so far, the block's own tokens included.
 
         If a grammar allows exactly one token, it is certain, even if the draft's head lacks its column.
         """
-        draft = place.draft
-        whole = self._whole(place.logits).unsqueeze(0)
+        draft = prediction.draft
+        whole = self._whole(prediction.logits).unsqueeze(0)
         if not draft.is_complete and not bool(torch.isfinite(whole.max())):
             self._end(draft)
             return
         processed = chain.apply(whole, [chain.path(draft.whole_text)])[0]
         left = torch.isfinite(processed).nonzero().flatten()
         if len(left) == 1:
-            draft.append(int(left[0]), Choices((int(left[0]),), (1.0,)), place.state)
+            draft.append(int(left[0]), Choices((int(left[0]),), (1.0,)), prediction.state)
         else:
-            offered = processed[self._token_ids[: len(place.logits)]]
-            self._offer([place._replace(logits=offered.masked_fill(offered.isneginf(), MIN_LOGIT))])
+            offered = processed[self._token_ids[: len(prediction.logits)]]
+            self._offer([prediction._replace(logits=offered.masked_fill(offered.isneginf(), MIN_LOGIT))])
 
     def _end(self, draft: BlockDraft) -> None:
         """Ends a block whose next logits are NaN or infinite."""
@@ -320,8 +320,8 @@ class DraftSampler:
 
     # ------------------------------------------------------------ own draws, for rejection sampling
 
-    def _draw(self, places: Sequence[_Place]) -> None:
-        for draft, logits, state, *_ in places:
+    def _draw(self, predictions: Sequence[_Prediction]) -> None:
+        for draft, logits, state, *_ in predictions:
             if draft.is_complete:
                 continue
             whole = self._whole(logits).unsqueeze(0)
@@ -381,10 +381,10 @@ class SessionProcessors:
         self._all.pop(session, None)
 
 
-def _draw_key(place: _Place) -> int:
-    """Returns the key of the noise that the target draws with at this place."""
-    request = place.draft.text.open
-    return key(request.seed, request.choice, place.position, Purpose.DRAW)
+def _draw_key(prediction: _Prediction) -> int:
+    """Returns the key of the noise that the target draws with at this position."""
+    request = prediction.draft.text.open
+    return key(request.seed, request.choice, prediction.position, Purpose.DRAW)
 
 
 def _candidates(

@@ -191,7 +191,7 @@ class _Resolution:
     def _sees(self) -> int | None:
         """Returns how many positions before the anchor, itself included, the head reads; None if unbounded.
 
-        The places after the anchor see no more of the context.
+        The positions after the anchor see no more of the context.
         """
         layers = self._layers()
         windows = [kind.window for kind in layers if kind.window is not None]

@@ -21,7 +21,7 @@ from actors.compute.linear import Product, projection
 from actors.drafters.heads.dflash.config import DFlashConfig, DFlashLayerKind, resolve_dflash
 from actors.drafters.heads.dflash.weights import ALIASES, DFlashLayer, DFlashReader, DFlashWeights
 from actors.drafters.heads.files import HeadFiles, folder_to_borrow_from, head_folder, read_head
-from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_places
+from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_positions
 from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded
 from actors.drafters.heads.rope import rotary_of, target_shape
 from actors.drafters.heads.weight_reader import borrowed_tensors
@@ -95,7 +95,7 @@ class _Step(NamedTuple):
     """Inputs of a forward other than the blocks."""
 
     contexts: Sequence[DFlashContext]
-    starts: Sequence[int]  # position of each block's first place
+    starts: Sequence[int]  # first position of each block
     states: Tensor  # (rows, hidden): the unread states of all contexts
     counts: list[int]  # rows of `states` by context
     rotation: Rotation  # for the positions of the states, then of the blocks
@@ -223,7 +223,7 @@ class DFlashPredictor:
         self._is_projected = is_projected
         self._sampler = sampler
         self._contexts: dict[str, DFlashContext] = {}
-        self._blocks: dict[str, tuple[int, Tensor]] = {}  # latest: hash of the text before it, and (places, hidden)
+        self._blocks: dict[str, tuple[int, Tensor]] = {}  # latest: hash of the text before it, and (positions, hidden)
 
     @property
     def width(self) -> int:
@@ -236,7 +236,7 @@ class DFlashPredictor:
     def reach(self, depth: int) -> int:
         """Returns the number of positions left in the block after `depth` tokens.
 
-        A block's context holds only the target's states, so after the last place the head waits for new ones.
+        A block's context holds only the target's states, so after the last position the head waits for new ones.
         """
         return max(0, self.width - depth)
 
@@ -271,16 +271,16 @@ class DFlashPredictor:
     # ------------------------------------------------------------ blocks
 
     def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
-        fill_places(drafts, self.width, self._foresee, self._sampler, interrupted)
+        fill_positions(drafts, self.width, self._foresee, self._sampler, interrupted)
 
-    def _foresee(self, drafts: Sequence[PredictedDraft], places: Sequence[int]) -> Sequence[Tensor]:
+    def _foresee(self, drafts: Sequence[PredictedDraft], counts: Sequence[int]) -> Sequence[Tensor]:
         self._draft_blocks([draft for draft in drafts if self._known(draft) is None])
         hidden = [
             logits[:count]
-            for draft, count in zip(drafts, places, strict=True)
+            for draft, count in zip(drafts, counts, strict=True)
             if (logits := self._known(draft)) is not None
         ]
-        return torch.split(self._decoder.logits(torch.cat(hidden)), list(places))
+        return torch.split(self._decoder.logits(torch.cat(hidden)), list(counts))
 
     def _draft_blocks(self, drafts: Sequence[PredictedDraft]) -> None:
         """Computes whole blocks, however few tokens are requested, because masks attend to one another."""
@@ -294,7 +294,7 @@ class DFlashPredictor:
             self._blocks[draft.request.session] = (draft.base_hash, hidden[1:])
 
     def _known(self, draft: PredictedDraft) -> Tensor | None:
-        """Returns the latest block, (places, hidden), if it follows the same text; else None."""
+        """Returns the latest block, (positions, hidden), if it follows the same text; else None."""
         base_hash, hidden = self._blocks.get(draft.request.session, (None, None))
         return hidden if base_hash == draft.base_hash else None
 

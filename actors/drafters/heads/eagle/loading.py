@@ -1,6 +1,6 @@
 """Loads an EAGLE head, and runs it: the forward over a ragged batch, and a runner over a paged cache.
 
-Place i of a head's cache holds token i + 1 of the text and state i, at position i. So a step reads the state that the
+Position i of a head's cache holds token i + 1 of the text and state i, at position i. So a step reads the state that the
 target, or the head itself, computed from all tokens up to i, and the token sampled after them. It predicts the token
 after that.
 """
@@ -47,7 +47,7 @@ class EagleDecoder:
         return None if mask is None else self.project(mask)
 
     def __call__(self, batch: RaggedBatch, states: Tensor) -> ForwardOutput:
-        """Returns logits, and the states to feed next, at the batch's wanted places.
+        """Returns logits, and the states to feed next, at the batch's wanted positions.
 
         `states`, (total, hidden), are projected states of the target or earlier states of the head.
         """
@@ -122,7 +122,7 @@ def head_of(
 class EagleRunner:
     """An `InterruptibleRunner` whose rows have `states`, (tokens, hidden).
 
-    The `hidden` of a forward's output are the states to feed with the tokens sampled after these places.
+    The `hidden` of a forward's output are the states to feed with the tokens sampled after these positions.
     """
 
     def __init__(self, head: EagleHead, pages: int, page_size: int, attention: AttentionBackend | None = None) -> None:

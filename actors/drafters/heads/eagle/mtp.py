@@ -198,11 +198,11 @@ def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) 
 def _read(target: Path, layout: MtpLayout) -> dict[str, Tensor]:
     """Reads the module's tensors and no others, as they are stored."""
     stored = {
-        name: place for name, place in stored_tensors(target, partial=True).items() if name.startswith(layout.prefix)
+        name: tensor for name, tensor in stored_tensors(target, partial=True).items() if name.startswith(layout.prefix)
     }
     tensors: dict[str, Tensor] = {}
-    for path in sorted({place.path for place in stored.values()}):
-        tensors |= read_tensors(path, [name for name, place in stored.items() if place.path == path])
+    for path in sorted({tensor.path for tensor in stored.values()}):
+        tensors |= read_tensors(path, [name for name, tensor in stored.items() if tensor.path == path])
     return tensors
 
 

@@ -62,8 +62,8 @@ def test_the_longer_match_counts_and_equal_ones_count_together():
     other = Match(2, (([2, 3, 5], 2),))
     assert longer(own, other) is own
     assert longer(other, own) is own
-    both = longer(own, Match(3, other.places))
-    assert both.following == {4: own.places, 5: other.places}
+    both = longer(own, Match(3, other.occurrences))
+    assert both.following == {4: own.occurrences, 5: other.occurrences}
 
 
 def test_of_equally_frequent_tokens_the_latest_comes_first():
@@ -86,7 +86,7 @@ def test_after_a_token_only_the_places_that_have_it_stay():
     assert set(match.following) == {3, 4}
     assert match.after(4) == Match(match.length + 1, ((text, 6),))
     assert match.after(4).after(5) == Match(match.length + 2, ((text, 7),))
-    assert match.after(9).places == ()
+    assert match.after(9).occurrences == ()
 
 
 def test_chances_are_shares_of_how_often_anything_known_follows():
@@ -102,7 +102,7 @@ def test_chances_are_shares_of_how_often_anything_known_follows():
     for _ in range(10):
         rates.learn(match, 99)
     assert sum(rates.choices(match).chances) == pytest.approx(9 / 20)
-    other = Match(8, match.places)
+    other = Match(8, match.occurrences)
     assert sum(rates.choices(other).chances) == pytest.approx(1 / 2), "longer matches are judged by themselves"
 
 
