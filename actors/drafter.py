@@ -25,7 +25,7 @@ from cluster.costs import DraftCost, ForwardCost
 from cluster.draft_quality import VersionWatch
 from cluster.drafting.lookahead import DraftTiming
 from cluster.drafting.method import DraftingMethod, DraftingPass, make_pass
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.drafting.scheduler import DraftReporter, DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.envelope import Send, states_stream, stream_name
@@ -138,7 +138,7 @@ class Drafter:
         names = drafting.sessions
         began = self._clock()
         if names:
-            kind = "draft ahead" if drafting.ahead else "draft"
+            kind = "draft ahead" if drafting.lookahead else "draft"
             self.timeline.record(kind, *names)
             self._tracer.marked(kind, names)
         self._wanted.clear()
@@ -150,7 +150,7 @@ class Drafter:
             self.timeline.record("drafted", *names)
         took_s = self._clock() - began
         if names:
-            self.pass_s["ahead" if drafting.ahead else "asked"] += took_s
+            self.pass_s["ahead" if drafting.lookahead else "asked"] += took_s
         if drafting.requests:
             longest = max((len(proposal.tokens) for proposal in proposals), default=0)
             self._reporter.pass_made(len(names), longest, took_s)
@@ -187,7 +187,7 @@ class Drafter:
     def _expected_s(self, drafting: DraftingPass) -> float | None:
         """Estimates a pass's duration from measured costs, counting each prompt token as a row; None if unknown."""
         cost = self.timing.cost
-        requests: list[DraftRequest | AheadRequest] = [*drafting.requests, *drafting.ahead]
+        requests: list[DraftRequest | LookaheadRequest] = [*drafting.requests, *drafting.lookahead]
         longest = max((request.max_tokens for request in requests), default=0)
         unread = sum(request.base_len for request in requests if request.session not in self.timing.read)
         read_s = cost.forward.seconds(unread, unread) if unread else 0.0
@@ -308,7 +308,7 @@ class Drafter:
     def _wake(self) -> None:
         """Ends a wait, or drafting ahead, after a message."""
         self._changed.set()
-        if self.scheduler.has_requests or self.scheduler.is_ahead_vain:
+        if self.scheduler.has_requests or self.scheduler.is_lookahead_stale:
             self._wanted.set()
 
     # ------------------------------------------------------------ inspection

@@ -43,10 +43,10 @@ def lock_step(
     yield from carry_out(session.assign_target(TARGET))
     yield from carry_out(session.assign_drafter(DRAFTER) if session.wants_drafter else ())
     while session.phase is Phase.RUNNING:
-        proposals = make_pass(method, drafter.next_pass(limit=1, ahead_limit=0), interrupted=lambda: False)
+        proposals = make_pass(method, drafter.next_pass(limit=1, lookahead_limit=0), interrupted=lambda: False)
         yield from deliver(DRAFTER, drafter.proposed(proposals, now))
         plan = target.plan(now)
         assert plan is not None, "every block is there that a step may wait for"
         now += STEP_S
         yield from deliver(TARGET, target.apply(engine.step(plan), STEP_S, now))
-    apply_updates(method, drafter.next_pass(limit=0, ahead_limit=0).updates)
+    apply_updates(method, drafter.next_pass(limit=0, lookahead_limit=0).updates)

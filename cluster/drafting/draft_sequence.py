@@ -95,8 +95,8 @@ class DraftSequence:
         self.guesses = {}
         return hit
 
-    def take(self, request: DraftRequest, goes_ahead: bool) -> None:
-        """Applies the target's request after the current prefix; `goes_ahead` enables drafting ahead of verdicts."""
+    def take(self, request: DraftRequest, drafts_ahead: bool) -> None:
+        """Applies the target's request after the current prefix; `drafts_ahead` enables drafting ahead of verdicts."""
         self.requested_tokens = request.max_tokens
         self.least_chance = request.least_chance
         self.shape = request.shape
@@ -107,7 +107,7 @@ class DraftSequence:
         is_served = self.served_len == self.prefix.length
         if is_served or not request.hold_step:  # the target continues at once, with or without a block
             self.step_began_s = decided_s if self.requested_tokens else None
-            if not is_served and goes_ahead:
+            if not is_served and drafts_ahead:
                 self.unverified = NO_TREE
                 self.chances = ()
                 self.passed_len = self.prefix.length

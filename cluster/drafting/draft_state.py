@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from cluster.drafting.requests import AheadRequest, Proposal, SessionText
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Branch, Choices, least_of, likeliest_paths, tree_of
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.frozen import value
@@ -38,7 +38,7 @@ class BlockDraft:
     *branches* that continue from tokens beside its own; each is drafted like a separate block.
     """
 
-    request: DraftRequest | AheadRequest
+    request: DraftRequest | LookaheadRequest
     text: SessionText  # the session's; it does not change while a block is drafted
     base_hash: int  # hash of the tokens before the block
     max_tokens: int
@@ -63,9 +63,9 @@ class BlockDraft:
         self.sends_probs = self.text.open.acceptance is Acceptance.REJECTION and not self.text.open.sampling.greedy
 
     @property
-    def ahead(self) -> AheadRequest:
+    def lookahead(self) -> LookaheadRequest:
         """The request of a block that is drafted ahead."""
-        assert isinstance(self.request, AheadRequest), "this block is wanted now"
+        assert isinstance(self.request, LookaheadRequest), "this block is wanted now"
         return self.request
 
     @property
@@ -201,7 +201,7 @@ class BlockDraft:
             return
         if self.unverified is not None and len(self.drafted) < len(self.unverified):
             token = self.unverified[len(self.drafted)]
-            choices = choices.including(token, self.ahead.claim((*self.tokens, token)))
+            choices = choices.including(token, self.lookahead.claim((*self.tokens, token)))
         p_accepted = self.p_accepted * choices.chances[0]
         if p_accepted < max(self.least_chance, self._least_of_tree):
             self.is_cut = True
@@ -216,7 +216,7 @@ class BlockDraft:
         Ends with the first position whose token under verification is another than the predicted one.
         """
         for prediction, token in zip(considered, self.unverified or (), strict=False):
-            there = prediction.choices.including(token, self.ahead.claim((*self.tokens, token)))
+            there = prediction.choices.including(token, self.lookahead.claim((*self.tokens, token)))
             p_accepted = self.p_accepted * there.chance_of(token)
             self.drafted.append(replace(prediction, token=token, choices=there, p_accepted=p_accepted))
             if token != prediction.token:

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from cluster.costs import DraftCost
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.method import Early
-from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
+from cluster.drafting.requests import LookaheadRequest, Proposal, max_block_len
 from cluster.drafting.trees import Outcome, accepted_chance, continuations, rejections
 from cluster.speculation.estimators import Mean, Pairs, pace_after
 
@@ -126,7 +126,7 @@ class BranchingMethod(Protocol[D]):
         """Most outcomes to draft for each time a root reveals some."""
         ...
 
-    def roots(self, request: AheadRequest) -> list[D]:
+    def roots(self, request: LookaheadRequest) -> list[D]:
         """Returns what to read of the step under way, its block first."""
         ...
 
@@ -146,13 +146,13 @@ class BranchingMethod(Protocol[D]):
         ...
 
 
-class AheadSearch(Generic[D]):
+class LookaheadSearch(Generic[D]):
     """One pass over some sessions: `choose` and `extended` alternate until nothing is chosen."""
 
     def __init__(
         self,
         method: BranchingMethod[D],
-        requests: Sequence[AheadRequest],
+        requests: Sequence[LookaheadRequest],
         forward_time: ForwardTime,
         interrupted: Callable[[], bool],
     ) -> None:
@@ -168,11 +168,11 @@ class AheadSearch(Generic[D]):
     def choose(self, now: float) -> list[D]:
         """Returns the drafts that the next forward pass extends: the most urgent of those that it reaches in time."""
         due = now + self._took_s
-        in_time = [draft for draft in self._open if due <= draft.ahead.until]
+        in_time = [draft for draft in self._open if due <= draft.lookahead.until]
         self._open = sorted(in_time, key=lambda draft: -draft.urgency)
         if not self._open:
             return []
-        rows = self._rows(min(draft.ahead.until for draft in self._open) - now)
+        rows = self._rows(min(draft.lookahead.until for draft in self._open) - now)
         chosen = self._open[:rows]
         del self._open[:rows]
         return chosen
@@ -210,7 +210,7 @@ class AheadSearch(Generic[D]):
         twice = self._forward_time.most_rows(self._most_rows, left_s / 2)
         return twice or self._forward_time.most_rows(self._most_rows, left_s) or 1
 
-    def _begin(self, request: AheadRequest) -> list[D]:
+    def _begin(self, request: LookaheadRequest) -> list[D]:
         """Returns the roots, and blocks for rejections if the alternatives to the block's tokens are known already."""
         roots = self._method.roots(request)
         root = roots[0]
@@ -237,14 +237,14 @@ class AheadSearch(Generic[D]):
 
 def draft_ahead(
     method: BranchingMethod[D],
-    requests: Sequence[AheadRequest],
+    requests: Sequence[LookaheadRequest],
     forward_time: ForwardTime,
     clock: Callable[[], float],
     interrupted: Callable[[], bool],
     early: Early,
 ) -> list[D]:
     """Drafts blocks for possible verdicts; calls `early` after each forward pass with the blocks that may be sent."""
-    search = AheadSearch(method, requests, forward_time, interrupted)
+    search = LookaheadSearch(method, requests, forward_time, interrupted)
     while not interrupted():
         began = clock()
         chosen = search.choose(began)
@@ -271,5 +271,5 @@ def _outcomes(root: BlockDraft) -> list[Outcome]:
     if root.main is not None:
         choices = root.main.choices[: len(block)]
         return continuations(block, accepted_chance(block, choices), after) if len(choices) == len(block) else []
-    rejected = rejections(root.ahead.unverified, there) if root.tells_all else []
+    rejected = rejections(root.lookahead.unverified, there) if root.tells_all else []
     return rejected + continuations(block, accepted_chance(block, there), after)

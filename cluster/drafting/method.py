@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from cluster.drafting.requests import AheadRequest, Proposal, SessionUpdates
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionUpdates
 from protos.frozen import value
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
@@ -46,7 +46,7 @@ class DraftingMethod(Protocol):
         ...
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         """Returns any number of proposals for each request.
 
@@ -100,16 +100,16 @@ class DraftingPass:
 
     updates: SessionUpdates
     requests: tuple[DraftRequest, ...] = ()
-    ahead: tuple[AheadRequest, ...] = ()
+    lookahead: tuple[LookaheadRequest, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.updates.closed or self.updates.states or self.requests or self.ahead)
+        return not (self.updates.closed or self.updates.states or self.requests or self.lookahead)
 
     @property
     def sessions(self) -> list[str]:
         """Names of the sessions that the pass drafts for."""
-        return [request.session for request in self.requests or self.ahead]
+        return [request.session for request in self.requests or self.lookahead]
 
 
 def apply_updates(method: DraftingMethod, updates: SessionUpdates) -> None:
@@ -132,6 +132,6 @@ def make_pass(
     apply_updates(method, drafting.updates)
     if drafting.requests:
         return method.draft(drafting.requests)
-    if drafting.ahead:
-        return method.draft_ahead(drafting.ahead, interrupted, early)
+    if drafting.lookahead:
+        return method.draft_ahead(drafting.lookahead, interrupted, early)
     return []

@@ -1,6 +1,6 @@
 """Values exchanged with a drafting method: requests, proposals, and changes to sessions.
 
-The target's own `protos.messages.DraftRequest` requests a block that is needed now; an `AheadRequest` requests blocks
+The target's own `protos.messages.DraftRequest` requests a block that is needed now; an `LookaheadRequest` requests blocks
 for the likely outcomes of a verdict. The method answers both with a `Proposal` per block.
 
 A method runs on its own thread and keeps its own copy of every text (`SessionText`). Each pass starts by applying the
@@ -17,7 +17,7 @@ from protos.messages import Open, Shape
 
 
 @value
-class AheadRequest:
+class LookaheadRequest:
     """A session whose current step, with the draft tokens `unverified` or none, has no verdict yet.
 
     The method drafts one block for each likely outcome of the step, and finishes by `until`. It omits tokens whose
@@ -72,7 +72,7 @@ class Proposal:
         return self.tree.tokens
 
 
-def nothing_ahead(requests: Sequence[AheadRequest]) -> list[Proposal]:
+def nothing_ahead(requests: Sequence[LookaheadRequest]) -> list[Proposal]:
     """Returns the answer of a method that has no blocks ahead of these verdicts.
 
     A target that continues without a block is answered with an empty proposal, or it would count the drafter as silent.
@@ -82,7 +82,7 @@ def nothing_ahead(requests: Sequence[AheadRequest]) -> list[Proposal]:
     return [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
 
 
-def with_empty(proposals: list[Proposal], requests: Sequence[AheadRequest]) -> list[Proposal]:
+def with_empty(proposals: list[Proposal], requests: Sequence[LookaheadRequest]) -> list[Proposal]:
     """Returns the proposals, followed by the answers of `nothing_ahead` for sessions without one."""
     served = {proposal.session for proposal in proposals}
     return proposals + nothing_ahead([request for request in requests if request.session not in served])

@@ -14,7 +14,7 @@ from cluster.costs import DraftCost
 from cluster.draft_quality import LoadCheck, VersionWatch
 from cluster.drafting.draft_sequence import DraftSequence
 from cluster.drafting.method import DraftingPass
-from cluster.drafting.requests import AheadRequest, Proposal, SessionUpdates, max_block_len
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionUpdates, max_block_len
 from cluster.drafting.session_table import DrafterLimits, SessionTable
 from cluster.envelope import Send
 from cluster.trust import Refusals, not_permitted
@@ -81,13 +81,13 @@ class DraftScheduler:
 
     # ------------------------------------------------------------ the drafting pass
 
-    def next_pass(self, limit: int, ahead_limit: int) -> DraftingPass:
-        """Returns a pass for up to `limit` sessions that want a block now, or else for up to `ahead_limit` ahead."""
+    def next_pass(self, limit: int, lookahead_limit: int) -> DraftingPass:
+        """Returns a pass for up to `limit` sessions that want a block now, or else for up to `lookahead_limit` ahead."""
         requests = self.requests(limit)
-        ahead = () if requests else self.ahead_requests(ahead_limit)
+        lookahead = () if requests else self.lookahead_requests(lookahead_limit)
         pending = self.sessions.updates
-        is_due = requests or ahead or pending.closed or pending.states  # caches to free, states to process while idle
-        return DraftingPass(pending.take() if is_due else SessionUpdates(), requests, ahead)
+        is_due = requests or lookahead or pending.closed or pending.states  # caches to free, states to process while idle
+        return DraftingPass(pending.take() if is_due else SessionUpdates(), requests, lookahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:
         """Returns requests for up to `limit` sessions without a block for their length, longest unserved first."""
@@ -102,19 +102,19 @@ class DraftScheduler:
         self.counts["passes"] += bool(requests)
         return tuple(requests)
 
-    def ahead_requests(self, limit: int) -> tuple[AheadRequest, ...]:
+    def lookahead_requests(self, limit: int) -> tuple[LookaheadRequest, ...]:
         """Returns requests for up to `limit` sessions with a step under way that nothing was drafted beyond yet.
 
         Call it only when no session wants a block now: a block ahead may not be needed, so it comes last.
         """
-        requests: list[AheadRequest] = []
+        requests: list[LookaheadRequest] = []
         for session in self.sessions.all.values() if self._draft_ahead else ():
             if len(requests) == limit:
                 break
             if session.unverified is not None and session.may_go_on:
-                requests.append(self._ahead_request(session, session.unverified))
+                requests.append(self._lookahead_request(session, session.unverified))
                 session.unverified = None
-        self.sessions.ahead = {request.session for request in requests}
+        self.sessions.lookahead = {request.session for request in requests}
         self.counts["passes_ahead"] += bool(requests)
         return tuple(requests)
 
@@ -124,9 +124,9 @@ class DraftScheduler:
         return any(session.wants_block for session in self.sessions.all.values())
 
     @property
-    def is_ahead_vain(self) -> bool:
+    def is_lookahead_stale(self) -> bool:
         """True once every verdict that the latest requests anticipate has arrived."""
-        return not self.sessions.ahead
+        return not self.sessions.lookahead
 
     def proposed(self, proposals: Sequence[Proposal], now: float) -> list[Send]:
         """Returns the blocks to send, without those that a verdict overtook while they were drafted."""
@@ -137,7 +137,7 @@ class DraftScheduler:
                 self.counts["nothing_to_propose"] += 1
                 sends += _no_draft(session, proposal) if session is not None else []
             elif proposal.outcome:
-                sends += self._send_ahead(session, proposal)
+                sends += self._send_lookahead(session, proposal)
             elif session.address != (proposal.base_len, proposal.prefix_hash):
                 self.counts["overtaken"] += 1
                 sends += self.sessions.note_block(late=True)
@@ -200,8 +200,8 @@ class DraftScheduler:
             shape=self._shape(session),
         )
 
-    def _ahead_request(self, session: DraftSequence, unverified: DraftTree) -> AheadRequest:
-        return AheadRequest(
+    def _lookahead_request(self, session: DraftSequence, unverified: DraftTree) -> LookaheadRequest:
+        return LookaheadRequest(
             session=session.open.session,
             base_len=session.prefix.length,
             prefix_hash=session.prefix.hash,
@@ -216,7 +216,7 @@ class DraftScheduler:
     def _shape(self, session: DraftSequence) -> Shape:
         return session.shape if session.shape in self._shapes else Shape.CHAIN
 
-    def _send_ahead(self, session: DraftSequence, proposal: Proposal) -> list[Send]:
+    def _send_lookahead(self, session: DraftSequence, proposal: Proposal) -> list[Send]:
         """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile.
 
         Sends nothing if the same block was sent before.

@@ -122,7 +122,7 @@ class SessionTable:
     ) -> None:
         self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # longest without a block first
         self.updates = SessionUpdates()  # for the drafting method, with the next pass
-        self.ahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
+        self.lookahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
         self.load_check = load_check
         self.version_watch = version_watch
         self.is_leaving = False  # if True, new sessions are refused
@@ -261,7 +261,7 @@ class SessionTable:
 
     def _follow(self, session: DraftSequence, tokens: tuple[int, ...], now: float) -> None:
         """Applies a verdict's tokens; a block sent ahead may already be at the target."""
-        self.ahead.discard(session.open.session)
+        self.lookahead.discard(session.open.session)
         if session.step_began_s is not None:
             interval = self._step_interval(session.target)
             self._step_intervals[session.target] = interval.after(now - session.step_began_s)
@@ -289,7 +289,7 @@ class SessionTable:
         """
         session = self._session_at(target, request)
         if session is not None and session.address == (request.base_len, request.prefix_hash):
-            session.take(request, goes_ahead=self._draft_ahead)
+            session.take(request, drafts_ahead=self._draft_ahead)
             (self._resting.discard if session.requested_tokens else self._resting.add)(target)
             if session.lacks_states and session.lacks_block:  # the target must not wait for missing states
                 return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
@@ -402,7 +402,7 @@ class SessionTable:
 
     def _forget(self, name: str) -> None:
         del self.all[name]
-        self.ahead.discard(name)
+        self.lookahead.discard(name)
         self.version_watch.close(name)
         self.updates.close(name)
         self._states.forget(name)

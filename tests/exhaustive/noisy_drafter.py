@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import LookaheadRequest, Proposal
 from protos.messages import DraftRequest
 
 
@@ -24,7 +24,7 @@ class TurnsToNoise:
         return [self._spoilt(proposal) for proposal in self._method.draft(requests)]
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         return [self._spoilt(proposal) for proposal in self._method.draft_ahead(requests, interrupted)]
 

@@ -10,7 +10,7 @@ import torch
 from actors.drafter import Drafter
 from actors.engine.executor import Engine
 from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.errors import DrainingError, TargetLostError
 from cluster.routing.ledger import CommittedTokens, Generation
 from cluster.verification.step import Outcome, StepPlan
@@ -262,7 +262,7 @@ class Stalled:
         return self._method.draft(requests)
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         assert self.go_on.wait(60), "the test has forgotten this drafter"
         return self._method.draft_ahead(requests, interrupted, early)

@@ -10,7 +10,7 @@ from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_model import DraftModel
 from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionText
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
 from cluster.page_allocator import PageCopy, SlotMove
 from protos.messages import DraftRequest, Open, Shape, StateDtype, StatesFormat
 
@@ -143,7 +143,7 @@ class ReadingMethod:
         return self._model.draft(requests)
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         self._check(requests)
         return self._model.draft_ahead(requests, interrupted, early)
@@ -155,7 +155,7 @@ class ReadingMethod:
             self._begin_by.pop(session, None)
         self._model.close(sessions)
 
-    def _check(self, requests: Sequence[DraftRequest | AheadRequest]) -> None:
+    def _check(self, requests: Sequence[DraftRequest | LookaheadRequest]) -> None:
         for request in requests:
             known = self._known[request.session]
             assert request.base_len - 1 <= known <= request.base_len, "it is to draft from states that are not here"

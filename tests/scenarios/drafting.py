@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.drafting.hidden_state_receiver import StateBounds
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
@@ -167,8 +167,8 @@ class Drafter:
         }
         return [replace(plain[kind], **fields)]
 
-    def _pass(self, limit: int, ahead_limit: int) -> list[str]:
-        drafting = self.scheduler.next_pass(limit, ahead_limit)
+    def _pass(self, limit: int, lookahead_limit: int) -> list[str]:
+        drafting = self.scheduler.next_pass(limit, lookahead_limit)
         for session in drafting.updates.closed:
             self._texts.pop(session, None)
         self._texts |= {name: request.tokens for name, request in drafting.updates.opened.items()}
@@ -180,15 +180,15 @@ class Drafter:
             end = first + len(data) // STATES.row_bytes
             assert data == rows_of(self._texts[session][first:end]), "states of another text"
             answers.append(f"states {session} {first}-{end}")
-        return answers + [self._requested(each) for each in drafting.requests or drafting.ahead]
+        return answers + [self._requested(each) for each in drafting.requests or drafting.lookahead]
 
-    def _requested(self, request: DraftRequest | AheadRequest) -> str:
+    def _requested(self, request: DraftRequest | LookaheadRequest) -> str:
         text = self._texts[request.session]
         assert self.address(text) == (request.base_len, request.prefix_hash)
         words = [request.session, written(text)]
         if isinstance(request, DraftRequest) and request.attempt != 1:
             words.append(f"attempt={request.attempt}")
-        if isinstance(request, AheadRequest):
+        if isinstance(request, LookaheadRequest):
             words.append(f"unverified={written(request.unverified.tokens)}")
         if request.max_tokens < MAX_BLOCK_TOKENS:
             words.append(f"max_tokens={request.max_tokens}")
@@ -196,7 +196,7 @@ class Drafter:
             words.append(f"least_chance={request.least_chance}")
         if request.shape is Shape.TREE:
             words.append("shape=tree")
-        if isinstance(request, AheadRequest) and request.until < float("inf"):
+        if isinstance(request, LookaheadRequest) and request.until < float("inf"):
             words.append(f"until={request.until:.3f}")
         return " ".join(words)
 
@@ -230,7 +230,7 @@ class Drafter:
                 return f"{self.scheduler.load()[name]:.0f}"
             case "targets":
                 return ",".join(sorted(self.scheduler.targets))
-            case "has_requests" | "is_idle" | "is_ahead_vain":
+            case "has_requests" | "is_idle" | "is_lookahead_stale":
                 return "yes" if getattr(self.scheduler, name) else "no"
             case "checked" | "correct":
                 check = self.scheduler.sessions.load_check

@@ -193,14 +193,14 @@ def test_drafting_ahead_is_vain_once_all_its_verdicts_have_arrived():
         t1: Step a 1,2 +3 hold_step=no
         router#1: Open b 1,2 -> t1 <- Attach b 1,2
         t1: Step b 1,2 +3 hold_step=no
-        show is_ahead_vain -> is_ahead_vain=yes
+        show is_lookahead_stale -> is_lookahead_stale=yes
         ahead
             a 1,2,3 unverified=
             b 1,2,3 unverified=
         t1: Step a 1,2,3 +4 hold_step=no
-        show is_ahead_vain -> is_ahead_vain=no
+        show is_lookahead_stale -> is_lookahead_stale=no
         t1: Step b 1,2,3 +4 hold_step=no
-        show is_ahead_vain -> is_ahead_vain=yes
+        show is_lookahead_stale -> is_lookahead_stale=yes
     """)
 
 
@@ -225,7 +225,7 @@ def test_the_verdict_of_a_new_target_has_no_estimated_time():
     drafter = Drafter(draft_ahead=True)
     drafter.do("router#1: Open s 1,2")
     drafter.do("t1: Step s 1,2 +3 hold_step=no")
-    (request,) = drafter.scheduler.next_pass(0, 9).ahead
+    (request,) = drafter.scheduler.next_pass(0, 9).lookahead
     assert request.until == math.inf
 
 

@@ -11,9 +11,9 @@ from functools import partial
 
 from cluster.costs import CostModel, DraftCost
 from cluster.drafting.draft_state import BlockDraft
-from cluster.drafting.lookahead import AheadSearch, ForwardTime, proposals
+from cluster.drafting.lookahead import LookaheadSearch, ForwardTime, proposals
 from cluster.drafting.method import apply_updates
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.envelope import Send, stream_name
 from cluster.errors import SlipstreamError
@@ -48,7 +48,7 @@ class _Pass:
     ready_s: float  # start of its first forward
     forwards: tuple[_Forward, ...]
     blocks: tuple[Proposal, ...] = ()  # of a pass that cannot be interrupted
-    search: AheadSearch[BlockDraft] | None = None  # of a pass ahead of verdicts
+    search: LookaheadSearch[BlockDraft] | None = None  # of a pass ahead of verdicts
 
     @property
     def ends_s(self) -> float:
@@ -115,7 +115,7 @@ class SimulatedDrafter:
         """Begins a pass if there is something to draft; requested blocks interrupt drafting ahead."""
         if self._pass is not None:
             is_ahead = self._pass.search is not None
-            if is_ahead and (self.scheduler.has_requests or self.scheduler.is_ahead_vain):
+            if is_ahead and (self.scheduler.has_requests or self.scheduler.is_lookahead_stale):
                 self._begin(self._pass.interrupted(self.process.clock.now))
             return
         drafting = self.scheduler.next_pass(self._limit, self._limit)
@@ -124,8 +124,8 @@ class SimulatedDrafter:
             self._drop_unused_targets()
         if drafting.requests:
             self._begin(self._now(drafting.requests))
-        elif drafting.ahead:
-            self._begin(self._ahead(drafting.ahead))
+        elif drafting.lookahead:
+            self._begin(self._ahead(drafting.lookahead))
 
     def _now(self, requests: Sequence[DraftRequest]) -> _Pass:
         blocks = self._method.draft(requests)
@@ -135,9 +135,9 @@ class SimulatedDrafter:
         ends_s = ready_s + self._cost.forwards(longest) * self._forward_s(len(requests), longest)
         return _Pass(began_s, ready_s, (_Forward(ready_s, ends_s),), tuple(blocks))
 
-    def _ahead(self, requests: Sequence[AheadRequest]) -> _Pass:
+    def _ahead(self, requests: Sequence[LookaheadRequest]) -> _Pass:
         """Runs the search of real drafters, at the virtual times at which they would."""
-        search = AheadSearch(self._method, requests, self._forward_time, never_interrupted)
+        search = LookaheadSearch(self._method, requests, self._forward_time, never_interrupted)
         began_s = self.process.clock.now
         ready_s = began_s + self._per_pass_s
         forwards: list[_Forward] = []

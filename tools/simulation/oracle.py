@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import MAX_OUTCOMES, SIBLING_URGENCY, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionText
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Choices
 from protos.messages import DraftRequest, Open, Shape
 
@@ -177,14 +177,14 @@ class OracleMethod:
         return [draft.proposal() for draft in drafts]
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         """Drafts ahead without spending time; a simulated drafter runs the search itself in virtual time."""
         return proposals(draft_ahead(self, requests, ForwardTime(), lambda: 0.0, interrupted, early))
 
     # ------------------------------------------------------------ what the search ahead goes by
 
-    def roots(self, request: AheadRequest) -> list[BlockDraft]:
+    def roots(self, request: LookaheadRequest) -> list[BlockDraft]:
         """Returns roots whose block candidates are known; candidates after the block need a forward."""
         block = request.unverified.main_path
         root = self._begin(request, len(block) + 1)
@@ -212,13 +212,13 @@ class OracleMethod:
         said = self._reference_texts[session].tokens[start : start + len(decided)]
         assert tuple(decided) == said, f"{session}: its drafter received tokens that were never decided"
 
-    def _begin(self, request: DraftRequest | AheadRequest, max_tokens: int) -> BlockDraft:
+    def _begin(self, request: DraftRequest | LookaheadRequest, max_tokens: int) -> BlockDraft:
         text = self._texts[request.session]
         return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
 
     def _sibling(self, root: BlockDraft, path: tuple[int, ...]) -> BlockDraft:
         """Makes a root that reads a token beside the main path of the block."""
-        found = self._begin(root.ahead, max_tokens=len(path) + 1)
+        found = self._begin(root.lookahead, max_tokens=len(path) + 1)
         found.unverified = path
         found.main = root
         found.chance = SIBLING_URGENCY

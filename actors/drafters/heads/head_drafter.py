@@ -21,7 +21,7 @@ from actors.drafters.model.sampling import DraftSampler
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import MAX_OUTCOMES, SIBLING_URGENCY, MAX_SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty
 from cluster.drafting.trees import NO_CHOICES, branches_by_depth
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
@@ -109,7 +109,7 @@ class HeadDrafter:
         self._predictor = predictor
         self._sampler = sampler
         self._clock = clock
-        self._ahead_time = ForwardTime()
+        self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
 
     @property
@@ -166,17 +166,17 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         """Drafts for likely outcomes.
 
         A session without candidates that the target decodes without a block gets an empty proposal.
         """
         ready = [request for request in requests if self._is_ready(request)]
-        drafts: list[PredictedDraft] = draft_ahead(self, ready, self._ahead_time, self._clock, interrupted, early)
+        drafts: list[PredictedDraft] = draft_ahead(self, ready, self._lookahead_time, self._clock, interrupted, early)
         return with_empty(proposals(drafts), requests)
 
-    def _is_ready(self, request: DraftRequest | AheadRequest) -> bool:
+    def _is_ready(self, request: DraftRequest | LookaheadRequest) -> bool:
         return self._predictor.is_ready(request.session, request.base_len)
 
     def _block(self, request: DraftRequest) -> PredictedDraft:
@@ -190,13 +190,13 @@ class HeadDrafter:
 
     # ------------------------------------------------------------ blocks ahead of a verdict
 
-    def roots(self, request: AheadRequest) -> list[PredictedDraft]:
+    def roots(self, request: LookaheadRequest) -> list[PredictedDraft]:
         """Returns roots for the main path under verification, read from true states, and for tokens beside it."""
         main = self._root(request, request.unverified.main_path)
         beside = request.unverified.off_main_path[:MAX_SIBLINGS_READ]
         return [main, *[self._root(request, path, main) for path in beside]]
 
-    def _root(self, request: AheadRequest, path: tuple[int, ...], main: PredictedDraft | None = None) -> PredictedDraft:
+    def _root(self, request: LookaheadRequest, path: tuple[int, ...], main: PredictedDraft | None = None) -> PredictedDraft:
         return PredictedDraft(
             request=request,
             text=self._texts[request.session],

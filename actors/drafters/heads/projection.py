@@ -16,7 +16,7 @@ from actors.compute.hidden_states import decode_rows
 from actors.compute.linear import Projection
 from actors.models.decoder import Norm
 from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
@@ -120,7 +120,7 @@ class DecodedStates:
         return self._method.draft(requests)
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         return self._method.draft_ahead(requests, interrupted, early)
 

@@ -15,12 +15,12 @@ from actors.drafters.lookup import ngram
 from actors.drafters.registry import DraftSetup, create_model_method
 from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod, Early, ExchangesWeights, ReadsStates, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, max_block_len
+from cluster.drafting.requests import LookaheadRequest, Proposal, max_block_len
 from cluster.drafting.trees import merged
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
-AnyRequest = TypeVar("AnyRequest", DraftRequest, AheadRequest)
+AnyRequest = TypeVar("AnyRequest", DraftRequest, LookaheadRequest)
 
 MIN_SURE_SHARE = 0.5  # share of the requested tokens that an n-gram draft must expect to be accepted, to skip the model
 
@@ -66,7 +66,7 @@ class HybridDraft:
         return self._both(rest, lookups, self._model.draft(rest)) if rest else lookups
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         lookups = [proposal for proposal in self._lookup.draft_ahead(requests, interrupted) if proposal.tokens]
         rest = self._in_doubt(requests, lookups)
@@ -102,11 +102,11 @@ class HybridDraft:
             or (self._takes_both(request) and expected[request.session] < MIN_SURE_SHARE * request.max_tokens)
         ]
 
-    def _takes_both(self, request: DraftRequest | AheadRequest) -> bool:
+    def _takes_both(self, request: DraftRequest | LookaheadRequest) -> bool:
         return request.shape is Shape.TREE and self._open[request.session].takes_trees
 
     def _both(
-        self, requests: Sequence[DraftRequest | AheadRequest], lookups: Iterable[Proposal], drafted: Iterable[Proposal]
+        self, requests: Sequence[DraftRequest | LookaheadRequest], lookups: Iterable[Proposal], drafted: Iterable[Proposal]
     ) -> list[Proposal]:
         """Returns all proposals, likeliest outcomes first. Two blocks after the same tokens are merged."""
         by_session = {request.session: request for request in requests}
@@ -119,7 +119,7 @@ class HybridDraft:
             )
         return sorted(together.values(), key=lambda proposal: -proposal.chance)
 
-    def _merged(self, one: Proposal, other: Proposal, request: DraftRequest | AheadRequest) -> Proposal:
+    def _merged(self, one: Proposal, other: Proposal, request: DraftRequest | LookaheadRequest) -> Proposal:
         most = min(request.max_tokens, max_block_len(self._open[request.session], one.base_len))
         return merged(one, other, most, request.least_chance)
 

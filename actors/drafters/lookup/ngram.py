@@ -25,7 +25,7 @@ from cluster.config import DraftPool
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import ForwardTime, PendingPositions, TextPosition, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty
 from cluster.drafting.trees import NO_CHOICES, MAX_SIBLINGS, Choices, TokenPath, grown_paths, tree_of
 from cluster.speculation.estimators import Pairs
 from protos.draft_tree import DraftTree
@@ -322,7 +322,7 @@ class NgramDraft:
         return [draft.proposal() for draft in drafts]
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         """Drafts for likely outcomes in one go: this is too quick for a verdict to arrive before it ends.
 
@@ -332,7 +332,7 @@ class NgramDraft:
         return with_empty(proposals(drafts), requests)
 
     def _begin(
-        self, request: DraftRequest | AheadRequest, outcome: tuple[int, ...], chance: float, max_tokens: int
+        self, request: DraftRequest | LookaheadRequest, outcome: tuple[int, ...], chance: float, max_tokens: int
     ) -> NgramBlock:
         return NgramBlock(
             request=request,
@@ -347,7 +347,7 @@ class NgramDraft:
 
     # ------------------------------------------------------------ blocks ahead of a verdict
 
-    def roots(self, request: AheadRequest) -> list[NgramBlock]:
+    def roots(self, request: LookaheadRequest) -> list[NgramBlock]:
         """Returns a root for the main path and one for each token beside it.
 
         Under rejection sampling the whole block is expected to be accepted.
@@ -358,7 +358,7 @@ class NgramDraft:
         beside = [path for path in paths if path != main_path[: len(path)]]
         return [self._root(request, path) for path in (main_path, *beside[:MAX_SIDE_ROOTS])]
 
-    def _root(self, request: AheadRequest, path: TokenPath) -> NgramBlock:
+    def _root(self, request: LookaheadRequest, path: TokenPath) -> NgramBlock:
         """Makes a root from the tokens of `path`, with the alternatives that the text has at each position."""
         root = self._begin(request, (), 1.0, len(path) + 1)
         root.unverified = path
@@ -401,7 +401,7 @@ class NgramDraft:
     def _end(self, root: NgramBlock) -> None:
         """Adds candidates after the root's last token, except draft tokens that are under verification themselves."""
         path = root.tokens
-        expected = _children(root.ahead.unverified, path)
+        expected = _children(root.lookahead.unverified, path)
         others = [choice for choice in self._choices(root, path) if choice[0] not in expected]
         if others:
             there = Choices([token for token, _ in others], [chance for _, chance in others])

@@ -20,7 +20,7 @@ from cluster.config_sections import SuffixOptions
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import MAX_OUTCOMES, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionText, with_empty
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty
 from cluster.drafting.trees import NO_CHOICES, Choices, TokenPath, grow_branches
 from protos.messages import DraftRequest, Open, Shape
 
@@ -217,7 +217,7 @@ class SuffixLookup:
     def __init__(self, options: SuffixOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
         self._clock = clock
-        self._ahead_time = ForwardTime()
+        self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
         self._own: dict[str, SuffixIndex] = {}
         self._answers = RecentAnswers(options.min_ngram, options.remembered_tokens)
@@ -275,16 +275,16 @@ class SuffixLookup:
         return [draft.proposal() for draft in drafts]
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         """Drafts for likely outcomes.
 
         A session that the target decodes without a block and that has no candidates gets an empty proposal.
         """
-        drafts = draft_ahead(self, requests, self._ahead_time, self._clock, interrupted, early)
+        drafts = draft_ahead(self, requests, self._lookahead_time, self._clock, interrupted, early)
         return with_empty(proposals(drafts), requests)
 
-    def _begin(self, request: DraftRequest | AheadRequest, max_tokens: int) -> BlockDraft:
+    def _begin(self, request: DraftRequest | LookaheadRequest, max_tokens: int) -> BlockDraft:
         text = self._texts[request.session]
         return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
 
@@ -295,7 +295,7 @@ class SuffixLookup:
 
     # ------------------------------------------------------------ blocks ahead of a verdict
 
-    def roots(self, request: AheadRequest) -> list[BlockDraft]:
+    def roots(self, request: LookaheadRequest) -> list[BlockDraft]:
         """Returns the block under verification, with alternatives at each position."""
         block = request.unverified.main_path
         root = self._begin(request, len(block) + 1)

@@ -27,7 +27,7 @@ from actors.sampling.processors import MAKERS, Maker
 from cluster.drafting.draft_state import DraftedToken
 from cluster.drafting.lookahead import MAX_OUTCOMES, SIBLING_URGENCY, MAX_SIBLINGS_READ, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionText
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Choices, least_of, worth_branching
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape
@@ -175,7 +175,7 @@ class DraftModel:
         self._sampler = DraftSampler(
             token_ids, runner.vocabulary, limits, calibration or Calibration(), (*MAKERS, *makers)
         )
-        self._ahead_time = ForwardTime()
+        self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
         self._considered: dict[str, _Considered] = {}  # by session: candidates of the latest proposed blocks
         self._busy: set[str] = set()  # sessions of the current pass, whose cache pages must stay
@@ -293,16 +293,16 @@ class DraftModel:
         return [draft.proposal() for draft in drafts]
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         self._busy = _sessions(requests)
-        guesses = draft_ahead(self, requests, self._ahead_time, self._clock, interrupted, early)
+        guesses = draft_ahead(self, requests, self._lookahead_time, self._clock, interrupted, early)
         self._considered |= {request.session: {} for request in requests}
         for draft in guesses:
             self._considered[draft.request.session][draft.base_hash] = draft.by_model
         return proposals(guesses)
 
-    def _begin(self, request: DraftRequest | AheadRequest, unverified: tuple[int, ...], max_tokens: int) -> CachedDraft:
+    def _begin(self, request: DraftRequest | LookaheadRequest, unverified: tuple[int, ...], max_tokens: int) -> CachedDraft:
         """Starts a block after the committed text, or one that reads `unverified` after it."""
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
@@ -355,7 +355,7 @@ class DraftModel:
 
     # ------------------------------------------------------------ blocks ahead of a verdict
 
-    def roots(self, request: AheadRequest) -> list[CachedDraft]:
+    def roots(self, request: LookaheadRequest) -> list[CachedDraft]:
         """Returns roots: the part of the main path whose candidates are unknown, and tokens beside it.
 
         If a head or another method drafted part of the block, the model reads it first. The same applies if the text
@@ -376,13 +376,13 @@ class DraftModel:
 
     def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
         """Makes a root for each of the first tokens under verification beside the main path."""
-        request = root.ahead
+        request = root.lookahead
         first = request.base_len - MAX_REPEATED_TOKENS  # the cache must reach this far, or each root would read the prompt again
         beside = [path for path in request.unverified.off_main_path if len(root.branch.tokens) >= first]
         return [self._sibling(root, path) for path in beside[:MAX_SIBLINGS_READ]]
 
     def _sibling(self, root: CachedDraft, path: tuple[int, ...]) -> CachedDraft:
-        request = root.ahead
+        request = root.lookahead
         tokens = [*root.text.tokens, *path]
         cached = min(len(root.branch.tokens), len(tokens) - 1)
         sibling = CachedDraft(
@@ -437,5 +437,5 @@ class DraftModel:
         return advanced
 
 
-def _sessions(requests: Iterable[DraftRequest | AheadRequest]) -> set[str]:
+def _sessions(requests: Iterable[DraftRequest | LookaheadRequest]) -> set[str]:
     return {request.session for request in requests}

@@ -19,7 +19,7 @@ from actors.models.decoder import ToyRunner
 from actors.net.streams import Outbox
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.drafting.session_table import DrafterLimits
 from cluster.trust import PeerRole
 from protos import speculation_pb2 as pb
@@ -168,7 +168,7 @@ class OneToken(Stateless):
         return [Proposal(e.session, e.base_len, e.prefix_hash, block, is_at_once=self.at_once) for e in requests]
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         raise AssertionError("nobody asked for drafts ahead")
 
@@ -183,7 +183,7 @@ class EndlessMethod(OneToken):
         self.stop = threading.Event()
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         while not interrupted() and not self.stop.is_set():
             self.checks += 1
@@ -199,7 +199,7 @@ class EarlyMethod(OneToken):
         self.stop = threading.Event()
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         (request,) = requests
         outcome = (1, 2)

@@ -33,7 +33,7 @@ from actors.drafters.registry import DraftSetup, create_method, states_format
 from actors.models.decoder import ForwardOutput, ToyRunner
 from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.page_allocator import PageCopy
 from protos.draft_tree import DraftTree
 from protos.frozen import value
@@ -82,9 +82,9 @@ class Want:
         )
 
     @property
-    def ahead(self) -> AheadRequest:
+    def ahead(self) -> LookaheadRequest:
         assert self.unverified is not None
-        return AheadRequest(
+        return LookaheadRequest(
             session=self.open.session,
             base_len=len(self.tokens),
             prefix_hash=self.prefix_hash,

@@ -8,7 +8,7 @@ import pytest
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import dismiss
-from cluster.drafting.requests import AheadRequest, Proposal, SessionText
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Choices
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling
@@ -33,7 +33,7 @@ class Counting:
     def clock(self) -> float:
         return float(len(self.extended))
 
-    def roots(self, request: AheadRequest) -> list[BlockDraft]:
+    def roots(self, request: LookaheadRequest) -> list[BlockDraft]:
         block = request.unverified.main_path
         text = SessionText(an_open(request.session, tokens=TOKENS, **self._session), list(TOKENS))
         root = BlockDraft(
@@ -58,13 +58,13 @@ class Counting:
         return list(drafts)
 
 
-def a_request(session: str = "s", unverified: tuple[int, ...] = (2, 3), until: float = math.inf) -> AheadRequest:
+def a_request(session: str = "s", unverified: tuple[int, ...] = (2, 3), until: float = math.inf) -> LookaheadRequest:
     prefix_hash = Prefix(KEY, TOKENS).hash
-    return AheadRequest(session, len(TOKENS), prefix_hash, 3, DraftTree.chain(unverified), until)
+    return LookaheadRequest(session, len(TOKENS), prefix_hash, 3, DraftTree.chain(unverified), until)
 
 
 def drafted(
-    method: Counting, *requests: AheadRequest, interrupted: Callable[[], bool] = lambda: False
+    method: Counting, *requests: LookaheadRequest, interrupted: Callable[[], bool] = lambda: False
 ) -> list[Proposal]:
     drafts = draft_ahead(method, requests, ForwardTime(), method.clock, interrupted, dismiss)
     return proposals(drafts)

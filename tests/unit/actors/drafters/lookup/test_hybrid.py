@@ -11,7 +11,7 @@ from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.registry import create_method, states_needed
 from cluster.config import DraftPool, validated
 from cluster.drafting.method import Early, ReadsStates, dismiss
-from cluster.drafting.requests import AheadRequest, Proposal
+from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.errors import ConfigError
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import DraftRequest, Open, Shape
@@ -58,7 +58,7 @@ class Asked:
         return [Proposal(each.session, each.base_len, each.prefix_hash, DraftTree.chain((9,))) for each in requests]
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         self.interrupted = interrupted
         self.sessions += [each.session for each in requests]
@@ -116,7 +116,7 @@ class Chanced(Asked):
         return [replace(each, tree=TREE, chances=CHANCES) for each in super().draft(requests)]
 
     def draft_ahead(
-        self, requests: Sequence[AheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
+        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         super().draft_ahead(requests, interrupted)
         found = [
