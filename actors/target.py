@@ -168,7 +168,7 @@ class TargetReplica:
         self.scheduler = VerificationScheduler(limits, pacing, step_cost, memory)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages by kind
-        self.decided_tokens = 0  # tokens by step; those after a session's end count too
+        self.committed_tokens = 0  # tokens by step; those after a session's end count too
         self.failure: EngineError | None = None
         self._engine = engine
         self._gate = GrammarGate(
@@ -204,7 +204,7 @@ class TargetReplica:
         outcomes = await self._compute(self._engine.step(plan), self._expected_s(plan))
         now = self._clock()
         self.timeline.record("decided", *sessions)
-        self.decided_tokens += sum([outcome.token_count for outcome in outcomes])
+        self.committed_tokens += sum([outcome.token_count for outcome in outcomes])
         self._send(self.scheduler.apply(outcomes, now - began, now))
         await asyncio.sleep(0)  # verdicts leave, and messages that arrived meanwhile are handled, before the next plan
 

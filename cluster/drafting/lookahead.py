@@ -56,7 +56,7 @@ class PendingPositions(Generic[T]):
         """Stores a prediction; replaces an earlier one for the same position."""
         self._open[session][position] = prediction
 
-    def decided(self, session: str, tokens: Sequence[int]) -> list[tuple[T, int]]:
+    def resolve(self, session: str, tokens: Sequence[int]) -> list[tuple[T, int]]:
         """Returns the predictions for positions that are now decided, each with the token decided there.
 
         `tokens` is the session's whole committed text. Predictions whose path the text contradicts are forgotten.

@@ -361,7 +361,7 @@ class SpeculationController:
         is_due = stats.is_on_trial or self._gate.may_try if is_left_off else stats.unawaited >= MAX_UNAWAITED_ROUNDS
         decision = self._policy.decide(stats, replica, limit, self.load, is_due)
         if speculates:
-            stats.decided(decision.tokens > 0, decision.hold_step, decision.is_trial)
+            stats.request_sent(decision.tokens > 0, decision.hold_step, decision.is_trial)
         self._gate.round(sessions, decision.is_trial and is_left_off)
         self.chosen[decision.tokens] += 1
         return decision

@@ -110,7 +110,7 @@ class Chances:
     drafter is in doubt.
     """
 
-    asked: tuple[float, ...] = ()
+    requested: tuple[float, ...] = ()
     drafted: tuple[float, ...] = ()  # for the same nodes, as is the next
     accepted: tuple[float, ...] = ()
 
@@ -119,9 +119,9 @@ class Chances:
 
         Nodes that have not been requested for long are forgotten, and so are tried again.
         """
-        new = (0.0,) * (min(requested, MAX_POSITIONS) - len(self.asked))
+        new = (0.0,) * (min(requested, MAX_POSITIONS) - len(self.requested))
         return Chances(
-            _decayed(self.asked + new, range(requested)),
+            _decayed(self.requested + new, range(requested)),
             _decayed(self.drafted + new, range(drafted)),
             _decayed(self.accepted + new, accepted),
         )
@@ -133,7 +133,7 @@ class Chances:
         rejections in a row prove nothing), and the probability that the node is drafted at all. `others` holds the
         counts over all sessions, which stand in where little is known.
         """
-        counts = others.asked, others.drafted, others.accepted, self.asked, self.drafted, self.accepted
+        counts = others.requested, others.drafted, others.accepted, self.requested, self.drafted, self.accepted
         seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, MAX_POSITIONS))
         outlook = []
         for prior, o_requested, o_drafted, o_accepted, requested, drafted, accepted in seen:
@@ -195,16 +195,16 @@ class SessionStats:
         """Records that the target continued without a block."""
         self.missed_rounds += 1
 
-    def decided(self, is_asked: bool, is_awaited: bool, is_trial: bool) -> None:
+    def request_sent(self, is_sent: bool, is_awaited: bool, is_trial: bool) -> None:
         """Records whether a block is requested now, whether it is worth a wait, and whether the request is a trial.
 
         A trial has two blocks, because the first may meet a drafter that is not ready. It continues while blocks are
         accepted.
         """
-        if is_asked:
+        if is_sent:
             self.unawaited = 0 if is_awaited else self.unawaited + 1
         if not is_trial:
-            self.is_left_off = not is_asked
+            self.is_left_off = not is_sent
             self.is_on_trial = False
         elif self.is_left_off:
             self.is_on_trial = not self.is_on_trial

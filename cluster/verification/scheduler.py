@@ -213,7 +213,7 @@ class TargetReporter:
     def deciding(self, session: TargetSequence, now: float) -> None:
         """Records that tokens are decided for a session, to measure the time to its first token since it was opened
         here."""
-        if not session.decided_at and not session.open.audit:
+        if not session.committed_at and not session.open.audit:
             self._first_tokens += 1
             self._first_token_s += now - session.opened_s
 
@@ -227,7 +227,7 @@ class TargetReporter:
         queued = [session for session in self._admission.waiting.values() if not session.open.audit]
         requesting = [session for session in running if session.requested_tokens]
         drafted = sum(session.drafter is not None for session in requesting)
-        unread = [session for session in (*running, *queued) if not session.decided_at]
+        unread = [session for session in (*running, *queued) if not session.committed_at]
         so_far_s = sum(now - session.opened_s for session in unread)
         load = self._controller.load
         return TargetReport(

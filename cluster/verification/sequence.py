@@ -169,7 +169,7 @@ class TargetSequence:
     drafter: str | None = None
     exchange: DraftExchange = field(default_factory=DraftExchange)
     stats: SessionStats = field(default_factory=SessionStats)
-    decided_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths and times
+    committed_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths and times
     in_step: bool = False  # whether it is in the step under way
     answer: DraftAnswer = DraftAnswer.NOT_ASKED  # the drafter's answer for the latest row
     watch: CollapseWatch = CollapseWatch()  # updated by the `DraftQualityMonitor`
@@ -235,9 +235,9 @@ class TargetSequence:
         """Returns how long after its verdict the answer came; None for a block drafted ahead and for a wrong guess."""
         if not self.prefix.matches(answer.base_len, answer.prefix_hash):
             return None
-        for length, decided in reversed(self.decided_at):
+        for length, committed_s in reversed(self.committed_at):
             if length == answer.base_len:
-                return now - decided
+                return now - committed_s
         return None
 
     def attach(self, drafter: str) -> None:
@@ -352,7 +352,7 @@ class TargetSequence:
             stats.non_speculative_round()
         self.exchange.has_answered = False
         prefix.extend(tokens)
-        self.decided_at.append((prefix.length, now))
+        self.committed_at.append((prefix.length, now))
         self.cache.length = base_len + min(verified, len(tokens))  # the last token was not fed
         hit = self.buffer.move_on(prefix, accepted, now)
         if requested_tokens:

@@ -49,7 +49,7 @@ class TargetSample:
     sessions: int
     queued: int
     step_s: float
-    decided_tokens: int
+    committed_tokens: int
     accepted_tokens: int
     wasted_tokens: int
     acceptance: AcceptanceCounts
@@ -95,7 +95,7 @@ def target_sample(replica: TargetReplica, name: str) -> TargetSample:
         sessions=int(load["sessions"]),
         queued=int(load["queued"]),
         step_s=scheduler.counts.step_s,
-        decided_tokens=replica.decided_tokens,
+        committed_tokens=replica.committed_tokens,
         accepted_tokens=scheduler.counts.accepted_tokens,
         wasted_tokens=scheduler.counts.wasted_tokens,
         acceptance=scheduler.controller.acceptance,
@@ -252,7 +252,7 @@ def _rates(before: Sample | None, now: TargetSample) -> Rates | None:
     """Returns None if the replica was not sampled before, or has restarted since."""
     if not isinstance(before, TargetSample) or (passed := now.at_s - before.at_s) <= 0:
         return None
-    tokens = now.decided_tokens - before.decided_tokens
+    tokens = now.committed_tokens - before.committed_tokens
     if tokens < 0:
         return None
     return Rates(min(1.0, (now.step_s - before.step_s) / passed), tokens / passed)

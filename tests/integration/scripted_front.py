@@ -85,7 +85,7 @@ async def samples() -> Sequence[Sample]:
         sessions=3,
         queued=1,
         step_s=now / 2,
-        decided_tokens=int(80 * now),
+        committed_tokens=int(80 * now),
         accepted_tokens=int(3000 * now),
         wasted_tokens=int(1000 * now),
         acceptance=acceptance,

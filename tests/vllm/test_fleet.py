@@ -185,7 +185,7 @@ async def test_what_leaves_as_planned_hands_its_sessions_over(
         running = [asyncio.create_task(whole.text(session)) for session in PROMPTS]
         replica = whole.replicas[leaving]
         async with asyncio.timeout(120):
-            while not replica.decided_tokens:
+            while not replica.committed_tokens:
                 await asyncio.sleep(0.001)
             assert replica.scheduler.load()["sessions"], "nothing was left to be handed over"
             await replica.leave(within_s=60)

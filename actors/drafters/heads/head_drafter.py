@@ -80,7 +80,7 @@ class StatePredictor(Protocol):
         """
         ...
 
-    def decided(self, session: str, length: int) -> None:
+    def committed(self, session: str, length: int) -> None:
         """Announces that the session's text has `length` tokens now."""
         ...
 
@@ -129,8 +129,8 @@ class HeadDrafter:
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         text = self._texts[session].tokens
         text.extend(tokens)
-        self._sampler.decided(session, text)
-        self._predictor.decided(session, len(text))
+        self._sampler.committed(session, text)
+        self._predictor.committed(session, len(text))
 
     def begin(self, session: str, first: int) -> None:
         """Announces that states of an open session start at position `first`; the default is 0."""

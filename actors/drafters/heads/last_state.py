@@ -138,7 +138,7 @@ class LastStatePredictor:
         assert rows.shape[-1] == self.needs.width, "rows are as wide as was asked for"
         self._rows.keep(session, first, rows, _position(length))
 
-    def decided(self, session: str, length: int) -> None:
+    def committed(self, session: str, length: int) -> None:
         self._rows.forget_before(session, _position(length))
 
     def close(self, session: str) -> None:

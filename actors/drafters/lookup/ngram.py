@@ -221,9 +221,9 @@ class NgramCalibration:
         ranked = sorted(zip(shares, worth, strict=True), key=lambda choice: -choice[1])
         return Choices(tuple([token for token, _ in ranked]), tuple([scale * chance for _, chance in ranked]))
 
-    def decided(self, session: str, tokens: Sequence[int]) -> None:
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
         """Learns from the positions that the session's committed text has reached."""
-        for prediction, token in self._open.decided(session, tokens):
+        for prediction, token in self._open.resolve(session, tokens):
             self._learn(session, prediction, token)
 
     def close(self, sessions: Sequence[str]) -> None:
@@ -308,7 +308,7 @@ class NgramDraft:
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         self._texts[session].tokens.extend(tokens)
         self._arrays[session].extend(tokens)
-        self._calibration.decided(session, self._texts[session].tokens)
+        self._calibration.committed(session, self._texts[session].tokens)
 
     def close(self, sessions: Sequence[str]) -> None:
         self._calibration.close(sessions)

@@ -236,7 +236,7 @@ class DraftModel:
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         self._texts[session].tokens.extend(tokens)
-        self._sampler.decided(session, self._texts[session].tokens)
+        self._sampler.committed(session, self._texts[session].tokens)
 
     def begin(self, session: str, first: int) -> None:
         """Announces that states of an open session start at position `first`; the default is 0."""

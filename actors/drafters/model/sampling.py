@@ -134,9 +134,9 @@ class Calibration:
         """Records the candidates considered at a position."""
         self._open.note(session, position, (kind, candidates))
 
-    def decided(self, session: str, tokens: Sequence[int]) -> None:
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
         """Learns from the positions that the session's committed text has reached."""
-        for (kind, candidates), token in self._open.decided(session, tokens):
+        for (kind, candidates), token in self._open.resolve(session, tokens):
             self._learn(kind, candidates, token)
 
     def close(self, session: str) -> None:
@@ -239,9 +239,9 @@ class DraftSampler:
         if together:
             self._offer(together)
 
-    def decided(self, session: str, tokens: Sequence[int]) -> None:
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
         """Updates the calibration with the session's committed text."""
-        self._calibration.decided(session, tokens)
+        self._calibration.committed(session, tokens)
 
     def close(self, session: str) -> None:
         self._calibration.close(session)

@@ -258,7 +258,7 @@ class DFlashPredictor:
         rows = rows.to(like.device, like.dtype)
         self._contexts[session].put(first, rows.clone() if self._is_projected else self._decoder.project(rows))
 
-    def decided(self, session: str, length: int) -> None:
+    def committed(self, session: str, length: int) -> None:
         """Does nothing: the context is read when the next block is drafted."""
 
     def close(self, session: str) -> None:

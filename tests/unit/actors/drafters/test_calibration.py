@@ -32,7 +32,7 @@ def fitted(error: float) -> Calibration:
     for _ in range(ROUNDS):
         candidates = some_candidates(rng)
         calibration.note("s", (5, ()), KIND, candidates)
-        calibration.decided("s", [0] * 5 + [target_token(rng, candidates, error)])
+        calibration.committed("s", [0] * 5 + [target_token(rng, candidates, error)])
     return calibration
 
 
@@ -70,7 +70,7 @@ def test_greedy_requests_have_no_noise_to_learn_of():
     candidates = Candidates(still.ids, still.log_probs, np.zeros(COUNT), still.log_others)
     for _ in range(100):
         calibration.note("s", (1, ()), greedy, candidates)
-        calibration.decided("s", [0, int(candidates.ids[1])])
+        calibration.committed("s", [0, int(candidates.ids[1])])
     other = Candidates(still.ids, still.log_probs, still.noise, still.log_others)
     assert np.array_equal(calibration.chances(greedy, candidates), calibration.chances(greedy, other))
 
@@ -81,17 +81,17 @@ def test_only_places_that_the_text_has_reached_teach_anything():
     calibration = Calibration()
     before = calibration.chances(KIND, candidates).tolist()
     calibration.note("s", (2, (7,)), KIND, candidates)
-    calibration.decided("s", [0, 0, 8, 10])
+    calibration.committed("s", [0, 0, 8, 10])
     assert calibration.chances(KIND, candidates).tolist() == before, "the text went another way"
     calibration.note("s", (4, (7,)), KIND, candidates)
-    calibration.decided("s", [0, 0, 8, 10, 7])
+    calibration.committed("s", [0, 0, 8, 10, 7])
     assert calibration.chances(KIND, candidates).tolist() == before, "that place is not decided yet"
-    calibration.decided("s", [0, 0, 8, 10, 7, 10])
+    calibration.committed("s", [0, 0, 8, 10, 7, 10])
     assert calibration.chances(KIND, candidates).tolist() != before
     calibration.note("s", (6, ()), KIND, candidates)
     after = calibration.chances(KIND, candidates).tolist()
     calibration.close("s")
-    calibration.decided("s", [0, 0, 8, 10, 7, 10, 10])
+    calibration.committed("s", [0, 0, 8, 10, 7, 10, 10])
     assert calibration.chances(KIND, candidates).tolist() == after, "a session that is over"
 
 
@@ -109,5 +109,5 @@ def test_hopeless_candidates_do_not_end_the_learning():
     calibration = Calibration()
     for _ in range(50):
         calibration.note("s", (1, ()), KIND, candidates)
-        calibration.decided("s", [0, 1])
+        calibration.committed("s", [0, 1])
     assert np.isfinite(calibration.chances(KIND, candidates)).all()

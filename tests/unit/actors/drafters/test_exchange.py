@@ -129,7 +129,7 @@ def test_the_calibration_adapts_as_quickly_as_a_new_one() -> None:
     steps = []
     for each in (calibration, unchanged):
         each.note("other", (1, ()), kind, candidates)
-        each.decided("other", [0, 2])
+        each.committed("other", [0, 2])
         steps.append(np.abs(each.chances(kind, candidates) - before).sum())
     assert steps[0] > steps[1]
 

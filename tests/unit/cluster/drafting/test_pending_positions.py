@@ -9,16 +9,16 @@ def test_a_place_tells_when_it_is_decided_and_once():
     places.note("s", (2, (7,)), "after 7")
     places.note("s", (2, (7, 8)), "after 7 and 8")
     places.note("s", (2, (9,)), "after 9")
-    assert places.decided("s", (1, 2)) == []
-    assert places.decided("s", (1, 2, 7, 5)) == [("first", 7), ("after 7", 5)]
-    assert places.decided("s", (1, 2, 7, 5, 8, 9, 9)) == [], "passed by"
+    assert places.resolve("s", (1, 2)) == []
+    assert places.resolve("s", (1, 2, 7, 5)) == [("first", 7), ("after 7", 5)]
+    assert places.resolve("s", (1, 2, 7, 5, 8, 9, 9)) == [], "passed by"
 
 
 def test_a_place_waits_until_the_text_has_come_to_it():
     places: PendingPositions[str] = PendingPositions()
     places.note("s", (2, (7, 8)), "there")
-    assert places.decided("s", (1, 2, 7)) == []
-    assert places.decided("s", (1, 2, 7, 8, 3)) == [("there", 3)]
+    assert places.resolve("s", (1, 2, 7)) == []
+    assert places.resolve("s", (1, 2, 7, 8, 3)) == [("there", 3)]
 
 
 def test_the_latest_thought_counts_and_a_closed_session_is_forgotten():
@@ -28,5 +28,5 @@ def test_the_latest_thought_counts_and_a_closed_session_is_forgotten():
     places.note("t", (1, ()), "other")
     places.close("t")
     places.close("unknown")
-    assert places.decided("s", (1, 2)) == [("later", 2)]
-    assert places.decided("t", (1, 2)) == []
+    assert places.resolve("s", (1, 2)) == [("later", 2)]
+    assert places.resolve("t", (1, 2)) == []

@@ -60,13 +60,13 @@ def test_a_block_that_ended_in_doubt_counts_at_its_requested_length():
 
 def test_a_trial_is_over_after_two_rounds_unless_something_is_accepted():
     stats = SessionStats(is_left_off=True)
-    stats.decided(is_asked=True, is_awaited=True, is_trial=True)
+    stats.request_sent(is_sent=True, is_awaited=True, is_trial=True)
     assert stats.is_on_trial, "the first block may meet a drafter that is not ready"
-    stats.decided(is_asked=True, is_awaited=True, is_trial=True)
+    stats.request_sent(is_sent=True, is_awaited=True, is_trial=True)
     assert not stats.is_on_trial
     stats.block_verified(2, 2, range(1))
     assert stats.is_on_trial
-    stats.decided(is_asked=True, is_awaited=True, is_trial=False)
+    stats.request_sent(is_sent=True, is_awaited=True, is_trial=False)
     assert (stats.is_left_off, stats.is_on_trial) == (False, False), "it pays"
     stats.block_verified(2, 2, range(1))
     assert not stats.is_on_trial

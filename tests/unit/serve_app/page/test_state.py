@@ -19,7 +19,7 @@ TARGET = TargetSample(
     sessions=3,
     queued=1,
     step_s=10.0,
-    decided_tokens=1000,
+    committed_tokens=1000,
     accepted_tokens=600,
     wasted_tokens=400,
     acceptance=AcceptanceCounts((100, 50), (50, 40)),
@@ -38,7 +38,7 @@ DRAFTER = DraftSample(
     passes_ahead=10,
     recording=recording("drafter", "d"),
 )
-LATER = replace(TARGET, at_s=102.0, step_s=11.0, decided_tokens=1080, accepted_tokens=630, wasted_tokens=410)
+LATER = replace(TARGET, at_s=102.0, step_s=11.0, committed_tokens=1080, accepted_tokens=630, wasted_tokens=410)
 
 
 def test_rates_cover_the_time_between_two_samples() -> None:

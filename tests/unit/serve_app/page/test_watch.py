@@ -18,7 +18,7 @@ class Fleet:
     async def collect(self) -> Sequence[Sample]:
         self.asked += 1
         await asyncio.sleep(0)
-        return [replace(TARGET, at_s=self.now, decided_tokens=int(40 * self.now))]
+        return [replace(TARGET, at_s=self.now, committed_tokens=int(40 * self.now))]
 
     def watch(self) -> PageWatch:
         return PageWatch("m", self.collect, lambda: self.now)

@@ -201,7 +201,7 @@ def considered(calibration: NgramCalibration, tokens: tuple[int, ...], session: 
 
 def learn(calibration: NgramCalibration, tokens: tuple[int, ...], came: int, session: str = "s") -> None:
     considered(calibration, tokens, session)
-    calibration.decided(session, (*tokens, came))
+    calibration.committed(session, (*tokens, came))
 
 
 def test_nothing_is_sure_and_more_evidence_is_surer():
