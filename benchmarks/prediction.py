@@ -1,10 +1,10 @@
 """Measures how well the simulator predicts a running system, from nothing but published costs and measured acceptance.
 
-    python benchmarks/prediction.py [--concurrency 1,2,4,8] [--block-len 1,2,4] [--rounds 3] [--tokens 64] [--json OUT]
+    python benchmarks/prediction.py [--concurrency 1,2,4,8] [--draft-tokens 1,2,4] [--rounds 3] [--tokens 64] [--json OUT]
 
 Serves the demo pair twice, adaptive with draft-ahead and in lock step, drafter and target pinned to one core each. One
 half of the prompts, in lock step at the longest block, says how often each position of a block is accepted. The other
-half is asked over HTTP at every point (mode, concurrency, block length), all points interleaved. The costs are those
+half is asked over HTTP at every point (mode, concurrency, draft length), all points interleaved. The costs are those
 that the replicas publish by the end of a batch, for a machine's pace drifts. The simulator is told no speed: it runs
 such batches under these costs and this acceptance.
 
@@ -66,11 +66,11 @@ class Point:
 
     mode: Mode
     concurrency: int
-    block_len: int  # 0: non-speculative decoding
+    draft_tokens: int  # 0: non-speculative decoding
 
     @property
     def name(self) -> str:
-        return self.mode.value if self.block_len else "plain"
+        return self.mode.value if self.draft_tokens else "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +95,25 @@ class Result:
         return self.predicted.tokens_per_s / self.measured.tokens_per_s - 1
 
 
-def points_of(concurrencies: Iterable[int], block_lens: Sequence[int]) -> list[Point]:
-    """Plain decoding once at each concurrency, then both modes at every block length."""
+def points_of(concurrencies: Iterable[int], draft_lengths: Sequence[int]) -> list[Point]:
+    """Plain decoding once at each concurrency, then both modes at every draft length."""
     found = []
     for concurrency in concurrencies:
         found.append(Point(Mode.DRAFT_AHEAD, concurrency, 0))
-        found += [Point(mode, concurrency, block_len) for block_len, mode in product(block_lens, SERVERS)]
+        found += [Point(mode, concurrency, draft_tokens) for draft_tokens, mode in product(draft_lengths, SERVERS)]
     return found
 
 
 def orderings(results: Sequence[Result]) -> list[tuple[Result, Result, bool]]:
-    """Pairs of modes that differ clearly at one concurrency and block length, and whether it was predicted which wins.
+    """Pairs of modes that differ clearly at one concurrency and draft length, and whether it was predicted which wins.
 
-    Plain decoding is compared with every block length.
+    Plain decoding is compared with every draft length.
     """
     found = []
     for one, other in combinations(results, 2):
         a = one.point
         b = other.point
-        if a.concurrency != b.concurrency or a.name == b.name or (a.block_len and a.block_len != b.block_len):
+        if a.concurrency != b.concurrency or a.name == b.name or (a.draft_tokens and a.draft_tokens != b.draft_tokens):
             continue
         slower, faster = sorted((one, other), key=lambda result: result.measured.tokens_per_s)
         if faster.measured.tokens_per_s > (1 + DIFFERENT) * slower.measured.tokens_per_s:
@@ -124,12 +124,12 @@ def orderings(results: Sequence[Result]) -> list[tuple[Result, Result, bool]]:
 # ---------------------------------------------------------------- what is predicted
 
 
-def acceptances(accepted: Sequence[int], block_len: int) -> tuple[float, ...]:
-    """Chance of each position, given those before it, from the accepted counts of verdicts on blocks of `block_len`.
+def acceptances(accepted: Sequence[int], draft_tokens: int) -> tuple[float, ...]:
+    """Chance of each position, given those before it, from the accepted counts of verdicts on blocks of `draft_tokens`.
 
     A block that ended early, in doubt, counts as rejected where it ended.
     """
-    reached = [sum(count >= position for count in accepted) for position in range(block_len + 1)]
+    reached = [sum(count >= position for count in accepted) for position in range(draft_tokens + 1)]
     return tuple(after / before for before, after in pairwise(reached) if before)
 
 
@@ -138,7 +138,7 @@ def predict(point: Point, costs: CostModel, draft: DraftQuality, tokens: int) ->
     sessions = TURNOVER * point.concurrency * SIMULATED_BATCHES
     arrivals = ClosedLoop(point.concurrency, batch=TURNOVER * point.concurrency)
     load = Workload(arrivals, sessions, UNCACHED_TOKENS, tokens)
-    speculation = Speculation(point.block_len, draft, point.mode)
+    speculation = Speculation(point.draft_tokens, draft, point.mode)
     fleet = unlimited_fleet(1, 1, load)
     report = World(SimulationConfig(costs, speculation, load, fleet)).run()
     seconds = report.tokens / report.tokens_per_s
@@ -172,13 +172,13 @@ class Experiment:
             for prompt in prompts:
                 await endpoint.ask(self._model, ChatQuestion(prompt.prompt, WARM_UP_TOKENS, ignore_eos=True))
 
-    async def accepted(self, prompts: Sequence[Prompt], tokens: int, block_len: int) -> list[int]:
+    async def accepted(self, prompts: Sequence[Prompt], tokens: int, draft_tokens: int) -> list[int]:
         """Returns accepted tokens per block in lock step, without the prompt's step and the last, truncated one."""
         endpoint = self._endpoints[SERVERS[Mode.LOCK_STEP]]
         found = list[int]()
         for prompt in prompts:
             pieces: list[Piece] = []
-            question = ChatQuestion(prompt.prompt, tokens, ignore_eos=True, draft_tokens=block_len)
+            question = ChatQuestion(prompt.prompt, tokens, ignore_eos=True, draft_tokens=draft_tokens)
             await endpoint.ask(self._model, question, pieces.extend)
             found += runs([drafted for _, drafted in pieces])[1:]
         return found
@@ -192,7 +192,7 @@ class Experiment:
             async with places:
                 await endpoint.ask(self._model, question)
 
-        questions = [ChatQuestion(prompt.prompt, tokens, True, point.block_len) for prompt in prompts]
+        questions = [ChatQuestion(prompt.prompt, tokens, True, point.draft_tokens) for prompt in prompts]
         before = (await endpoint.counters()).tally
         began = time.perf_counter()
         await asyncio.gather(*map(ask, questions))
@@ -251,11 +251,11 @@ async def run(
         urls = {name: server.url for name, server in servers.items()}
         experiment = Experiment(await endpoints["adaptive"].model(), endpoints, urls)
         await experiment.warm_up(prompts)
-        longest = max(arguments.block_len)
+        longest = max(arguments.draft_tokens)
         accepted = await experiment.accepted(known[: arguments.calibrate], arguments.tokens, longest)
         draft = DraftQuality(acceptances(accepted, longest))
         save(draft, batches)
-        todo = points_of(arguments.concurrency, arguments.block_len)
+        todo = points_of(arguments.concurrency, arguments.draft_tokens)
         for number in range(arguments.rounds):
             drawn = random.Random(number)
             order = drawn.sample(todo, len(todo))
@@ -274,7 +274,7 @@ def results_of(draft: DraftQuality, batches: Sequence[Batch], tokens: int) -> li
     for point, group in by_point.items():
         predictions = [astuple(predict(point, batch.costs, draft, tokens)) for batch in group]
         found.append(Result(point, rate(group), Rate(*map(median, zip(*predictions, strict=True)))))
-    return sorted(found, key=lambda result: (result.point.concurrency, result.point.block_len, result.point.name))
+    return sorted(found, key=lambda result: (result.point.concurrency, result.point.draft_tokens, result.point.name))
 
 
 # ---------------------------------------------------------------- what is shown
@@ -289,7 +289,7 @@ def results_table(results: Iterable[Result]) -> Table:
         predicted = result.predicted
         table.add_row(
             str(point.concurrency),
-            str(point.block_len),
+            str(point.draft_tokens),
             point.name,
             shown(measured.tokens_per_s, ".1f"),
             shown(predicted.tokens_per_s, ".1f"),
@@ -310,7 +310,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
     console.print(f"{sum(right for *_, right in pairs)} of {len(pairs)} pairs of modes in the right order")
     for faster, slower, right in pairs:
         if not right:
-            a, b = (f"{one.point.name} K={one.point.block_len}" for one in (faster, slower))
+            a, b = (f"{one.point.name} K={one.point.draft_tokens}" for one in (faster, slower))
             console.print(f"  wrong at {faster.point.concurrency} at once: {a} is faster than {b}")
 
 
@@ -350,7 +350,8 @@ def _arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", type=integers, default=[1, 2, 4, 8])
-    parser.add_argument("--block-len", type=integers, default=[1, 2, 4])
+    parser.add_argument("--draft-tokens", type=integers, default=[1, 2, 4], help="draft lengths")
+    parser.add_argument("--block-len", type=integers, dest="draft_tokens", help=argparse.SUPPRESS)  # its earlier name
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--calibrate", type=int, default=12, help="prompts that acceptance is measured on")

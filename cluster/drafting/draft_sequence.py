@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cluster.drafting.requests import Proposal, max_block_len
+from cluster.drafting.requests import Proposal, max_draft_tokens
 from protos.draft_tree import MAX_BLOCK_TOKENS, NO_TREE, DraftTree
 from protos.messages import Attach, DraftRequest, Open, Shape
 from protos.prefix import Prefix
@@ -56,7 +56,7 @@ class DraftSequence:
         length = self.prefix.length
         if self.served_len == length or self.requested_tokens == 0 or not self.attached:
             return False
-        return max_block_len(self.open, length) > 0
+        return max_draft_tokens(self.open, length) > 0
 
     @property
     def wants_block(self) -> bool:
@@ -67,7 +67,7 @@ class DraftSequence:
     def may_go_on(self) -> bool:
         """True if a block could be of use after the pending verdict."""
         return (
-            self.requested_tokens > 0 and max_block_len(self.open, self.prefix.length + 1) > 0 and not self.lacks_states
+            self.requested_tokens > 0 and max_draft_tokens(self.open, self.prefix.length + 1) > 0 and not self.lacks_states
         )
 
     def reset(self) -> Attach:

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from cluster.costs import DraftCost
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.method import Early
-from cluster.drafting.requests import LookaheadRequest, Proposal, max_block_len
+from cluster.drafting.requests import LookaheadRequest, Proposal, max_draft_tokens
 from cluster.drafting.trees import Outcome, accepted_chance, continuations, rejections
 from cluster.speculation.estimators import Mean, Pairs, pace_after
 
@@ -226,7 +226,7 @@ class LookaheadSearch(Generic[D]):
         stops = frozenset(session.stop_ids)  # no block follows a stop id
         branches = []
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[: self._method.outcomes]:
-            longest = min(request.max_tokens, max_block_len(session, request.base_len + len(outcome)))
+            longest = min(request.max_tokens, max_draft_tokens(session, request.base_len + len(outcome)))
             if chance < MIN_OUTCOME_CHANCE or longest <= 0 or not stops.isdisjoint(outcome):
                 continue
             draft = self._method.fork(root, outcome, chance, longest)

@@ -88,7 +88,7 @@ def with_empty(proposals: list[Proposal], requests: Sequence[LookaheadRequest]) 
     return proposals + nothing_ahead([request for request in requests if request.session not in served])
 
 
-def max_block_len(request: Open, length: int) -> int:
+def max_draft_tokens(request: Open, length: int) -> int:
     """Returns the length of the longest useful block after `length` tokens.
 
     A verdict may bring one token more than the block, so the last position needs no draft.

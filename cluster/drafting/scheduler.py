@@ -14,7 +14,7 @@ from cluster.costs import DraftCost
 from cluster.draft_quality import LoadCheck, VersionWatch
 from cluster.drafting.draft_sequence import DraftSequence
 from cluster.drafting.method import DraftingPass
-from cluster.drafting.requests import LookaheadRequest, Proposal, SessionUpdates, max_block_len
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionUpdates, max_draft_tokens
 from cluster.drafting.session_table import DrafterLimits, SessionTable
 from cluster.envelope import Send
 from cluster.trust import Refusals, not_permitted
@@ -195,7 +195,7 @@ class DraftScheduler:
             attempt=session.open.attempt,
             base_len=length,
             prefix_hash=session.prefix.hash,
-            max_tokens=min(session.requested_tokens, max_block_len(session.open, length)),
+            max_tokens=min(session.requested_tokens, max_draft_tokens(session.open, length)),
             least_chance=session.least_chance,
             shape=self._shape(session),
         )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from cluster.autoscaling import CounterDeltas, TargetReport, share
 from cluster.costs import ForwardCost
 from cluster.draft_quality import AcceptanceStats, Suspects, kind_of
-from cluster.drafting.requests import max_block_len
+from cluster.drafting.requests import max_draft_tokens
 from cluster.envelope import Send, peer_of
 from cluster.page_allocator import OwnPages, PageCopy, SessionMemory, SlotMove
 from cluster.speculation.circuit_breaker import SilentDrafters
@@ -649,7 +649,7 @@ class VerificationScheduler:
         """Applies a row's outcome; returns the messages for its drafter and its router."""
         request = session.open
         drafted = row.drafted
-        room = max_block_len(request, session.prefix.length)
+        room = max_draft_tokens(request, session.prefix.length)
         if drafted or (session.has_nothing and session.requested_tokens):
             self.controller.block_verified(session.requested_tokens, room, drafted, outcome.path)
         requested = min(session.requested_tokens, room)

@@ -1,4 +1,4 @@
-"""Measures how a head drafts: tokens per verification by block length, greedy, and the time of a block of one token.
+"""Measures how a head drafts: tokens per verification by draft length, greedy, and the time of a block of one token.
 
     python -m examples.train_head.evaluate TARGET HEAD PROMPTS.jsonl [--method eagle] [--compare CONFIG.yaml]
 
@@ -66,7 +66,7 @@ class TimedMethod:
 class Drafted:
     """Results with blocks of one length."""
 
-    block_len: int
+    draft_tokens: int
     tokens_a_verify: float
     first_right: float  # share of blocks whose first token was accepted
     block_ms: float  # median time of a block
@@ -86,13 +86,13 @@ class Pair:
         self._runner = ModelRunner(model, PAGES, PAGE_SIZE, capture=capture)
 
     @torch.inference_mode()
-    def run(self, prompts: Sequence[Sequence[int]], block_len: int, tokens: int) -> Drafted:
+    def run(self, prompts: Sequence[Sequence[int]], draft_tokens: int, tokens: int) -> Drafted:
         """Answers all prompts, one after the other."""
         method = TimedMethod(create_method(self._draft, self._setup))
-        rounds = [self._rounds(method, index, prompt, block_len, tokens) for index, prompt in enumerate(prompts)]
+        rounds = [self._rounds(method, index, prompt, draft_tokens, tokens) for index, prompt in enumerate(prompts)]
         emits = [emit for answer in rounds for emit in answer]
         return Drafted(
-            block_len=block_len,
+            draft_tokens=draft_tokens,
             tokens_a_verify=sum(len(emit.tokens) for emit in emits) / len(emits),
             first_right=sum(emit.accepted > 0 for emit in emits) / len(emits),
             block_ms=1e3 * median(method.seconds),
@@ -100,7 +100,7 @@ class Pair:
         )
 
     def _rounds(
-        self, method: Any, index: int, prompt: Sequence[int], block_len: int, tokens: int
+        self, method: Any, index: int, prompt: Sequence[int], draft_tokens: int, tokens: int
     ) -> list[CommittedTokens]:
         rows = self._runner.vocabulary
         limits = VerificationLimits(rows, CONTEXT, 1, 512, PAGES, PAGE_SIZE, trees=False, states=self._layout)
@@ -117,7 +117,7 @@ class Pair:
             choice=0,
             hash_key=1,
             acceptance=Acceptance.COUPLED,
-            draft_tokens=block_len,
+            draft_tokens=draft_tokens,
         )
         executor = StepExecutor(self._runner, rows)
         return list(lock_step(Session(generation), drafter, method, target, executor))
@@ -130,7 +130,8 @@ def main(
     method: Annotated[str, typer.Option(help="Drafting method of the head.")] = "eagle",
     compare: Annotated[Path | None, typer.Option(help="Configuration of another draft to measure too.")] = None,
     first: Annotated[int | None, typer.Option(help="Number of prompts; by default all.")] = None,
-    block_len: Annotated[list[int] | None, typer.Option(help="Block lengths; by default 1 to 5.")] = None,
+    draft_tokens: Annotated[list[int] | None, typer.Option(help="Draft lengths; by default 1 to 5.")] = None,
+    block_len: Annotated[list[int] | None, typer.Option(hidden=True)] = None,  # earlier name of --draft-tokens
     tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 64,
     dtype: Annotated[str, typer.Option(help="Dtype of both models.")] = "bfloat16",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
@@ -145,7 +146,7 @@ def main(
     sheet = Table("draft", "block", "tokens a verify", "first right", "ms a block")
     for draft in drafts:
         pair = Pair(folder, model, draft, dtype)
-        for length in track(block_len or range(1, 6), description=draft.method):
+        for length in track(draft_tokens or block_len or range(1, 6), description=draft.method):
             found = pair.run(texts, length, tokens)
             sheet.add_row(
                 f"{draft.method} {Path(draft.model or '').name}",

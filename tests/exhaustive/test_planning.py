@@ -115,14 +115,14 @@ def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
 
 @pytest.mark.parametrize("arrivals", [ClosedLoop(2), Poisson(1.0)])
 def test_what_loses_in_short_runs_is_not_tried_in_whole_ones_and_the_advice_is_the_same(arrivals):
-    inputs = replace(SMALL, arrivals=arrivals, block_lens=(1, 4))
+    inputs = replace(SMALL, arrivals=arrivals, draft_lengths=(1, 4))
     pool = Noted()
     recommendation = recommend(inputs, pool)
     assert recommendation.best.candidate == recommend(inputs, whole=True).best.candidate
     assert recommendation.plain.candidate == NON_SPECULATIVE, "it is what all else is compared with, however slow"
     assert [one.candidate for one in recommendation.results] == pool.whole
     assert set(pool.whole) < set(pool.short)
-    assert {fleet.block_len for fleet in pool.whole} == {0, 4}
+    assert {fleet.draft_tokens for fleet in pool.whole} == {0, 4}
 
 
 def test_where_none_of_the_best_in_short_runs_keeps_up_all_are_tried():
@@ -131,7 +131,7 @@ def test_where_none_of_the_best_in_short_runs_keeps_up_all_are_tried():
 
 def test_formula_and_simulation_agree():
     found = formula_checks()
-    assert [(check.acceptance, check.block_len) for check in found] == [(g, k) for g in ACCEPTANCES for k in DRAFT_LENGTHS]
+    assert [(check.acceptance, check.draft_tokens) for check in found] == [(g, k) for g in ACCEPTANCES for k in DRAFT_LENGTHS]
     for check in found:
         assert check.simulated_tokens == pytest.approx(check.tokens, rel=TOLERANCE)
         assert check.simulated_gain == pytest.approx(check.gain, rel=TOLERANCE)

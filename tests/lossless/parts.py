@@ -43,7 +43,7 @@ class Setting:
     draft_logits: Tensor
     acceptance: Acceptance
     schedule: Schedule
-    block_len: int = 2
+    draft_tokens: int = 2
     new_tokens: int = 3
     sampling: Sampling = Sampling()
     prompt: tuple[int, ...] = (1,)
@@ -110,7 +110,7 @@ def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator
             draft_seed=rng.getrandbits(64),
             hash_key=rng.getrandbits(64),
             acceptance=setting.acceptance,
-            draft_tokens=setting.block_len,
+            draft_tokens=setting.draft_tokens,
             grammar=setting.grammar,
             rules=setting.rules,
         )

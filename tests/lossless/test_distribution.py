@@ -105,7 +105,7 @@ def test_the_p_value_detects_another_distribution(probabilities, counts, is_like
 
 
 def plainly(new_tokens: int) -> Setting:
-    return Setting(TARGET, TARGET, Acceptance.COUPLED, calm, block_len=0, new_tokens=new_tokens)
+    return Setting(TARGET, TARGET, Acceptance.COUPLED, calm, draft_tokens=0, new_tokens=new_tokens)
 
 
 @functools.cache
@@ -240,16 +240,16 @@ def test_coupled_and_greedy_texts_do_not_depend_on_drafter_schedule_or_draft_len
 
     branches: list[int] = []
 
-    def outputs(drafter: Tensor, schedule, block_len: int) -> list[tuple[int, ...]]:
-        setting = Setting(TARGET, drafter, acceptance, schedule, block_len, new_tokens=12, sampling=sampling)
+    def outputs(drafter: Tensor, schedule, draft_tokens: int) -> list[tuple[int, ...]]:
+        setting = Setting(TARGET, drafter, acceptance, schedule, draft_tokens, new_tokens=12, sampling=sampling)
         world = World(setting, 50, seed=13)
         found = world.run()
         branches.append(world.branches_accepted)
         return found
 
-    plain = outputs(TARGET, calm, block_len=0)
-    for name, schedule, block_len in [("good", calm, 5), ("good", stormy, 3), ("adversarial", near_patience, 2)]:
-        assert outputs(DRAFTERS[name], schedule, block_len) == plain
+    plain = outputs(TARGET, calm, draft_tokens=0)
+    for name, schedule, draft_tokens in [("good", calm, 5), ("good", stormy, 3), ("adversarial", near_patience, 2)]:
+        assert outputs(DRAFTERS[name], schedule, draft_tokens) == plain
     for schedule in (calm, stormy):
         assert outputs(with_best_two_swapped(TARGET), schedule, 3) == plain
     assert sum(branches[-2:]) > 5, "trees hardly ever mattered"

@@ -71,7 +71,7 @@ def worlds(setting: Setting) -> list[World]:
 
 @functools.cache
 def without_drafts(sampling: Sampling) -> list[tuple[int, ...]]:
-    return texts(worlds(replace(SETTING, block_len=0, sampling=sampling)))
+    return texts(worlds(replace(SETTING, draft_tokens=0, sampling=sampling)))
 
 
 def keeps_to_lists(text: tuple[int, ...]) -> bool:
@@ -113,7 +113,7 @@ def test_chains_and_trees_give_the_text_of_non_speculative_decoding(sampling, sc
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_text_follows_its_grammar(sampling):
     assert all(keeps_to_lists(text) for text in without_drafts(sampling))
-    free = worlds(replace(SETTING, grammar="", block_len=0, sampling=sampling))
+    free = worlds(replace(SETTING, grammar="", draft_tokens=0, sampling=sampling))
     assert not all(keeps_to_lists(text) for text in texts(free)), "texts follow it anyway"
 
 

@@ -46,7 +46,7 @@ def test_blocks_of_heads_give_the_text_of_non_speculative_decoding(
 ) -> None:
     """Includes trees and blocks drafted ahead, on every schedule, with interrupted passes."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
-    drafted = replace(plain, schedule=schedule, block_len=BLOCK_LEN, interruption=0.1, pages=64)
+    drafted = replace(plain, schedule=schedule, draft_tokens=BLOCK_LEN, interruption=0.1, pages=64)
     setting = replace(drafted, reads_states=True, keeps_states=keeps)
     worlds = worlds_of(kind, setting)
     assert texts(worlds) == texts(worlds_of(World, plain))
@@ -60,7 +60,7 @@ def test_blocks_of_heads_give_the_text_of_non_speculative_decoding(
 def test_heads_that_begin_late_give_the_text_of_non_speculative_decoding(sampling: Sampling, kind: Any) -> None:
     """Messages are lost, so drafters receive sessions late."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
-    drafted = replace(plain, schedule=stormy, block_len=BLOCK_LEN, interruption=0.1, pages=64)
+    drafted = replace(plain, schedule=stormy, draft_tokens=BLOCK_LEN, interruption=0.1, pages=64)
     worlds = worlds_of(kind, replace(drafted, reads_states=True, keeps_states=False, enough_states=2))
     assert texts(worlds) == texts(worlds_of(World, plain))
     methods = [drafter.method for world in worlds for drafter in world.drafters.values()]

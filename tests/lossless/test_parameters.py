@@ -100,7 +100,7 @@ def setting_of(names: tuple[str, ...], base: Sampling) -> Setting:
         unused,
         Acceptance.COUPLED,
         stormy,
-        block_len=4,
+        draft_tokens=4,
         new_tokens=NEW_TOKENS,
         prompt=PROMPT,
         ahead=4,

@@ -153,7 +153,7 @@ KEPT_OR_NOT = pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not 
 def run_on(way: Way, kind: type[WayWorld], sampling: Sampling, keeps: bool) -> Sequence[WayWorld]:
     """Worlds that have run. Their texts are right, and on the way happened what was to happen, and nothing else."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
-    setting = replace(plain, block_len=BLOCK_LEN, reads_states=True, keeps_states=keeps)
+    setting = replace(plain, draft_tokens=BLOCK_LEN, reads_states=True, keeps_states=keeps)
     worlds = [kind(way, each, AT_ONCE, seed) for seed, each in enumerate(settings(setting))]
     assert [text for world in worlds for text in world.run()] == plain_texts(sampling)
     became = sum((world.became for world in worlds), Counter[str]())

@@ -31,7 +31,7 @@ def rows_read(worlds: list[World]) -> int:
 )
 def test_drafts_from_states_give_the_text_of_non_speculative_decoding(sampling, schedule, pages, keeps):
     plain = Setting(TARGET, DRAFT, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
-    drafted = replace(plain, schedule=schedule, block_len=BLOCK_LEN)
+    drafted = replace(plain, schedule=schedule, draft_tokens=BLOCK_LEN)
     setting = replace(drafted, reads_states=True, pages=pages, keeps_states=keeps)
     worlds = worlds_of(setting)
     found = texts(worlds)

@@ -52,7 +52,7 @@ SETTING = Setting(TARGET, DRAFT, Acceptance.COUPLED, calm, BLOCK_LEN, NEW_TOKENS
 
 @functools.cache
 def without_drafts(sampling: Sampling) -> list[tuple[int, ...]]:
-    return texts(worlds(replace(SETTING, block_len=0, sampling=sampling)))
+    return texts(worlds(replace(SETTING, draft_tokens=0, sampling=sampling)))
 
 
 @pytest.mark.parametrize(

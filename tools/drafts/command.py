@@ -74,9 +74,10 @@ def measure(
     ] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="Repeatable; default: 0.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Of every answer.")] = 64,
-    block_len: Annotated[
+    draft_tokens: Annotated[
         list[int] | None, typer.Option(min=1, max=64, help="Tokens of a chain; repeatable; default: 1 2 4 8.")
     ] = None,
+    block_len: Annotated[list[int] | None, typer.Option(min=1, max=64, hidden=True)] = None,  # its earlier name
     nodes: Annotated[
         list[int] | None, typer.Option(min=1, max=64, help="Nodes of a tree; repeatable; default: 2 4 8 16.")
     ] = None,
@@ -106,7 +107,7 @@ def measure(
         prompts=tuple(each.prompt for each in read_prompts(prompts or BENCH_PROMPTS)),
         temperatures=tuple(temperature or (0.0,)),
         tokens=tokens,
-        block_lens=tuple(sorted(block_len or (1, 2, 4, 8))),
+        draft_lengths=tuple(sorted(draft_tokens or block_len or (1, 2, 4, 8))),
         nodes=tuple(sorted(nodes or (2, 4, 8, 16))),
     )
     for config in loaded:

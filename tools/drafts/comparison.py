@@ -30,7 +30,7 @@ class Comparison:
     prompts: tuple[str, ...]
     temperatures: tuple[float, ...]
     tokens: int  # generated after each prompt
-    block_lens: tuple[int, ...]
+    draft_lengths: tuple[int, ...]
     nodes: tuple[int, ...]
 
 
@@ -66,7 +66,7 @@ def compare(comparison: Comparison, console: Console) -> Compared:
     prompts = [target.prompt(prompt) for prompt in comparison.prompts]
     found = []
     for temperature in comparison.temperatures:
-        most = max(*comparison.block_lens, *comparison.nodes)
+        most = max(*comparison.draft_lengths, *comparison.nodes)
         asked = [
             target.generation(index, prompt, comparison.tokens, temperature, most)
             for index, prompt in enumerate(prompts)
@@ -92,7 +92,7 @@ def _measured(
     console: Console,
 ) -> DraftMeasures:
     """Measures one draft with a fresh method per temperature, so that it remembers nothing of the others."""
-    longest = max(comparison.block_lens)
+    longest = max(comparison.draft_lengths)
     largest = max(comparison.nodes)
     setup = target.setup(draft, max(longest, largest))
     method = create_method(draft, setup)
@@ -100,7 +100,7 @@ def _measured(
     asked = [replay(method, text, longest, largest) for text in track(fed, title, console=console, transient=True)]
     states_bytes = 0 if setup.states is None else setup.states.row_bytes
     temperature = texts[0].open.sampling.temperature
-    return measures(name, draft.method, temperature, asked, comparison.block_lens, comparison.nodes, states_bytes)
+    return measures(name, draft.method, temperature, asked, comparison.draft_lengths, comparison.nodes, states_bytes)
 
 
 # ---------------------------------------------------------------- shown

@@ -176,11 +176,11 @@ class Replay:
 def replay(
     method: DraftingMethod,
     text: DecodedText,
-    block_len: int,
+    draft_tokens: int,
     nodes: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Replay]:
-    """Requests a chain of `block_len` and a tree of `nodes` tokens at each position after the prompt.
+    """Requests a chain of `draft_tokens` and a tree of `nodes` tokens at each position after the prompt.
 
     A method that reads hidden states gets those of all tokens but the last. It has none right after the prompt, which
     the target has not read at that point.
@@ -199,13 +199,13 @@ def replay(
                 method.states(opened.session, sent, text.states[sent * row_bytes : (length - 1) * row_bytes])
                 sent = length - 1
         is_ready = length > opened.prompt_len or not row_bytes
-        found.append(_replay(method, text, prefix, block_len if is_ready else 0, nodes if is_ready else 0, clock))
+        found.append(_replay(method, text, prefix, draft_tokens if is_ready else 0, nodes if is_ready else 0, clock))
     method.close([opened.session])
     return found
 
 
 def _replay(
-    method: DraftingMethod, text: DecodedText, prefix: Prefix, block_len: int, nodes: int, clock: Callable[[], float]
+    method: DraftingMethod, text: DecodedText, prefix: Prefix, draft_tokens: int, nodes: int, clock: Callable[[], float]
 ) -> Replay:
     room = text.open.max_len - prefix.length - 1
 
@@ -217,7 +217,7 @@ def _replay(
         (proposal,) = method.draft([request])
         return proposal.tree, clock() - began
 
-    (chain, chain_s) = ask(Shape.CHAIN, block_len)
+    (chain, chain_s) = ask(Shape.CHAIN, draft_tokens)
     (tree, tree_s) = ask(Shape.TREE, nodes)
     return Replay(room, text.tokens[prefix.length :], chain, tree, chain_s, tree_s)
 
@@ -252,7 +252,7 @@ class DraftMeasures:
     positions: int  # positions where a draft was requested
     offered: float  # share of positions with a proposal
     agreement: tuple[float, ...]  # share where the right token is among a tree's first 1, 2, ... tokens
-    chains: Mapping[int, float]  # tokens per verification, by block length
+    chains: Mapping[int, float]  # tokens per verification, by draft length
     trees: Mapping[int, float]  # tokens per verification, by number of nodes
     token_s: float | None  # seconds per token of a chain; None: it drafted nothing
     tree_s: float | None  # seconds per tree
@@ -264,7 +264,7 @@ def measures(
     method: str,
     temperature: float,
     texts: Sequence[Sequence[Replay]],
-    block_lens: Sequence[int],
+    draft_lengths: Sequence[int],
     nodes: Sequence[int],
     states_bytes: int,
 ) -> DraftMeasures:
@@ -279,7 +279,7 @@ def measures(
         positions=len(places),
         offered=sum(len(place.chain) + len(place.tree) > 0 for place in places) / len(places),
         agreement=tuple(sum(_rank(place) < best for place in places) / len(places) for best in range(1, BEST + 1)),
-        chains={most: _tokens_a_verify(texts, most, trees=False) for most in block_lens},
+        chains={most: _tokens_a_verify(texts, most, trees=False) for most in draft_lengths},
         trees={most: _tokens_a_verify(texts, most, trees=True) for most in nodes},
         token_s=sum(place.chain_s for place in places) / chained if chained else None,
         tree_s=sum(place.tree_s for place in places) / grown if grown else None,

@@ -37,7 +37,8 @@ def plan(
     rate: Annotated[float | None, typer.Option(min=0, help="Instead: requests a second for each target.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a request.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
-    block_len: Annotated[list[int] | None, typer.Option(min=1, help="Longest blocks to try; repeatable.")] = None,
+    draft_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Draft lengths to try; repeatable.")] = None,
+    block_len: Annotated[list[int] | None, typer.Option(min=1, hidden=True)] = None,  # earlier name of --draft-tokens
     target_price: Annotated[float | None, typer.Option(min=0, help="Of one target replica, an hour.")] = None,
     drafter_price: Annotated[float | None, typer.Option(min=0, help="Of one drafter, an hour.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything here.")] = None,
@@ -63,7 +64,7 @@ def plan(
         rate=rate,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
-        block_lens=block_len,
+        draft_lengths=draft_tokens or block_len,
         target_price=target_price,
         drafter_price=drafter_price,
     )
@@ -99,7 +100,7 @@ def plan_inputs(
     rate: float | None = None,
     prompt_tokens: int = 64,
     new_tokens: int = 64,
-    block_lens: Sequence[int] | None = None,
+    draft_lengths: Sequence[int] | None = None,
     target_price: float | None = None,
     drafter_price: float | None = None,
 ) -> PlanInput:
@@ -118,7 +119,7 @@ def plan_inputs(
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         prices=_prices(target_price, drafter_price),
-        block_lens=tuple(block_lens or DRAFT_LENGTHS),
+        draft_lengths=tuple(draft_lengths or DRAFT_LENGTHS),
         acceptance_source=source,
     )
 

@@ -37,7 +37,7 @@ class PlanInput:
     prompt_tokens: int = 64
     new_tokens: int = 64
     prices: Prices | None = None
-    block_lens: tuple[int, ...] = DRAFT_LENGTHS
+    draft_lengths: tuple[int, ...] = DRAFT_LENGTHS
     ratios: tuple[tuple[int, int], ...] = RATIOS
     seed: int = 0
     acceptance_source: str = "given"  # source of the acceptance of `draft`
@@ -49,12 +49,12 @@ class CandidateFleet:
 
     targets: int
     drafters: int
-    block_len: int
+    draft_tokens: int
     mode: Mode
 
     @property
     def name(self) -> str:
-        return self.mode.value if self.block_len else "plain"
+        return self.mode.value if self.draft_tokens else "plain"
 
     @property
     def fleet(self) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class CandidateFleet:
 
     def has_more_drafters_than(self, other: "CandidateFleet") -> bool:
         """Returns whether it speculates like the other, with more drafters per target."""
-        speculates_so = (self.block_len, self.mode) == (other.block_len, other.mode)
+        speculates_so = (self.draft_tokens, self.mode) == (other.draft_tokens, other.mode)
         return speculates_so and self.drafters_per_target > other.drafters_per_target
 
 
@@ -77,8 +77,8 @@ NON_SPECULATIVE = CandidateFleet(1, 0, 0, Mode.ADAPTIVE)
 def candidates(inputs: PlanInput) -> Iterator[CandidateFleet]:
     """Yields non-speculative decoding, then all speculating candidates."""
     yield NON_SPECULATIVE
-    for (targets, drafters), block_len, mode in product(inputs.ratios, inputs.block_lens, Mode):
-        yield CandidateFleet(targets, drafters, block_len, mode)
+    for (targets, drafters), draft_tokens, mode in product(inputs.ratios, inputs.draft_lengths, Mode):
+        yield CandidateFleet(targets, drafters, draft_tokens, mode)
 
 
 def cost_per_million(prices: Prices | None, candidate: CandidateFleet, tokens_per_s: float) -> float | None:
@@ -89,14 +89,14 @@ def cost_per_million(prices: Prices | None, candidate: CandidateFleet, tokens_pe
     return 1e6 * per_s / tokens_per_s
 
 
-def expected_tokens(acceptance: float, block_len: int) -> float:
+def expected_tokens(acceptance: float, draft_tokens: int) -> float:
     """Mean tokens that verifying a block commits: (1 - g^(K+1)) / (1 - g), with the recovered or bonus token.
 
     Leviathan et al., equation 1, for acceptance g of every draft token and blocks of K tokens.
     """
     if acceptance == 1.0:
-        return block_len + 1.0
-    return (1 - math.pow(acceptance, block_len + 1)) / (1 - acceptance)
+        return draft_tokens + 1.0
+    return (1 - math.pow(acceptance, draft_tokens + 1)) / (1 - acceptance)
 
 
 def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
@@ -147,26 +147,26 @@ MAX_CONCURRENT = 4096  # a target with more concurrent sessions than this does n
 class InProcessResult:
     """Result of the formula for drafting on the target's own device."""
 
-    block_len: int
+    draft_tokens: int
     tokens_per_s: float
     latency_s: float
     cost_per_million: float | None
     keeps_up: bool = True
 
 
-def round_costs(costs: CostModel, rows: float, block_len: int) -> RoundCosts:
+def round_costs(costs: CostModel, rows: float, draft_tokens: int) -> RoundCosts:
     """Returns the costs of a round of `rows` sessions if one drafter drafts for all of them."""
     return RoundCosts(
         non_speculative_s=costs.non_speculative_s(rows),
-        verify_s=costs.target.seconds(rows, rows * (block_len + 1)),
-        draft_s=costs.draft.seconds(rows, block_len),
+        verify_s=costs.target.seconds(rows, rows * (draft_tokens + 1)),
+        draft_s=costs.draft.seconds(rows, draft_tokens),
         hop_s=costs.hop_s,
     )
 
 
-def expected(inputs: PlanInput, block_len: int) -> float:
+def expected(inputs: PlanInput, draft_tokens: int) -> float:
     """Returns the mean tokens that verifying a block of this length commits."""
-    return expected_tokens_by_position([inputs.draft.chances(index)[0] for index in range(block_len)])
+    return expected_tokens_by_position([inputs.draft.chances(index)[0] for index in range(draft_tokens)])
 
 
 def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
@@ -184,15 +184,15 @@ def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
 
 
 def best_in_process(inputs: PlanInput) -> InProcessResult:
-    """Picks the block length with the least latency for in-process drafting."""
-    return min((_in_process(inputs, block_len) for block_len in inputs.block_lens), key=lambda one: one.latency_s)
+    """Picks the draft length with the least latency for in-process drafting."""
+    return min((_in_process(inputs, draft_tokens) for draft_tokens in inputs.draft_lengths), key=lambda one: one.latency_s)
 
 
-def _in_process(inputs: PlanInput, block_len: int) -> InProcessResult:
-    tokens = expected(inputs, block_len)
+def _in_process(inputs: PlanInput, draft_tokens: int) -> InProcessResult:
+    tokens = expected(inputs, draft_tokens)
 
     def round_s(rows: float) -> float:
-        return in_process(round_costs(inputs.costs, rows, block_len))
+        return in_process(round_costs(inputs.costs, rows, draft_tokens))
 
     if isinstance(inputs.arrivals, ClosedLoop):
         rows = float(inputs.arrivals.concurrency)
@@ -201,7 +201,7 @@ def _in_process(inputs: PlanInput, block_len: int) -> InProcessResult:
     tokens_per_s = rows * tokens / round_s(rows)
     latency_s = inputs.new_tokens * round_s(rows) / tokens
     cost = cost_per_million(inputs.prices, NON_SPECULATIVE, tokens_per_s)
-    return InProcessResult(block_len, tokens_per_s, latency_s, cost, keeps_up=rows < MAX_CONCURRENT)
+    return InProcessResult(draft_tokens, tokens_per_s, latency_s, cost, keeps_up=rows < MAX_CONCURRENT)
 
 
 def steady_sessions(tokens_per_s: float, session_rate: Callable[[float], float]) -> float:

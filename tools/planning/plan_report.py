@@ -49,10 +49,10 @@ LOAD = Workload(ClosedLoop(1), sessions=32, prompt_tokens=8, new_tokens=192)
 
 @dataclass(frozen=True, slots=True)
 class FormulaCheck:
-    """Comparison for one acceptance and block length, drafted in lock step."""
+    """Comparison for one acceptance and draft length, drafted in lock step."""
 
     acceptance: float
-    block_len: int
+    draft_tokens: int
     tokens: float  # committed per verified block, by formula
     simulated_tokens: float
     gain: float  # over non-speculative decoding if drafting a token takes a tenth of a step, by formula
@@ -67,25 +67,25 @@ class FormulaCheck:
 
 
 def formula_checks(advance: Callable[[], None] = lambda: None) -> list[FormulaCheck]:
-    """Computes every acceptance and block length; `advance` is called after each."""
+    """Computes every acceptance and draft length; `advance` is called after each."""
     non_speculative_rate = _run(0.0, 0, 0.0).tokens_per_s
     found = []
-    for acceptance, block_len in product(ACCEPTANCES, DRAFT_LENGTHS):
-        found.append(_formula_check(acceptance, block_len, non_speculative_rate))
+    for acceptance, draft_tokens in product(ACCEPTANCES, DRAFT_LENGTHS):
+        found.append(_formula_check(acceptance, draft_tokens, non_speculative_rate))
         advance()
     return found
 
 
-def _formula_check(acceptance: float, block_len: int, non_speculative_rate: float) -> FormulaCheck:
-    tokens = expected_tokens(acceptance, block_len)
-    costs = RoundCosts(STEP_S, STEP_S, block_len * STEP_S / 10, HOP_S)
+def _formula_check(acceptance: float, draft_tokens: int, non_speculative_rate: float) -> FormulaCheck:
+    tokens = expected_tokens(acceptance, draft_tokens)
+    costs = RoundCosts(STEP_S, STEP_S, draft_tokens * STEP_S / 10, HOP_S)
     break_even_s = break_even_draft_s(tokens, costs)
-    usual = _run(acceptance, block_len, costs.draft_s)
-    there = _run(acceptance, block_len, break_even_s)
+    usual = _run(acceptance, draft_tokens, costs.draft_s)
+    there = _run(acceptance, draft_tokens, break_even_s)
     assert usual.tokens_per_block is not None, "nothing was drafted"
     return FormulaCheck(
         acceptance,
-        block_len,
+        draft_tokens,
         tokens,
         usual.tokens_per_block,
         speed_up(tokens, lock_step(costs), STEP_S),
@@ -95,14 +95,14 @@ def _formula_check(acceptance: float, block_len: int, non_speculative_rate: floa
     )
 
 
-def _run(acceptance: float, block_len: int, draft_s: float) -> SimulationReport:
+def _run(acceptance: float, draft_tokens: int, draft_s: float) -> SimulationReport:
     costs = CostModel(
         target=ForwardCost.linear(STEP_S),
         draft=DraftCost(forward=ForwardCost.linear(0.0), per_pass_s=draft_s),
         hop_s=HOP_S,
     )
     return World(
-        SimulationConfig(costs, Speculation(block_len, DraftQuality((acceptance,)), Mode.LOCK_STEP), LOAD)
+        SimulationConfig(costs, Speculation(draft_tokens, DraftQuality((acceptance,)), Mode.LOCK_STEP), LOAD)
     ).run()
 
 
@@ -154,10 +154,10 @@ def recommendation_text(inputs: PlanInput, recommendation: Recommendation) -> st
     if isinstance(arrivals, Poisson) and not recommendation.best.keeps_up:
         rate = f"{arrivals.per_s:g} requests a second on each target, {arrivals.per_s * inputs.new_tokens:g} tokens/s"
         return f"No fleet keeps up with {rate}: latencies grow for as long as requests come. Ask less of a target."
-    if best.block_len == 0:
+    if best.draft_tokens == 0:
         return "Take non-speculative decoding: no fleet with drafters does better under this load."
     per = f"{best.drafters} drafter{'s' * (best.drafters > 1)} for {best.targets} target{'s' * (best.targets > 1)}"
-    return f"Take {per}, blocks of up to {best.block_len}, {best.name}: {_gain_text(inputs, recommendation)}."
+    return f"Take {per}, blocks of up to {best.draft_tokens}, {best.name}: {_gain_text(inputs, recommendation)}."
 
 
 def _gain_text(inputs: PlanInput, recommendation: Recommendation) -> str:
@@ -189,7 +189,7 @@ def _candidates_table(inputs: PlanInput, recommendation: Recommendation) -> Tabl
     inside = recommendation.in_process
     made.add_row(
         "1 : 0",
-        str(inside.block_len),
+        str(inside.draft_tokens),
         "in-process, by formula",
         shown(inside.tokens_per_s, ".1f"),
         _gain(inputs, inside, recommendation.plain),
@@ -215,7 +215,7 @@ def _row(inputs: PlanInput, result: CandidateResult, plain: CandidateResult) -> 
     candidate = result.candidate
     return (
         f"{candidate.targets} : {candidate.drafters}",
-        str(candidate.block_len),
+        str(candidate.draft_tokens),
         candidate.name,
         shown(result.tokens_per_s, ".1f"),
         _gain(inputs, result, plain),
@@ -234,7 +234,7 @@ def _rank(inputs: PlanInput, result: CandidateResult) -> tuple[bool, float]:
 
 def _limits_table(limits: Limits) -> Table:
     candidate = limits.candidate
-    of = f"{candidate.targets} : {candidate.drafters}, K = {candidate.block_len}"
+    of = f"{candidate.targets} : {candidate.drafters}, K = {candidate.draft_tokens}"
     sessions = f"{limits.at_once} session{'s' * (limits.at_once > 1)} at once on a target"
     made = table(f"Where the gain ends in lock-step: {of}, {sessions}", "what", "value")
     enough = limits.acceptance
@@ -268,13 +268,13 @@ def _candidate_data(candidate: CandidateFleet) -> dict[str, Any]:
 
 
 def recommendation_chart(inputs: PlanInput, recommendation: Recommendation) -> "Figure":
-    """Plots speed, or latency under a given rate, over the block length for the recommended fleet.
+    """Plots speed, or latency under a given rate, over the draft length for the recommended fleet.
 
     A candidate that does not keep up with the rate has no latency; if none keeps up, speed is plotted.
     """
     best = recommendation.best.candidate
-    ratio = (best.targets, best.drafters) if best.block_len else inputs.ratios[0]
-    drawn = [one for one in recommendation.results if one.candidate.block_len and one.candidate.fleet == ratio]
+    ratio = (best.targets, best.drafters) if best.draft_tokens else inputs.ratios[0]
+    drawn = [one for one in recommendation.results if one.candidate.draft_tokens and one.candidate.fleet == ratio]
     by_latency = isinstance(inputs.arrivals, Poisson) and any(one.keeps_up for one in drawn)
 
     def value(result: CandidateResult | InProcessResult) -> float:
@@ -283,7 +283,7 @@ def recommendation_chart(inputs: PlanInput, recommendation: Recommendation) -> "
     lines: dict[str, list[tuple[float, float]]] = {}
     for result in drawn:
         if result.keeps_up or not by_latency:
-            lines.setdefault(result.candidate.name, []).append((result.candidate.block_len, value(result)))
+            lines.setdefault(result.candidate.name, []).append((result.candidate.draft_tokens, value(result)))
     rivals: dict[str, CandidateResult | InProcessResult] = {
         "plain": recommendation.plain,
         "in the target's process": recommendation.in_process,
@@ -310,7 +310,7 @@ def theory_tables(formula_checks: list[FormulaCheck]) -> Group:
         "simulated there",
     )
     for check in formula_checks:
-        name = f"{check.acceptance}, {check.block_len}"
+        name = f"{check.acceptance}, {check.draft_tokens}"
         differs = check.simulated_tokens / check.tokens - 1
         tokens.add_row(name, shown(check.tokens, ".3f"), shown(check.simulated_tokens, ".3f"), f"{differs:+.1%}")
         gains.add_row(

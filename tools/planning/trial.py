@@ -129,7 +129,7 @@ def simulation_config(inputs: PlanInput, candidate: CandidateFleet, sessions: in
     )
     return SimulationConfig(
         inputs.costs,
-        Speculation(candidate.block_len, inputs.draft, candidate.mode),
+        Speculation(candidate.draft_tokens, inputs.draft, candidate.mode),
         load,
         unlimited_fleet(candidate.targets, candidate.drafters, load),
         seed=inputs.seed,
@@ -176,8 +176,8 @@ class Limits:
 
 def lock_step_candidate(best: CandidateFleet, inputs: PlanInput) -> CandidateFleet:
     """Returns the same fleet in lock step; if it has no drafters, one with a drafter for each target."""
-    targets, drafters = best.fleet if best.block_len else (1, 1)
-    return CandidateFleet(targets, drafters, best.block_len or max(inputs.block_lens), Mode.LOCK_STEP)
+    targets, drafters = best.fleet if best.draft_tokens else (1, 1)
+    return CandidateFleet(targets, drafters, best.draft_tokens or max(inputs.draft_lengths), Mode.LOCK_STEP)
 
 
 def limits(inputs: PlanInput, candidate: CandidateFleet, at_once: float, pool: Executor) -> Limits:
@@ -214,7 +214,7 @@ def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: Candida
     shortest = Point(0.0, saved(0.0))
     if shortest.value <= 0:
         return shortest.at
-    longest_s = (candidate.block_len + 1) * inputs.costs.non_speculative_s(
+    longest_s = (candidate.draft_tokens + 1) * inputs.costs.non_speculative_s(
         sessions
     )  # no round is shorter than its draft
     return crossing(saved, shortest, Point(longest_s, saved(longest_s)))

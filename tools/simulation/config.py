@@ -102,7 +102,7 @@ class Mode(Enum):
 class Speculation:
     """Draft length, draft quality and mode."""
 
-    block_len: int  # 0: non-speculative decoding
+    draft_tokens: int  # 0: non-speculative decoding
     draft: DraftQuality
     mode: Mode = Mode.DRAFT_AHEAD
 

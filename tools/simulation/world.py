@@ -351,7 +351,7 @@ class World:
             choice=0,
             hash_key=self._rng.getrandbits(64),
             acceptance=Acceptance.COUPLED,
-            draft_tokens=self.config.speculation.block_len,
+            draft_tokens=self.config.speculation.draft_tokens,
         )
 
     def _note_commit(self, tokens: int) -> None:

@@ -15,7 +15,7 @@ from actors.drafters.lookup import ngram
 from actors.drafters.registry import DraftSetup, create_model_method
 from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod, Early, ExchangesWeights, ReadsStates, dismiss
-from cluster.drafting.requests import LookaheadRequest, Proposal, max_block_len
+from cluster.drafting.requests import LookaheadRequest, Proposal, max_draft_tokens
 from cluster.drafting.trees import merged
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
@@ -120,7 +120,7 @@ class HybridDraft:
         return sorted(together.values(), key=lambda proposal: -proposal.chance)
 
     def _merged(self, one: Proposal, other: Proposal, request: DraftRequest | LookaheadRequest) -> Proposal:
-        most = min(request.max_tokens, max_block_len(self._open[request.session], one.base_len))
+        most = min(request.max_tokens, max_draft_tokens(self._open[request.session], one.base_len))
         return merged(one, other, most, request.least_chance)
 
 

@@ -18,11 +18,11 @@ COSTS = RoundCosts(non_speculative_s=0.020, verify_s=0.022, draft_s=0.010, hop_s
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "block_len", "tokens"),
+    ("acceptance", "draft_tokens", "tokens"),
     [(0.0, 5, 1.0), (1.0, 5, 6.0), (0.5, 1, 1.5), (0.8, 3, 2.952), (0.9, 7, 5.6953279), (0.7, 0, 1.0)],
 )
-def test_expected_tokens(acceptance, block_len, tokens):
-    assert expected_tokens(acceptance, block_len) == pytest.approx(tokens)
+def test_expected_tokens(acceptance, draft_tokens, tokens):
+    assert expected_tokens(acceptance, draft_tokens) == pytest.approx(tokens)
 
 
 def test_expected_tokens_equals_the_simulated_mean():

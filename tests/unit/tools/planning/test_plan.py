@@ -50,7 +50,7 @@ from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
 COSTS = CostModel(target=ForwardCost.linear(0.020), draft=DraftCost(forward=ForwardCost.linear(0.001)), hop_s=0.0003)
 SMALL = PlanInput(
-    COSTS, DraftQuality((0.9,)), ClosedLoop(2), prompt_tokens=8, new_tokens=32, block_lens=(4,), ratios=((1, 1), (2, 1))
+    COSTS, DraftQuality((0.9,)), ClosedLoop(2), prompt_tokens=8, new_tokens=32, draft_lengths=(4,), ratios=((1, 1), (2, 1))
 )
 PRICED = replace(SMALL, prices=Prices(10.0, 1.0))
 
@@ -77,7 +77,7 @@ def test_good_and_cheap_drafts_are_recommended(priced_plan):
     recommendation, runs = priced_plan
     assert len(recommendation.results) == 1 + 2 * 1 * 3
     assert runs == run_count(PRICED, whole=True) == len(recommendation.results) + 2, "and two limits"
-    assert recommendation.best.candidate.block_len == 4
+    assert recommendation.best.candidate.draft_tokens == 4
     assert recommendation.best.gain(recommendation.plain) > 2
     assert recommendation.at_once == 2
     assert recommendation.limits is not None
@@ -96,7 +96,7 @@ def test_useless_drafts_are_not_recommended():
 def test_drafts_that_do_not_pay_are_not_recommended():
     dear = recommend(replace(SMALL, prices=Prices(target=1.0, drafter=1000.0)))
     assert dear.best.candidate == NON_SPECULATIVE
-    assert recommend(replace(SMALL, prices=Prices(target=1.0, drafter=0.01))).best.candidate.block_len == 4
+    assert recommend(replace(SMALL, prices=Prices(target=1.0, drafter=0.01))).best.candidate.draft_tokens == 4
 
 
 LOCK_STEP = CandidateFleet(1, 1, 4, Mode.LOCK_STEP)
@@ -179,9 +179,9 @@ class Noted(InlineExecutor):
 
 def test_a_mode_that_loses_alone_is_not_tried_with_a_shared_drafter():
     pool = Noted()
-    recommend(replace(SMALL, block_lens=(1, 4)), pool)
-    assert {fleet.block_len for fleet in pool.short if fleet.fleet == (1, 1)} == {1, 4}
-    assert {fleet.block_len for fleet in pool.short if fleet.fleet == (2, 1)} == {4}, "one token gains half as much"
+    recommend(replace(SMALL, draft_lengths=(1, 4)), pool)
+    assert {fleet.draft_tokens for fleet in pool.short if fleet.fleet == (1, 1)} == {1, 4}
+    assert {fleet.draft_tokens for fleet in pool.short if fleet.fleet == (2, 1)} == {4}, "one token gains half as much"
 
 
 def test_a_shared_drafter_may_be_best_if_drafters_are_expensive():
@@ -218,7 +218,7 @@ def test_cost_counts_the_whole_fleet():
 
 
 def test_drafting_in_process_is_the_formula():
-    inside = best_in_process(replace(SMALL, block_lens=(1, 4)))
+    inside = best_in_process(replace(SMALL, draft_lengths=(1, 4)))
     tokens = (1 - 0.9**5) / 0.1
     assert inside == InProcessResult(4, pytest.approx(2 * tokens / 0.024), pytest.approx(32 * 0.024 / tokens), None)
 
@@ -243,7 +243,7 @@ def test_report_recommends_and_compares(priced_plan):
 
 
 def test_chart_has_a_line_for_each_mode_and_a_level_for_each_rival():
-    inputs = replace(SMALL, block_lens=(2, 4), ratios=((1, 1),))
+    inputs = replace(SMALL, draft_lengths=(2, 4), ratios=((1, 1),))
     axes = recommendation_chart(inputs, recommend(inputs, whole=True)).axes[0]
     lines = {str(line.get_label()): line for line in axes.lines}
     modes = {"lock-step", "adaptive", "draft-ahead"}
@@ -325,7 +325,7 @@ def test_the_command_writes_the_requested_files(tmp_path: Path):
         1,
         "--new-tokens",
         8,
-        "--block-len",
+        "--draft-tokens",
         2,
         "--json",
         tmp_path / "a",

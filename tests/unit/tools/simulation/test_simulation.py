@@ -40,9 +40,9 @@ SCENARIOS = 60  # `make random_scenarios` has thousands
 
 
 def run(
-    acceptance: float, block_len: int, mode: Mode, load: Workload = ONE_AT_A_TIME, **changes: object
+    acceptance: float, draft_tokens: int, mode: Mode, load: Workload = ONE_AT_A_TIME, **changes: object
 ) -> SimulationReport:
-    config = SimulationConfig(COSTS, Speculation(block_len, DraftQuality((acceptance,)), mode), load)
+    config = SimulationConfig(COSTS, Speculation(draft_tokens, DraftQuality((acceptance,)), mode), load)
     return World(replace(config, **changes)).run()
 
 

@@ -48,19 +48,19 @@ def a_draft(name: str) -> DraftPool:
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "layer_skip"])
-@pytest.mark.parametrize("block_len", [1, 2, LONGEST])
-def test_verifications_equal_those_in_lock_step(name: str, block_len: int, target: MeasuredTarget) -> None:
+@pytest.mark.parametrize("draft_tokens", [1, 2, LONGEST])
+def test_verifications_equal_those_in_lock_step(name: str, draft_tokens: int, target: MeasuredTarget) -> None:
     draft = a_draft(name)
     setup = target.setup(draft, LONGEST)
     accepted = 0
     for index, prompt in enumerate(PROMPTS):
-        generation = target.generation(index, target.prompt(prompt), TOKENS, 0.0, block_len)
+        generation = target.generation(index, target.prompt(prompt), TOKENS, 0.0, draft_tokens)
         emits = list(target.run(generation, create_method(draft, setup), trees=False))
         text = target.decode(generation)
         assert text.tokens[len(generation.prompt) :] == tuple(token for emit in emits for token in emit.tokens)
         places = replay(create_method(draft, setup), text, LONGEST, NODES)
         assert len(places) == len(text.tokens) - len(generation.prompt)
-        assert verifies(places, block_len, trees=False) == len(emits)
+        assert verifies(places, draft_tokens, trees=False) == len(emits)
         accepted += sum(emit.accepted for emit in emits)
     assert accepted > 0, "a draft that is never right would show nothing"
 
