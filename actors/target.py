@@ -172,9 +172,14 @@ class TargetReplica:
         self.failure: EngineError | None = None
         self._engine = engine
         self._gate = GrammarGate(
-            engine.prepare, self._take, self._refuse, self.scheduler.admission.router_of, self.scheduler.refusals, limits.max_queued
+            engine.prepare,
+            self._take,
+            self._refuse,
+            self.scheduler.admission.router_of,
+            self.scheduler.refusals,
+            limits.max_queued,
         )
-        self._progress = Watchdog(TimeoutPolicy(most_s=step_timeout_s))
+        self._progress = Watchdog(TimeoutPolicy(max_s=step_timeout_s))
         self._clock = clock
         self._tracer = tracer
         self._outboxes: dict[str, Outbox] = {}  # by stream

@@ -1,6 +1,7 @@
 """Measures how well the simulator predicts a running system, from nothing but published costs and measured acceptance.
 
-    python benchmarks/prediction.py [--concurrency 1,2,4,8] [--draft-tokens 1,2,4] [--rounds 3] [--tokens 64] [--json OUT]
+    python benchmarks/prediction.py [--concurrency 1,2,4,8] [--draft-tokens 1,2,4] [--rounds 3] [--tokens 64]
+        [--json OUT]
 
 Serves the demo pair twice, adaptive with draft-ahead and in lock step, drafter and target pinned to one core each. One
 half of the prompts, in lock step at the longest block, says how often each position of a block is accepted. The other

@@ -107,7 +107,9 @@ class StabilizationWindow:
 
 DEFAULT_UTILISATION = 0.5  # default utilisation: a pool can take twice its load while further replicas start
 MAX_CACHE_SHARE = 0.8  # share of the pages that sessions may hold: beyond it, a long session preempts others
-MAX_LOST_SHARE = 0.125  # share of blocks, or of a target's time, that may be lost: below it, drafters take more sessions
+MAX_LOST_SHARE = (
+    0.125  # share of blocks, or of a target's time, that may be lost: below it, drafters take more sessions
+)
 # Margin over the need before a pool shrinks: fewer replicas are slower, so sessions last longer and more run at once.
 RESERVE_SHARE = 0.25
 
@@ -168,12 +170,15 @@ def draft_need(
     sessions_needed = drafted + undrafted
     sessions = Need(
         sessions_needed / scaling.sessions_per_replica,
-        f"{sessions_needed:.1f} sessions want drafts ({undrafted:.1f} have no drafter), {scaling.sessions_per_replica:g} each",
+        f"{sessions_needed:.1f} sessions want drafts ({undrafted:.1f} have no drafter),"
+        f" {scaling.sessions_per_replica:g} each",
     )
     late = max((report.late for report in drafters), default=0.0)
     waiting = max(report.waiting for report in targets)
     shared = sum(report.shared for report in drafters)
-    work = min(sessions_needed, shared / DEFAULT_UTILISATION * (sessions_needed / drafted if drafted else 1.0))  # a session has one drafter at most
+    work = min(
+        sessions_needed, shared / DEFAULT_UTILISATION * (sessions_needed / drafted if drafted else 1.0)
+    )  # a session has one drafter at most
     felt = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
     if max(late, waiting) <= MAX_LOST_SHARE:
         work = min(work, present)  # drafters keep up, so no more are needed

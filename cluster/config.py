@@ -17,10 +17,10 @@ from pydantic_core import ErrorDetails
 
 from cluster.config_sections import (
     LEARNING_METHODS,
-    PROJECTING_HEADS,
     METHOD_SECTIONS,
-    STATE_READERS,
     MODEL_METHODS,
+    PROJECTING_HEADS,
+    STATE_READERS,
     ApiKey,
     DraftModelOptions,
     EagleOptions,

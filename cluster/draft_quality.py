@@ -68,9 +68,13 @@ class AcceptanceStats:
 FALSE_ALARM_RATE = 1e-4  # upper bound of false alarms per block: each costs reading the session again
 MIN_GOOD_BLOCKS = 8  # good blocks before there is a history to compare with
 HISTORY_BLOCKS = 128  # approximate number of blocks in the history
-MIN_USUAL_ACCEPTANCE = 0.25  # usual acceptance below which the test is off: a draft that was always poor raises no alarm
+MIN_USUAL_ACCEPTANCE = (
+    0.25  # usual acceptance below which the test is off: a draft that was always poor raises no alarm
+)
 HARDER_TEXT_SHARE = 0.85  # share of the usual acceptance that texts which become harder may fall to
-COLLAPSED_SHARE = 0.15  # share of that left to a drafter that is out of step, since some of its tokens are right by chance
+COLLAPSED_SHARE = (
+    0.15  # share of that left to a drafter that is out of step, since some of its tokens are right by chance
+)
 
 
 @value
@@ -79,13 +83,13 @@ class CusumDetector:
 
     A block with an accepted token is good.
 
-    `evidence` is the log-likelihood ratio of the latest blocks under two hypotheses: blocks are good COLLAPSED_SHARE * HARDER_TEXT_SHARE
-    as often as usual, or HARDER_TEXT_SHARE as often. It never falls below 0. A collapse is concluded at -log(FALSE_ALARM_RATE). If the usual
-    rate were known exactly, the mean number of blocks before a false alarm would be at least 1 / FALSE_ALARM_RATE, as long as
-    blocks are good at least HARDER_TEXT_SHARE as often as usual (Lorden 1971). The rate is estimated; simulated sessions keep to
-    that bound at every constant acceptance. An acceptance of 0.2 comes closest, with 9e-5 alarms per block in the first
-    hundred blocks; from 0.8 on there is less than one in a million. A fall from 0.8 to 0.1 is detected after 12 blocks,
-    one to 0.2 after 17 (medians).
+    `evidence` is the log-likelihood ratio of the latest blocks under two hypotheses: blocks are good COLLAPSED_SHARE *
+    HARDER_TEXT_SHARE as often as usual, or HARDER_TEXT_SHARE as often. It never falls below 0. A collapse is concluded
+    at -log(FALSE_ALARM_RATE). If the usual rate were known exactly, the mean number of blocks before a false alarm
+    would be at least 1 / FALSE_ALARM_RATE, as long as blocks are good at least HARDER_TEXT_SHARE as often as usual
+    (Lorden 1971). The rate is estimated; simulated sessions keep to that bound at every constant acceptance. An
+    acceptance of 0.2 comes closest, with 9e-5 alarms per block in the first hundred blocks; from 0.8 on there is less
+    than one in a million. A fall from 0.8 to 0.1 is detected after 12 blocks, one to 0.2 after 17 (medians).
     """
 
     history: Mean = Mean()  # share of good blocks
@@ -137,9 +141,13 @@ class CusumDetector:
         return self.evidence + math.log((1 - COLLAPSED_SHARE * harder) / (1 - harder))
 
 
-CHECKED_TOKENS = 64  # first tokens of blocks that are checked: an error of at most 0.06, in a second or two on a fast pair
+CHECKED_TOKENS = (
+    64  # first tokens of blocks that are checked: an error of at most 0.06, in a second or two on a fast pair
+)
 WARNING_SHARE = 0.5  # share of the expected acceptance below which it warns
-MIN_EXPECTED_ACCEPTANCE = 0.2  # acceptance expected of any draft: one that is unsure everywhere is damaged rather than modest
+MIN_EXPECTED_ACCEPTANCE = (
+    0.2  # acceptance expected of any draft: one that is unsure everywhere is damaged rather than modest
+)
 
 USUAL_CAUSES = (
     "usual causes: another tokenizer or chat template than the target's, a draft made for another target, "
@@ -346,10 +354,10 @@ class VersionAcceptance:
 class VersionWatch:
     """Acceptance of the version in use and of the one before, as one drafter sees them.
 
-    The texts of the two periods differ, so the new version is worse only if it falls below HARDER_TEXT_SHARE of the earlier
-    acceptance, and by several standard errors. Of a useless version, hardly any blocks are requested; the first block
-    of each session, which is independent of the others, then decides by the binomial distribution. Blocks of a version
-    that was in use before count anew.
+    The texts of the two periods differ, so the new version is worse only if it falls below HARDER_TEXT_SHARE of the
+    earlier acceptance, and by several standard errors. Of a useless version, hardly any blocks are requested; the first
+    block of each session, which is independent of the others, then decides by the binomial distribution. Blocks of a
+    version that was in use before count anew.
     """
 
     def __init__(self, version: int = 0) -> None:

@@ -379,7 +379,9 @@ class EnginePages:
         self._fed: Mapping[str, Any] = MappingProxyType({})
         self._computed: Mapping[str, int] = MappingProxyType({})
 
-    def step_made(self, fed: Mapping[str, Any], held_pages: int, computed: Mapping[str, int] = MappingProxyType({})) -> None:
+    def step_made(
+        self, fed: Mapping[str, Any], held_pages: int, computed: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         """Records the latest step: its rows by session, the pages that sessions hold after it, and the tokens in each
         one's pages."""
         self._fed = fed

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from cluster.autoscaling import DRAFT, DEFAULT_UTILISATION, TARGET, DraftScaling, TargetScaling
+from cluster.autoscaling import DEFAULT_UTILISATION, DRAFT, TARGET, DraftScaling, TargetScaling
 from cluster.config import DraftPool, Replicas, Resources, TargetPool
 
 AUTOSCALING_POLICY = {"policy_function": "cluster.autoscaling:PoolsPolicy"}  # of the application: sees both pools

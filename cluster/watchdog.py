@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TIMEOUT_FACTOR = 30.0  # times the measured cost: machines stall, and a long text costs more than a profile's short rows
-MIN_TIMEOUT_S = 10.0  # lower bound of the limit: a false alarm costs a replica, and a prefill elsewhere for its sessions
+MIN_TIMEOUT_S = (
+    10.0  # lower bound of the limit: a false alarm costs a replica, and a prefill elsewhere for its sessions
+)
 MAX_TIMEOUT_S = 60.0
 
 
@@ -12,18 +14,18 @@ MAX_TIMEOUT_S = 60.0
 class TimeoutPolicy:
     """Time limits for one piece of work."""
 
-    most_s: float = MAX_TIMEOUT_S
-    least_s: float = MIN_TIMEOUT_S
-    times: float = TIMEOUT_FACTOR
+    max_s: float = MAX_TIMEOUT_S
+    min_s: float = MIN_TIMEOUT_S
+    factor: float = TIMEOUT_FACTOR
 
     def limit_s(self, expected_s: float | None) -> float:
         """Returns the time limit of work that is expected to take `expected_s` seconds; None if that is unknown.
 
-        Without an expectation, the limit is `most_s`.
+        Without an expectation, the limit is `max_s`.
         """
         if expected_s is None:
-            return self.most_s
-        return min(self.most_s, max(self.least_s, self.times * expected_s))
+            return self.max_s
+        return min(self.max_s, max(self.min_s, self.factor * expected_s))
 
 
 class _Work(NamedTuple):

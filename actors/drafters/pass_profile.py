@@ -3,7 +3,7 @@
 from functools import partial
 from statistics import median
 
-from actors.engine.runner import least_seconds
+from actors.engine.runner import fastest_s
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod, ReadsStates
 from cluster.drafting.session_table import DrafterLimits
@@ -29,7 +29,7 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
         if isinstance(method, ReadsStates):  # all zeros
             method.states(session.session, 0, bytes((PROMPT_TOKENS - 1) * method.states_format.row_bytes))
     batches = [[_request(each, length) for each in sessions[:rows]] for rows in sizes for length in lengths]
-    seconds = iter(least_seconds([partial(method.draft, requests) for requests in batches]))
+    seconds = iter(fastest_s([partial(method.draft, requests) for requests in batches]))
     method.close([session.session for session in sessions])
     forwards = []
     further = []

@@ -141,7 +141,14 @@ class StepExecutor:
                 continue
             near = self._margin(row, block, here)
             outcomes.append(
-                Outcome(row.session, decision.path, decision.next_token, near, scores=row_scores, prompt_scores=prompt_scores)
+                Outcome(
+                    row.session,
+                    decision.path,
+                    decision.next_token,
+                    near,
+                    scores=row_scores,
+                    prompt_scores=prompt_scores,
+                )
             )
         return riding(rows, outcomes, self._runner.read_states)
 

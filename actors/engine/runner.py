@@ -140,7 +140,7 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
         needed = tuple(range(-(-(start + size) // page_size)))
         one_row.append([InputRow((0,) * size, start, size, needed)])
         single_tokens.append([InputRow((0,), start, 1, needed)] * size)
-    seconds = least_seconds([partial(_forward, runner, rows) for rows in (*one_row, *single_tokens)])
+    seconds = fastest_s([partial(_forward, runner, rows) for rows in (*one_row, *single_tokens)])
     whole = list(accumulate(seconds[: len(sizes)], max))
     apart = seconds[len(sizes) :]
     rows = [
@@ -155,7 +155,7 @@ def _forward(runner: Runner, rows: list[InputRow]) -> None:
     runner.forward(rows).logits.max(dim=-1).indices.tolist()  # fetch the result, as a verdict needs it
 
 
-def least_seconds(todo: Sequence[Callable[[], object]]) -> list[float]:
+def fastest_s(todo: Sequence[Callable[[], object]]) -> list[float]:
     """Returns the least time of each of several functions.
 
     They run in turns, so that other load does not affect only one of them. The first turn, which allocates memory and

@@ -60,7 +60,9 @@ class CertificateFiles:
 
     def _read(self) -> CertificateSet:
         try:
-            certificates = CertificateSet(*((self._folder / name).read_bytes() for name in (CERTIFICATE, KEY, AUTHORITY)))
+            certificates = CertificateSet(
+                *((self._folder / name).read_bytes() for name in (CERTIFICATE, KEY, AUTHORITY))
+            )
         except OSError as error:
             missing = f"{error.filename}: {error.strerror}"
             files = f"{CERTIFICATE}, {KEY} and {AUTHORITY}"
@@ -263,7 +265,9 @@ class MutualTls:
 
 
 def _server_configuration(certificates: CertificateSet) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(certificates.key, certificates.certificate)], certificates.authority)
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key, certificates.certificate)], certificates.authority
+    )
 
 
 def credentials_of(trust: TrustConfig, role: PeerRole) -> Credentials:

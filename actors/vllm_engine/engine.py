@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, NoReturn, TypeVar
 
 from actors.compute.hidden_states import CaptureSpec
-from actors.engine.runner import least_seconds
+from actors.engine.runner import fastest_s
 from actors.engine.tensor_parallel import RankReport
 from actors.grammars import GrammarCompiler, grammars_of, load_grammar_vocabulary
 from actors.vllm_engine.arguments import ENVIRONMENT
@@ -48,7 +48,7 @@ class StepProfile:
         self._feed(names, 0, opens=tuple(self._open(name) for name in names))
         todo = [partial(self._feed, names[:1], size - 1) for size in self._by_row]
         todo += [partial(self._feed, names[:rows], 0) for rows in self._by_rows]
-        seconds = least_seconds(todo)
+        seconds = fastest_s(todo)
         self._step(StepPlan(tuple(names), (), ()))
         return _cost(self._by_row, seconds[: len(self._by_row)], self._by_rows, seconds[len(self._by_row) :])
 

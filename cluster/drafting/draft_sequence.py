@@ -67,7 +67,9 @@ class DraftSequence:
     def may_go_on(self) -> bool:
         """True if a block could be of use after the pending verdict."""
         return (
-            self.requested_tokens > 0 and max_draft_tokens(self.open, self.prefix.length + 1) > 0 and not self.lacks_states
+            self.requested_tokens > 0
+            and max_draft_tokens(self.open, self.prefix.length + 1) > 0
+            and not self.lacks_states
         )
 
     def reset(self) -> Attach:

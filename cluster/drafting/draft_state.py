@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
-from cluster.drafting.trees import Branch, Choices, least_of, likeliest_paths, tree_of
+from cluster.drafting.trees import Branch, Choices, likeliest_paths, threshold_of, tree_of
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.frozen import value
 from protos.messages import Acceptance, DraftRequest, Shape
@@ -113,7 +113,7 @@ class BlockDraft:
         return self.is_cut or len(self.drafted) == self.max_tokens
 
     def is_further(self, offset: int) -> bool:
-        """Returns True if the token `offset` tokens on is predicted after another, without a forward pass in between."""
+        """Returns True if the token `offset` tokens on follows a predicted one, with no forward pass in between."""
         return self.is_guessed or (offset > 0 and not self.is_root)
 
     @property
@@ -272,4 +272,4 @@ class BlockDraft:
     @property
     def _least_of_tree(self) -> float:
         """Probability that the next token needs; below it, other tokens are offered instead."""
-        return least_of(self.paths, self.max_tokens) if self.takes_trees and self.drafted else 0.0
+        return threshold_of(self.paths, self.max_tokens) if self.takes_trees and self.drafted else 0.0

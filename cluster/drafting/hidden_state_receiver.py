@@ -16,8 +16,8 @@ class StateBounds:
     """Bounds on the hidden states that a method reads."""
 
     window: int | None = None  # number of a text's latest states that are read; None: all
-    enough: int | None = None  # number to begin with if earlier ones would have to be recomputed; None: all
-    most: int | None = None  # over all sessions; None: no bound
+    min_states: int | None = None  # number to begin with if earlier ones would have to be recomputed; None: all
+    max_states: int | None = None  # over all sessions; None: no bound
 
 
 NO_BOUNDS = StateBounds()
@@ -50,10 +50,12 @@ class HiddenStateReceiver:
         self.forget(session.open.session)
         if self._layout is not None:
             window = self._bounds.window
-            enough = self._bounds.enough
+            min_states = self._bounds.min_states
             read_to = session.prefix.length - 1  # the target need not have read the last token
             session.states_len = 0 if window is None else max(0, read_to - window)
-            session.states_by = session.states_len if enough is None else max(session.states_len, read_to - enough)
+            session.states_by = (
+                session.states_len if min_states is None else max(session.states_len, read_to - min_states)
+            )
 
     def forget(self, session: str) -> None:
         self._early.pop(session, None)
@@ -64,13 +66,13 @@ class HiddenStateReceiver:
 
         The states of the session `instead_of`, which the new text replaces, are not counted.
         """
-        most = self._bounds.most
-        if most is None or self._layout is None:
+        max_states = self._bounds.max_states
+        if max_states is None or self._layout is None:
             return ""
         kept_tokens = sum([self._kept(session) for name, session in self._sessions.items() if name != instead_of])
-        if kept_tokens + self._of(more) <= most:
+        if kept_tokens + self._of(more) <= max_states:
             return ""
-        return f"hidden states of {kept_tokens} tokens are kept, and there is room for {most}"
+        return f"hidden states of {kept_tokens} tokens are kept, and there is room for {max_states}"
 
     def _kept(self, session: DraftSequence) -> int:
         return self._of((session.states_len or 0) - session.states_first)

@@ -32,7 +32,7 @@ class ForwardTime:
     def learn(self, rows: int, seconds: float) -> None:
         self._line = self._line.after(rows, seconds, FORWARD_MEMORY)
 
-    def most_rows(self, limit: int, seconds: float) -> int:
+    def max_rows(self, limit: int, seconds: float) -> int:
         """Returns the most rows, up to `limit`, that a forward pass feeds in `seconds`; `limit` if nothing is known."""
         slope = self._line.slope
         if not slope:  # no measurable cost per row
@@ -159,7 +159,7 @@ class LookaheadSearch(Generic[D]):
         self._method = method
         self._forward_time = forward_time
         self._interrupted = interrupted
-        self._most_rows = max(MIN_ROW_LIMIT, ROWS_PER_SESSION * len(requests))
+        self._max_rows = max(MIN_ROW_LIMIT, ROWS_PER_SESSION * len(requests))
         self._took_s = 0.0  # duration of the latest forward pass, taken as the estimate for the next
         self._begun = [draft for request in requests for draft in self._begin(request)]
         self._open = list(self._begun)
@@ -207,8 +207,8 @@ class LookaheadSearch(Generic[D]):
 
         Two forward passes of few rows bring the likeliest blocks sooner, and further, than one of many rows.
         """
-        twice = self._forward_time.most_rows(self._most_rows, left_s / 2)
-        return twice or self._forward_time.most_rows(self._most_rows, left_s) or 1
+        twice = self._forward_time.max_rows(self._max_rows, left_s / 2)
+        return twice or self._forward_time.max_rows(self._max_rows, left_s) or 1
 
     def _begin(self, request: LookaheadRequest) -> list[D]:
         """Returns the roots, and blocks for rejections if the alternatives to the block's tokens are known already."""

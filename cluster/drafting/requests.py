@@ -1,7 +1,7 @@
 """Values exchanged with a drafting method: requests, proposals, and changes to sessions.
 
-The target's own `protos.messages.DraftRequest` requests a block that is needed now; an `LookaheadRequest` requests blocks
-for the likely outcomes of a verdict. The method answers both with a `Proposal` per block.
+The target's own `protos.messages.DraftRequest` requests a block that is needed now; an `LookaheadRequest` requests
+blocks for the likely outcomes of a verdict. The method answers both with a `Proposal` per block.
 
 A method runs on its own thread and keeps its own copy of every text (`SessionText`). Each pass starts by applying the
 changes since the previous one (`SessionUpdates`).

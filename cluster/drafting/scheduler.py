@@ -82,11 +82,13 @@ class DraftScheduler:
     # ------------------------------------------------------------ the drafting pass
 
     def next_pass(self, limit: int, lookahead_limit: int) -> DraftingPass:
-        """Returns a pass for up to `limit` sessions that want a block now, or else for up to `lookahead_limit` ahead."""
+        """Returns a pass for up to `limit` sessions that want a block now, or else up to `lookahead_limit` ahead."""
         requests = self.requests(limit)
         lookahead = () if requests else self.lookahead_requests(lookahead_limit)
         pending = self.sessions.updates
-        is_due = requests or lookahead or pending.closed or pending.states  # caches to free, states to process while idle
+        is_due = (
+            requests or lookahead or pending.closed or pending.states
+        )  # caches to free, states to process while idle
         return DraftingPass(pending.take() if is_due else SessionUpdates(), requests, lookahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:

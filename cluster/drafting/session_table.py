@@ -87,10 +87,12 @@ class StepIntervalEstimate:
         if not self.mean_s:
             return StepIntervalEstimate(seconds)
         distance = abs(seconds - self.mean_s)
-        return StepIntervalEstimate(blend(self.mean_s, seconds, INTERVAL_MEMORY), blend(self.deviation_s, distance, INTERVAL_MEMORY))
+        return StepIntervalEstimate(
+            blend(self.mean_s, seconds, INTERVAL_MEMORY), blend(self.deviation_s, distance, INTERVAL_MEMORY)
+        )
 
     @property
-    def least_s(self) -> float | None:
+    def earliest_s(self) -> float | None:
         """Shortest time that a step is likely to take, in seconds; None before any measurement."""
         return max(0.0, self.mean_s - self.deviation_s) if self.mean_s else None
 
@@ -334,8 +336,8 @@ class SessionTable:
 
     def verdict_due(self, session: DraftSequence) -> float:
         """Returns the earliest likely time of the pending verdict; infinity while nothing is known."""
-        least_s = self._step_interval(session.target).least_s
-        return math.inf if least_s is None or session.step_began_s is None else session.step_began_s + least_s
+        earliest_s = self._step_interval(session.target).earliest_s
+        return math.inf if earliest_s is None or session.step_began_s is None else session.step_began_s + earliest_s
 
     def hit(self, session: DraftSequence, proposal: Proposal) -> None:
         """Records that a block drafted ahead is the one wanted now."""

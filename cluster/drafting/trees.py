@@ -50,8 +50,8 @@ Outcome = tuple[tuple[int, ...], float]  # verdict tokens and their probability
 def accepted_chance(block: Sequence[int], choices: Sequence[Choices]) -> float:
     """Returns the probability that the whole block is accepted.
 
-    `choices` lists the choices at the block's positions. Positions after the end of `choices` are ignored; an empty entry
-    makes the result 0.
+    `choices` lists the choices at the block's positions. Positions after the end of `choices` are ignored; an empty
+    entry makes the result 0.
     """
     return math.prod(there.chance_of(token) for token, there in zip(block, choices, strict=False))
 
@@ -165,16 +165,20 @@ def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance
 
     chances = {(): 1.0, **dict(grown_paths(noted, most, least_chance))}
     return [
-        Branch(path, chances[path], tuple(there.tokens[:1]), (there,)) for path, there in choices.items() if there.tokens
+        Branch(path, chances[path], tuple(there.tokens[:1]), (there,))
+        for path, there in choices.items()
+        if there.tokens
     ]
 
 
 def branches_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Branch]:
     """Returns the branches of a block in which the choices at a position do not depend on the tokens before it."""
-    return grow_branches(lambda path: choices[len(path)] if len(path) < len(choices) else NO_CHOICES, most, least_chance)
+    return grow_branches(
+        lambda path: choices[len(path)] if len(path) < len(choices) else NO_CHOICES, most, least_chance
+    )
 
 
-def least_of(paths: Sequence[tuple[TokenPath, float]], most: int) -> float:
+def threshold_of(paths: Sequence[tuple[TokenPath, float]], most: int) -> float:
     """Returns the probability that a further node needs to be among the likeliest `most`; 0 while fewer are there."""
     return paths[-1][1] if len(paths) == most else 0.0
 

@@ -41,8 +41,8 @@ class PrefixOptions:
     """Size of a router's record, and its weight against load."""
 
     page_size: int = 16  # tokens per page of the targets' caches
-    most_sessions: float = 4.0  # extra sessions that a target may have over the least loaded one
-    pages_a_target: int = 1 << 15  # most recent pages recorded per target
+    max_extra_sessions: float = 4.0  # extra sessions that a target may have over the least loaded one
+    pages_per_target: int = 1 << 15  # most recent pages recorded per target
 
 
 def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b"") -> list[bytes]:
@@ -86,12 +86,12 @@ class PrefixAffinity:
     def worth(self, keys: Sequence[bytes]) -> dict[str, float]:
         """Returns, by target, the number of extra sessions that this text outweighs there.
 
-        The target with the longest cached prefix gets at most `most_sessions`. The others get less by what they lack,
-        so a target with only the common beginning of many texts does not count like one with the whole text.
+        The target with the longest cached prefix gets at most `max_extra_sessions`. The others get less by what they
+        lack, so a target with only the common beginning of many texts does not count like one with the whole text.
         """
         matches = self.matches(keys)
         best = max(matches.values(), default=0)
-        most = min(best / TOKENS_PER_SESSION, self._options.most_sessions)
+        most = min(best / TOKENS_PER_SESSION, self._options.max_extra_sessions)
         behind = {target: (best - tokens) / TOKENS_PER_SESSION for target, tokens in matches.items()}
         return {target: most - lacking for target, lacking in behind.items() if lacking < most}
 
@@ -101,7 +101,7 @@ class PrefixAffinity:
         for key in reversed(keys):  # the first page becomes the most recent, so a text is dropped from its end
             pages[key] = None
             pages.move_to_end(key)
-        while len(pages) > self._options.pages_a_target:
+        while len(pages) > self._options.pages_per_target:
             pages.popitem(last=False)
 
     def forget(self, target: str) -> None:
@@ -226,7 +226,9 @@ class Peers:
                     return
 
 
-SAME_NODE_WORTH = 4.0  # extra sessions for which a drafter on the target's node is still preferred: its drafts arrive sooner
+SAME_NODE_WORTH = (
+    4.0  # extra sessions for which a drafter on the target's node is still preferred: its drafts arrive sooner
+)
 SAME_ZONE_WORTH = 2.0
 
 

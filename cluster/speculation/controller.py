@@ -6,8 +6,8 @@ maximising a ratio). It decides from measured costs (`load`) and from the result
 
 Unknown costs, such as drafters that share memory, cores or network with the target, show only in the measured
 throughput. Where speculation was slower than non-speculative decoding at a load, the kill switch turns it off for a
-while, even if it should have paid. Every trial against the odds is charged to one budget, `TRIAL_SHARE`. Pure, without a
-clock.
+while, even if it should have paid. Every trial against the odds is charged to one budget, `TRIAL_SHARE`. Pure, without
+a clock.
 """
 
 from collections import Counter, defaultdict
@@ -20,7 +20,9 @@ from cluster.speculation.estimators import AcceptanceCounts, Chances, Load, Pair
 from protos.frozen import value
 
 TRIAL_TOKENS = 2  # draft length of a trial: cheap, and enough to see whether blocks have become good
-MIN_LOOKAHEAD_GAIN = 0.02  # tokens per round that drafting ahead must bring: a verdict and a block per round are not free
+MIN_LOOKAHEAD_GAIN = (
+    0.02  # tokens per round that drafting ahead must bring: a verdict and a block per round are not free
+)
 RESUME_RATIO = 1.15  # hysteresis: value over cost at which drafting resumes; without it, noise would toggle drafting
 
 
@@ -128,7 +130,11 @@ class Adaptive:
             worth = worth + brings
         if gain > 0:
             return self._awaited(waited_for, waited_worth, least_chance, stats, load)
-        return DraftingDecision(tokens, worth, least_chance) if stats.hits * worth > MIN_LOOKAHEAD_GAIN else DraftingDecision()
+        return (
+            DraftingDecision(tokens, worth, least_chance)
+            if stats.hits * worth > MIN_LOOKAHEAD_GAIN
+            else DraftingDecision()
+        )
 
     def _awaited(
         self, tokens: int, worth: float, least_chance: float, stats: SessionStats, load: Load
@@ -163,7 +169,9 @@ class ReferenceLoop:
         return self.patience if any(block.worth for block in awaited) else 0.0
 
 
-TRIAL_SHARE = 0.01  # share of the time, about, lost to trials that lose and to non-speculative steps where speculation wins
+TRIAL_SHARE = (
+    0.01  # share of the time, about, lost to trials that lose and to non-speculative steps where speculation wins
+)
 GAIN_MEMORY = 0.02  # weight of the latest step: about fifty show a gain of 1.25 although single steps differ by 0.8
 MIN_ERROR_SHARE = 0.5  # share of the error kept at a full memory: without it, a gain of 5 % was turned off too often
 MIN_LOSS_STEPS = 12  # decayed steps before a loss is accepted: a short benchmark at 16 sessions has a hundred steps

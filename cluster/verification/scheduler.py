@@ -166,7 +166,7 @@ class DraftQualityMonitor:
         session.watch = session.watch.attached(self._suspects.usual(peer_of(drafter)))
 
     def block_verified(self, session: TargetSequence, length: int, requested: int, accepted: int) -> Collapse | None:
-        """Records a block of up to `requested` tokens after `length` tokens; returns the collapse to report, or None."""
+        """Records a block of up to `requested` tokens after `length` tokens; returns a collapse to report, or None."""
         if session.drafter is None:
             return None  # the drafter has left
         drafter = peer_of(session.drafter)
@@ -653,7 +653,9 @@ class VerificationScheduler:
         if drafted or (session.has_nothing and session.requested_tokens):
             self.controller.block_verified(session.requested_tokens, room, drafted, outcome.path)
         requested = min(session.requested_tokens, room)
-        collapse = self.draft_quality.block_verified(session, row.base_len, requested, outcome.accepted) if drafted else None
+        collapse = (
+            self.draft_quality.block_verified(session, row.base_len, requested, outcome.accepted) if drafted else None
+        )
         self.reporter.deciding(session, now)
         decision = session.decide(row, outcome, now)
         is_over = decision.finish is not Finish.NONE

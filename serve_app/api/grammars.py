@@ -106,7 +106,9 @@ Literals = Callable[[str], str]
 """Spells text in a grammar's notation."""
 
 IGNORED_KEYWORDS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # no effect
-OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"})
+OBJECT_KEYWORDS = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+)
 JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 
 
@@ -164,7 +166,11 @@ class _Tagged:
         if kinds and kinds <= {"string", "null"} and schema.keys() <= IGNORED_KEYWORDS | {"type", "anyOf", "nullable"}:
             return self._text(name)
         choices = schema.get("enum", [schema["const"]] if "const" in schema else []) if kinds == {"string"} else []
-        if choices and schema.keys() <= IGNORED_KEYWORDS | {"type", "enum", "const"} and all(map(self._is_plain, choices)):
+        if (
+            choices
+            and schema.keys() <= IGNORED_KEYWORDS | {"type", "enum", "const"}
+            and all(map(self._is_plain, choices))
+        ):
             return [f"{name}: ({' | '.join(map(self._literals, choices))}) {self._literals(after)}"]
         raise self._refusal(f"have {key!r}, whose schema cannot be enforced in this model's calls")
 

@@ -232,7 +232,9 @@ def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> P
     earlier = {sample.name: sample for sample in before}
     targets = [sample for sample in now if isinstance(sample, TargetSample)]
     drafters = [sample for sample in now if isinstance(sample, DraftSample)]
-    rates = {sample.name: sample_rates for sample in targets if (sample_rates := _rates(earlier.get(sample.name), sample))}
+    rates = {
+        sample.name: sample_rates for sample in targets if (sample_rates := _rates(earlier.get(sample.name), sample))
+    }
     return PageState(
         model=model,
         window_ms=WINDOW_S * 1e3,
@@ -310,7 +312,9 @@ def _tracks(samples: Sequence[TargetSample | DraftSample]) -> tuple[Track, ...]:
     all_spans = spans(actors, shown_stages())
     looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
     begins = max(looked, default=0.0) - WINDOW_S
-    return tuple(Track(actor=actor.name, role=actor.role, bars=_bars(actor.name, all_spans, begins)) for actor in actors)
+    return tuple(
+        Track(actor=actor.name, role=actor.role, bars=_bars(actor.name, all_spans, begins)) for actor in actors
+    )
 
 
 def _up_to_now(actor: Actor, now: float) -> Actor:

@@ -131,7 +131,9 @@ def test_where_none_of_the_best_in_short_runs_keeps_up_all_are_tried():
 
 def test_formula_and_simulation_agree():
     found = formula_checks()
-    assert [(check.acceptance, check.draft_tokens) for check in found] == [(g, k) for g in ACCEPTANCES for k in DRAFT_LENGTHS]
+    assert [(check.acceptance, check.draft_tokens) for check in found] == [
+        (g, k) for g in ACCEPTANCES for k in DRAFT_LENGTHS
+    ]
     for check in found:
         assert check.simulated_tokens == pytest.approx(check.tokens, rel=TOLERANCE)
         assert check.simulated_gain == pytest.approx(check.gain, rel=TOLERANCE)

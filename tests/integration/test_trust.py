@@ -90,7 +90,9 @@ async def test_failed_handshakes_are_counted_and_logged_once(kind, connections, 
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
                     await is_welcome(VERIFY.stub(channel), VERIFY)
-        await eventually(lambda: target.scheduler.refusals.counts[auth_interceptor.NO_HANDSHAKE] >= connections, "all are counted")
+        await eventually(
+            lambda: target.scheduler.refusals.counts[auth_interceptor.NO_HANDSHAKE] >= connections, "all are counted"
+        )
         assert len([record for record in caplog.records if auth_interceptor.NO_HANDSHAKE in record.getMessage()]) == 1
 
 

@@ -133,7 +133,7 @@ def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationSch
 
 def a_draft_scheduler(setting: Setting, sessions: int) -> DraftScheduler:
     layout = LAYOUT if setting.reads_states else None
-    bounds = StateBounds(enough=setting.enough_states)
+    bounds = StateBounds(min_states=setting.enough_states)
     limits = DrafterLimits(setting.vocabulary, setting.context, sessions, layout, bounds)
     return DraftScheduler(limits, draft_ahead=not setting.lock_step)
 

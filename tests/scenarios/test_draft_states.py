@@ -51,7 +51,7 @@ def test_a_method_that_reads_a_window_asks_for_no_more():
 
 def test_states_may_begin_within_the_text_if_the_latest_are_enough():
     """Once they have begun, a gap is a gap."""
-    reading(enough=1).run("""
+    reading(min_states=1).run("""
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0 states_by=2
         t1/states: States s 5,6,7 2 -> t1/states <- StatesAck s 3
         t1: DraftRequest s 5,6,7,8
@@ -67,7 +67,7 @@ def test_states_may_begin_within_the_text_if_the_latest_are_enough():
 
 @pytest.mark.parametrize(("enough", "by"), [(2, " states_by=1"), (3, ""), (9, "")])
 def test_states_begin_early_enough(enough, by):
-    reading(enough=enough).run(f"""
+    reading(min_states=enough).run(f"""
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0{by}
         t1/states: States s 5,6,7 2 -> t1 <- Attach s 5,6,7,8 states_from=0{by}
         t1/states: States s 5 0 -> t1/states <- StatesAck s 1
@@ -76,7 +76,7 @@ def test_states_begin_early_enough(enough, by):
 
 
 def test_a_session_whose_states_begin_within_the_text_takes_only_their_space():
-    reading(enough=1, most=5).run("""
+    reading(min_states=1, max_states=5).run("""
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0 states_by=2
         t1/states: States s 5,6,7 2 -> t1/states <- StatesAck s 3
         router#1: Open t 1,2,3,4,5
@@ -202,7 +202,7 @@ def test_a_reopened_session_starts_without_states():
 
 def test_a_session_without_space_for_its_states_is_refused_until_there_is_space():
     """A session that replaces itself takes its own space."""
-    reading(most=7).run("""
+    reading(max_states=7).run("""
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0
         t1/states: States s 5,6,7 0 -> t1/states <- StatesAck s 3
         router#1: Open t 1,2,3,4,5
@@ -216,7 +216,7 @@ def test_a_session_without_space_for_its_states_is_refused_until_there_is_space(
 
 
 def test_a_session_that_grows_beyond_the_bound_is_given_up_and_another_continues():
-    reading(most=5).run("""
+    reading(max_states=5).run("""
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0
         router#1: Open t 1,2,3 -> t1 <- Attach t 1,2,3 states_from=0
         t1/states: States t 1,2 0 -> t1/states <- StatesAck t 2
@@ -235,7 +235,7 @@ def test_a_session_that_grows_beyond_the_bound_is_given_up_and_another_continues
 
 
 def test_a_session_takes_at_most_the_space_of_the_window():
-    reading(window=1, most=2).run("""
+    reading(window=1, max_states=2).run("""
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=2
         router#1: Open t 1,2,3,4,5 -> t1 <- Attach t 1,2,3,4,5 states_from=3
         router#1: Open u 1,2

@@ -29,7 +29,7 @@ from actors.models.config_reader import read_config
 from actors.models.layer_subset import check_layers
 from actors.models.weights import stored_tensors
 from cluster.config import DraftPool, ModelConfig, SpeculationConfig, validated
-from cluster.config_sections import STATE_READERS, MODEL_METHODS, HeadOptions, LayerSkipOptions
+from cluster.config_sections import MODEL_METHODS, STATE_READERS, HeadOptions, LayerSkipOptions
 from cluster.errors import ConfigError, ModelError
 from tools.drafts.headers import (
     CAUSAL,

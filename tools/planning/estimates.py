@@ -185,7 +185,9 @@ def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
 
 def best_in_process(inputs: PlanInput) -> InProcessResult:
     """Picks the draft length with the least latency for in-process drafting."""
-    return min((_in_process(inputs, draft_tokens) for draft_tokens in inputs.draft_lengths), key=lambda one: one.latency_s)
+    return min(
+        (_in_process(inputs, draft_tokens) for draft_tokens in inputs.draft_lengths), key=lambda one: one.latency_s
+    )
 
 
 def _in_process(inputs: PlanInput, draft_tokens: int) -> InProcessResult:

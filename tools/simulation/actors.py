@@ -11,7 +11,7 @@ from functools import partial
 
 from cluster.costs import CostModel, DraftCost
 from cluster.drafting.draft_state import BlockDraft
-from cluster.drafting.lookahead import LookaheadSearch, ForwardTime, proposals
+from cluster.drafting.lookahead import ForwardTime, LookaheadSearch, proposals
 from cluster.drafting.method import apply_updates
 from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.drafting.scheduler import DraftScheduler

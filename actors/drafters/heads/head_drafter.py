@@ -4,8 +4,8 @@ While tokens are being verified, the target's states for them do not exist yet. 
 continue from what the head itself computed for the text before; `StatePredictor.reach` states how far that goes. The
 verdict brings the true states: from then on blocks begin with those, and the block under verification is read again.
 
-`fill_positions` serves heads that predict each position independently of the tokens before it. One prediction after a text
-then serves blocks after every outcome: after k further tokens, position k comes next.
+`fill_positions` serves heads that predict each position independently of the tokens before it. One prediction after a
+text then serves blocks after every outcome: after k further tokens, position k comes next.
 """
 
 import time
@@ -19,7 +19,14 @@ from torch import Tensor
 from actors.attention.batch import never
 from actors.drafters.model.sampling import DraftSampler
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
-from cluster.drafting.lookahead import MAX_OUTCOMES, SIBLING_URGENCY, MAX_SIBLINGS_READ, ForwardTime, draft_ahead, proposals
+from cluster.drafting.lookahead import (
+    MAX_OUTCOMES,
+    MAX_SIBLINGS_READ,
+    SIBLING_URGENCY,
+    ForwardTime,
+    draft_ahead,
+    proposals,
+)
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty
 from cluster.drafting.trees import NO_CHOICES, branches_by_depth
@@ -196,7 +203,9 @@ class HeadDrafter:
         beside = request.unverified.off_main_path[:MAX_SIBLINGS_READ]
         return [main, *[self._root(request, path, main) for path in beside]]
 
-    def _root(self, request: LookaheadRequest, path: tuple[int, ...], main: PredictedDraft | None = None) -> PredictedDraft:
+    def _root(
+        self, request: LookaheadRequest, path: tuple[int, ...], main: PredictedDraft | None = None
+    ) -> PredictedDraft:
         return PredictedDraft(
             request=request,
             text=self._texts[request.session],

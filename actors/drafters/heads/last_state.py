@@ -26,8 +26,8 @@ from actors.models.decoder import ForwardOutput
 from actors.sampling.processors import MAKERS
 from cluster.config import DraftPool
 from cluster.config_sections import HeadOptions
+from cluster.drafting.trees import TokenPath, threshold_of, worth_branching
 from cluster.errors import ModelError
-from cluster.drafting.trees import TokenPath, least_of, worth_branching
 from protos.messages import StatesNeeded
 from protos.prefix import hashes_after
 
@@ -210,7 +210,7 @@ class LastStatePredictor:
         if not block.takes_trees or not block.drafted:
             return []
         paths = block.paths
-        least = max(block.least_chance, least_of(paths, block.max_tokens))
+        least = max(block.least_chance, threshold_of(paths, block.max_tokens))
         branches = [
             self._new_branch(block, stem, chance)
             for stem, chance in worth_branching(paths, block.tokens, least)

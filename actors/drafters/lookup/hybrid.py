@@ -106,7 +106,10 @@ class HybridDraft:
         return request.shape is Shape.TREE and self._open[request.session].takes_trees
 
     def _both(
-        self, requests: Sequence[DraftRequest | LookaheadRequest], lookups: Iterable[Proposal], drafted: Iterable[Proposal]
+        self,
+        requests: Sequence[DraftRequest | LookaheadRequest],
+        lookups: Iterable[Proposal],
+        drafted: Iterable[Proposal],
     ) -> list[Proposal]:
         """Returns all proposals, likeliest outcomes first. Two blocks after the same tokens are merged."""
         by_session = {request.session: request for request in requests}

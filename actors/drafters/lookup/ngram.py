@@ -26,7 +26,7 @@ from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import ForwardTime, PendingPositions, TextPosition, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty
-from cluster.drafting.trees import NO_CHOICES, MAX_SIBLINGS, Choices, TokenPath, grown_paths, tree_of
+from cluster.drafting.trees import MAX_SIBLINGS, NO_CHOICES, Choices, TokenPath, grown_paths, tree_of
 from cluster.speculation.estimators import Pairs
 from protos.draft_tree import DraftTree
 from protos.frozen import value
@@ -176,7 +176,12 @@ class Evidence:
     @classmethod
     def of(cls, occurrences: Occurrences, share: float) -> "Evidence":
         size = next((index for index, most in enumerate(KIND_SIZES) if occurrences.size <= most), len(KIND_SIZES))
-        return cls(size, len(occurrences) == 1, len(occurrences) >= OFTEN_OCCURRENCES, None if share > CERTAIN_SHARE else share >= 0.5)
+        return cls(
+            size,
+            len(occurrences) == 1,
+            len(occurrences) >= OFTEN_OCCURRENCES,
+            None if share > CERTAIN_SHARE else share >= 0.5,
+        )
 
     @property
     def prior(self) -> Pairs:

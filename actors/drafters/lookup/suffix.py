@@ -4,9 +4,9 @@ SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) needs no model and no GPU.
 weighted by how frequent they were. Tokens are point masses: under rejection sampling each is accepted with its target
 probability.
 
-`SuffixIndex` finds occurrences by a hash of the few tokens before them and compares backwards from there. `RecentAnswers`
-keeps one index for each cache salt: salts isolate callers that must learn nothing of each other, and clients may see
-their drafts.
+`SuffixIndex` finds occurrences by a hash of the few tokens before them and compares backwards from there.
+`RecentAnswers` keeps one index for each cache salt: salts isolate callers that must learn nothing of each other, and
+clients may see their drafts.
 """
 
 import time
@@ -45,7 +45,9 @@ class Match:
         by_token: dict[int, list[Occurrence]] = {}
         for text, at in self.occurrences:
             by_token.setdefault(text[at], []).append((text, at))
-        return {token: tuple(occurrences) for token, occurrences in sorted(by_token.items(), key=lambda each: -len(each[1]))}
+        return {
+            token: tuple(occurrences) for token, occurrences in sorted(by_token.items(), key=lambda each: -len(each[1]))
+        }
 
     def after(self, token: int) -> "Match":
         """Returns the match after the text continued with this token."""
@@ -123,7 +125,7 @@ def longer(first: Match, second: Match) -> Match:
 
 
 def _alike(end: list[int], other: list[int], at: int, matched: int) -> int:
-    """Counts how many last tokens of `end` precede index `at` of another text; the last `matched` are known to match."""
+    """Counts the last tokens of `end` that precede index `at` of another text; the last `matched` are known to match."""
     size = matched
     most = min(len(end), at)
     while size < most and end[-1 - size] == other[at - 1 - size]:
@@ -164,12 +166,12 @@ class EscapeRates:
 
 
 class RecentAnswers:
-    """Holds up to `most_tokens` in total. The oldest answers are dropped first, whatever their salt."""
+    """Holds up to `max_tokens` in total. The oldest answers are dropped first, whatever their salt."""
 
-    def __init__(self, shortest: int, most_tokens: int) -> None:
+    def __init__(self, shortest: int, max_tokens: int) -> None:
         self.tokens = 0
         self._shortest = shortest
-        self._most = most_tokens
+        self._most = max_tokens
         self._indexes: dict[str, SuffixIndex] = {}  # by salt
         self._salts: deque[str] = deque()  # of all texts, oldest first
 

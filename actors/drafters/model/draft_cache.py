@@ -42,9 +42,9 @@ class CacheBranch:
 class DraftCache:
     """All branches of all sessions, over one pool of pages.
 
-    The first `unfed` tokens of a text are not fed, so a token's position in the cache is its index minus `unfed`. A draft
-    head is fed each token with the state before it: it has no use for the first token, and a cache entry depends on
-    more than the tokens up to it, so its pages are not shared between sessions. If a text begins in its middle
+    The first `unfed` tokens of a text are not fed, so a token's position in the cache is its index minus `unfed`. A
+    draft head is fed each token with the state before it: it has no use for the first token, and a cache entry depends
+    on more than the tokens up to it, so its pages are not shared between sessions. If a text begins in its middle
     (`CacheBranch.first`), the tokens before that take no place either.
     """
 
@@ -310,7 +310,7 @@ class FedStates:
         return torch.stack([states.rows(i - 1, i)[0] if i - 1 in states else branch.predicted[i] for i in indices])
 
     def remember(self, branch: CacheBranch, predicted: Tensor) -> None:
-        """Stores the states that the head predicted at the last positions of a branch just read, (positions, hidden)."""
+        """Stores the states, (positions, hidden), that the head predicted at the last positions of a branch just read."""
         after = len(branch.tokens) + 1
         branch.predicted |= zip(range(after - len(predicted), after), predicted, strict=True)
         branch.predicted = {index: state for index, state in branch.predicted.items() if index >= branch.exact}

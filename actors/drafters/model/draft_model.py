@@ -25,10 +25,17 @@ from actors.drafters.model.sampling import MAX_BRANCH_TOKENS, Calibration, Draft
 from actors.engine.runner import InterruptibleRunner
 from actors.sampling.processors import MAKERS, Maker
 from cluster.drafting.draft_state import DraftedToken
-from cluster.drafting.lookahead import MAX_OUTCOMES, SIBLING_URGENCY, MAX_SIBLINGS_READ, ForwardTime, draft_ahead, proposals
+from cluster.drafting.lookahead import (
+    MAX_OUTCOMES,
+    MAX_SIBLINGS_READ,
+    SIBLING_URGENCY,
+    ForwardTime,
+    draft_ahead,
+    proposals,
+)
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
-from cluster.drafting.trees import Choices, least_of, worth_branching
+from cluster.drafting.trees import Choices, threshold_of, worth_branching
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
@@ -286,7 +293,9 @@ class DraftModel:
             if self._head is None:
                 branches += [branch for draft in active for branch in self._branch_off(draft)]
         if self._head is not None:
-            self._head.go_on([branch for draft in drafts for branch in self._branch_off(draft)], MAX_BRANCH_TOKENS, never)
+            self._head.go_on(
+                [branch for draft in drafts for branch in self._branch_off(draft)], MAX_BRANCH_TOKENS, never
+            )
         for draft in drafts:
             self._cache.publish(draft.branch, draft.request.base_len)
             self._considered[draft.request.session] = {draft.base_hash: draft.by_model}
@@ -302,7 +311,9 @@ class DraftModel:
             self._considered[draft.request.session][draft.base_hash] = draft.by_model
         return proposals(guesses)
 
-    def _begin(self, request: DraftRequest | LookaheadRequest, unverified: tuple[int, ...], max_tokens: int) -> CachedDraft:
+    def _begin(
+        self, request: DraftRequest | LookaheadRequest, unverified: tuple[int, ...], max_tokens: int
+    ) -> CachedDraft:
         """Starts a block after the committed text, or one that reads `unverified` after it."""
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
@@ -328,7 +339,7 @@ class DraftModel:
             return []
         stems = [branch.stem for branch in block.branches]
         paths = block.paths
-        least = max(block.least_chance, least_of(paths, block.max_tokens))
+        least = max(block.least_chance, threshold_of(paths, block.max_tokens))
         branches = [
             self._new_branch(block, stem, chance)
             for stem, chance in worth_branching(paths, block.tokens, least)
@@ -377,7 +388,9 @@ class DraftModel:
     def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
         """Makes a root for each of the first tokens under verification beside the main path."""
         request = root.lookahead
-        first = request.base_len - MAX_REPEATED_TOKENS  # the cache must reach this far, or each root would read the prompt again
+        first = (
+            request.base_len - MAX_REPEATED_TOKENS
+        )  # the cache must reach this far, or each root would read the prompt again
         beside = [path for path in request.unverified.off_main_path if len(root.branch.tokens) >= first]
         return [self._sibling(root, path) for path in beside[:MAX_SIBLINGS_READ]]
 

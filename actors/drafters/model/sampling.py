@@ -188,7 +188,8 @@ MIN_LOGIT = torch.finfo(torch.float32).min
 
 
 Read = tuple[BlockDraft, Tensor, Tensor | None]
-"""A block, and the model's output for its next positions: logits, (positions, columns), and states, (positions, hidden)."""
+"""A block, and the model's output for its next positions: logits, (positions, columns), and states, (positions,
+hidden)."""
 
 
 class _Prediction(NamedTuple):
@@ -202,8 +203,8 @@ class _Prediction(NamedTuple):
 class DraftSampler:
     """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of size `vocabulary`.
 
-    A block ends before a position with NaN or infinite logits. This is exact under rejection sampling too, because whether
-    a token is drawn there depends only on the tokens before it.
+    A block ends before a position with NaN or infinite logits. This is exact under rejection sampling too, because
+    whether a token is drawn there depends only on the tokens before it.
     """
 
     def __init__(
@@ -284,7 +285,9 @@ class DraftSampler:
         temperatures = [request.sampling.temperature or 1.0 for request in requests]
         scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
         above = logits - logits.max(dim=-1, keepdim=True).values
-        log_probs, columns = torch.log_softmax(above / scale, dim=-1).topk(min(MAX_CANDIDATES, logits.shape[-1]), dim=-1)
+        log_probs, columns = torch.log_softmax(above / scale, dim=-1).topk(
+            min(MAX_CANDIDATES, logits.shape[-1]), dim=-1
+        )
         ids = self._token_ids[columns]
         noise = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
         sampled = [row for row, request in enumerate(requests) if not request.sampling.greedy]

@@ -139,7 +139,7 @@ async def test_a_step_has_a_multiple_of_what_steps_were_measured_to_take(cost_s:
     step_cost = None if cost_s is None else ForwardCost.linear(cost_s)
     limit_s = TimeoutPolicy().limit_s(cost_s)
     clock = Clock()
-    replica, engine = a_target(clock, TimeoutPolicy().most_s, step_cost)
+    replica, engine = a_target(clock, TimeoutPolicy().max_s, step_cost)
     stream, _ = replica.router_up(Hello("router", "v", "m"))
     loop = asyncio.create_task(replica.run())
     assert replica.stuck_s is None

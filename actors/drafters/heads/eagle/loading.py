@@ -1,8 +1,8 @@
 """Loads an EAGLE head, and runs it: the forward over a ragged batch, and a runner over a paged cache.
 
-Position i of a head's cache holds token i + 1 of the text and state i, at position i. So a step reads the state that the
-target, or the head itself, computed from all tokens up to i, and the token sampled after them. It predicts the token
-after that.
+Position i of a head's cache holds token i + 1 of the text and state i, at position i. So a step reads the state that
+the target, or the head itself, computed from all tokens up to i, and the token sampled after them. It predicts the
+token after that.
 """
 
 from collections.abc import Callable, Collection, Sequence

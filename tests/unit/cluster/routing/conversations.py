@@ -125,5 +125,5 @@ class Pool:
 
 def outcomes(targets: int, pages: int, systems: int, seed: int, steps: int = 150) -> Iterator[Outcome]:
     """Runs once by load alone, and once by load and shared prefixes."""
-    for most_sessions in (0.0, 4.0):
-        yield Pool(targets, pages, PrefixOptions(PAGE, most_sessions), systems, seed).run(steps)
+    for max_extra_sessions in (0.0, 4.0):
+        yield Pool(targets, pages, PrefixOptions(PAGE, max_extra_sessions), systems, seed).run(steps)

@@ -36,7 +36,7 @@ def test_the_allocator_finds_as_many_cached_tokens_as_the_router_expects() -> No
 
 
 def test_the_least_recently_used_text_is_forgotten_from_its_end() -> None:
-    memory = homes(pages_a_target=4)
+    memory = homes(pages_per_target=4)
     memory.record("T", memory.keys(range(13)))  # 3 pages
     memory.record("T", memory.keys(range(100, 109)))  # 2 more
     assert memory.matches(memory.keys(range(13))) == {"T": 8}
@@ -51,7 +51,7 @@ def test_a_lost_target_is_forgotten() -> None:
 
 
 def test_cached_tokens_are_worth_sessions_up_to_the_maximum() -> None:
-    memory = homes(most_sessions=2)
+    memory = homes(max_extra_sessions=2)
     text = memory.keys(range(10_000))
     assert memory.worth(text) == {}
     memory.record("T", text[:4])
@@ -64,7 +64,7 @@ def test_cached_tokens_are_worth_sessions_up_to_the_maximum() -> None:
 
 
 def test_a_target_with_less_of_the_text_is_worth_less_by_the_missing_pages() -> None:
-    memory = homes(most_sessions=4)
+    memory = homes(max_extra_sessions=4)
     text = memory.keys(range(10_000))
     memory.record("end", text[-8:])
     memory.record("begin", text[:8])

@@ -50,7 +50,13 @@ from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
 COSTS = CostModel(target=ForwardCost.linear(0.020), draft=DraftCost(forward=ForwardCost.linear(0.001)), hop_s=0.0003)
 SMALL = PlanInput(
-    COSTS, DraftQuality((0.9,)), ClosedLoop(2), prompt_tokens=8, new_tokens=32, draft_lengths=(4,), ratios=((1, 1), (2, 1))
+    COSTS,
+    DraftQuality((0.9,)),
+    ClosedLoop(2),
+    prompt_tokens=8,
+    new_tokens=32,
+    draft_lengths=(4,),
+    ratios=((1, 1), (2, 1)),
 )
 PRICED = replace(SMALL, prices=Prices(10.0, 1.0))
 

@@ -95,7 +95,7 @@ def test_encoded_rows_bring_what_the_same_rows_bring_as_tensors(name: str) -> No
 def test_of_how_many_tokens_states_are_enough(name: str, states: Any, expected: tuple[int | None, int | None]) -> None:
     draft = DraftPool.model_validate({"method": name, "model": str(checkpoint(FIXTURES[name])), "states": states})
     bounds = state_bounds(draft, TARGET)
-    assert (bounds.window, bounds.enough) == expected
+    assert (bounds.window, bounds.min_states) == expected
 
 
 @pytest.mark.parametrize(("window", "expected"), [(3, 3), (512, 6)])
@@ -103,7 +103,7 @@ def test_no_more_are_read_than_a_heads_layers_see(tmp_path: Path, window: int, e
     folder = altered(tmp_path, "dflash", layer_types=["sliding_attention"] * 2, sliding_window=6)
     states = {"keep": False, "window": window}
     draft = DraftPool.model_validate({"method": "dflash", "model": str(folder), "states": states})
-    assert state_bounds(draft, TARGET).enough == expected
+    assert state_bounds(draft, TARGET).min_states == expected
 
 
 def test_every_head_can_be_deployed() -> None:

@@ -11,9 +11,9 @@ from cluster.drafting.trees import (
     Choices,
     grow_branches,
     grown_paths,
-    least_of,
     likeliest_paths,
     likeliest_tree,
+    threshold_of,
     worth_branching,
 )
 from protos.draft_tree import DraftTree
@@ -66,15 +66,15 @@ def test_probabilities_fall_and_every_node_follows_its_parent(shares, most):
 
 def test_branches_begin_where_children_may_be_among_the_likeliest():
     paths = likeliest_paths([MAIN], 4, 0.0)
-    assert least_of(paths, 4) == pytest.approx(0.15)
-    assert worth_branching(paths, MAIN.tokens, least_of(paths, 4)) == []
+    assert threshold_of(paths, 4) == pytest.approx(0.15)
+    assert worth_branching(paths, MAIN.tokens, threshold_of(paths, 4)) == []
     assert worth_branching(paths, MAIN.tokens, 0.1) == [((5,), 0.3)]
     assert [path for path, _ in worth_branching(likeliest_paths([MAIN], 9, 0.0), MAIN.tokens, 0.0)] == [
         (5,),
         (6,),
         (4, 2),
     ]
-    assert least_of(paths, 5) == 0.0, "more nodes fit"
+    assert threshold_of(paths, 5) == 0.0, "more nodes fit"
 
 
 @pytest.mark.parametrize("most", range(1, 7))
