@@ -125,7 +125,7 @@ def longer(first: Match, second: Match) -> Match:
 
 
 def _alike(end: list[int], other: list[int], at: int, matched: int) -> int:
-    """Counts the last tokens of `end` that precede index `at` of another text; the last `matched` are known to match."""
+    """Counts the last tokens of `end` before index `at` of another text; the last `matched` are known to match."""
     size = matched
     most = min(len(end), at)
     while size < most and end[-1 - size] == other[at - 1 - size]:

@@ -310,7 +310,7 @@ class FedStates:
         return torch.stack([states.rows(i - 1, i)[0] if i - 1 in states else branch.predicted[i] for i in indices])
 
     def remember(self, branch: CacheBranch, predicted: Tensor) -> None:
-        """Stores the states, (positions, hidden), that the head predicted at the last positions of a branch just read."""
+        """Stores the states, (positions, hidden), that the head predicted at the last positions of a branch."""
         after = len(branch.tokens) + 1
         branch.predicted |= zip(range(after - len(predicted), after), predicted, strict=True)
         branch.predicted = {index: state for index, state in branch.predicted.items() if index >= branch.exact}
