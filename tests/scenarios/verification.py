@@ -315,6 +315,8 @@ class Target:
                 return "yes" if (scheduler.is_idle if name == "is_idle" else scheduler.has_left) else "no"
             case "acceptance":
                 return str(scheduler.controller.acceptance)
+            case "preempted":
+                return str(scheduler.admission.preempted)
             case "idle_s" | "step_s":
                 return f"{getattr(scheduler.counts, name):g}"
         return str(getattr(scheduler.counts if hasattr(scheduler.counts, name) else scheduler, name))

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.watchdog import TimeoutPolicy, Watchdog
 
-POLICY = TimeoutPolicy(max_s=60.0, least_s=10.0, times=30.0)
+POLICY = TimeoutPolicy(max_s=60.0, min_s=10.0, factor=30.0)
 
 
 @pytest.mark.parametrize(("expected_s", "limit_s"), [(0.001, 10.0), (1 / 3, 10.0), (1.0, 30.0), (60.0, 60.0)])
@@ -19,7 +19,7 @@ def test_without_a_measurement_the_limit_is_the_maximum():
 
 
 def test_the_maximum_outranks_the_minimum():
-    assert TimeoutPolicy(max_s=3.0, least_s=10.0).limit_s(0.001) == 3.0
+    assert TimeoutPolicy(max_s=3.0, min_s=10.0).limit_s(0.001) == 3.0
 
 
 def test_work_beyond_its_limit_is_stuck_and_its_duration_is_returned():
