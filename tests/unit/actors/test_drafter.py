@@ -288,6 +288,6 @@ async def test_weights_are_exchanged_on_the_drafting_thread_and_drafting_ahead_m
         assert await drafter.exchange(exchange, 3, published_acceptance=0.8) == "earlier"
         assert threads[0].startswith("drafting")
         assert drafter.version_watch.version == 3
-        assert drafter.scheduler.load_check.expected == 0.8
+        assert drafter.scheduler.sessions.load_check.expected == 0.8
         assert not drafter.timing.read, "all prompts are read again"
         method.stop.set()
