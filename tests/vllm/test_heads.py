@@ -114,7 +114,7 @@ def test_in_lock_step_every_draft_of_a_right_head_is_accepted(
     emits = list(lock_step(Session(generation(name, text)), drafter, method, target, core))
     assert [token for emit in emits for token in emit.tokens] == text.tokens[text.prompt_len :]
     # The first round has no states yet; from then on each block's one token is right.
-    assert (target.accepted_tokens, target.wasted_tokens) == ((NEW_TOKENS - 1) // 2, 0)
+    assert (target.counts.accepted_tokens, target.counts.wasted_tokens) == ((NEW_TOKENS - 1) // 2, 0)
     last = target.plan(1e9)
     assert last is not None
     core.step(last)
