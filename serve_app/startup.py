@@ -19,7 +19,7 @@ from actors.drafters.loading import published_acceptance
 from actors.drafters.pass_profile import profile_drafting
 from actors.drafters.registry import DraftSetup, capture_spec, create_method, state_bounds, states_format
 from actors.engine.executor import Engine
-from actors.engine.process import run_on, use_cpu
+from actors.engine.process import device_of, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.learning.conversations import read_examples
@@ -143,13 +143,6 @@ def _limits(config: SlipstreamConfig, vocabulary: int, **of_engine: Any) -> Veri
     )
 
 
-def _replay(path: Path, target: Path) -> list[Example]:
-    """Reads general examples from a file, or from all files of a folder."""
-    tokenizer = load_tokenizer(target)
-    paths = sorted(path.iterdir()) if path.is_dir() else [path]
-    return [example for each in paths for example in read_examples(each, tokenizer, end_ids(target))]
-
-
 def start_trainer(config: SlipstreamConfig, should_stop: Callable[[], bool]) -> Trainer:
     """Returns a trainer of the configured draft. Raises ConfigError or ModelError."""
     learning = config.draft.learning
@@ -161,8 +154,11 @@ def start_trainer(config: SlipstreamConfig, should_stop: Callable[[], bool]) -> 
         method=config.draft.model_method,
         target=checkpoint_fingerprint(target),
         draft_tokens=config.speculation.draft_tokens,
+        device=device_of(learning.resources),
     )
-    replay = _replay(Path(learning.replay).expanduser(), target) if learning.replay else []
+    replay: list[Example] = []
+    if learning.replay is not None:
+        replay = read_examples(Path(learning.replay).expanduser(), load_tokenizer(target), end_ids(target))
     return Trainer(learning, draft, replay, should_stop=should_stop)
 
 

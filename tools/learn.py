@@ -23,17 +23,15 @@ from actors.learning.versions import VersionFolder
 from cluster.config import LearningOptions
 from cluster.errors import ConfigError
 from cluster.learning import Comparison, Manifest
-from protos.frozen import value
 from serve_app.cli.main import ConfigPath, Overrides, load
 from serve_app.tables import table
 
 if TYPE_CHECKING:
     import torch
 
+    from actors.learning.trainer import Trained
     from actors.learning.training import TrainingOptions
     from cluster.learning import Example
-
-SCORED = 400  # most held-out examples of a kind
 
 learn_app = typer.Typer(
     help="Drafts that learn: train them, and manage what a deployment has learned.", no_args_is_help=True
@@ -117,35 +115,26 @@ def _add_version(
     console: Console,
 ) -> int:
     """Trains from the current version, or from the configured draft, and adds the result; returns its number."""
-    from actors.learning.versions import VersionFolder
+    from actors.learning.trainer import usable_version
     from actors.models.checkpoint import checkpoint_fingerprint
-    from cluster.learning import Manifest, State, decide
+    from cluster.learning import State, decide
 
     fingerprint = checkpoint_fingerprint(target)
     folder = Path(learning.folder).expanduser()
     versions = VersionFolder(folder)
-    current = versions.current()
-    parent = current if current and versions.manifest_of(current).target == fingerprint else 0
+    parent = usable_version(versions, fingerprint)
     start = versions.folder_of(parent) if parent else configured
     candidate = folder / "training" / "offline"
     shutil.rmtree(candidate, ignore_errors=True)
     trained = _train(start, candidate, recent, general, options, console)
-    reason = "no held-out examples"
-    if trained.recent is not None:
-        reason = decide(trained.recent, trained.general, learning.max_general_loss, learning.min_sessions).reason
-    manifest = Manifest(
-        version=1,  # the folder assigns the number
+    decision = decide(trained.recent, trained.general, learning.max_general_loss, learning.min_sessions)
+    manifest = trained.manifest(
         parent=parent,
         created=time.time(),
         state=State.CANDIDATE,
-        reason=f"offline: {reason}",
+        reason=f"offline: {decision.reason}",
         method="draft_model",
         target=fingerprint,
-        examples=trained.examples,
-        tokens=trained.tokens,
-        seconds=trained.seconds,
-        recent=trained.recent,
-        general=trained.general,
     )
 
     def copy(out: Path) -> None:
@@ -177,17 +166,6 @@ def _read(target: Path, path: Path, limit: int | None, answer_tokens: int | None
         return answered(model, prompts, ends, answer_tokens, advance=lambda count: progress.advance(task, count))
 
 
-@value
-class Trained:
-    """What a training used, and how the draft did on held-out examples before and after; None: there were none."""
-
-    examples: int
-    tokens: int  # of their answers
-    seconds: float
-    recent: "Comparison | None"
-    general: "Comparison | None"
-
-
 def _train(
     start: Path,
     out: Path,
@@ -195,18 +173,11 @@ def _train(
     general: "Sequence[Example]",
     options: "TrainingOptions",
     console: Console,
-) -> Trained:
+) -> "Trained":
     """Trains, then prints the scores of start and result on examples that the draft was not trained on."""
-    from actors.learning.evaluation import score_draft
-    from actors.learning.training import TrainingProgress, train
-    from cluster.learning import compare, is_held_out
+    from actors.learning.trainer import train_candidate
+    from actors.learning.training import TrainingProgress
 
-    device = _device()
-    held_out = [example for example in recent if is_held_out(example)]
-    stopping, judged = held_out[::2][:SCORED], held_out[1::2][:SCORED]
-    trained = [example for example in recent if not is_held_out(example)]
-    unseen = [example for example in general if is_held_out(example)][:SCORED]
-    rehearsed = [example for example in general if not is_held_out(example)]
     state = out.with_name(f".{out.name}.training")
     with _bar(console) as bar:
         task = bar.add_task("Training", note="")
@@ -215,25 +186,16 @@ def _train(
             note = f"loss {progress.loss:.3f}, agreement {progress.agreement:.3f}"
             bar.update(task, total=progress.steps, completed=progress.step, note=note)
 
-        result = train(start, out, trained, stopping, rehearsed, options, progress=show, state=state, device=device)
+        trained = train_candidate(start, out, recent, general, options, progress=show, state=state, device=_device())
+    assert trained is not None, "nobody stops this training"
     shutil.rmtree(state, ignore_errors=True)
     console.print(
-        f"{result.steps} steps in {result.seconds:.0f} s over {len(trained)} examples; the weights are those after step"
-        f" {result.best_step}"
+        f"{trained.steps} steps in {trained.seconds:.0f} s over {trained.examples} examples; the weights are those"
+        f" after step {trained.best_step}"
     )
-
-    def compared(examples: "Sequence[Example]") -> "Comparison | None":
-        if not examples:
-            return None
-        before, after = (score_draft(draft, examples, options.draft_tokens, device=device) for draft in (start, out))
-        return compare(before, after)
-
-    with console.status("Scoring"):
-        of_recent, of_general = compared(judged), compared(unseen)
-    rows = {name: each for name, each in (("recent", of_recent), ("general", of_general)) if each is not None}
-    console.print(comparison_table(rows))
-    tokens = sum(len(example.answer) for example in trained)
-    return Trained(len(trained), tokens, result.seconds, of_recent, of_general)
+    compared = {"recent": trained.recent, "general": trained.general}
+    console.print(comparison_table({name: each for name, each in compared.items() if each is not None}))
+    return trained
 
 
 def _device() -> "torch.device":

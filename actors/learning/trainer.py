@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from actors.learning.evaluation import score_draft
+import torch
+
+from actors.learning.evaluation import CPU, score_draft
 from actors.learning.examples import ExampleStore
 from actors.learning.training import TrainingOptions, TrainingProgress, train
 from actors.learning.versions import VersionFolder
@@ -30,7 +33,6 @@ from cluster.learning import (
     Example,
     Figures,
     Manifest,
-    SessionScore,
     State,
     compare,
     decide,
@@ -54,6 +56,91 @@ class Draft:
     method: str
     target: str  # fingerprint
     draft_tokens: int
+    device: torch.device = CPU  # to train on
+
+
+@value
+class Trained:
+    """What a training used, and how the candidate does on examples that neither draft was trained on."""
+
+    examples: int
+    tokens: int  # of their answers
+    seconds: float
+    steps: int
+    best_step: int  # whose weights the candidate has
+    recent: Comparison
+    general: Comparison | None  # None: there are no general examples
+
+    def manifest(self, **facts: Any) -> Manifest:
+        """Returns the record of the candidate as a version; the folder of versions assigns its number."""
+        return Manifest(
+            version=1,
+            examples=self.examples,
+            tokens=self.tokens,
+            seconds=self.seconds,
+            recent=self.recent,
+            general=self.general,
+            **facts,
+        )
+
+
+def train_candidate(
+    start: Path,
+    out: Path,
+    recent: Sequence[Example],
+    general: Sequence[Example],
+    options: TrainingOptions,
+    *,
+    older: Sequence[Example] = (),
+    progress: Callable[[TrainingProgress], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    state: Path | None = None,
+    device: torch.device = CPU,
+) -> Trained | None:
+    """Trains the draft in folder `start` into folder `out`, and compares both; None if it was stopped.
+
+    Held-out examples are never trained on. Training stops by one half of the recent ones, and the other half judges
+    what it has chosen. Raises what `training.train` raises.
+    """
+    held_out = [example for example in recent if is_held_out(example)][-EVALUATED:]
+    stopping, judging = held_out[::2], held_out[1::2]
+    learned = [example for example in (*older, *recent) if not is_held_out(example)]
+    rehearsed = [example for example in general if not is_held_out(example)]
+    unseen = [example for example in general if is_held_out(example)][:EVALUATED]
+    result = train(
+        start,
+        out,
+        learned,
+        stopping,
+        rehearsed,
+        options,
+        progress=progress,
+        should_stop=should_stop,
+        state=state,
+        device=device,
+    )
+    if not result.is_complete:
+        return None
+
+    def compared(examples: Sequence[Example]) -> Comparison:
+        before, after = (score_draft(draft, examples, options.draft_tokens, device=device) for draft in (start, out))
+        return compare(before, after)
+
+    return Trained(
+        examples=len(learned),
+        tokens=sum(len(example.answer) for example in learned),
+        seconds=result.seconds,
+        steps=result.steps,
+        best_step=result.best_step,
+        recent=compared(judging),
+        general=compared(unseen) if unseen else None,
+    )
+
+
+def usable_version(versions: VersionFolder, target: str) -> int:
+    """Returns the current version, or 0 if it learned from another target than the one with this fingerprint."""
+    current = versions.current()
+    return current if current and versions.manifest_of(current).target == target else 0
 
 
 @value
@@ -88,8 +175,7 @@ class Trainer:
         self._folder = Path(options.folder).expanduser()
         self._store = ExampleStore.of(options)
         self._versions = VersionFolder(self._folder)
-        self._general_training = [example for example in replay if not is_held_out(example)]
-        self._general_held_out = [example for example in replay if is_held_out(example)][:EVALUATED]
+        self._general = replay
         self._should_stop = should_stop
         self._clock = clock
         self._phase = "waiting"
@@ -151,51 +237,36 @@ class Trainer:
 
     def _try(self, new: Sequence[Example], old: Sequence[Example], newest: int) -> Manifest | None:
         """Trains and judges a candidate."""
-        began = self._clock()
-        parent = self._usable_version()
+        parent = usable_version(self._versions, self._draft.target)
         start = self._versions.folder_of(parent) if parent else self._draft.folder
-        held_out = [example for example in new if is_held_out(example)][-EVALUATED:]
-        # Training stops by one half, and the other half judges what it has chosen.
-        stopping, recent = held_out[::2], held_out[1::2]
-        learned = [example for example in (*old, *new) if not is_held_out(example)]
         candidate = self._folder / "training" / "candidate"
         self._phase = "training"
-        result = train(
+        trained = train_candidate(
             start,
             candidate,
-            learned,
-            stopping,
-            self._general_training,
+            new,
+            self._general,
             self._training_options(),
+            older=old,
             progress=self._report,
             should_stop=self._should_stop,
             state=self._folder / "training" / "state",
+            device=self._draft.device,
         )
-        if not result.is_complete:
+        if trained is None:
             self._counts["interrupted"] += 1
             return None
-        self._phase = "evaluating"
-        of_recent = compare(self._scores(start, recent), self._scores(candidate, recent))
-        general = self._general_held_out
-        of_general = compare(self._scores(start, general), self._scores(candidate, general)) if general else None
-        decision = decide(of_recent, of_general, self._options.max_general_loss, self._options.min_sessions)
-        self._latest = of_recent
-        seconds = self._clock() - began
-        self._training_s += seconds
-        manifest = Manifest(
-            version=1,  # the folder assigns the number
+        self._latest = trained.recent
+        self._training_s += trained.seconds
+        decision = decide(trained.recent, trained.general, self._options.max_general_loss, self._options.min_sessions)
+        manifest = trained.manifest(
             parent=parent,
             created=self._clock(),
-            state=State.CURRENT if decision.is_better else State.REJECTED,
+            state=State.CANDIDATE if decision.is_better else State.REJECTED,
             reason=decision.reason,
             method=self._draft.method,
             target=self._draft.target,
-            examples=len(learned),
             newest=newest,
-            tokens=sum(len(example.answer) for example in learned),
-            seconds=seconds,
-            recent=of_recent,
-            general=of_general,
         )
         return self._record(manifest, decision, candidate)
 
@@ -209,20 +280,11 @@ class Trainer:
         log.info("draft version %d is %s: %s", manifest.version, outcome, decision.reason)
         return manifest
 
-    def _usable_version(self) -> int:
-        """Returns the current version, or 0 if it learned from another target."""
-        current = self._versions.current()
-        manifests = {one.version: one for one in self._versions.history()}
-        return current if current in manifests and manifests[current].target == self._draft.target else 0
-
-    def _scores(self, draft: Path, examples: Sequence[Example]) -> list[SessionScore]:
-        return score_draft(draft, examples, self._draft.draft_tokens)
-
     def _training_options(self) -> TrainingOptions:
         return TrainingOptions(
             epochs=self._options.epochs,
             learning_rate=self._options.learning_rate,
-            replay_share=self._options.replay_share if self._general_training else 0.0,
+            replay_share=self._options.replay_share if self._general else 0.0,
             draft_tokens=self._draft.draft_tokens,
         )
 
