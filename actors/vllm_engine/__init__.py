@@ -1,4 +1,4 @@
-"""vLLM as a target's engine: our scheduler plans what is verified; vLLM runs pages, batch slots, prompts and forwards.
+"""Runs vLLM as a target's engine. Our scheduler plans the verification; vLLM runs pages, batch slots and forwards.
 
 `engine.py` is the engine that a target uses; start there. `core.py` runs vLLM's EngineCore step by step, and
 `block_scheduler.py` makes vLLM's scheduler follow our plan. `worker.py`, `noise_processor.py` and `coupled_sampler.py`

@@ -1,24 +1,24 @@
-"""vLLM's arguments for a target: from the configuration, from our guarantees, and added by the user.
+"""Builds a target's vLLM arguments: from the configuration, from our guarantees, and from the user's `target.vllm`.
 
-This module knows only vLLM's names. `cluster/config_sections.py` has already refused options that would break a
-guarantee.
+This module only knows vLLM's argument names. `cluster/config_sections.py` has already refused options that would break
+a guarantee.
 """
 
 from typing import Any
 
 from cluster.config import SlipstreamConfig
 
-VERSION = "0.32.0"  # the version whose private interfaces we use
+VERSION = "0.32.0"  # vLLM version whose private interfaces we use
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and one rank run in the process that plans the steps
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the configuration assigns cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # runs the scheduler and one rank in the process that plans the steps
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the configuration assigns cores instead
 }
 PACKAGE = "actors.vllm_engine"
 
 
 def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, first_runner: bool) -> dict[str, Any]:
-    """Returns the arguments for vLLM's EngineArgs; `first_runner` selects which model runner it will use."""
+    """Returns the arguments for vLLM's EngineArgs; `first_runner` selects vLLM's first or second model runner."""
     pool = config.target
     longest = config.speculation.draft_tokens
     arguments: dict[str, Any] = {
@@ -30,7 +30,7 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
         "max_num_batched_tokens": pool.max_step_tokens,
         "tensor_parallel_size": pool.tensor_parallel,
         "distributed_executor_backend": _executor(config),
-        "async_scheduling": False,  # blocks are matched by the tokens before them, which must be known
+        "async_scheduling": False,  # drafts follow committed tokens, which must be known when planning
         "scheduler_cls": f"{PACKAGE}.block_scheduler.BlockScheduler",
         "worker_extension_cls": f"{PACKAGE}.worker.DrawingWorker",
         "additional_config": {"slipstream_vocabulary": vocabulary},
@@ -47,14 +47,14 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
 
 
 def _executor(config: SlipstreamConfig) -> str:
-    """Places workers: in the replica's placement group on GPUs, in this process or its children on CPUs."""
+    """Returns where vLLM runs: in the replica's placement group on GPUs, in this process or its children on CPUs."""
     if config.target.resources_per_rank.num_gpus:
         return "ray"
     return "uni" if config.target.tensor_parallel == 1 else "mp"
 
 
 def _speculation(longest: int, first_runner: bool) -> dict[str, Any]:
-    """Makes room for drafts in vLLM's steps; the drafting component that this configures is replaced by a no-op."""
+    """Makes vLLM's steps accept drafts; a no-op replaces the drafting component that this configures."""
     if first_runner:
         model = f"{PACKAGE}.worker.NoProposer"
         return {"method": "custom_class", "model": model, "num_speculative_tokens": longest}

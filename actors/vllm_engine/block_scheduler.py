@@ -1,4 +1,4 @@
-"""vLLM's scheduler for steps planned elsewhere: the plan decides which requests run, and with which draft tokens.
+"""Makes vLLM's scheduler follow our step plan, which selects the requests to run and their draft tokens.
 
 vLLM keeps the pages, prefix sharing, chunked prompts and preemption. Written for the vLLM version in
 `arguments.VERSION`: `scheduler_cls` is a field of its configuration, but vLLM does not promise a stable base class.
@@ -15,29 +15,29 @@ from cluster.verification.step import Outcome, Row, slots_of
 
 
 class BlockScheduler(Scheduler):  # type: ignore[misc]
-    """Holds back every request that the plan omits."""
+    """vLLM scheduler that holds back every request the plan omits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # vLLM would pad resumed requests with placeholders for drafts that do not exist.
         self.num_spec_tokens = 0
         self._planned: Mapping[str, Row] = {}
-        self.fed: dict[str, Row] = {}  # rows of the latest step, by session
+        self.fed: dict[str, Row] = {}  # rows that the latest step fed, by session
         self.outcomes: list[Outcome] = []
 
     def begin(self, planned: Mapping[str, Row]) -> None:
-        """Sets the rows of the next step, which runs as many of them as memory allows."""
+        """Sets the planned rows of the next step, which runs only those that fit into memory."""
         self._planned = planned
         self.fed = {}
         self.outcomes = []
 
     @property
     def computed(self) -> dict[str, int]:
-        """Number of tokens in each request's pages, by request."""
+        """Number of tokens in the cache for each request, by request id."""
         return {name: int(request.num_computed_tokens) for name, request in self.requests.items()}
 
     def slots(self, name: str, positions: Sequence[int]) -> tuple[int, ...]:
-        """Returns where a request's positions are in the cache of its first kind of layers (full attention)."""
+        """Returns the cache slots of a request's positions in the first kind of layers (full attention)."""
         size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         return tuple(slots_of(positions, self.kv_cache_manager.get_block_ids(name)[0], size))
 
@@ -50,8 +50,8 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
         for request in self.running:
             row = self._planned.get(request.request_id)
             if row is None:
-                request.next_decode_eligible_step = self.current_step + 2  # excludes it from the step that begins now
-            # The rest of a prompt is fed alone, even if it is one token: vLLM takes drafts after it for placeholders.
+                request.next_decode_eligible_step = self.current_step + 2  # skips the request in this step
+            # Feed the rest of a prompt, even one token, without drafts: vLLM takes drafts after it for placeholders.
             is_read = not request.is_prefill_chunk
             request.spec_token_ids = list(row.draft.tokens) if row is not None and is_read else []
         output = super().schedule(*args, **kwargs)
@@ -75,7 +75,7 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Does nothing: no drafting happens in this process."""
+        """Does nothing, since this process drafts nothing."""
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         is_ready: bool = super()._handle_blocked_waiting_request(request)

@@ -1,4 +1,4 @@
-"""vLLM's EngineCore in this process, run step by step as the verification scheduler plans.
+"""Runs vLLM's EngineCore in this process, step by step as the verification scheduler plans.
 
 Waiting and event loops are in `engine.py`. Written for the vLLM version in `arguments.VERSION`. `with_states` makes
 vLLM's executors reserve memory for hidden states in the leading worker before they measure free memory.
@@ -34,7 +34,7 @@ def with_states(executor: type[Executor], spec: CaptureSpec) -> type[Executor]:
     """Returns a subclass of `executor` that captures hidden states."""
 
     class StatesExecutor(executor):  # type: ignore[misc]
-        """Executor whose leading worker has less room for keys and values."""
+        """Executor whose leading worker reserves part of its memory for hidden states."""
 
         def _init_executor(self) -> None:
             super()._init_executor()
@@ -49,10 +49,10 @@ def with_states(executor: type[Executor], spec: CaptureSpec) -> type[Executor]:
 
 
 def keys_share(layers: Iterable[Any], row_bytes: int) -> float:
-    """Returns the share of memory for keys and values, if a row of states is stored with those of each token.
+    """Returns the share of memory left for keys and values if each token also stores a row of hidden states.
 
     Raises ModelError for layers with a limited window: vLLM frees the pages they no longer need, and with them the
-    states.
+    hidden states.
     """
     token_bytes = 0.0
     for layer in layers:
@@ -66,7 +66,7 @@ def keys_share(layers: Iterable[Any], row_bytes: int) -> float:
 
 
 class VllmCore:
-    """Computes step plans, one at a time and on one thread; `memory` records what each has fed."""
+    """Computes step plans, one at a time and on one thread; `memory` records the tokens that each step fed."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class VllmCore:
     ) -> None:
         """Loads the model. Raises ModelError for another vLLM version, or arguments that vLLM rejects.
 
-        `capture` names the hidden states to keep beside the cache.
+        `capture` selects the hidden states to keep at the cache's slots.
         """
         if vllm.__version__.partition("+")[0] != VERSION:
             raise ModelError(f"vLLM {vllm.__version__} is installed, expected {VERSION}: install the extra [vllm]")
@@ -107,12 +107,12 @@ class VllmCore:
         if self._keeps_states:
             layer = self._scheduler.kv_cache_config.kv_cache_groups[0].layer_names[0]
             self._core.collective_rpc("keep_states", args=(layer, self.memory.pages, self.memory.page_size))
-        self._names: dict[str, str] = {}  # vLLM's, by session
-        self._asking: set[str] = set()  # sessions that request more than tokens
-        self._numbers = count()  # of requests
+        self._names: dict[str, str] = {}  # vLLM's request ids, by session
+        self._asking: set[str] = set()  # sessions that request scores or margins
+        self._numbers = count()  # makes request ids unique
 
     def step(self, plan: StepPlan) -> list[Outcome]:
-        """Closes and opens sessions, feeds rows and decides; returns one outcome per fed row that decides."""
+        """Closes and opens sessions, feeds rows, and decides blocks; returns one outcome per row that decides."""
         for session in plan.closes:
             self._core.abort_requests([self._names.pop(session)])
             self._asking.discard(session)
@@ -130,7 +130,7 @@ class VllmCore:
         return self._with_extra_results(outcomes)
 
     def read(self, read: StateRead) -> bytes:
-        """Returns hidden states of positions in the session's pages."""
+        """Returns the hidden states of positions in the session's pages."""
         return self._states_at(self._scheduler.slots(self._names[read.session], read.slots))
 
     def begin_grammar(self, grammar: str) -> None:
@@ -142,12 +142,12 @@ class VllmCore:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is left and no page is held."""
-        return not self._scheduler.requests and not self._names and self._scheduler.held_pages <= 1  # one is vLLM's
+        """True if no request is left and no page is held for one."""
+        return not self._scheduler.requests and not self._names and self._scheduler.held_pages <= 1  # vLLM holds one
 
     @property
     def preempted(self) -> int:
-        """Number of preemptions of current requests, each of which is recomputed from its beginning."""
+        """Number of preemptions of current requests; each one recomputes a request from its beginning."""
         return sum(request.num_preemptions for request in self._scheduler.requests.values())
 
     def _states_at(self, slots: Sequence[int]) -> bytes:
@@ -155,10 +155,10 @@ class VllmCore:
         return states
 
     def _computed(self) -> dict[str, int]:
-        """Returns how many tokens are in each session's pages; empty if no hidden states are kept."""
+        """Returns the number of tokens in each session's pages; empty if no hidden states are kept."""
         if not self._keeps_states:
             return {}
-        computed = self._scheduler.computed  # without requests that reached max_len, whose pages are free
+        computed = self._scheduler.computed  # omits requests that reached max_len, whose pages are free
         return {session: computed.get(name, 0) for session, name in self._names.items()}
 
     def _with_extra_results(self, outcomes: list[Outcome]) -> list[Outcome]:
@@ -170,7 +170,7 @@ class VllmCore:
         return [replace(outcome, scores=more.scores, margin=more.margin) for outcome, more in answers]
 
     def _open(self, request: Open) -> None:
-        """Adds a request. The verification scheduler detects ends, so vLLM knows only the maximum length."""
+        """Adds a request. The verification scheduler detects ends, so vLLM only gets the maximum length."""
         name = f"{request.session}/{next(self._numbers)}"
         assert request.session not in self._names, f"session {request.session} is open already"
         params = SamplingParams(
@@ -198,7 +198,7 @@ class VllmCore:
 
 
 def _cache_salt(request: Open) -> str | None:
-    """Returns the salt that limits page sharing; an audit shares nothing, so that it computes all of its text."""
+    """Returns the salt that limits page sharing; an audit shares no pages, so it recomputes its whole text."""
     return f"audit {request.session}" if request.audit else request.cache_salt or None
 
 
@@ -209,10 +209,10 @@ def start_core(
     failed: Callable[[], None] | None = None,
     capture: CaptureSpec | None = None,
 ) -> VllmCore:
-    """Creates a `VllmCore`; converts what vLLM raises at its start into EngineError."""
+    """Creates a `VllmCore`; converts exceptions of vLLM's start-up into EngineError."""
     try:
         return VllmCore(config, folder, vocabulary, failed, capture)
     except ModelError:
         raise
-    except Exception as error:  # vLLM has no class of its own for what fails at its start
+    except Exception as error:  # vLLM raises exceptions of many types at start-up
         raise EngineError(f"vLLM did not start: {error}") from error

@@ -1,6 +1,6 @@
-"""Sampling of a session's tokens in vLLM's workers, by the rules, noise and scores of our own engine.
+"""Samples a session's tokens in vLLM's workers with the rules, noise and scores of our own engine.
 
-A request carries its Open in its extra arguments, so a worker knows as much of a session as a rank of our engine.
+A request carries its Open in its extra arguments, so a worker knows as much about a session as a rank of our engine.
 `fed_row` and `outcome_of` convert what vLLM scheduled and sampled into rows and outcomes of the verification scheduler.
 No vLLM types appear here.
 """
@@ -28,13 +28,13 @@ def extra_args(request: Open) -> dict[str, Any]:
 
 
 def request_in(args: Mapping[str, Any] | None) -> Open | None:
-    """Returns the Open in the extra arguments; None for vLLM's own requests, such as those for warm-up."""
+    """Returns the Open in a request's extra arguments; None for vLLM's own requests, such as warm-up requests."""
     return (args or {}).get(EXTRA_ARG)
 
 
 @value
 class ExtraResults:
-    """Additional results of a step beside the committed tokens, if the session's Open requests them."""
+    """Results of a step in addition to the committed tokens, present if the session's Open requests them."""
 
     scores: tuple[TokenScore, ...] = ()
     margin: float | None = None
@@ -45,7 +45,7 @@ class ExtraResults:
 
 
 class SessionDraws:
-    """Sampling of one session in one worker."""
+    """Samples the tokens of one session in one worker."""
 
     def __init__(self, request: Open, chain: ProcessorChain | None) -> None:
         self.request = request
@@ -56,7 +56,7 @@ class SessionDraws:
         return cls(request, chain_of(request, makers))
 
     def block(self, length: int, text: Text, drafted: Sequence[int]) -> PendingBlock:
-        """Returns the decision to make after `length` tokens about a chain of draft tokens."""
+        """Returns the undecided block: a chain of draft tokens after the first `length` tokens of the session."""
         if self._chain is not None:
             self._chain.advance(text(self._chain.length, length))
         return PendingBlock(
@@ -71,7 +71,7 @@ class SessionDraws:
 def decide_all(
     sessions: Sequence[SessionDraws], blocks: Sequence[PendingBlock], logits: Tensor
 ) -> tuple[list[BlockDecision], dict[str, ExtraResults]]:
-    """Decides all blocks; also returns, by session, the additional results that sessions request."""
+    """Decides all blocks; also returns the additional results that sessions request, by session."""
     decisions = decide(blocks, logits)
     asking = [session.request for session in sessions]
     if not any(ExtraResults.is_asked_by(request) for request in asking):
@@ -87,17 +87,17 @@ def decide_all(
 
 
 def _margin(request: Open, block: PendingBlock, logits: Tensor) -> float | None:
-    """Returns the margin for an audit that names a rival."""
+    """Returns the margin if the session is an audit that names a rival token, else None."""
     if request.rival is None:
         return None
     return margin(logits, block.sampling, block.chain, block.at, request.rival)
 
 
 def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, drafted: int) -> Row:
-    """Returns the fed part of a planned row: `scheduled` tokens from `start`, the last `drafted` of them drafts.
+    """Returns the part of a planned row that was fed: `scheduled` tokens from `start`, the last `drafted` ones drafts.
 
-    `tokens` are all committed tokens of the session. vLLM chunks prompts and recomputes what preemption lost.
-    Hidden states are requested at the slots of the planned row, as far as it was fed.
+    `tokens` are all committed tokens of the session. vLLM splits prompts into chunks and recomputes preempted requests.
+    Hidden states are requested at the planned row's slots, without those of drafts that were not fed.
     """
     committed = scheduled - drafted
     end = start + committed
@@ -111,7 +111,7 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
 
 
 def outcome_of(row: Row, sampled: Sequence[int]) -> Outcome | None:
-    """Returns the outcome of a row: accepted draft tokens, then one more; None if the row only fed a prompt."""
+    """Returns a row's outcome: accepted draft tokens and one more token; None if the row only fed a prompt."""
     if not row.decide:
         return None
     accepted = len(sampled) - 1

@@ -1,4 +1,4 @@
-"""Engine of a target replica whose forwards are vLLM's, run off the event loop that serves gRPC.
+"""Runs a target replica's forwards with vLLM, off the event loop that serves gRPC.
 
 `StepProfile` measures step costs once before serving, for one row with drafts and for several rows.
 """
@@ -27,12 +27,12 @@ from cluster.verification.step import Outcome, Row, StateRead, StepPlan
 from protos.draft_tree import DraftTree
 from protos.messages import Open
 
-SIZES = (1, 2, 4, 8, 16, 32)  # tokens per step
+SIZES = (1, 2, 4, 8, 16, 32)  # tokens or rows per measured step
 PROMPT = (1, 2, 3, 4)
 
 
 class StepProfile:
-    """Profiles the idle engine behind `step`; drafts have at most `longest` tokens, sessions at most `context`."""
+    """Profiles the idle engine through `step`, with drafts of up to `longest` tokens in contexts of up to `context`."""
 
     def __init__(self, step: Callable[[StepPlan], list[Outcome]], longest: int, sessions: int, context: int) -> None:
         self._step = step
@@ -43,7 +43,7 @@ class StepProfile:
         self._last: dict[str, int] = {}
 
     def measure(self) -> ForwardCost:
-        """Measures steps whose drafts are almost all rejected."""
+        """Measures steps with fixed drafts, which are almost all rejected."""
         names = [f"profile-{index}" for index in range(max([1, *self._by_rows]))]
         self._feed(names, 0, opens=tuple(self._open(name) for name in names))
         todo = [partial(self._feed, names[:1], size - 1) for size in self._by_row]
@@ -69,9 +69,9 @@ class StepProfile:
 
 
 def _cost(sizes: Sequence[int], whole: Sequence[float], rows: Sequence[int], apart: Sequence[float]) -> ForwardCost:
-    """Fits the cost per row and per token.
+    """Fits the cost per row and per token from steps of one row (`whole`) and of several rows (`apart`), in seconds.
 
-    Extra rows cost at least as much as extra tokens; the rest is the tokens'.
+    A row costs the median extra time per row over one row with as many tokens; tokens cost the rest.
     """
     by_tokens = dict(zip(sizes, whole, strict=True))
     more = [
@@ -93,7 +93,7 @@ Found = TypeVar("Found")
 
 
 class VllmEngine:
-    """Runs vLLM in this process. If a rank of vLLM dies, `watch` raises."""
+    """Runs vLLM in this process. If a rank of vLLM dies, `watch` raises EngineError."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
@@ -101,14 +101,14 @@ class VllmEngine:
         self._grammars: GrammarCompiler | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.step_cost = ForwardCost.linear(0.0)
-        self.reports: tuple[RankReport, ...] = ()  # vLLM's ranks send none
+        self.reports: tuple[RankReport, ...] = ()  # empty: vLLM's ranks report nothing
         self.pids: tuple[int, ...] = ()
 
     @classmethod
     async def start(
         cls, config: SlipstreamConfig, folder: str, vocabulary: int, capture: CaptureSpec | None = None
     ) -> "VllmEngine":
-        """Loads the model, tests its decisions about blocks, and measures steps.
+        """Loads the model, runs the self-test, and measures steps.
 
         Raises ModelError if vLLM is not installed or rejects the arguments, EngineError if it fails.
         """
@@ -150,14 +150,14 @@ class VllmEngine:
         return memory
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Runs a step. Raises EngineError when vLLM is no longer usable."""
+        """Runs a step. Raises EngineError if it fails; vLLM is then no longer usable."""
         outcomes: list[Outcome] = await self._on_thread(self._computed, "a step", self._core.step, plan)
         return outcomes
 
     def _computed(self, what: str, compute: Callable[[Asked], Found], request: Asked) -> Found:
         try:
             return compute(request)
-        except Exception as error:  # whatever vLLM raised, it cannot run another step
+        except Exception as error:  # after any exception, vLLM cannot run another step
             raise EngineError(f"{what} of vLLM failed: {type(error).__name__}: {error}") from error
 
     async def read(self, read: StateRead) -> bytes:
@@ -165,14 +165,14 @@ class VllmEngine:
         return states
 
     async def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar here and in each worker, beside the steps; returns what is wrong with it, or None."""
+        """Compiles a grammar here and in each worker while steps run; returns what is wrong with it, or None."""
         if self._grammars is None:
             return "this target has none"
         await self._on_thread(self._core.begin_grammar, grammar)
         return await asyncio.to_thread(self._grammars.fault, grammar)
 
     async def watch(self) -> NoReturn:
-        """Waits until a rank of vLLM has died; raises EngineError."""
+        """Waits until a rank of vLLM has died, then raises EngineError."""
         await self._failed
         raise EngineError("a worker of vLLM has ended")
 

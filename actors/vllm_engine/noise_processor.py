@@ -1,7 +1,7 @@
-"""Logits processor for vLLM's second model runner that draws with the noise shared with drafters.
+"""Logits processor for vLLM's second model runner; draws with the noise that drafters share.
 
-vLLM is given temperature 0. The processor decides each block by our own rules and leaves one token in every relevant
-row. So vLLM's argmax is the draw itself, and its comparison with the draft gives our decision.
+vLLM runs at temperature 0. The processor decides each block by our own rules and leaves one token in every relevant
+row. So vLLM's argmax returns our draw, and its comparison with the draft gives our decision.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from actors.sampling.processors import MAKERS
 from actors.sampling.rejection_sampler import PendingBlock
 from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, request_in
 
-VOCABULARY_KEY = "slipstream_vocabulary"  # in vLLM's additional_config
+VOCABULARY_KEY = "slipstream_vocabulary"  # key in vLLM's additional_config
 
 
 class SharedNoise(LogitsProcessor):  # type: ignore[misc]
-    """Decides for all requests, greedy ones too, so that ids beyond the vocabulary (padding) are never drawn."""
+    """Decides for all requests, greedy ones too, so that padding ids beyond the vocabulary are never drawn."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.makers = MAKERS
-        self.extra_results: dict[str, ExtraResults] = {}  # reports of the latest step
+        self.extra_results: dict[str, ExtraResults] = {}  # additional results of the latest step, by session
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
         self._states = req_states
-        self._sessions: dict[int, SessionDraws] = {}  # by slot
+        self._sessions: dict[int, SessionDraws] = {}  # by vLLM's request slot
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Registers a request; called again after a preemption, when all committed text is read again."""
+        """Registers a request; called again after a preemption, when all committed text is recomputed."""
         request = request_in(sampling_params.extra_args)
         self._sessions.pop(req_idx, None)
         if request is not None:
@@ -58,7 +58,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         return logits
 
     def _decides(self, slot: int, length: int) -> bool:
-        """Returns whether a row of ours follows all committed text, rather than ends inside a chunked prompt."""
+        """Returns whether a row of one of our requests ends after all committed text, not inside a chunked prompt."""
         return slot in self._sessions and length >= int(self._states.prefill_len.np[slot])
 
     def _block(self, slot: int, length: int, drafted: list[int]) -> PendingBlock:

@@ -1,4 +1,4 @@
-"""Self-test of a vLLM target before it serves: it verifies one right and one wrong block with known results.
+"""Self-test of a vLLM target before it serves: verifies one correct and one wrong block with known results.
 
 Private attributes of vLLM change between its versions, and a change need not raise an error. The same session is first
 decided without drafts, greedy and sampled; after each block the text must be the same.
@@ -15,7 +15,7 @@ from protos.messages import GREEDY, Open, Sampling
 Step = Callable[[StepPlan], list[Outcome]]
 PROMPT_TOKENS = 5
 PLAIN_TOKENS = 5
-STARTS = (1, 11, 23, 37)  # first tokens of prompts
+STARTS = (1, 11, 23, 37)  # first token of each prompt
 SESSION = "self-test"
 
 
@@ -41,7 +41,7 @@ def check_engine(step: Step, fed: Callable[[Row], Row | None], vocabulary: int, 
 
 
 def _fault_of(trial: Callable[[], "_Trial"], longest: int) -> str:
-    """Returns what is wrong with the decisions about a right and a wrong block; empty if nothing is."""
+    """Returns the fault in deciding a correct and a wrong block; empty if there is none."""
     plain = trial()
     text, fault = plain.decide([NO_TREE] * PLAIN_TOKENS)
     length = min(longest, PLAIN_TOKENS - 2)
@@ -59,7 +59,7 @@ def _fault_of(trial: Callable[[], "_Trial"], longest: int) -> str:
 
 
 class _Trial:
-    """One session, from its first token to its end."""
+    """Runs one session from its first token to its end."""
 
     def __init__(
         self, step: Step, fed: Callable[[Row], Row | None], vocabulary: int, sampling: Sampling, start: int
@@ -72,7 +72,7 @@ class _Trial:
         self._open = Open.measured(SESSION, tuple(self._tokens), max_len, PLAIN_TOKENS, sampling)
 
     def decide(self, drafts: list[DraftTree]) -> tuple[list[int], str]:
-        """Runs one step per draft. Returns the committed tokens, and a description of a wrongly fed row, if any."""
+        """Runs one step per draft. Returns the committed tokens, and a description of the first wrongly fed row."""
         start = 0
         fault = ""
         opens: tuple[Open, ...] = (self._open,)

@@ -1,11 +1,11 @@
-"""Hooks in vLLM's workers: tokens are sampled as in our own engine, and drafts come from the scheduler.
+"""Hooks in vLLM's workers: they sample tokens as our own engine does, and take drafts from the scheduler.
 
 `DrawingWorker` extends vLLM's worker through its `worker_extension_cls`. Both model runners of vLLM are supported. The
 first (on CPUs without Triton) allows no logits processor with drafts, so its sampler is replaced. The second uses
 `noise_processor.py` and keeps drafts on the device, where they are written before each forward.
 
-`WorkerStates` keeps hidden states beside the cache in the leading worker. vLLM's second model runner passes them, with
-the slots of the fed tokens, to its drafting component after each step.
+`WorkerStates` keeps hidden states in the leading worker. vLLM's second model runner passes them, with the slots of the
+fed tokens, to its drafting component after each step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ from cluster.errors import ModelError
 
 
 class WorkerStates:
-    """Hidden states of all that the model is fed, at the same slots as in the cache."""
+    """Stores the hidden states of all fed tokens, at the slots that the tokens have in the cache."""
 
     def __init__(self, spec: CaptureSpec, runner: Any) -> None:
-        """Must run before vLLM measures free memory, since the projection takes some, and before graph capture.
+        """Call before graph capture, and before vLLM measures free memory, since the projection takes some.
 
         Raises ModelError for layers that the model does not report.
         """
@@ -42,15 +42,15 @@ class WorkerStates:
         self._capture: StateCapture | None = None
 
     def keep(self, layer: str, pages: int, page_size: int) -> None:
-        """Starts keeping states; `layer` is a layer whose pages they parallel."""
+        """Allocates the storage; hidden states use the same slots as the keys and values of `layer`."""
         self._layer = layer
         self._capture = StateCapture(self._spec, pages, page_size, self._device, self._project)
 
     def captured(self, batch: Any, slots: Mapping[str, torch.Tensor], final: torch.Tensor, inner: Any) -> None:
-        """Stores one step's states: the final ones of all its tokens, (n, hidden), and those of each other layer."""
+        """Stores one step's hidden states: `final`, (n, hidden), and one such tensor per other layer in `inner`."""
         assert self._capture is not None, "they are kept somewhere"
         streams = [*(inner or ()), *([final] if self._has_final else ())]
-        fed = batch.num_tokens  # the rest is padding
+        fed = batch.num_tokens  # the batch's other rows are padding
         self._capture.keep(slots[self._layer][:fed].long(), torch.cat([each[:fed] for each in streams], dim=-1))
 
     def read(self, slots: Sequence[int]) -> bytes:
@@ -59,7 +59,7 @@ class WorkerStates:
 
 
 def _report_layers(runner: Any, layers: Sequence[int]) -> None:
-    """Makes the model report the hidden states after these layers, as it does for EAGLE-3."""
+    """Makes the model report the hidden states after `layers`, as it does for EAGLE-3."""
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     if not supports_eagle3(runner.model):
@@ -71,11 +71,11 @@ def _report_layers(runner: Any, layers: Sequence[int]) -> None:
     runner.use_aux_hidden_state_outputs = True
 
 
-NOTHING = -1  # in vLLM's table of sampled tokens
+NOTHING = -1  # marks unused columns in vLLM's table of sampled tokens
 
 
 class NoProposer:
-    """Drafting component for the first runner, which requires one; it drafts nothing."""
+    """Drafts nothing; the first runner requires a drafting component."""
 
     def __init__(self, vllm_config: Any) -> None: ...
 
@@ -86,7 +86,7 @@ class NoProposer:
 
 
 class NoSpeculator:
-    """Drafting component for the second runner; it drafts nothing and captures hidden states."""
+    """Captures hidden states as the second runner's drafting component; drafts nothing."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -101,7 +101,7 @@ class NoSpeculator:
     def propose(
         self, input_batch: Any, metadata: Any, slots: Any, final: Any, inner: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Called after each step; `slots` are the cache slots of the fed tokens, `final` and `inner` their states."""
+        """Called after each step with the fed tokens' cache slots and their hidden states, `final` and `inner`."""
         if self._states is not None:
             self._states.captured(input_batch, slots, final, inner)
         drafts: torch.Tensor = self._req_states.draft_tokens[input_batch.idx_mapping]
@@ -111,14 +111,14 @@ class NoSpeculator:
 
 
 class DrawingWorker:
-    """Methods that the extension adds to a vLLM worker."""
+    """Methods that vLLM adds to its workers as an extension."""
 
     model_runner: Any
     rank: int
-    _slipstream_states: WorkerStates | None = None  # on the leading worker only, if drafters read states
+    _slipstream_states: WorkerStates | None = None  # set on the leading worker only, if drafters read hidden states
 
     def begin_states(self, spec: CaptureSpec) -> None:
-        """Prepares the capture of hidden states; called as soon as the model is loaded."""
+        """Prepares the capture of hidden states; called once the model is loaded."""
         if self.rank == 0:
             self._slipstream_states = WorkerStates(spec, self.model_runner)
 
@@ -131,9 +131,9 @@ class DrawingWorker:
         return self._slipstream_states.read(slots) if self._slipstream_states is not None else b""
 
     def draw_as_slipstream(self, vocabulary: int, folder: str) -> str:
-        """Installs our sampling and returns which runner was found.
+        """Installs our sampling and returns the model runner's version, "v1" or "v2".
 
-        Ids from `vocabulary` on are the model's padding.
+        Token ids from `vocabulary` on are the model's padding.
         """
         self._slipstream_grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
         makers = MAKERS if self._slipstream_grammars is None else (*MAKERS, self._slipstream_grammars.masking)
@@ -150,7 +150,7 @@ class DrawingWorker:
         return "v2"
 
     def begin_grammar(self, grammar: str) -> None:
-        """Starts compiling a grammar beside the steps."""
+        """Starts compiling a grammar in the background."""
         if self._slipstream_grammars is not None:
             self._slipstream_grammars.begin(grammar)
 
@@ -161,14 +161,14 @@ class DrawingWorker:
 
 
 class FirstRunnerDraws:
-    """Replaces the first runner's sampler."""
+    """Samples for the first runner, in place of its sampler."""
 
     def __init__(self, runner: Any, vocabulary: int, makers: tuple[Maker, ...]) -> None:
         self.extra_results: dict[str, ExtraResults] = {}
         self._runner = runner
         self._vocabulary = vocabulary
         self._makers = makers
-        self._sessions: dict[str, SessionDraws] = {}  # by request
+        self._sessions: dict[str, SessionDraws] = {}  # by vLLM's request id
 
     def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
         from vllm.v1.outputs import SamplerOutput
