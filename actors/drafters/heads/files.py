@@ -1,7 +1,6 @@
-"""Files of a draft head, whatever its publisher: its configuration, its tensors, and those it borrows.
+"""Reads the files of a draft head from any publisher: its configuration and tensors, and the tensors it borrows.
 
-The loader of each method decides from the configuration's keys and the tensors' names which kind of head a folder
-holds.
+Each method's loader recognizes the kind of head by the configuration's keys and the tensors' names.
 """
 
 import pickle
@@ -37,7 +36,7 @@ Aliases = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadFiles:
-    """A head's folder."""
+    """Contents of a head's folder."""
 
     folder: Path
     config: dict[str, Any]
@@ -66,7 +65,7 @@ class HeadFiles:
         return found
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Returns a tensor. Raises ModelError if there is none, or it has another shape."""
+        """Returns a tensor. Raises ModelError if it is missing or has another shape."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.folder} holds no tensor {name}; it holds {_listed(self.tensors)}")
@@ -75,7 +74,7 @@ class HeadFiles:
         return tensor
 
     def borrowed(self, target_folder: Path, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
-        """Reads the first of these tensors that the target holds. Raises ModelError if it has another shape."""
+        """Reads the first of these tensors found in the target. Raises ModelError if it has another shape."""
         found = target_tensor(target_folder, names)
         if tuple(found.shape) != shape:
             raise ModelError(
@@ -85,7 +84,7 @@ class HeadFiles:
         return found
 
     def refuse_unused(self, names: Sequence[str], family: str) -> None:
-        """Raises ModelError for tensors that no known head of the family computes with."""
+        """Raises ModelError for these tensors, which no known head of the family uses."""
         raise ModelError(
             f"{self.folder} holds tensors that no {family} head known here computes with: {', '.join(names)}"
         )
@@ -112,9 +111,9 @@ def head_folder(draft: DraftPool) -> Path:
 
 
 def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
-    """Reads the first of these tensors that the target's checkpoint holds, such as `EMBEDDING`, and nothing else.
+    """Reads only the first of these tensors, such as `EMBEDDING`, found in the target's checkpoint.
 
-    Raises ModelError if it holds none of them.
+    Raises ModelError if the checkpoint has none of them.
     """
     stored = stored_tensors(target_folder, partial=True)
     name = next((name for name in names if name in stored), None)
@@ -126,7 +125,7 @@ def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
 
 
 def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
-    """Returns the target's folder, fetching only the first tensor of each group, such as `EMBEDDING`.
+    """Returns the target's folder; downloads only the first tensor of each group, such as `EMBEDDING`.
 
     `target` is a folder or a Hugging Face id.
     """
@@ -136,7 +135,7 @@ def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
 
 
 def _read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Reads the shards named by an index, or else all files."""
+    """Reads the shards listed in an index; without an index, all files."""
     paths = sorted({entry.path for entry in stored_tensors(folder).values()}) or sorted(folder.glob("*.safetensors"))
     return {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
 

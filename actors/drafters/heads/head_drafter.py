@@ -1,8 +1,8 @@
 """Drafting with a head that predicts several tokens from the target's states, on request and ahead of verdicts.
 
-While tokens are being verified, the target's states for them do not exist yet. Blocks ahead of a verdict therefore
-continue from what the head itself computed for the text before; `StatePredictor.reach` states how far that goes. The
-verdict brings the true states: from then on blocks begin with those, and the block under verification is read again.
+While tokens are being verified, the target's states for them do not exist yet. Lookahead blocks therefore continue from
+what the head itself computed for the preceding text; `StatePredictor.reach` limits how far. The verdict brings the true
+states: later blocks begin with those, and the block under verification is read again.
 
 `fill_positions` serves heads that predict each position independently of the tokens before it. One prediction after a
 text then serves blocks after every outcome: after k further tokens, position k comes next.
@@ -33,26 +33,26 @@ from cluster.drafting.trees import NO_CHOICES, branches_by_depth
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
 
-UNKNOWN_TOKEN = DraftedToken(0, NO_CHOICES, 0.0)  # a position that the head cannot predict
+UNKNOWN_TOKEN = DraftedToken(0, NO_CHOICES, 0.0)  # stands for a position that the head cannot predict
 
 
 @dataclass(kw_only=True, eq=False)
 class PredictedDraft(BlockDraft):
-    """A block whose chain has at most `longest` tokens; a tree may have more, up to `max_tokens`."""
+    """A block with a chain of at most `longest` tokens; a tree may have more, up to `max_tokens`."""
 
     longest: int
-    logits: Tensor | None = None  # (positions, columns) after the request's text, if the head predicts all at once
+    logits: Tensor | None = None  # (positions, columns) after the request's text, if predicted all at once
 
     @property
     def depth(self) -> int:
-        """Number of tokens so far that the target's states do not cover."""
+        """Number of tokens drafted or assumed beyond the target's states."""
         return len(self.outcome) + len(self.drafted)
 
     def is_further(self, offset: int) -> bool:
         return self.depth + offset > 0
 
     def end(self) -> None:
-        """Ends the block. A root's remaining positions are unknown."""
+        """Ends the block. For a root, marks the remaining positions unknown."""
         if self.is_root:
             self.drafted += [UNKNOWN_TOKEN] * (self.max_tokens - len(self.drafted))
         self.settle()
@@ -60,7 +60,7 @@ class PredictedDraft(BlockDraft):
 
 
 class StatePredictor(Protocol):
-    """A head and the states that it keeps for each session. It is called only for open sessions."""
+    """A head and each session's states. Its methods are called only for open sessions."""
 
     @property
     def width(self) -> int:
@@ -71,24 +71,24 @@ class StatePredictor(Protocol):
     def needs(self) -> StatesNeeded: ...
 
     def reach(self, depth: int) -> int:
-        """Returns how many tokens the head predicts after `depth` tokens without states; 0: it must wait."""
+        """Returns how many tokens the head can predict `depth` tokens past the target's states; 0: it must wait."""
         ...
 
     def open(self, session: str) -> None: ...
 
     def begin(self, session: str, first: int) -> None:
-        """Announces that states of an open session start at this position."""
+        """Announces that an open session's states start at position `first`."""
         ...
 
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
-        """Takes the target's states, (n, width), of positions from `first` on, in any order.
+        """Takes the target's states, (n, width), for the positions from `first` on; calls may come in any order.
 
         `length` is the number of committed tokens.
         """
         ...
 
     def committed(self, session: str, length: int) -> None:
-        """Announces that the session's text has `length` tokens now."""
+        """Announces that the session now has `length` committed tokens."""
         ...
 
     def close(self, session: str) -> None:
@@ -96,16 +96,16 @@ class StatePredictor(Protocol):
         ...
 
     def is_ready(self, session: str, length: int) -> bool:
-        """Returns whether the states it reads have arrived for all of `length` tokens but the last."""
+        """Returns whether the states it reads have arrived for the first `length` - 1 tokens."""
         ...
 
     def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
-        """Drafts what it can of each and ends it; drafts stay as they are when interrupted."""
+        """Drafts as many tokens as possible for each draft and ends it; interrupted drafts stay unchanged."""
         ...
 
 
 class HeadDrafter:
-    """The drafting method. A session whose states have not arrived gets no tokens."""
+    """Drafting method for a `StatePredictor`. A session whose states have not arrived gets no tokens."""
 
     shapes = frozenset(Shape)
     outcomes = MAX_OUTCOMES
@@ -140,14 +140,14 @@ class HeadDrafter:
         self._predictor.committed(session, len(text))
 
     def begin(self, session: str, first: int) -> None:
-        """Announces that states of an open session start at position `first`; the default is 0."""
+        """Announces that an open session's states start at position `first`; the default is 0."""
         self._predictor.begin(session, first)
 
     @torch.inference_mode()
     def states(self, session: str, first: int, rows: Tensor) -> None:
-        """Takes the target's states, (n, width), of positions from `first` on, in any order, repeats allowed.
+        """Takes the target's states, (n, width), for the positions from `first` on, in any order; repeats are allowed.
 
-        States of a session that is not open are ignored.
+        States for a session that is not open are ignored.
         """
         if session in self._texts:
             self._predictor.states(session, first, rows, len(self._texts[session].tokens))
@@ -177,7 +177,7 @@ class HeadDrafter:
     ) -> list[Proposal]:
         """Drafts for likely outcomes.
 
-        A session without candidates that the target decodes without a block gets an empty proposal.
+        A session that got no candidates gets an empty proposal if the target currently decodes it without a block.
         """
         ready = [request for request in requests if self._is_ready(request)]
         drafts: list[PredictedDraft] = draft_ahead(self, ready, self._lookahead_time, self._clock, interrupted, early)
@@ -198,7 +198,7 @@ class HeadDrafter:
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: LookaheadRequest) -> list[PredictedDraft]:
-        """Returns roots for the main path under verification, read from true states, and for tokens beside it."""
+        """Returns roots for the main path under verification, read from true states, and for its siblings."""
         main = self._root(request, request.unverified.main_path)
         beside = request.unverified.off_main_path[:MAX_SIBLINGS_READ]
         return [main, *[self._root(request, path, main) for path in beside]]
@@ -237,7 +237,7 @@ class HeadDrafter:
         )
 
     def preview(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
-        """Does nothing: a forward of the head is as quick as any preview."""
+        """Does nothing: a forward of the head is as fast as any preview."""
 
     def extend(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> list[PredictedDraft]:
         self._predictor.fill(drafts, interrupted)
@@ -255,7 +255,7 @@ def fill_positions(
     sampler: DraftSampler,
     interrupted: Callable[[], bool],
 ) -> None:
-    """Implements `StatePredictor.fill` for a head that predicts `width` positions."""
+    """Implements `StatePredictor.fill` for a head that predicts `width` positions independently."""
     if interrupted():
         return
     unread = [draft for draft in drafts if draft.logits is None and draft.main is None]
@@ -272,6 +272,6 @@ def fill_positions(
 
 def _own_logits(draft: PredictedDraft) -> Tensor:
     if isinstance(draft.main, PredictedDraft):
-        draft.logits = draft.main.logits  # it reads other tokens at the same positions
+        draft.logits = draft.main.logits  # predictions depend only on the position, so siblings share them
     assert draft.logits is not None, "a block is read before what comes after it"
     return draft.logits[len(draft.outcome) :][: draft.longest]

@@ -1,7 +1,7 @@
 """Drafting with heads that read one state of the target: the one that the last committed token was sampled from.
 
-Such heads keep nothing of the text, so a session needs one row per round, and none of its prompt. `LastRows` keeps the
-rows, `LastStatePredictor` drafts, and `last_state_drafting` creates the method. The heads are in `medusa.py` and
+Such heads keep no other context, so a session needs one row per round and no prompt states. `LastRows` keeps the rows,
+`LastStatePredictor` drafts, and `last_state_drafting` creates the method. The heads are in `medusa.py` and
 `mlp_speculator.py`.
 """
 
@@ -31,11 +31,11 @@ from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 from protos.prefix import hashes_after
 
-MAX_KEPT_ROWS = 512  # per session: states may arrive before the verdicts that they belong to
+MAX_KEPT_ROWS = 512  # per session: states may arrive before their verdicts
 
 
 class LastRows:
-    """The target's states of each session, by position, from the last committed token but one on."""
+    """The target's states of each session, by position, starting with the one before the last committed token."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -43,7 +43,7 @@ class LastRows:
         self._rows: dict[str, dict[int, Tensor]] = {}
 
     def keep(self, session: str, first: int, rows: Tensor, first_needed: int) -> None:
-        """Keeps rows, (rows, width), of positions from `first` on, except positions before `first_needed`."""
+        """Keeps rows, (rows, width), for the positions from `first` on; skips those before `first_needed`."""
         by_position = self._rows.setdefault(session, {})
         for position in range(max(first, first_needed), first + len(rows)):
             by_position[position] = rows[position - first].to(self._device, self._dtype, copy=True)
@@ -56,7 +56,7 @@ class LastRows:
             del by_position[position]
 
     def at(self, session: str, position: int) -> Tensor | None:
-        """Returns the row of a position, (width,); None if it has not arrived."""
+        """Returns the row at a position, (width,); None if it has not arrived."""
         return self._rows.get(session, {}).get(position)
 
     def close(self, session: str) -> None:
@@ -80,35 +80,36 @@ class LastStateConfig(Protocol):
         ...
 
     def reach(self, depth: int) -> int:
-        """Returns how many tokens the head predicts after `depth` tokens without states; 0: it must wait."""
+        """Returns how many tokens the head can predict `depth` tokens past the target's states; 0: it must wait."""
         ...
 
     def describe(self) -> list[str]:
-        """Describes the head, one fact per line."""
+        """Describes the resolved configuration, one fact per line."""
         ...
 
 
 class LastStateHead(Protocol):
-    """Predicts some tokens after a state of the target."""
+    """A head that predicts several tokens from one state of the target."""
 
     @property
     def config(self) -> LastStateConfig: ...
 
     @property
     def token_ids(self) -> Tensor:
-        """Token ids of the target by column of the logits, (columns,)."""
+        """The target's token id for each logit column, (columns,)."""
         ...
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
-        """Predicts what follows `tokens`, which come `depth` tokens after those that the target's states cover.
+        """Predicts the token after each of `tokens`, which lie `depth` tokens past the target's states.
 
-        Each token was sampled from one of the states, (rows, hidden): the target's, or those of an earlier call.
+        Each token was sampled from the matching row of `states`, (rows, hidden), which come from the target or an
+        earlier call.
         """
         ...
 
 
 class LastStatePredictor:
-    """A `StatePredictor` for such a head."""
+    """A `StatePredictor` for a `LastStateHead`."""
 
     def __init__(self, head: LastStateHead, sampler: DraftSampler, rows: LastRows) -> None:
         self._head = head
@@ -162,7 +163,7 @@ class LastStatePredictor:
             fill_positions(drafts, self.width, self._foresee, self._sampler, interrupted)
 
     def _foresee(self, drafts: Sequence[PredictedDraft], counts: Sequence[int]) -> list[Tensor]:
-        """Predicts position by position for all drafts that want it: each position is a separate head."""
+        """Predicts one position at a time, batching the drafts that need it: each position has its own head."""
         states = [self._state(draft) for draft in drafts]
         predictions: list[list[Tensor]] = [[] for _ in drafts]
         for depth in range(max(counts)):
@@ -175,7 +176,7 @@ class LastStatePredictor:
 
     def _recur(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
         for draft in drafts:
-            if draft.state is None:  # otherwise the draft follows an outcome
+            if draft.state is None:  # otherwise the draft continues from an outcome's state
                 draft.state = self._state(draft)
         if not self._go_on(drafts, interrupted):
             return
@@ -184,7 +185,7 @@ class LastStatePredictor:
             draft.end()
 
     def _go_on(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> bool:
-        """Extends chains to their ends, batching drafts of one depth; returns False if interrupted."""
+        """Extends chains to their ends, batching drafts of equal depth; returns False if interrupted."""
         while True:
             by_depth: dict[int, list[PredictedDraft]] = {}
             for draft in drafts:
@@ -206,7 +207,7 @@ class LastStatePredictor:
         )
 
     def _branch_off(self, block: PredictedDraft) -> list[PredictedDraft]:
-        """Starts side branches at tokens beside the block's own."""
+        """Starts side branches at alternatives to the block's tokens."""
         if not block.takes_trees or not block.drafted:
             return []
         paths = block.paths
@@ -235,12 +236,12 @@ class LastStatePredictor:
 
 
 def _position(length: int) -> int:
-    """Returns the position of the state that the last of `length` tokens was sampled from."""
+    """Returns the position of the state from which the last of `length` tokens was sampled."""
     return length - 2
 
 
 def _last(draft: PredictedDraft) -> tuple[Tensor, int]:
-    """Returns the last token so far, and the state that it was sampled from."""
+    """Returns the draft's last token and the state from which it was sampled."""
     state, token = draft.last
     assert isinstance(state, Tensor), "a draft begins with a state"
     return state, token
@@ -254,13 +255,13 @@ HeadLoader = Callable[[Path, Path, torch.dtype, torch.device, Collection[int], P
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """Requests the final hidden state of the target in this folder, at the latest position alone."""
+    """Requests only the latest position's final hidden state of the target in this folder."""
     shape = target_shape(target)
     return StatesNeeded((shape.layers,), shape.hidden, window=1)
 
 
 def check_state_width(folder: Path, width: int, target: TargetShape) -> None:
-    """Raises ModelError if a head reads wider or narrower states than the target has."""
+    """Raises ModelError if the head's state width differs from the target's hidden size."""
     if width != target.hidden:
         raise ModelError(
             f"{folder} reads states of {width} elements, but the target's have {target.hidden}; use a draft made for"
@@ -275,9 +276,9 @@ def last_state_drafting(
     options: HeadOptions,
     borrowed: Sequence[Sequence[str]] = (),
 ) -> HeadDrafter:
-    """Creates the method for the head named by `draft.model`, and logs how the head was understood.
+    """Creates the method for the head named by `draft.model`, and logs the resolved configuration.
 
-    `borrowed` lists the tensors that it takes from the target's checkpoint: of each group the first that exists.
+    `borrowed` lists groups of tensor names; the first name of each group that the target's checkpoint has is borrowed.
     """
     device = device_of(draft.resources)
     products = choose_products(options.quantization, setup.dtype, device)

@@ -1,7 +1,7 @@
-"""Medusa heads: each predicts one of the next tokens from the target's final state, whatever tokens come between.
+"""Medusa heads: each predicts one of the next tokens from the target's final state, independent of tokens in between.
 
 Medusa: Cai et al. 2024, arXiv 2401.10774. Head i, counted from 0, predicts the token i + 1 positions after the last
-decided one. The tensors' names show the layout: FasterDecoding's first (`{i}.{j}.linear.weight`) and second (the same
+committed one. The tensors' names show the layout: FasterDecoding's first (`{i}.{j}.linear.weight`) and second (the same
 under `medusa_head.` in a merged model), or vLLM's (`blocks.{i}.layers.{j}.weight`), whose vocabulary may be smaller.
 """
 
@@ -25,7 +25,7 @@ from cluster.config import DraftPool
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
-__all__ = ["create", "states_needed"]  # read by the registry
+__all__ = ["create", "states_needed"]  # for the registry
 
 MERGED = "medusa_head."
 PREFIXES = (MERGED, "medusa_heads.")
@@ -35,14 +35,14 @@ LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """Shape of the heads, read from their tensors, since published configurations state other numbers."""
+    """Shape of the heads, read from their tensors because published configurations state other sizes."""
 
     layout: str
     heads: int
-    blocks: int  # residual blocks of a head
+    blocks: int  # residual blocks per head
     hidden: int
-    columns: int  # of the logits as published
-    vocabulary: int  # the target's
+    columns: int  # columns of the published logits
+    vocabulary: int  # vocabulary size of the target
     needs: StatesNeeded
 
     @property
@@ -54,14 +54,14 @@ class MedusaConfig:
         return False
 
     def reach(self, depth: int) -> int:
-        """Returns the heads left after `depth` tokens.
+        """Returns the number of heads left after `depth` tokens.
 
-        There is one head per position and no state but the target's, so after the last one it must wait.
+        Each position has one head, which reads only the target's state, so after the last head drafting must wait.
         """
         return max(0, self.heads - depth)
 
     def describe(self) -> list[str]:
-        """Describes how the heads were understood, one fact per line."""
+        """Describes the resolved configuration, one fact per line."""
         return [
             f"{self.heads} Medusa heads of {self.blocks} residual block(s), {self.layout} layout",
             f"reads the target's state {self.needs.layers[0]}, its final one, {self.needs.width} elements",
@@ -79,14 +79,14 @@ class _Branch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MedusaHeads:
-    """A `LastStateHead`."""
+    """A `LastStateHead` made of one Medusa head per position."""
 
     config: MedusaConfig
     branches: Sequence[_Branch]
-    token_ids: Tensor  # (columns,) of the target, by column of the logits
+    token_ids: Tensor  # (columns,): the target's token id for each logit column
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
-        """Applies the head of that depth; the states, (rows, hidden), remain the target's."""
+        """Applies the head for this depth; `states`, (rows, hidden), are always the target's."""
         branch = self.branches[depth]
         hidden = states
         for block in branch.blocks:
@@ -101,7 +101,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
 
 
 def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
-    """Returns the tensors that heads, in names without a prefix, take from the target: groups of names."""
+    """Returns the tensors to borrow from the target, as groups of names; the heads' names carry no prefix."""
     return [HEAD] if _names_of(files).lm_head(0) is None else []
 
 
@@ -128,7 +128,7 @@ def medusa_of(
     proposable: Collection[int],
     product: Product,
 ) -> MedusaHeads:
-    """Builds heads from tensors in names without a prefix. Raises ModelError if one is missing or of another shape."""
+    """Builds heads whose tensor names carry no prefix. Raises ModelError if one is missing or of another shape."""
     names = _names_of(files)
     ids = files.tensors.get("token_map", torch.arange(config.columns)).long()
     columns = draft_columns(files.folder, ids, config.vocabulary, proposable)
@@ -156,7 +156,9 @@ def medusa_of(
 
 
 def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
-    """Resolves heads with tensors in names without a prefix. Raises ModelError if they do not fit the target."""
+    """Resolves the shape of Medusa heads whose tensor names carry no prefix. Raises ModelError if they do not fit the
+    target.
+    """
     names = _names_of(files)
     if not names.heads or names.heads != list(range(len(names.heads))):
         raise ModelError(
@@ -175,7 +177,7 @@ def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
 
 
 def heads_alone(files: HeadFiles) -> HeadFiles:
-    """Drops the model that heads may be merged with, and the prefix of the heads' names."""
+    """Drops the tensors of a model merged with the heads, and the prefix of the heads' names."""
     for prefix in PREFIXES:
         if any(name.startswith(prefix) for name in files.tensors):
             mine = {name: tensor for name, tensor in files.tensors.items() if name.startswith(prefix)}
@@ -184,7 +186,7 @@ def heads_alone(files: HeadFiles) -> HeadFiles:
 
 
 class _OwnNames:
-    """FasterDecoding's layout: a list of residual blocks and an LM head for each head."""
+    """FasterDecoding's layout: each head has a list of residual blocks and an LM head."""
 
     layout = "FasterDecoding's"
 
@@ -196,7 +198,7 @@ class _OwnNames:
         self.blocks = max(self._last.values(), default=0)
 
     def block(self, head: int, block: int) -> str:
-        """Returns the block's name; the blocks of a head are one module, whose tensors may be saved only once."""
+        """Returns the block's stored name; the blocks of a head may be one shared module, saved only once."""
         name = f"{head}.{block}.linear"
         return name if f"{name}.weight" in self._tensors else f"{head}.0.linear"
 
@@ -205,7 +207,7 @@ class _OwnNames:
 
 
 class _VllmNames:
-    """vLLM's layout; heads may share one LM head, the target's own if none is stored."""
+    """vLLM's layout; heads may share one LM head, or the target's if none is stored."""
 
     layout = "vLLM's"
 

@@ -24,23 +24,23 @@ from cluster.config import DraftPool
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
-__all__ = ["create", "states_needed"]  # read by the registry
+__all__ = ["create", "states_needed"]  # for the registry
 
-EPS = 1e-6  # of the norms
+EPS = 1e-6  # epsilon of the norms
 ALIASES = ((r"speculator\.", ""),)
-TIED_KEYS = ("tie_weights", "tie_wts")  # keys in a configuration; authors differ
+TIED_KEYS = ("tie_weights", "tie_wts")  # configuration keys; publishers differ
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpeculatorConfig:
-    """Sizes and conventions."""
+    """Sizes and conventions of a speculator."""
 
-    steps: int  # tokens that are predicted
-    hidden: int  # of the target's state
+    steps: int  # number of tokens predicted
+    hidden: int  # width of the target's state
     inner: int
-    columns: int  # of the logits as published
-    vocabulary: int  # the target's
-    is_tied: bool  # whether all steps share weights, except the first one's projection
+    columns: int  # columns of the published logits
+    vocabulary: int  # vocabulary size of the target
+    is_tied: bool  # whether steps share weights, apart from the first projection
     scales_input: bool  # whether the target's state is normed first
     needs: StatesNeeded
 
@@ -53,16 +53,18 @@ class MlpSpeculatorConfig:
         return True
 
     def reach(self, depth: int) -> int:
-        """Returns how many tokens it predicts after `depth` tokens.
+        """Returns how many tokens the speculator can predict after `depth` tokens.
 
-        It continues from its own states. After the last step it repeats that step, unless the only step takes target
-        states.
+        It continues from its own states and repeats the last step. A single step reads target states only, so it cannot
+        repeat.
         """
         return self.steps if self.steps > 1 else max(0, 1 - depth)
 
     @property
     def state_share(self) -> float:
-        """Weight of the previous state; after all steps the target's state has weight one half (in squares)."""
+        """Weight of the previous state per step; over all steps, the squared weights of the target's state multiply to
+        1/2.
+        """
         return float(0.5 ** (0.5 / self.steps))
 
     @property
@@ -71,7 +73,7 @@ class MlpSpeculatorConfig:
         return math.sqrt((1 - self.state_share**2) * self.inner / 2)
 
     def describe(self) -> list[str]:
-        """Describes how the speculator was understood, one fact per line."""
+        """Describes the resolved configuration, one fact per line."""
         weights = "the same weights" if self.is_tied else "weights of their own"
         normed = ", normed first" if self.scales_input else ""
         return [
@@ -94,11 +96,11 @@ class SpeculatorStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlpSpeculator:
-    """A `LastStateHead`."""
+    """A `LastStateHead` that feeds each step the previous step's state."""
 
     config: MlpSpeculatorConfig
     steps: Sequence[SpeculatorStep]
-    token_ids: Tensor  # (columns,) of the target, by column of the logits
+    token_ids: Tensor  # (columns,): the target's token id for each logit column
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
         """Runs one step. `states` are the target's, (rows, hidden), at depth 0, and (rows, inner) later."""
@@ -113,7 +115,7 @@ class MlpSpeculator:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """Root mean square norm, computed in float32."""
+    """Applies a root mean square norm, computed in float32."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)
 
 
@@ -145,7 +147,7 @@ def mlp_speculator_of(
     proposable: Collection[int],
     product: Product,
 ) -> MlpSpeculator:
-    """Builds a speculator from tensors in names without a prefix. Raises ModelError if they do not fit the target."""
+    """Builds a speculator whose tensor names carry no prefix. Raises ModelError if it does not fit the target."""
     if config.columns <= max(proposable):
         raise ModelError(
             f"{files.folder} has embeddings for {config.columns} tokens, but the target's ids go up to"
@@ -174,7 +176,7 @@ def mlp_speculator_of(
 
 
 def resolve_mlp_speculator(files: HeadFiles, target: TargetShape) -> MlpSpeculatorConfig:
-    """Resolves a speculator in names without a prefix. Raises ModelError if it does not fit the target."""
+    """Resolves a speculator whose tensor names carry no prefix. Raises ModelError if it does not fit the target."""
     if "emb.0.weight" not in files.tensors:
         raise ModelError(
             f"{files.folder} holds no MLPSpeculator: there is neither emb.0.weight nor speculator.emb.0.weight"

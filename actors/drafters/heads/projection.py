@@ -1,7 +1,7 @@
-"""Parts that draft heads share: the projection of hidden states, the logit columns, and the decoding of state rows.
+"""Parts shared by draft heads: the projection of hidden states, the logit columns, and the decoding of state rows.
 
-A `RowProjection` is the `fc` of EAGLE-3 and DFlash with the norms around it. It is applied to each row of the target's
-states first, by the target or by the drafter.
+A `RowProjection` is the `fc` of EAGLE-3 and DFlash with the norms around it. The target or the drafter applies it to
+each row of the target's states before the head reads them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,13 +22,13 @@ from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Identity, for layers without a norm."""
+    """Returns its input; used in place of a missing norm."""
     return x
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowProjection:
-    """Optional norms of equal parts of a row, then the product, then a norm of its result."""
+    """Applies optional norms to equal parts of a row, then a linear layer, then a norm."""
 
     part_norms: tuple[Norm, ...]
     fc: Projection
@@ -44,13 +44,13 @@ class RowProjection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftColumns:
-    """The kept columns."""
+    """The logit columns that a head computes, and their tokens."""
 
-    kept: Tensor | None  # (columns,): indices of published columns; None: all
-    token_ids: Tensor  # (columns,): token ids of the target
+    kept: Tensor | None  # (columns,): indices of the published columns; None: all
+    token_ids: Tensor  # (columns,): the target's token id for each logit column
 
     def of(self, weight: Tensor) -> Tensor:
-        """Returns the kept rows of an LM head's weight, (published columns, hidden)."""
+        """Selects these columns' rows from an LM head's weight, (published columns, hidden)."""
         return weight if self.kept is None else weight[self.kept.to(weight.device)]
 
 
@@ -79,21 +79,21 @@ class TakesRows(DraftingMethod, Protocol):
     """A drafting method that takes rows of hidden states as tensors."""
 
     def begin(self, session: str, first: int) -> None:
-        """Announces that states of an open session start at position `first`; the default is 0."""
+        """Announces that an open session's states start at position `first`; the default is 0."""
         ...
 
     def states(self, session: str, first: int, rows: Tensor) -> None:
-        """Takes true states of the positions from `first` on, (n, width). Unknown sessions are ignored."""
+        """Takes true states, (n, width), for the positions from `first` on; ignores unknown sessions."""
         ...
 
 
 class DecodedStates:
-    """Wraps a method that takes rows as tensors as a `ReadsStates` method that takes encoded rows."""
+    """Makes a method that takes rows as tensors a `ReadsStates` method that takes encoded rows."""
 
     def __init__(self, method: TakesRows, layout: StatesFormat) -> None:
         self.states_format = layout
         self._method = method
-        self._without: set[str] = set()  # sessions that have received no states yet
+        self._without: set[str] = set()  # open sessions for which no states have arrived
 
     @property
     def shapes(self) -> frozenset[Shape]:
@@ -130,6 +130,6 @@ class DecodedStates:
 
 
 def decoded(method: TakesRows, layout: StatesFormat | None) -> DecodedStates:
-    """Wraps `method` for a deployment, whose setup states how rows are encoded."""
+    """Wraps `method` to decode its rows in the format that the deployment's setup states."""
     assert layout is not None, "a deployment whose method reads states says how they travel"
     return DecodedStates(method, layout)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of a draft head, and the sizes of the target that the head must fit."""
+"""Rotary position embedding of a draft head, and the target's sizes that the head must match."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from actors.models.config_reader import read_config
 from actors.models.decoder import fix_frequencies
 from cluster.errors import ModelError
 
-DEFAULT_BASE = 10000.0  # default if the configuration names none; independent of the target's
-PLAIN = frozenset({"default", "mrope"})  # for text, all sections of mrope have equal positions
+DEFAULT_BASE = 10000.0  # default if the configuration sets none; independent of the target's base
+PLAIN = frozenset({"default", "mrope"})  # text gives all sections of mrope equal positions
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Base and scaling of rotary positions."""
+    """Base and scaling of a rotary position embedding."""
 
     base: float
-    kind: str  # rope_type of transformers
-    scaling: tuple[tuple[str, Any], ...] = ()  # parameters of that kind
+    kind: str  # transformers' rope_type
+    scaling: tuple[tuple[str, Any], ...] = ()  # parameters of this kind of scaling
 
     def __str__(self) -> str:
         scaling = "".join(f", {name} {value}" for name, value in self.scaling)
@@ -34,8 +34,8 @@ class Rope:
 def rope_of(config: Mapping[str, Any]) -> Rope:
     """Reads `rope_parameters`, or else `rope_scaling` and `rope_theta`.
 
-    Transformers 5 stores the base in `rope_parameters`, and files that it writes may have a different one at the top
-    level. Raises ModelError for an unknown kind.
+    Transformers 5 stores the base in `rope_parameters`; a different base at the top level of its files is ignored.
+    Raises ModelError for an unknown kind.
     """
     section = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = float(section.get("rope_theta", config.get("rope_theta") or DEFAULT_BASE))
@@ -77,7 +77,7 @@ class TargetShape:
     """Sizes read from a target's checkpoint."""
 
     hidden: int
-    vocabulary: int  # rows of the embedding
+    vocabulary: int  # rows of the embedding table, padding included
     layers: int
 
 

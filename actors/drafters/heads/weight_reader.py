@@ -1,6 +1,6 @@
-"""Reads a head's tensors in canonical names to a device, and borrows the target's where the head has none of its own.
+"""Reads a head's tensors under canonical names to a device; borrows the target's where the head stores none.
 
-The reader records which tensors it reads, so that a head with tensors that its forward ignores is refused.
+The reader records which tensors it reads, so that a head with unused tensors can be refused.
 """
 
 from collections.abc import Collection
@@ -16,13 +16,13 @@ from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DraftColumns, draft_columns
 from actors.models.decoder import Norm, norm_of
 
-TRAINING_PREFIXES = ("t2d", "verifier_")  # prefixes of tensors used in training only
-DERIVED_SUFFIX = "rotary_emb.inv_freq"  # suffix of a tensor that follows from the configuration
-BORROWABLE = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}  # the target's names for a head's tensors
+TRAINING_PREFIXES = ("t2d", "verifier_")  # prefixes of tensors used only in training
+DERIVED_SUFFIX = "rotary_emb.inv_freq"  # suffix of tensors that the configuration determines
+BORROWABLE = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}  # the target's names, by the head's name
 
 
 class HeadSizes(Protocol):
-    """The part of a head's configuration that every family has."""
+    """Sizes that the configuration of every head family has."""
 
     @property
     def hidden(self) -> int: ...
@@ -38,13 +38,13 @@ class HeadSizes(Protocol):
 
 
 def borrowed_tensors(names: Collection[str]) -> list[tuple[str, ...]]:
-    """Returns what a head with tensors of these names takes from the target: groups of names, of which one exists."""
+    """Returns what a head that stores `names` borrows, as groups of names; the target has one name of each group."""
     return [group for name, group in BORROWABLE.items() if name not in names]
 
 
 @dataclass(eq=False)
 class WeightReader:
-    """Reads single tensors and products of several; a subclass assembles a family's weights."""
+    """Reads tensors, and linear layers fused into one product; a subclass assembles a family's weights."""
 
     files: HeadFiles
     target_folder: Path
@@ -69,7 +69,7 @@ class WeightReader:
         return norm_of(self.tensor(f"{name}.weight", size or self.config.hidden), self.config.eps)
 
     def linear(self, names: list[str], outputs: list[int], inputs: int) -> Projection:
-        """Reads several layers over the same inputs as one product; a missing bias counts as zero."""
+        """Fuses linear layers with the same input into one product; a missing bias counts as zero."""
         pairs = list(zip(names, outputs, strict=True))
         weight = torch.cat([self.tensor(f"{name}.weight", size, inputs) for name, size in pairs])
         if not any(self.has(f"{name}.bias") for name in names):
@@ -88,7 +88,7 @@ class WeightReader:
         return self.placed(self.files.borrowed(self.target_folder, BORROWABLE[name], shape))
 
     def draft_columns(self, proposable: Collection[int] | None) -> DraftColumns:
-        """Selects the proposable columns, None for all; `d2t` holds the offset from a draft id to the target's id."""
+        """Selects the columns of `proposable` tokens; None: all. `d2t` holds the target's id minus the draft id."""
         ids = torch.arange(self.config.columns)
         if self.has("d2t"):
             self.used.add("d2t")
@@ -98,7 +98,7 @@ class WeightReader:
         return draft_columns(self.files.folder, ids, self.config.vocabulary, proposable)
 
     def check_all_used(self, family: str) -> None:
-        """Raises ModelError for tensors that were not read: they belong to another kind of head."""
+        """Raises ModelError for tensors that were not read: they indicate another kind of head."""
         unused = [
             name
             for name in sorted(self.files.tensors)

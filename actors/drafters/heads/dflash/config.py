@@ -1,7 +1,7 @@
 """Configuration of a DFlash head, resolved from its files and the target's shape into one printable value.
 
-DFlash: z-lab/dflash, dflash/model.py, arXiv 2602.06036. Two layouts are published: z-lab's, with options at the top
-level or in `dflash_config`, and that of speculators, with the decoder in `transformer_layer_config`.
+DFlash: z-lab/dflash, dflash/model.py, arXiv 2602.06036. Two layouts are published: z-lab's has its options at the top
+level or in `dflash_config`; the speculators layout has the decoder in `transformer_layer_config`.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from actors.drafters.heads.rope import Rope, TargetShape, rope_of
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
-BLOCK_SIZE = 16  # default if the configuration does not state it
-OUTPUTS_KEY = "target_layer_ids"  # ids of layers whose outputs are read
-STATES_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # ids of states
+BLOCK_SIZE = 16  # default if the configuration sets none
+OUTPUTS_KEY = "target_layer_ids"  # ids of the layers whose outputs the head reads
+STATES_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # ids number states, not layer outputs
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options, and the values that have no effect
+REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options, each with the values that disable it
     "sample_from_anchor": (None, False),
     "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1.0),
@@ -34,8 +34,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options, and the value
 class DFlashLayerKind:
     """Attention pattern of one layer."""
 
-    is_causal: bool  # whether a position of the block sees no later one
-    window: int | None  # visible positions backwards, itself included, and as many ahead; None: all
+    is_causal: bool  # whether block positions ignore later positions
+    window: int | None  # positions visible backwards, own included, and as many forwards; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class DFlashConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    eps: float  # of the norms
+    eps: float  # epsilon of the norms
     rope: Rope
-    block_size: int  # counts the last committed token and the masks after it
+    block_size: int  # tokens: the last committed one and the masks after it
     mask_token: int
-    vocabulary: int  # the target's
-    columns: int  # of the logits as published
+    vocabulary: int  # vocabulary size of the target
+    columns: int  # columns of the published logits
     needs: StatesNeeded
     embedding_scale: float
     logit_scale: float
     logit_cap: float | None
 
     def describe(self) -> list[str]:
-        """Describes how the head was understood, one fact per line."""
+        """Describes the resolved configuration, one fact per line."""
         kinds = [
             f"{'causal' if kind.is_causal else 'bidirectional'}{f' over {kind.window}' if kind.window else ''}"
             for kind in self.layers
@@ -78,14 +78,14 @@ class DFlashConfig:
 def resolve_dflash(files: HeadFiles, target: TargetShape) -> DFlashConfig:
     """Resolves the configuration.
 
-    Raises ModelError if the files hold no DFlash head, it cannot draft for this target, or it needs an unsupported
-    option.
+    Raises ModelError if the files hold no DFlash head, the head cannot draft for this target, or it needs an
+    unsupported option.
     """
     return _Resolution(files, target).config()
 
 
 class _Resolution:
-    """Options of a head from all places: `dflash_config`, the top level, and the decoder's section."""
+    """Merges a head's options from `dflash_config`, the top level, and the decoder's section."""
 
     def __init__(self, files: HeadFiles, target: TargetShape) -> None:
         self._files = files
@@ -153,7 +153,9 @@ class _Resolution:
         return tuple(self._layer(kind == "sliding_attention") for kind in types)
 
     def _layer(self, is_sliding: bool) -> DFlashLayerKind:
-        """Resolves causality: `is_causal` first, then dflash_config's `causal`; else only sliding layers are causal."""
+        """Resolves one layer. `is_causal` takes precedence over dflash_config's `causal`; by default only sliding
+        layers are causal.
+        """
         is_causal = self._files.config.get("is_causal")
         is_causal = self._nested.get("causal") if is_causal is None else is_causal
         usual = is_sliding and not self._options.get("sliding_window_non_causal")
@@ -189,16 +191,16 @@ class _Resolution:
         return StatesNeeded(states, width, hidden, sees=self._sees())
 
     def _sees(self) -> int | None:
-        """Returns how many positions before the anchor, itself included, the head reads; None if unbounded.
+        """Returns how many positions up to and including the anchor the head reads; None if unbounded.
 
-        The positions after the anchor see no more of the context.
+        Later positions of the block read no earlier context.
         """
         layers = self._layers()
         windows = [kind.window for kind in layers if kind.window is not None]
         return max(windows) if len(windows) == len(layers) else None
 
     def _states(self, count: int) -> tuple[int, ...]:
-        """Returns the states read, in the order in which they are projected."""
+        """Returns the indices of the states to read, in the order in which they are projected."""
         keys = STATES_KEYS if "speculators_model_type" in self._files.config else (OUTPUTS_KEY, *STATES_KEYS)
         for name in (*keys, OUTPUTS_KEY):
             ids = self._options.get(name)
@@ -211,7 +213,7 @@ class _Resolution:
 
 
 def default_outputs(layers: int, count: int) -> list[int]:
-    """Returns the layers whose outputs a head without ids reads: evenly from the second to the third from the end."""
+    """Returns the default layers whose outputs are read: evenly spaced from layer 1 to the third from the end."""
     if count == 1:
         return [layers // 2]
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]

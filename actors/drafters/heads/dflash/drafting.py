@@ -34,22 +34,22 @@ from actors.sampling.processors import MAKERS
 from cluster.config import DraftPool
 from protos.messages import StatesNeeded
 
-MAX_EARLY_PIECES = 64  # pieces of states that may wait for earlier ones
+MAX_EARLY_PIECES = 64  # pieces kept while earlier states are missing
 
 
 class DFlashContext:
-    """States may arrive in any order, twice or never, from position `begin` on; they are read in order."""
+    """A session's context. States may arrive in any order, twice or never, from `begin` on; they are read in order."""
 
     def __init__(self, begin: int = 0) -> None:
         self.begin = begin
         self.read = begin  # end of the positions whose keys and values are cached
-        self._arrived = begin  # end of the gapless positions whose states have arrived
+        self._arrived = begin  # end of the positions whose states arrived without a gap
         self._unread: list[Tensor] = []  # states of the positions between `read` and `_arrived`, in pieces
-        self._early: dict[int, Tensor] = {}  # pieces after a gap, by first position
-        self._cached: list[Tensor] = []  # by layer: (2, capacity, kv heads, dim), keys and values
+        self._early: dict[int, Tensor] = {}  # pieces that arrived before a gap was filled, by first position
+        self._cached: list[Tensor] = []  # keys and values by layer: (2, capacity, kv heads, dim)
 
     def put(self, first: int, rows: Tensor) -> None:
-        """Adds states of the positions from `first` on, (positions, width)."""
+        """Adds states, (positions, width), for the positions from `first` on."""
         self._early[first] = rows
         while (piece := next((at for at in self._early if at <= self._arrived), None)) is not None:
             rows_due = self._early.pop(piece)[self._arrived - piece :]
@@ -76,7 +76,7 @@ class DFlashContext:
     def write(self, layer: int, first: int, key_value: Tensor) -> Tensor:
         """Writes a layer's keys and values, (rows, 2, kv heads, dim), at positions from `first` on.
 
-        Returns the layer's whole context up to there, (2, positions, kv heads, dim).
+        Returns the layer's whole context up to the last written position, (2, positions, kv heads, dim).
         """
         first -= self.begin
         end = first + len(key_value)
@@ -96,9 +96,9 @@ class _Step(NamedTuple):
 
     contexts: Sequence[DFlashContext]
     starts: Sequence[int]  # first position of each block
-    states: Tensor  # (rows, hidden): the unread states of all contexts
-    counts: list[int]  # rows of `states` by context
-    rotation: Rotation  # for the positions of the states, then of the blocks
+    states: Tensor  # (rows, hidden): unread states of all contexts, concatenated
+    counts: list[int]  # rows of `states` per context
+    rotation: Rotation  # covers the positions of the states, then of the blocks
 
 
 class DFlashDecoder:
@@ -106,19 +106,19 @@ class DFlashDecoder:
 
     def __init__(self, config: DFlashConfig, weights: DFlashWeights, rotary: nn.Module) -> None:
         self.config = config
-        self.token_ids = weights.token_ids  # (columns,) of the target, by column of the logits
-        self.like = weights.mask_embedding  # rows have its type and device
+        self.token_ids = weights.token_ids  # (columns,): the target's token id for each logit column
+        self.like = weights.mask_embedding  # gives the dtype and device for incoming rows
         self._weights = weights
         self._rotary = rotary
 
     def project(self, rows: Tensor) -> Tensor:
-        """Projects the target's states, (rows, width), to context rows, (rows, hidden)."""
+        """Projects the target's states, (rows, width), to the head's context, (rows, hidden)."""
         return self._weights.row_projection(rows)
 
     def hidden(self, contexts: Sequence[DFlashContext], anchors: Sequence[int], starts: Sequence[int]) -> Tensor:
-        """Returns the hidden states behind the logits, (sessions, block, hidden).
+        """Returns the hidden states from which `logits` are computed, (sessions, block, hidden).
 
-        Each session's block begins with its anchor at position `start`; all states before that must have arrived.
+        Each session's block begins with its anchor at position `start`; all earlier states must have arrived.
         """
         hidden = self._embedded(anchors)
         step = self._step(contexts, starts)
@@ -135,14 +135,14 @@ class DFlashDecoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _embedded(self, anchors: Sequence[int]) -> Tensor:
-        """Returns the embeddings of all blocks, one after the other, (rows, hidden)."""
+        """Returns the embeddings of all blocks, concatenated, (rows, hidden)."""
         weights = self._weights
         blocks = weights.mask_embedding.repeat(len(anchors), self.config.block_size, 1)
         blocks[:, 0] = F.embedding(torch.tensor(anchors, device=blocks.device), weights.embedding)
         return blocks.flatten(0, 1) * self.config.embedding_scale
 
     def _step(self, contexts: Sequence[DFlashContext], starts: Sequence[int]) -> _Step:
-        """Builds the step, taking the unread states of the contexts."""
+        """Builds the step's inputs and marks the contexts' unread states read."""
         size = self.config.block_size
         before = [torch.arange(context.read, start) for context, start in zip(contexts, starts, strict=True)]
         within = [torch.arange(start, start + size) for start in starts]
@@ -165,7 +165,7 @@ class DFlashDecoder:
         return torch.cat([_attend(context, start, index, kind, *piece) for context, start, *piece in pieces])
 
     def _query(self, layer: DFlashLayer, inputs: Tensor, rotation: Rotation) -> Tensor:
-        """Returns queries, (rows, heads, dim); the rows are the last ones of the rotation."""
+        """Returns queries, (rows, heads, dim), rotated by the last rows of the step's rotation."""
         query = layer.query_norm(layer.query(inputs).view(len(inputs), self.config.heads, self.config.head_dim))
         return _turned(query, Rotation(rotation.cos[-len(query) :], rotation.sin[-len(query) :]))
 
@@ -189,12 +189,12 @@ def _attend(
     query: Tensor,
     of_block: Tensor,
 ) -> Tensor:
-    """Attention of one session's block, (block, heads x dim).
+    """Returns the attention output of one session's block, (block, heads x dim).
 
-    The block's own keys and values, written to the context, are overwritten by the next states.
+    The block's keys and values are written to the context too; the next states overwrite them.
     """
     key_value = context.write(index, start - len(of_states), torch.cat([of_states, of_block]))
-    first = context.begin  # first visible position: where the anchor's window begins
+    first = context.begin  # where the anchor's window begins
     if kind.window is not None:
         first = max(first, start - kind.window + 1)
     key, value = key_value[:, first - context.begin :].transpose(1, 2)
@@ -206,16 +206,16 @@ def _attend(
 
 
 def _mask(kind: DFlashLayerKind, start: int, size: int, first: int) -> Tensor:
-    """Returns which positions from `first` each position of the block sees, (block, positions)."""
+    """Returns which positions, from `first` on, each position of the block sees, (block, positions)."""
     ahead = torch.arange(first, start + size) - torch.arange(start, start + size).unsqueeze(1)
     seen = ahead <= 0 if kind.is_causal else torch.ones_like(ahead, dtype=torch.bool)
     return seen if kind.window is None else seen & (ahead.abs() < kind.window)
 
 
 class DFlashPredictor:
-    """A `StatePredictor`. Blocks ahead of a verdict come from later positions of the block before them.
+    """A `StatePredictor`. Lookahead blocks reuse later positions of the block under verification.
 
-    Rows arrive as the target has them or, with `is_projected`, already projected by the target.
+    Rows are states as the target computed them or, with `is_projected`, already projected by the target.
     """
 
     def __init__(self, decoder: DFlashDecoder, sampler: DraftSampler, is_projected: bool = False) -> None:
@@ -223,7 +223,7 @@ class DFlashPredictor:
         self._is_projected = is_projected
         self._sampler = sampler
         self._contexts: dict[str, DFlashContext] = {}
-        self._blocks: dict[str, tuple[int, Tensor]] = {}  # latest: hash of the text before it, and (positions, hidden)
+        self._blocks: dict[str, tuple[int, Tensor]] = {}  # latest: hash of the text before it; (positions, hidden)
 
     @property
     def width(self) -> int:
@@ -236,7 +236,7 @@ class DFlashPredictor:
     def reach(self, depth: int) -> int:
         """Returns the number of positions left in the block after `depth` tokens.
 
-        A block's context holds only the target's states, so after the last position the head waits for new ones.
+        A block's context holds only the target's states, so after the last position the head waits for new states.
         """
         return max(0, self.width - depth)
 
@@ -250,7 +250,7 @@ class DFlashPredictor:
         self._contexts[session] = DFlashContext(first)
 
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
-        """Adds rows, (rows, width) as in `needs`, or (rows, hidden) if projected at the target."""
+        """Adds rows, (rows, width) as in `needs`, or (rows, hidden) if the target projected them."""
         needs = self.needs
         width = needs.projected_width if self._is_projected else needs.width
         assert rows.shape[-1] == width, "rows are as wide as was asked for"
@@ -283,7 +283,7 @@ class DFlashPredictor:
         return torch.split(self._decoder.logits(torch.cat(hidden)), list(counts))
 
     def _draft_blocks(self, drafts: Sequence[PredictedDraft]) -> None:
-        """Computes whole blocks, however few tokens are requested, because masks attend to one another."""
+        """Computes whole blocks, even if fewer tokens are requested, because masks attend to one another."""
         if not drafts:
             return
         sessions = [draft.request.session for draft in drafts]
@@ -294,13 +294,13 @@ class DFlashPredictor:
             self._blocks[draft.request.session] = (draft.base_hash, hidden[1:])
 
     def _known(self, draft: PredictedDraft) -> Tensor | None:
-        """Returns the latest block, (positions, hidden), if it follows the same text; else None."""
+        """Returns the session's latest block, (positions, hidden), if it follows the same text; else None."""
         base_hash, hidden = self._blocks.get(draft.request.session, (None, None))
         return hidden if base_hash == draft.base_hash else None
 
 
 log = logging.getLogger(__name__)
-MAX_POSITIONS = 2048  # default if the configuration does not state it; only some RoPE scalings use it
+MAX_POSITIONS = 2048  # default if the configuration sets none; only some RoPE scalings use it
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
@@ -310,7 +310,7 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 
 
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
-    """Loads the projection that the head applies to the target's states first, and no other tensor.
+    """Loads only the head's projection of the target's states.
 
     It is computed in the target's dtype, even if the drafter quantizes the head.
     """
@@ -347,7 +347,7 @@ def load_dflash(
     proposable: Collection[int],
     product: Product = projection,
 ) -> DFlashDecoder:
-    """Loads a published head, with the target's embedding and LM head where it has none of its own."""
+    """Loads a published head; borrows the target's embedding and LM head if it stores none."""
     files = read_head(folder).renamed(ALIASES)
     config = resolve_dflash(files, target_shape(target_folder))
     weights = DFlashReader(files, target_folder, config, dtype, device, product).weights(proposable)

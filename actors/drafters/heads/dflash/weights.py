@@ -28,12 +28,12 @@ class DFlashLayer:
 
     attention_norm: Norm
     query: Projection
-    key_value: Projection  # keys, then values
+    key_value: Projection  # produces keys, then values
     query_norm: Norm
     key_norm: Norm
     attention_out: Projection
     mlp_norm: Norm
-    gate_up: Projection  # gate, then up
+    gate_up: Projection  # produces the gate, then the up projection
     down: Projection
 
 
@@ -43,11 +43,11 @@ class DFlashWeights:
 
     embedding: Tensor  # (vocabulary, hidden)
     mask_embedding: Tensor  # (hidden,)
-    row_projection: RowProjection  # of the target's states
+    row_projection: RowProjection  # projects the target's states
     layers: tuple[DFlashLayer, ...]
     norm: Norm
     lm_head: Projection
-    token_ids: Tensor  # (columns,): token ids of the target
+    token_ids: Tensor  # (columns,): the target's token id for each logit column
 
 
 @dataclass(eq=False)
@@ -78,13 +78,13 @@ class DFlashReader(WeightReader):
         return weights
 
     def row_projection(self) -> RowProjection:
-        """Reads the projection of the target's states, and no other tensor."""
+        """Reads only the projection of the target's states."""
         config = self.config
         fc = self.linear(["fc"], [config.hidden], config.needs.width)
         return RowProjection((), fc, self.norm("hidden_norm"))
 
     def _mask_embedding(self, embedding: Tensor) -> Tensor:
-        """Reads the mask's embedding from its own file, if the mask was added to the tokenizer, else as any token's."""
+        """Reads the mask's embedding from its own file if the mask is an added token, else from the embedding table."""
         path = self.files.folder / MASK_FILE
         if not path.is_file():
             return embedding[self.config.mask_token]

@@ -29,14 +29,14 @@ from protos.messages import StatesNeeded
 KEY = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS_KEY = "target_layer_ids"
 SECTION = "eagle_config"
-FIRST_OF_STATES = 2  # the default's first id as a state; as a layer's output it is 1
+FIRST_OF_STATES = 2  # state index of the first default id; its layer output index is 1
 
 
 class LayerIdMeaning(Enum):
-    """Meaning of an id k."""
+    """What a published layer id k refers to."""
 
-    STATE = "state"  # state k
-    OUTPUT = "output"  # the output of layer k, which is state k + 1
+    STATE = "state"  # k refers to state k
+    OUTPUT = "output"  # k refers to the output of layer k, which is state k + 1
 
 
 def states_read(
@@ -45,7 +45,7 @@ def states_read(
     """Returns the `count` states that a head with this configuration reads, in ascending order.
 
     `meaning` overrides the meaning implied by the key of the ids; a configuration without ids gets the reference's
-    default. Raises ModelError if the number of ids differs from the head's inputs, or the target has no such states.
+    default. Raises ModelError if the number of ids differs from `count`, or the target lacks one of the states.
     """
     named = _named(config)
     if named is None:
@@ -61,31 +61,31 @@ def states_read(
 
 
 def default_states(target_layers: int) -> tuple[int, ...]:
-    """Returns the defaults of the reference implementation (SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py)."""
+    """Returns the reference implementation's defaults (SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py)."""
     return 2, target_layers // 2, target_layers - 3
 
 
 def check_states(states: Sequence[int], target_layers: int, count: int, source: str) -> None:
-    """Raises ModelError unless these are `count` distinct states that exist before the target's last layer ends."""
+    """Raises ModelError unless these are `count` distinct inputs of the target's layers."""
     if len(states) != count:
         raise ModelError(
             f"the EAGLE-3 head reads {count} states side by side, but {source} names {len(states)}: {list(states)}"
         )
     if len(set(states)) < count or not all(0 <= k < target_layers for k in states):
         raise ModelError(
-            f"{source} of the EAGLE-3 head means the states {list(states)}, expected different ones from 0 to"
-            f" {target_layers - 1}: the target has {target_layers} layers"
+            f"{source} of the EAGLE-3 head selects states {list(states)}; the target has {target_layers} layers, so use"
+            f" distinct indices from 0 to {target_layers - 1}"
         )
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[int, ...], LayerIdMeaning] | None:
-    """Returns the ids of a configuration and their usual meaning there."""
+    """Returns the configured layer ids and the usual meaning of their key; None if there are none."""
     section = config.get(SECTION) or {}
     if config.get(KEY):
         return _ids(config[KEY]), LayerIdMeaning.STATE
     if section.get(KEY):
         ids = _ids(section[KEY])
-        # Some writers of this section number the states nevertheless: the first default id shows it (SGLang PR 25454).
+        # Some tools number states in this section too; a lowest id of 2 reveals it (SGLang PR 25454).
         return ids, LayerIdMeaning.STATE if min(ids) == FIRST_OF_STATES else LayerIdMeaning.OUTPUT
     if config.get(OUTPUTS_KEY):
         return _ids(config[OUTPUTS_KEY]), LayerIdMeaning.OUTPUT
@@ -102,11 +102,11 @@ ALIASES = (
     (r"eagle_module\.", ""),
     (r"(?:model\.)?midlayer\.", "layers.0."),
     (r"model\.", ""),
-    (r"transformer\.", "layers.0."),  # speculators up to 0.3
+    (r"transformer\.", "layers.0."),  # written by speculators up to 0.3
     (r"fusion_fc\.", "fc."),
     (r"embedding_layernorm\.", "embed_layernorm."),
     (r"pre_lm_head_layernorm\.", "lm_head_layernorm."),
-    (r"hidden_layernorm\.", "layers.0.input_layernorm."),  # HASS, in the layout of speculators
+    (r"hidden_layernorm\.", "layers.0.input_layernorm."),  # HASS heads converted by speculators
     (r"aux_norm_low\.", "fc_norm.0."),
     (r"aux_norm_mid\.", "fc_norm.1."),
     (r"aux_norm_high\.", "fc_norm.2."),
@@ -121,7 +121,9 @@ def canonical(files: HeadFiles) -> HeadFiles:
 
 
 def layer_count(files: HeadFiles) -> int:
-    """Returns the number of decoder layers with tensors. Raises ModelError if there is none, or a gap."""
+    """Returns the number of decoder layers with tensors. Raises ModelError if there are none or the numbering has a
+    gap.
+    """
     numbers = {int(name.split(".")[1]) for name in files.tensors if name.startswith("layers.")}
     if not numbers or numbers != set(range(len(numbers))):
         raise ModelError(
@@ -137,7 +139,7 @@ def linear_width(files: HeadFiles, name: str) -> int:
 
 
 def _without_stray_norm(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Drops a norm that HASS heads without other norms store but do not use (speculators 0.3, convert/eagle)."""
+    """Drops the unused norm that HASS heads store although they have no others (speculators 0.3, convert/eagle)."""
     if "embed_layernorm.weight" in tensors:
         return tensors
     return {name: tensor for name, tensor in tensors.items() if name != "hidden_layernorm.weight"}
@@ -146,29 +148,29 @@ def _without_stray_norm(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 class EagleKind(Enum):
     """Input of a head's first layer."""
 
-    EAGLE = "EAGLE-1/2"  # a projection of the embedding and the target's final state
-    EAGLE3 = "EAGLE-3"  # embedding and state, concatenated
+    EAGLE = "EAGLE-1/2"  # the projected concatenation of embedding and final state
+    EAGLE3 = "EAGLE-3"  # concatenated embedding and state
     MTP = "multi-token prediction"  # as EAGLE-1, with embedding and state normed separately
 
 
 class FeatureNorm(Enum):
-    """Norm before the projection of the target's states."""
+    """Norm applied to the target's states before their projection."""
 
     NOTHING = "nothing"
-    ALL = "all states as one row"  # input_norm, by norm_before_fc
-    EACH = "each state by itself"  # fc_norm
+    ALL = "all states as one row"  # tensor input_norm, set by norm_before_fc
+    EACH = "each state by itself"  # tensors fc_norm
 
 
 class OutputNorm(Enum):
-    """Uses of the norm after the last layer."""
+    """Outputs to which the norm after the last layer applies."""
 
     NOTHING = "nothing"
-    LOGITS = "logits"  # recycled states are taken before the norm
-    BOTH = "logits and recycled states"  # norm_output: EAGLE 3.1
+    LOGITS = "logits"  # states fed back are not normed
+    BOTH = "logits and recycled states"  # set by norm_output: EAGLE 3.1
 
 
 class WeightSource(Enum):
-    """Source of the embedding or the LM head."""
+    """Where the embedding or the LM head comes from."""
 
     HEAD = "the head"
     EMBEDDING = "the head's embedding"
@@ -177,12 +179,12 @@ class WeightSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EagleOverrides:
-    """User settings that override the head's configuration; None keeps the configured value."""
+    """User settings that override the head's configuration; None keeps the head's own value."""
 
-    states: tuple[int, ...] | None = None  # states of the target to read
+    states: tuple[int, ...] | None = None  # indices of the target's states to read
     layer_ids: LayerIdMeaning | None = None
-    output_norm: OutputNorm | None = None  # SpecForge's norm_output meant something else before September 2026
-    max_positions: int | None = None  # published configurations often state 2048 although the head was trained for more
+    output_norm: OutputNorm | None = None  # SpecForge changed the meaning of norm_output in September 2026
+    max_positions: int | None = None  # configurations often state 2048 for heads trained on longer texts
 
 
 NO_OVERRIDES = EagleOverrides()
@@ -211,24 +213,24 @@ class EagleConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    eps: float  # of the norms
+    eps: float  # epsilon of the norms
     rope: Rope
     max_positions: int
-    vocabulary: int  # the target's
-    columns: int  # of the logits: the draft vocabulary
+    vocabulary: int  # vocabulary size of the target
+    columns: int  # logit columns: size of the draft vocabulary
     target_hidden: int
     needs: StatesNeeded
-    projects: bool  # EAGLE-3: whether `fc` projects the target's states before they are fed
+    projects: bool  # EAGLE-3: whether `fc` projects the target's states
     feature_norm: FeatureNorm
     norm_before_residual: bool
     output_norm: OutputNorm
-    embedding: WeightSource  # the head or the target
+    embedding: WeightSource  # HEAD or TARGET
     lm_head: WeightSource
-    mask_token: int | None  # of a head that predicts several tokens in one forward (P-EAGLE)
-    hides_first: bool = False  # the embedding at position 0 is zero
+    mask_token: int | None  # set if the head predicts several tokens per forward (P-EAGLE)
+    hides_first: bool = False  # whether the embedding at position 0 is replaced by zeros
 
     def describe(self) -> list[str]:
-        """Describes how the head was understood, one fact per line."""
+        """Describes the resolved configuration, one fact per line."""
         first = f"{self.kind.value} head: {self.layers} layer(s) of {self.hidden}, MLP {self.intermediate}"
         lines = [
             f"{first}, {self.heads} heads, {self.kv_heads} key-value heads of {self.head_dim}, eps {self.eps:g}",
@@ -247,14 +249,14 @@ class EagleConfig:
 
 
 FIRST_QUERIES = "layers.0.self_attn.q_proj"
-BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # tensors that must exist if the key is set
-MAX_POSITIONS = 2048  # default if the configuration does not state it
+BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # config key to the tensor that it requires
+MAX_POSITIONS = 2048  # default if the configuration sets none
 
 
 def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) -> EagleConfig:
     """Resolves a head with canonical tensor names.
 
-    Raises ModelError if it cannot draft for this target.
+    Raises ModelError if the head cannot draft for this target.
     """
     body = _body(files.config)
     hidden = files.size(body, "hidden_size")
@@ -291,7 +293,7 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
 
 
 def _body(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens a configuration to one level. The decoder's section of speculators takes precedence."""
+    """Flattens a configuration to one level; values in speculators' decoder section take precedence."""
     return {**config, **(config.get("eagle_config") or {}), **(config.get("transformer_layer_config") or {})}
 
 
@@ -336,7 +338,7 @@ def _check_layers(files: HeadFiles, body: Mapping[str, Any]) -> None:
 def _needs(
     files: HeadFiles, kind: EagleKind, hidden: int, target: TargetShape, overrides: EagleOverrides
 ) -> StatesNeeded:
-    """Returns the final state for EAGLE-1/2 and heads without `fc`, else as many states as `fc` has inputs for."""
+    """Returns the states to read: the final one for EAGLE-1/2 and heads without `fc`, else as many as fill `fc`."""
     if kind is EagleKind.EAGLE or "fc.weight" not in files.tensors:
         if target.hidden != hidden:
             raise ModelError(
@@ -400,7 +402,7 @@ def _output_norm(files: HeadFiles, body: Mapping[str, Any], kind: EagleKind) -> 
 
 
 def _mask_token(files: HeadFiles, body: Mapping[str, Any], vocabulary: int) -> int | None:
-    """Returns the mask token of a head with a state to feed with it (`mask_hidden`); None for other heads."""
+    """Returns the mask token if the head stores a state to feed with it (`mask_hidden`), else None."""
     token = next((body[key] for key in MASK_KEYS if body.get(key) is not None), None)
     if "mask_hidden" not in files.tensors:
         if token is not None:

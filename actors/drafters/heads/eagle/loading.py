@@ -1,7 +1,7 @@
 """Loads an EAGLE head, and runs it: the forward over a ragged batch, and a runner over a paged cache.
 
-Position i of a head's cache holds token i + 1 of the text and state i, at position i. So a step reads the state that
-the target, or the head itself, computed from all tokens up to i, and the token sampled after them. It predicts the
+Entry i of a head's cache is computed from token i + 1 of the text and state i, at position i. So a step reads the state
+that the target, or the head itself, computed from all tokens up to i, and the token sampled from it. It predicts the
 token after that.
 """
 
@@ -27,7 +27,7 @@ from cluster.page_allocator import PageCopy
 
 
 class EagleDecoder:
-    """Decoder for all generations; `config` states how they differ."""
+    """Decoder for all EAGLE generations; `config` states how they differ."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, rotary: nn.Module) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class EagleDecoder:
         self._heads = AttentionHeads(config.heads, config.kv_heads, config.head_dim)
 
     def project(self, raw: Tensor) -> Tensor:
-        """Maps the target's states as in `config.needs`, (rows, width), to inputs of a step, (rows, hidden)."""
+        """Maps the target's states as in `config.needs`, (rows, width), to a step's input states, (rows, hidden)."""
         projection = self._weights.row_projection
         return raw if projection is None else projection(raw)
 
@@ -47,9 +47,9 @@ class EagleDecoder:
         return None if mask is None else self.project(mask)
 
     def __call__(self, batch: RaggedBatch, states: Tensor) -> ForwardOutput:
-        """Returns logits, and the states to feed next, at the batch's wanted positions.
+        """Returns logits, and the states to feed next, at the positions that the batch requests.
 
-        `states`, (total, hidden), are projected states of the target or earlier states of the head.
+        `states`, (total, hidden), are the target's projected states or states from earlier steps of the head.
         """
         weights = self._weights
         embedded = weights.embedding_norm(F.embedding(batch.tokens, weights.embedding))
@@ -86,11 +86,11 @@ class EagleDecoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleHead:
-    """A loaded head."""
+    """A loaded head and its resolved configuration."""
 
     config: EagleConfig
     decoder: EagleDecoder
-    token_ids: Tensor  # (columns,) of the target, by column of the logits
+    token_ids: Tensor  # (columns,): the target's token id for each logit column
     dtype: torch.dtype
     device: torch.device
 
@@ -122,7 +122,7 @@ def head_of(
 class EagleRunner:
     """An `InterruptibleRunner` whose rows have `states`, (tokens, hidden).
 
-    The `hidden` of a forward's output are the states to feed with the tokens sampled after these positions.
+    A forward's `hidden` output holds the states to feed with the tokens sampled at these positions.
     """
 
     def __init__(self, head: EagleHead, pages: int, page_size: int, attention: AttentionBackend | None = None) -> None:
@@ -137,7 +137,7 @@ class EagleRunner:
         return self._head.decoder.project(self.placed(raw))
 
     def placed(self, projected: Tensor) -> Tensor:
-        """Moves states that the target has already projected, (rows, hidden), to the head's device and dtype."""
+        """Moves states already projected by the target, (rows, hidden), to the head's device and dtype."""
         return projected.to(self._head.device, self._head.dtype)
 
     @property
@@ -158,7 +158,7 @@ class EagleRunner:
 
 
 def attention_shape_of(head: EagleHead, page_size: int) -> AttentionShape:
-    """Returns the head's requirements on attention and its cache."""
+    """Returns the sizes that the head's attention and cache require."""
     config = head.config
     return AttentionShape(
         config.layers, config.heads, config.kv_heads, config.head_dim, page_size, head.dtype, slides=False

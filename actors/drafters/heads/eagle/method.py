@@ -31,7 +31,7 @@ from cluster.config_sections import HeadOptions
 from protos.messages import StatesNeeded
 
 log = logging.getLogger(__name__)
-UNFED_TOKENS = 1  # each token is fed with the state before it, so the first token is not fed
+UNFED_TOKENS = 1  # each token is fed with the preceding state, so the first token is not fed
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
@@ -41,7 +41,7 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 
 
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
-    """Loads the projection that the head applies to the target's states first, and no other tensor.
+    """Loads only the head's projection of the target's states.
 
     It is computed in the target's dtype, even if the drafter quantizes the head.
     """
@@ -71,7 +71,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
 
 
 def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: DraftSetup) -> DecodedStates:
-    """Wraps the head in a drafting method with a cache of the configured size, and logs how it was understood."""
+    """Wraps the head in a drafting method with a cache of the configured size, and logs the resolved configuration."""
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
     bytes_each = head.page_bytes(page_size)
@@ -97,10 +97,10 @@ def eagle_draft_model(
     is_projected: bool = False,
     makers: Sequence[Maker] = (),
 ) -> DraftModel:
-    """Creates the method over `pages` cache pages; `attention` defaults to what `choose_attention` picks.
+    """Creates the method over `pages` cache pages; `attention` defaults to the result of `choose_attention`.
 
-    A head that predicts several tokens per forward predicts `draft_tokens`. With `is_projected`, rows of states
-    arrive already projected by the target.
+    A head that predicts several tokens per forward predicts `draft_tokens`. With `is_projected`, rows of states arrive
+    already projected by the target.
     """
     runner = EagleRunner(head, pages, page_size, attention)
     needs = head.config.needs

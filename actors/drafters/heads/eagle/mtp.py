@@ -1,8 +1,8 @@
 """Drafting with the multi-token prediction (MTP) module of the target's own checkpoint, run as an EAGLE head.
 
-DeepSeek-V3: arXiv 2412.19437, section 2.2. The module is fed a token's embedding and the target's final state before
-it, each normed separately. One decoder layer, a norm and the target's LM head then predict the next token. For further
-tokens the module's own normed output takes the place of the target's state.
+DeepSeek-V3: arXiv 2412.19437, section 2.2. The module is fed a token's embedding and the target's final state of the
+preceding position, each normed separately. One decoder layer, a norm and the target's LM head then predict the next
+token. For further tokens, the module's own normed output replaces the target's state.
 
 `MtpLayout` describes how checkpoints differ: in names, in the order in which embedding and state are concatenated, and
 in whether the embedding at position 0 is replaced by zeros, as in vLLM's deepseek_mtp.py and mimo_mtp.py.
@@ -51,10 +51,10 @@ class MtpLayout:
     embedding_norm: str
     state_norm: str
     last_norm: str
-    layer: str = ""  # prefix of the decoder layer's names
+    layer: str = ""  # prefix of the decoder layer's tensor names
     lm_head: str = ""
-    state_first: bool = False  # the state is concatenated before the embedding
-    hides_first: bool = False  # the embedding at position 0 is zero
+    state_first: bool = False  # whether the state precedes the embedding in the input
+    hides_first: bool = False  # whether the embedding at position 0 is replaced by zeros
 
     def own_name(self, stored: str) -> str:
         """Returns the EAGLE name of a stored tensor."""
@@ -72,7 +72,7 @@ class MtpLayout:
 
 
 def layouts_of(layers: int) -> tuple[MtpLayout, ...]:
-    """Returns the known layouts, for a target with `layers` layers."""
+    """Returns the known layouts for a target with `layers` layers."""
     deepseek = MtpLayout(
         name="DeepSeek's",
         prefix=f"model.layers.{layers}.",
@@ -106,7 +106,7 @@ def layouts_of(layers: int) -> tuple[MtpLayout, ...]:
 
 
 def layout_in(stored: Iterable[str], layers: int, where: str) -> MtpLayout:
-    """Returns the layout of a checkpoint with these tensors. Raises ModelError if it is unknown."""
+    """Returns the layout of a checkpoint with these tensors. Raises ModelError if none matches."""
     names = set(stored)
     for layout in layouts_of(layers):
         if f"{layout.prefix}{layout.fc}.weight" in names:
@@ -119,7 +119,7 @@ def layout_in(stored: Iterable[str], layers: int, where: str) -> MtpLayout:
 
 
 def module_count(stored: Iterable[str], layout: MtpLayout) -> int:
-    """Counts the modules of a checkpoint with these tensors: they are numbered consecutively from the first."""
+    """Counts the MTP modules of a checkpoint with these tensors; modules are numbered consecutively."""
     first = re.fullmatch(r"(.*?)(\d+)\.", layout.prefix + layout.layer)
     assert first is not None, "what a module's layer begins with ends in a number"
     numbered = re.compile(rf"{re.escape(first[1])}(\d+)\.")
@@ -128,7 +128,7 @@ def module_count(stored: Iterable[str], layout: MtpLayout) -> int:
 
 
 def check_layer(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raises ModelError unless the decoder layer is of the Llama kind."""
+    """Raises ModelError unless the decoder layer has the Llama architecture."""
     others = sorted(name for name in tensors if name.startswith("layers.") and not LAYER.fullmatch(name))
     if others:
         shown = ", ".join(name.removeprefix("layers.0.") for name in others[:4])
@@ -139,15 +139,15 @@ def check_layer(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def mtp_states(target: Path) -> StatesNeeded:
-    """Returns the state that the target's module reads: the final one, after the last norm."""
+    """Returns the state that the MTP module reads: the final one, after the last norm."""
     shape = target_shape(target)
     return StatesNeeded((shape.layers,), shape.hidden)
 
 
 def folder_with_mtp(target: str) -> Path:
-    """Returns the target's folder, fetching only the module and the tensors that it shares with the target.
+    """Returns the target's folder; downloads only the module and the tensors that it shares with the target.
 
-    `target` is a folder or a Hugging Face id. Raises ModelError as `load_mtp` does.
+    `target` is a folder or a Hugging Face id. Raises ModelError under the same conditions as `load_mtp`.
     """
     layers = target_shape(local_folder(target, with_weights=False)).layers
 
@@ -165,7 +165,7 @@ def load_mtp(
     proposable: Collection[int],
     product: Product = projection,
 ) -> EagleHead:
-    """Loads the first module of the target in this folder, and the target's tensors that it shares.
+    """Loads the first MTP module of the target in this folder, and the tensors that it shares with the target.
 
     Raises ModelError if there is no module, or its kind is not supported.
     """
@@ -177,7 +177,7 @@ def load_mtp(
 
 
 def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
-    """Resolves a module with tensors in EAGLE names. Raises ModelError if its kind is not supported."""
+    """Resolves an MTP module whose tensors have EAGLE names. Raises ModelError if its kind is not supported."""
     check_layer(files.tensors, str(files.folder))
     window = files.config.get("sliding_window")
     if window and files.config.get("use_sliding_window", True):
@@ -196,7 +196,7 @@ def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) 
 
 
 def _read(target: Path, layout: MtpLayout) -> dict[str, Tensor]:
-    """Reads the module's tensors and no others, as they are stored."""
+    """Reads only the module's tensors, in their stored dtypes."""
     stored = {
         name: tensor for name, tensor in stored_tensors(target, partial=True).items() if name.startswith(layout.prefix)
     }
@@ -212,7 +212,7 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Creates the method. Raises ModelError if the target's checkpoint has no MTP module, or an unsupported kind."""
+    """Creates the method. Raises ModelError if the checkpoint's MTP module is missing or of an unsupported kind."""
     device = device_of(draft.resources)
     products = choose_products(draft.mtp.quantization, setup.dtype, device)
     folder = folder_with_mtp(setup.target)

@@ -1,4 +1,4 @@
-"""Places the tensors of an EAGLE head's folder on the device, as the weights that its forward uses."""
+"""Reads an EAGLE head's tensors from its folder into the weights that its forward uses, on the device."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ class EagleWeights:
 
     embedding: Tensor  # (vocabulary, hidden)
     embedding_norm: Norm
-    row_projection: RowProjection | None  # EAGLE-3: projection of the target's states; None if fed unprojected
-    fc: Projection | None  # over embedding and state of a step; None for EAGLE-3
-    state_norm: Norm  # of the state fed to a step; the identity for EAGLE-1
+    row_projection: RowProjection | None  # EAGLE-3: projects the target's states; None if they are fed unprojected
+    fc: Projection | None  # projects a step's embedding and state; None for EAGLE-3
+    state_norm: Norm  # norms a step's input state; the identity for EAGLE-1
     layers: tuple[Layer, ...]
-    norm: Norm | None  # after the last layer
+    norm: Norm | None  # applied after the last layer
     lm_head: Projection
-    token_ids: Tensor  # (columns,): token ids of the target
-    mask: Tensor | None  # (1, width), P-EAGLE: replaces the target's states at a mask token
+    token_ids: Tensor  # (columns,): the target's token id for each logit column
+    mask: Tensor | None  # (1, width): P-EAGLE's state fed with mask tokens
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class EagleReader(WeightReader):
         return weights
 
     def row_projection(self) -> RowProjection:
-        """Reads the projection of a head that projects the target's states, and no other tensor."""
+        """Reads only the projection of the target's states, for a head that has one."""
         assert self.config.projects, "this head is fed unprojected states"
         fc = self.linear(["fc"], [self.config.hidden], self.config.needs.width)
         return RowProjection(self._feature_norms(), fc)
@@ -115,7 +115,7 @@ class EagleReader(WeightReader):
         queries = config.heads * config.head_dim
         keys = config.kv_heads * config.head_dim
         first = [f"{attention}.{name}_proj" for name in "qkv"]
-        # EAGLE-3 norms the embedding with this tensor, and EAGLE-1 may lack it.
+        # In EAGLE-3 this tensor norms the embedding. EAGLE-1 heads may lack it.
         norm = f"{layer}.input_layernorm"
         attention_norm = unchanged if is_wide else self._optional_norm(norm) if index == 0 else self.norm(norm)
         has_head_norms = self.has(f"{attention}.q_norm.weight")
