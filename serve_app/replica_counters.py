@@ -35,7 +35,7 @@ from cluster.audit import Audits
 from cluster.draft_quality import AcceptanceStats
 
 Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
-"""Values that only grow, by name of the family and cause, or by all labels of a family that has others."""
+"""Counter values by family name, then by cause, or by all labels if a family has other labels."""
 
 CAUSE_LABEL = ("cause",)
 LABELS = {"slipstream_draft_positions": ("drafter", "method", "position", "context", "prefix", "outcome")}

@@ -20,7 +20,7 @@ from protos.messages import Acceptance, Open, TokenScore
 
 EXTRA_ARG = "slipstream"
 Text = Callable[[int, int], Sequence[int]]
-"""Returns the tokens of a session between two positions, all of them decided."""
+"""Returns a session's committed tokens between two positions."""
 
 
 def extra_args(request: Open) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Access over HTTP: API keys and their limits, the admin port, request ids and CORS.
+"""HTTP access: API keys and their limits, the admin port, request ids and CORS.
 
 Middleware here runs before any endpoint. `AuthMiddleware` resolves the API key to a `Caller`, which counts the caller's
 sessions in flight. Admin endpoints (metrics, status, profiling) may be served on a port of their own and then answer
@@ -31,18 +31,18 @@ from serve_app.api.schemas import REQUEST_ID_PATTERN, GenerationRequest
 
 @dataclass(eq=False)
 class Caller:
-    """The holder of one API key; every client, if no keys are configured."""
+    """Holder of one API key; if no keys are configured, one `Caller` stands for every client."""
 
     name: str | None = None
     max_sessions: int | None = None
     max_tokens: int | None = None
     cache_salt: str = ""
-    learn: bool = True  # False: its requests never become examples
+    learn: bool = True  # False: this caller's requests never become examples
     sessions: int = 0  # sessions in flight
 
     @contextmanager
     def exchange(self) -> Iterator["Exchange"]:
-        """Opens an exchange, whose sessions count until it ends."""
+        """Opens an exchange; its sessions count against the key's limit until the block ends."""
         exchange = Exchange(self)
         try:
             yield exchange
@@ -68,13 +68,13 @@ class Caller:
 
 @dataclass(eq=False)
 class Exchange:
-    """One request of a caller."""
+    """One request of a caller, with its number of sessions in flight."""
 
     caller: Caller
     sessions: int = 0
 
     def take(self, sessions: int) -> None:
-        """Counts the request's sessions. Raises CapacityError or RequestError if the key has no room for them."""
+        """Counts the request's sessions. Raises CapacityError or RequestError if they exceed the key's limit."""
         most = self.caller.max_sessions
         if most is not None and sessions > most:
             raise RequestError(f"n: {sessions} sessions exceed the {most} that this key allows", "n")
@@ -86,7 +86,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Callers:
-    """All callers, by API key."""
+    """Callers by the digest of their API key."""
 
     by_digest: Mapping[bytes, Caller] = field(default_factory=dict)
 
@@ -99,7 +99,7 @@ class Callers:
         return bool(self.by_digest)
 
     def find(self, key: str) -> Caller | None:
-        """Returns the holder of a key. Compares every digest in full, so timing reveals nothing about keys."""
+        """Returns the key's holder. Compares every stored digest in full, so timing reveals nothing about keys."""
         digest = hashlib.sha256(key.encode()).digest()
         matches = [caller for stored, caller in self.by_digest.items() if hmac.compare_digest(stored, digest)]
         return matches[0] if matches else None
@@ -111,13 +111,13 @@ def _caller(name: str, key: ApiKey) -> Caller:
 
 
 def _combined(key_salt: str, request_salt: str) -> str:
-    """Combines the salts of a key and a request. The result reveals neither and is no longer than one salt may be."""
+    """Hashes a key's and a request's salts into one, which reveals neither and fits the length limit of a salt."""
     return hashlib.sha256(f"{key_salt}\n{request_salt}".encode()).hexdigest()
 
 
 ADMIN_PATHS = frozenset({"/", "/metrics"})
 ADMIN_FOLDER = "/page/"
-ADMIN_PORT = "slipstream.admin"  # ASGI scope key: the request came to the admin port
+ADMIN_PORT = "slipstream.admin"  # ASGI scope key, set if the request came to the admin port
 BACKLOG = 128
 SHUTDOWN_S = 5
 
@@ -142,7 +142,7 @@ class AdminAddress:
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        """Starts to listen. Raises ConfigError if the address is not available."""
+        """Starts listening. Raises ConfigError if the address is not available."""
         self._app = app
         listener = _listen(host, port)
         self.port: int = listener.getsockname()[1]
@@ -191,7 +191,7 @@ class CrossOrigin(CORSMiddleware):
     """Answers CORS preflight requests."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Returns Starlette's answer, with refusals in OpenAI's error format."""
+        """Returns Starlette's preflight response, with refusals in OpenAI's error format."""
         answer = super().preflight_response(request_headers)
         if answer.status_code < 400:
             return answer
@@ -204,14 +204,14 @@ class CrossOrigin(CORSMiddleware):
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/docs", "/"}
 )
-OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # the live page asks for a key itself
+OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # public: the page asks the user for a key
 READING_METHODS = frozenset({"GET", "HEAD"})
-CALLER = "slipstream.caller"  # ASGI scope key
+CALLER = "slipstream.caller"  # ASGI scope key of the caller
 SCHEME = "bearer"
 
 
 class AuthMiddleware:
-    """Puts the caller into the ASGI scope, or answers 401."""
+    """Puts the caller into the ASGI scope; answers 401 without a valid key."""
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app
@@ -259,7 +259,7 @@ REQUEST_ID = "X-Request-Id"
 
 
 def request_id_of(request: Request) -> str | None:
-    """Returns the request id of the header. Behind Serve it is always present, and may not be the client's."""
+    """Returns the header's request id, if valid. Behind Serve there always is one, perhaps not from the client."""
     name = request.headers.get(REQUEST_ID, "")
     return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
 
@@ -271,7 +271,7 @@ def check_request_id(request: Request) -> None:
 
 
 class ServeRequestIds:
-    """Leaves the request id header to Serve's proxy, and adds it only on the admin port, which has no proxy."""
+    """Removes the request id header, which Serve's proxy adds; keeps it on the admin port, which has no proxy."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -97,7 +97,7 @@ from serve_app.api.validation import (
 )
 
 WORKERS = 2  # threads that parse and tokenise; more threads would contend with the event loop for the GIL
-MAX_HELD_BODIES = 64  # bodies of the largest size whose bytes may be held together
+MAX_HELD_BODIES = 64  # limit on held bytes, in bodies of the maximum size
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 PartT = TypeVar("PartT", bound=RequestPart)
@@ -122,14 +122,14 @@ def create_api(
     """Builds the application from the model's codec (`text`), its `checkpoint` fingerprint and a `generator` of tokens.
 
     `health` reports the generator's state, `defaults` fill in parameters that requests leave out, `further` routes are
-    served beside the API, and `exposition` replaces `metrics` as the source of Prometheus' page.
+    added to the API's, and `exposition` replaces `metrics` as the source of Prometheus' page.
     """
     api = FastAPI(title="Slipstream", version=version(), docs_url=None, redoc_url=None)
     server = config.server
     bodies = Bodies(
         max_bytes=server.max_body_bytes,
         max_held_bytes=MAX_HELD_BODIES * server.max_body_bytes,
-        max_reading=server.max_requests,  # including those in flight, at most what Serve sends to one router
+        max_reading=server.max_requests,  # counts requests in flight too; Serve sends one router no more
         timeout_s=server.body_timeout_s,
     )
     service = Service(
@@ -151,12 +151,12 @@ def create_api(
     api.router.routes.extend(further)
     for route in api.routes:
         if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
-            route.methods.add("HEAD")  # the server then sends no body; Starlette does this only for its own routes
+            route.methods.add("HEAD")  # the server sends no body for HEAD; Starlette adds HEAD only to its own routes
 
     api.add_middleware(AuthMiddleware, callers=Callers.of(server.keys))
     if server.admin.port:
         api.add_middleware(AdminPort)
-    if server.cors_origins:  # before authentication: browsers send preflight requests without a key
+    if server.cors_origins:  # runs before authentication: browsers send preflight requests without a key
         api.add_middleware(
             CrossOrigin, allow_origins=server.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
         )
@@ -302,7 +302,7 @@ class Service:
 
     @property
     def bounds(self) -> RequestBounds:
-        """Returns the list lengths that schemas check before they validate elements."""
+        """Returns the maximum list lengths, which schemas check before they validate elements."""
         server = self.config.server
         prompts = min(server.max_request_sessions, server.max_requests)
         return RequestBounds(prompts=prompts, prompt_tokens=self.config.model.max_context - 1)
@@ -312,12 +312,12 @@ class Service:
         return f"{self.draw():016x}"
 
     async def in_thread(self, work: Callable[[Unpack[ArgsT]], ResultT], *args: *ArgsT) -> ResultT:
-        """Runs work in one of a few threads, off the event loop."""
+        """Runs `work` on a worker thread, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.workers, work, *args)
 
 
 class ApiEndpoint(Generic[RequestT]):
-    """One generating endpoint as an ASGI application; one call handles the whole exchange."""
+    """One generating endpoint as an ASGI application; one call handles a whole request and its response."""
 
     def __init__(self, api_format: ApiFormat[RequestT], service: Service) -> None:
         self._format = api_format
@@ -338,7 +338,7 @@ class ApiEndpoint(Generic[RequestT]):
             deadline = Deadline.within(service.config.server.request_timeout_s)
             response = await self._respond(request, record, exchange, deadline)
             response.headers[REQUEST_ID] = record.name
-            with suppress(ClientDisconnect):  # the record holds how far the answer got
+            with suppress(ClientDisconnect):  # the record shows how much was sent
                 await response(scope, receive, send)
 
     async def _respond(
@@ -367,11 +367,11 @@ class ApiEndpoint(Generic[RequestT]):
             return as_json(whole)
         events = answer.events()
         keep_alive_s = service.config.server.stream_keep_alive_s
-        first = await first_of(events, request.receive, keep_alive_s)  # a failure up to here has its own status
+        first = await first_of(events, request.receive, keep_alive_s)  # an earlier failure still sets the HTTP status
         return EventStream(first, events, record, keep_alive_s, deadline, answer.writer.failed)
 
     async def _prepare(self, body: bytes, exchange: Exchange, header: str | None, record: RequestRecord) -> "ApiAnswer":
-        """Parses and checks the request, then tokenises its prompts; both off the event loop."""
+        """Parses and checks the request, then tokenises its prompts, both off the event loop."""
         service = self._service
         request, grammar = await service.in_thread(self._parse, body)
         exchange.caller.check(request)
@@ -395,7 +395,7 @@ class ApiEndpoint(Generic[RequestT]):
     def _start(
         self, request: RequestT, grammar: RequestedGrammar | None, caller: Caller, record: RequestRecord
     ) -> "ApiAnswer":
-        """Tokenises the prompts and returns the answer, whose sessions start when it is read."""
+        """Tokenises the prompts and returns the answer; its sessions start when the answer is read."""
         service = self._service
         context = service.config.model.max_context
         prompts = [truncated(request, prompt, context) for prompt in self._format.prompts(request, service.text)]
@@ -452,7 +452,7 @@ class ApiEndpoint(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True)
 class ComputedEndpoint(Generic[PartT]):
-    """An endpoint that computes its answer from the body alone; `work` runs off the event loop."""
+    """Endpoint that computes its answer from the body alone; `work` runs off the event loop."""
 
     schema: type[PartT]
     work: Callable[[PartT], BaseModel]
@@ -469,7 +469,7 @@ class ComputedEndpoint(Generic[PartT]):
         try:
             check_request_id(request)
             with caller.exchange() as exchange:
-                exchange.take(1)  # this work counts against the key's limit too
+                exchange.take(1)  # counts against the key's session limit
                 async with self.service.bodies.read(request) as body:
                     return as_json(await self.service.in_thread(self._answer, body))
         except Exception as error:  # noqa: BLE001  # every failure becomes an error response
@@ -481,7 +481,7 @@ class ComputedEndpoint(Generic[PartT]):
 
 @dataclass(frozen=True, slots=True)
 class ApiAnswer:
-    """The answer to one request, available once, whole or as events."""
+    """Answer to one request; can be read once, either whole or as events."""
 
     writer: AnswerWriter
     service: Service
@@ -490,14 +490,14 @@ class ApiAnswer:
     prompt_tokens: int
 
     async def whole(self) -> BaseModel:
-        """Returns the answer after all choices have ended."""
+        """Waits for all choices to end and returns the answer."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 self.choices[delta.index].stream.events(delta)
         return self.writer.whole(self.choices, self._usage())
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Yields the answer as server-sent events; the first carries the first text."""
+        """Yields the answer as server-sent events; the first event carries the first text."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 for event in self.choices[delta.index].stream.events(delta):

@@ -11,7 +11,7 @@ from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, ResponseReader
 
 
 def check_features(request: ChatRequest, template: ChatTemplate, *, reads_answers: bool) -> None:
-    """Raises RequestError for features the model lacks. `reads_answers`: whether its answers are split into parts."""
+    """Raises RequestError for features the model lacks; `reads_answers` states whether answers are split into parts."""
     _check_choice(request)
     if request.offered and not template.takes("tools", with_tools=True):
         raise RequestError("tools: this model's chat template does not support tools", "tools")
@@ -24,7 +24,7 @@ def check_features(request: ChatRequest, template: ChatTemplate, *, reads_answer
 
 
 def check_call_form(request: ChatRequest, form: CallForm | None) -> None:
-    """Raises RequestError if calls must be constrained and the model's call format (`form`) is unknown."""
+    """Raises RequestError if calls must be constrained but the model's call format (`form`) is unknown."""
     if form is not None:
         return
     unknown = "is not supported: no grammar is known for this model's tool calls"
@@ -48,7 +48,7 @@ def _check_choice(request: ChatRequest) -> None:
 
 
 def messages_of(request: ChatRequest, template: ChatTemplate) -> list[Message]:
-    """Returns the conversation in the template's form."""
+    """Returns the conversation in the form that chat templates expect."""
     developer = "developer" if template.takes("developer") else "system"
     return [_message(message, developer) for message in request.messages]
 
@@ -65,9 +65,7 @@ def options_of(request: ChatRequest) -> TemplateOptions:
 
 
 def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: ResponseReaders) -> ReasoningInPrompt:
-    """Returns the reasoning that the request's prompt will already contain; all prompts with these options have the
-    same.
-    """
+    """Returns the reasoning that the request's prompt already contains, the same for all prompts with these options."""
     options = options_of(request)
     if options.continues_last:
         return "over"
@@ -76,7 +74,7 @@ def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: Resp
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
-    """Returns the template variables for a reasoning effort: its name, and whether to reason at all."""
+    """Returns the template variables for a reasoning effort: its name, and whether the model reasons."""
     return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 

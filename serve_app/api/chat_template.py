@@ -1,4 +1,4 @@
-"""Chat templates: from a conversation to the tokens of a prompt."""
+"""Chat templates: render a conversation and tokenise it into a prompt."""
 
 import inspect
 import re
@@ -19,15 +19,15 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A template and all variables that it sees."""
+    """A chat template and all variables passed to it."""
 
     template: str
     messages: list[dict[str, Any]]
     values: Values
-    max_chars: int  # limit on the text
+    max_chars: int  # limit on the rendered text
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields; `asdict` would copy the conversation."""
+        """Returns the fields as a dictionary; `asdict` would copy the conversation."""
         return {
             "template": self.template,
             "messages": self.messages,
@@ -41,11 +41,11 @@ Render = Callable[[Rendering], str]
 
 
 class TemplateFailure(Exception):
-    """A template raised, or exceeded a limit, which the message names."""
+    """A template raised, or exceeded the limit that the message names."""
 
 
 def render_here(rendering: Rendering) -> str:
-    """Renders without a limit on time, for tools and tests that trust their templates."""
+    """Renders in this process without a time limit, for tools and tests that trust their templates."""
     texts, _ = render_jinja_template(
         conversations=[rendering.messages], chat_template=rendering.template, **rendering.values
     )
@@ -56,7 +56,7 @@ def render_here(rendering: Rendering) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Returns an error's message; the type precedes it unless the template itself worded it."""
+    """Returns an error's message, preceded by its type except for errors that templates commonly raise."""
     if isinstance(error, TemplateError | TemplateFailure | ValueError | TypeError):
         return str(error)[:MAX_MESSAGE_CHARS]
     return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS].removesuffix(": ")
@@ -65,33 +65,33 @@ def describe(error: BaseException) -> str:
 MadeT = TypeVar("MadeT")
 
 Message = Mapping[str, Any]
-"""As chat templates take them: role, content, and what else there is."""
+"""A message as chat templates take it: role, content and any other fields."""
 
-DEFAULT = "default"  # as named by transformers
+DEFAULT = "default"  # transformers' name for the default template
 TOOL_USE = "tool_use"
-MAX_CHARS = 1 << 25  # limit on a conversation's text if nothing bounds the context
+MAX_CHARS = 1 << 25  # limit on a rendered conversation if no context length bounds it
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """Options of rendering a conversation."""
+    """Options for rendering a conversation."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)  # in addition to those that every template has
+    variables: Mapping[str, Any] = field(default_factory=dict)  # added to the variables that every template gets
     begins_answer: bool = True
     continues_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """A tokenizer's templates; both may be the same."""
+    """A tokenizer's chat templates, without and with tools; both may be the same."""
 
     plain: str
     with_tools: str
 
 
 def templates_of(tokenizer: Any) -> Templates | None:
-    """Returns the tokenizer's templates, None if it has none.
+    """Returns the tokenizer's templates, or None if it has none.
 
     Raises ModelError for several named templates without a default.
     """
@@ -137,17 +137,17 @@ class ChatTemplate:
     def encode(self, messages: Sequence[Message], options: TemplateOptions) -> tuple[int, ...]:
         """Returns the tokens of a conversation, up to where the assistant begins or continues.
 
-        Raises RequestError with `messages` as its parameter if the template raises.
+        Raises RequestError for `messages` if the template raises.
         """
         sanitized = not self._special_tokens_in_text
         return self._attempt(lambda: self._tokens(self._text(messages, options, sanitized=sanitized), sanitized))
 
     def written(self, messages: Sequence[Message], options: TemplateOptions) -> str:
-        """Returns the rendered text of a trusted conversation."""
+        """Returns the rendered text of a conversation from a trusted source."""
         return self._attempt(lambda: self._text(messages, options, sanitized=False))
 
     def takes(self, variable: str, *, with_tools: bool = False) -> bool:
-        """Returns whether the template mentions a variable or role of that name."""
+        """Returns whether the template mentions a variable or role named `name`."""
         if self._templates is None:
             return False
         text = self._templates.with_tools if with_tools else self._templates.plain
@@ -158,17 +158,17 @@ class ChatTemplate:
             return work()
         except SlipstreamError:
             raise
-        except Exception as error:  # a template is a program and may raise anything
+        except Exception as error:  # templates are programs and may raise anything
             message = f"messages: the model's chat template refuses them: {describe(error)}"
             raise RequestError(message, "messages") from error
 
     def _text(self, messages: Sequence[Message], options: TemplateOptions, *, sanitized: bool) -> str:
-        """Does what transformers' `apply_chat_template` does before tokenising, with our own renderer."""
+        """Renders text as transformers' `apply_chat_template` does, but with our own renderer."""
         if self._templates is None:
             raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
         self._check_variables(options.variables)
         template = self._templates.with_tools if options.tools else self._templates.plain
-        # Templates handle missing fields, but rarely None.
+        # Drop None: templates handle missing fields, but rarely None.
         chat = [{name: part for name, part in message.items() if part is not None} for message in messages]
         if not chat:
             raise ValueError("there is no message")

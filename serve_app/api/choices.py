@@ -1,4 +1,4 @@
-"""One choice of an answer, from committed tokens to the events its client receives.
+"""Converts the committed tokens of one choice into the events its client receives.
 
 `ChoiceText` detokenizes committed tokens and cuts the text at stop strings. Each `Delta` holds the text that became
 final. `ChoiceStream` splits deltas into content, reasoning and tool calls, and returns one `ChoiceEvent` for each. An
@@ -20,7 +20,7 @@ from serve_app.api.tool_calls import Call, Content, Reader, Reasoning, Segment
 
 
 class Piece(NamedTuple):
-    """Text of one token, with the rejected draft text that it replaced, if requested."""
+    """Text of one token; if requested, with the rejected draft text that the token replaced."""
 
     text: str
     drafted: bool
@@ -37,21 +37,21 @@ class Delta:
     accepted: int
     pieces: tuple[Piece, ...]
     is_first: bool
-    finish: FinishReason | None  # set in the last delta
-    offset: int = 0  # characters before the text
-    scored: tuple[ScoredToken, ...] = ()  # tokens of the text, if scores were requested
+    finish: FinishReason | None  # set only in the choice's last delta
+    offset: int = 0  # characters of the choice before this delta
+    scored: tuple[ScoredToken, ...] = ()  # scored tokens of this delta, if scores were requested
     stop_reason: StopReason = None
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """Selects the tokens of a session whose text the answer contains, besides stop strings."""
+    """Selects the tokens whose text the answer contains; stop strings are configured separately."""
 
-    stop_ids: frozenset[int] = frozenset()  # tokens that end the session; the last one's text is left out
-    keeps_stop: bool = False  # keep the text of a stop string or token
-    named_stop_ids: frozenset[int] = frozenset()  # stop ids from the request, in addition to the model's
-    min_tokens: int = 0  # tokens whose text is not searched for stop strings
-    echoed: tuple[int, ...] = ()  # tokens of the prompt, if the answer begins with it
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the session; their text is left out
+    keeps_stop: bool = False  # include the text of the stop string or token
+    named_stop_ids: frozenset[int] = frozenset()  # stop ids named by the request, in addition to the model's
+    min_tokens: int = 0  # number of first tokens that are not searched for stop strings
+    echoed: tuple[int, ...] = ()  # prompt tokens, if the answer repeats the prompt
     echoed_text: str = ""
 
 
@@ -74,24 +74,24 @@ class ChoiceText:
         self.accepted = 0
         self.rejected = 0
         self.drafted = 0
-        self.accepted_by_step: Counter[int] = Counter()  # verify steps with a draft, by accepted tokens
-        self.cached = 0  # prompt tokens found in the prefix cache
-        self.scored: list[ScoredToken] = []  # if scores were requested
+        self.accepted_by_step: Counter[int] = Counter()  # number of verify steps with a draft, by accepted tokens
+        self.cached = 0  # number of prompt tokens found in the prefix cache
+        self.scored: list[ScoredToken] = []  # filled if scores were requested
         self.prompt_scores: tuple[TokenScore, ...] = ()
         self.finish: FinishReason | None = None
         self.stop_reason: StopReason = None
-        self.first_token_s: float | None = None  # seconds after the session's start
+        self.first_token_s: float | None = None  # seconds from the session's start
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
         self._options = options
         self._last_token = -1
         self._rejected_text = ""  # rejected draft text to attach to the next piece
-        self._unmatched: deque[Piece] = deque()  # detokenized text that may begin a stop string
-        # Pieces for the next delta, and the counts at the previous one.
+        self._unmatched: deque[Piece] = deque()  # detokenized text that may be part of a stop string
+        # Pieces of the next delta, and the counts when the previous one was released.
         self._pieces: list[Piece] = [Piece(options.echoed_text, False)] if options.echoed_text else []
         self._has_sent = False
-        self._texts: list[str] = []  # text of earlier deltas
+        self._texts: list[str] = []  # texts of released deltas
         self._chars = 0
         self._sent_tokens = 0
         self._sent_accepted = 0
@@ -103,7 +103,7 @@ class ChoiceText:
         return "".join(self._texts)
 
     def extend(self, committed: CommittedTokens) -> Delta | None:
-        """Adds committed tokens. Returns None while there is no text to release."""
+        """Adds committed tokens. Returns None if no text can be released yet."""
         self.rejected += committed.drafted - committed.accepted
         if committed.drafted:
             self.drafted += committed.drafted
@@ -121,7 +121,7 @@ class ChoiceText:
             if committed.scores:
                 self.scored.append(ScoredToken(token, committed.scores[position]))
             if token in self._options.stop_ids and not self._options.keeps_stop:
-                continue  # no text follows
+                continue  # stop tokens have no text
             self._add_text(self._detokenizer.push(token), drafted)
             if self._stops.matched:
                 self.finish = "stop"
@@ -131,7 +131,7 @@ class ChoiceText:
         return self._delta() if self.finish or (self._pieces and is_due) else None
 
     def flush(self) -> Delta | None:
-        """Releases text that waits for the interval; returns None if there is none."""
+        """Releases text held back by the interval; returns None if there is none."""
         return self._delta() if self._pieces else None
 
     def end(self, finish: Finish) -> Delta:
@@ -162,7 +162,7 @@ class ChoiceText:
             self.scored += [ScoredToken(token, score) for token, score in zip(others, scores, strict=True)]
 
     def _release(self, count: int) -> None:
-        """Releases the first `count` characters of the text that may begin a stop string."""
+        """Releases the first `count` characters of the text held back for stop strings."""
         while count > 0:
             piece = self._unmatched.popleft()
             text = piece.text
@@ -198,49 +198,49 @@ class ChoiceText:
 
 @dataclass(slots=True)
 class ChoiceEvent:
-    """One event of a choice's stream: its opening, a segment, or its end."""
+    """One event of a choice's stream: the opening, a segment, or the end."""
 
     index: int
     segment: Segment | None = None
     is_opening: bool = False
     finish: FinishReason | None = None
     stop_reason: StopReason = None
-    # Of a delta's first event:
+    # Set only in a delta's first event:
     offset: int = 0  # characters of the answer before the segment
     scored: tuple[ScoredToken, ...] = ()
-    trace: Trace | None = None  # if requested
+    trace: Trace | None = None  # set if requested
 
     @property
     def text(self) -> str:
-        """Returns the content of this event."""
+        """Returns the event's content; empty for reasoning, calls, the opening and the end."""
         return self.segment.text if isinstance(self.segment, Content) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceStreamOptions:
-    """Selects the events of a choice."""
+    """Selects which events of a choice are sent."""
 
     reasoning: bool = True
     max_calls: int | None = None
-    opening: bool = False  # whether an opening precedes the first segment
-    call_finish: FinishReason = "tool_calls"  # finish reason of an answer that calls tools and ends by itself
+    opening: bool = False  # send an opening event before the first segment
+    call_finish: FinishReason = "tool_calls"  # finish reason of an answer that ends with calls
     trace: bool = False
 
 
 class ChoiceStream:
-    """Splits the text of one choice into segments."""
+    """Splits the text of one choice into segments and events."""
 
     def __init__(self, index: int, reader: Reader, options: ChoiceStreamOptions, draw: Callable[[], int]) -> None:
-        """`draw` returns 64 random bits, for the ids of calls."""
+        """`draw` returns 64 random bits, from which call ids are made."""
         self.index = index
         self.calls: list[Call] = []
-        self.reasoning_tokens = 0  # tokens whose text was read as reasoning
+        self.reasoning_tokens = 0  # number of tokens whose text is reasoning
         self.finish: FinishReason | None = None
         self._segments: list[Segment] = []
         self._reader = reader
         self._options = options
         self._draw = draw
-        self._trace = Trace()  # traces of text that the reader holds back
+        self._trace = Trace()  # trace of text that the reader holds back
 
     @property
     def segments(self) -> list[Segment]:
@@ -299,7 +299,7 @@ class ChoiceStream:
         return admitted
 
     def _add_trace(self, delta: Delta, events: list[ChoiceEvent]) -> None:
-        """Attaches the delta's trace to its first event; without an event, the next delta carries it."""
+        """Attaches the delta's trace to its first event; if there is none, the next delta carries the trace."""
         before = self._trace
         trace = Trace(
             tokens=before.tokens + delta.tokens,
@@ -314,7 +314,7 @@ class ChoiceStream:
 
 
 def _joined(segments: list[Segment]) -> list[Segment]:
-    """Joins neighbors of the same kind; calls stay apart."""
+    """Joins adjacent segments of the same kind; calls stay separate."""
     joined: list[Segment] = []
     for kind, run in groupby(segments, type):
         if kind is Call:
@@ -327,7 +327,7 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A session, the text of its tokens, and the events of its text."""
+    """A session, the text of its tokens, and the event stream of that text."""
 
     generation: Generation
     text: ChoiceText

@@ -1,8 +1,8 @@
-"""Wire formats of the generating endpoints, and the work of /tokenize and /detokenize.
+"""Wire formats of the generating endpoints, and the computation of /tokenize and /detokenize.
 
 An `ApiFormat` parses one endpoint's requests, tokenises their prompts, and creates the `AnswerWriter` of each answer. A
 writer serializes the answer, whole or event by event. Formats know nothing of how tokens are generated; they are pure
-and also run on a thread beside the event loop.
+and also run on worker threads.
 """
 
 from abc import ABC, abstractmethod
@@ -64,7 +64,7 @@ NO_TRACE = Trace()
 
 
 class Head(TypedDict):
-    """Fields common to whole answers and chunks of one request."""
+    """Fields common to an answer and all its chunks."""
 
     id: str
     created: int
@@ -76,7 +76,7 @@ class AnswerWriter(Protocol):
     """Serializes one answer."""
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> BaseModel:
-        """Returns the answer in one piece, after all choices have ended."""
+        """Returns the whole answer; called after all choices have ended."""
         ...
 
     def event(self, event: ChoiceEvent, usage: Callable[[], Usage]) -> Iterable[str]:
@@ -101,14 +101,14 @@ class ApiFormat(ABC, Generic[RequestT]):
 
     @abstractmethod
     def parse(self, body: bytes, bounds: RequestBounds) -> RequestT:
-        """Parses a body."""
+        """Parses a body into a request."""
 
     def check(self, request: RequestT, codec: TextCodec) -> None:
         """Raises RequestError for features the model lacks, before tokenising."""
         del request, codec
 
     def grammar(self, request: RequestT, codec: TextCodec) -> RequestedGrammar | None:
-        """Returns the grammar of the whole answer, if any."""
+        """Returns the grammar that constrains the answer, if any."""
         del codec
         grammar = content_grammar(request.answer_format, request.structured_outputs)
         check_end(grammar, ignore_eos=request.ignore_eos)
@@ -119,7 +119,7 @@ class ApiFormat(ABC, Generic[RequestT]):
         """Tokenises the request's prompts."""
 
     def needs_special_tokens(self, codec: TextCodec) -> bool:
-        """Returns whether the reader needs the text of special tokens, which mark an answer's parts."""
+        """Returns whether the reader needs the text of special tokens, which separate an answer's parts."""
         del codec
         return False
 
@@ -142,7 +142,7 @@ def _has_trace(request: GenerationRequest) -> bool:
 
 
 class ChunkWriter(ABC):
-    """Writes an answer in chunks, one server-sent event each."""
+    """Writes an answer in chunks; each is one server-sent event."""
 
     def __init__(self, request: GenerationRequest, head: Head, codec: TextCodec) -> None:
         self._head = head
@@ -155,7 +155,7 @@ class ChunkWriter(ABC):
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice], usage: Usage) -> BaseModel:
-        """Returns the answer in one piece."""
+        """Returns the whole answer."""
 
     @abstractmethod
     def _chunk(self, event: ChoiceEvent, usage: Usage | None) -> BaseModel:
@@ -184,8 +184,8 @@ class ChunkWriter(ABC):
 
 
 def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
-    """Returns the fields of chunks that the request does not ask for."""
-    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # all but the last
+    """Returns the chunk fields that the request did not ask for."""
+    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # only the last chunk has metrics
     if not request.stream_options.include_usage:
         left_out["usage"] = True
     if not request.speculation.rejected:
@@ -359,7 +359,7 @@ def _call_fields(call: Call) -> dict[str, Any]:
 
 
 class ResponsesFormat(ChatFormat):
-    """Format of /v1/responses: a chat with another reply."""
+    """Format of /v1/responses: a chat request with another reply format."""
 
     endpoint = "responses"
     path = "/v1/responses"
@@ -376,13 +376,13 @@ class ResponsesFormat(ChatFormat):
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """The work of /tokenize and /detokenize."""
+    """Computes the answers of /tokenize and /detokenize."""
 
     codec: TextCodec
     config: SlipstreamConfig
 
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
-        """Tokenises a text. Raises RequestError first if it cannot fit the context."""
+        """Tokenises a text. First raises RequestError if the text cannot fit the context."""
         self._check_model(request.model)
         context = self.config.model.max_context
         max_chars = context * self.codec.max_token_chars

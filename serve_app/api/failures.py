@@ -4,7 +4,7 @@ RequestError         400     UnknownModelError  404     BodyTooLargeError  413  
 CapacityError        429     TargetLostError    503     ClientDisconnect   499
 DrainingError        503     with Retry-After, as with CapacityError
 RequestTimeoutError  408     with `x-should-retry: false`
-NonFiniteLogitsError 500     likewise
+NonFiniteLogitsError 500     with `x-should-retry: false`
 routing errors       Starlette's status     anything else      500, logged
 """
 
@@ -24,7 +24,7 @@ from serve_app.api.observability import CLIENT_LEFT
 from serve_app.api.replies import RETRY_AFTER_S, ErrorBody, ErrorDetail, error_response
 from serve_app.api.served_model import UnknownModelError
 
-SHOULD_RETRY = "x-should-retry"  # read by OpenAI's clients
+SHOULD_RETRY = "x-should-retry"  # header that OpenAI's clients read
 MAX_MESSAGE_CHARS = 4096
 
 _ROUTING = {404: "not_found", 405: "method_not_allowed"}
@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as the client sees it."""
+    """HTTP error as the client receives it."""
 
     status: int
     detail: ErrorDetail
@@ -50,7 +50,7 @@ class Failure:
 
 
 def failure_of(error: Exception) -> Failure:
-    """Returns the client's view of an exception."""
+    """Returns the HTTP error for an exception."""
     match error:
         case RequestError():
             status, code = _fault(error)

@@ -1,12 +1,12 @@
 """Field types of requests: strict values, bounded lists, inert and unserved fields, grammars.
 
-A list is refused for its length before any element is validated, and at its first bad element, so validating a large
-body costs time by its size but never produces a report per element. Parsing is pure and runs on a thread beside the
-event loop.
+A list's length is checked before any element is validated, and validation stops at the first bad element. So a large
+body costs time in proportion to its size, but never produces a report per element. Parsing is pure and runs on a worker
+thread.
 
-Clients of OpenAI and vLLM send fields that change nothing here. Inert ones (who asks, what to store, how to bill) are
-accepted with any value of their type. Fields of features that are not served are accepted only with values that leave
-the feature off; any other value is refused by name, since an answer without the feature would be wrong.
+Clients of OpenAI and vLLM send fields that change nothing here. Inert ones (user names, storage, billing) are accepted
+with any value of their type. Fields of features that are not served are accepted only with values that leave the
+feature off; any other value is refused by name, since an answer without the feature would be wrong.
 """
 
 from collections.abc import Callable
@@ -32,26 +32,26 @@ from cluster.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """Largest number of items for each list of a request."""
+    """Maximum number of items in each list of a request."""
 
     prompts: int = 128
-    prompt_tokens: int = 1 << 20  # tokens of one prompt
+    prompt_tokens: int = 1 << 20  # tokens per prompt
     messages: int = 4096
-    parts: int = 256  # parts of one message
+    parts: int = 256  # parts per message
     tools: int = 128
-    variables: int = 64  # variables of a chat template
+    variables: int = 64  # variables passed to a chat template
     stops: int = 4096
     words: int = 1024  # items of `bad_words`
-    token_ids: int = 4096  # items of `logit_bias` and `stop_token_ids`
-    allowed: int = 1 << 18  # token ids
+    token_ids: int = 4096  # items of `logit_bias` or `stop_token_ids`
+    allowed: int = 1 << 18  # items of `allowed_token_ids`
     choices: int = 4096  # choices of `structured_outputs.choice`
     labels: int = 16  # entries of `metadata`
-    containers: int = 1 << 15  # lists and objects of a whole body
-    members: int = 1 << 16  # fields of all objects together
-    strings: int = 160_000  # brackets and colons, which may also be part of text
+    containers: int = 1 << 15  # lists and objects in a whole body
+    members: int = 1 << 16  # fields in all objects together
+    strings: int = 160_000  # strings in a whole body
 
 
-MAX_FAULTS = 10  # errors reported at once
+MAX_FAULTS = 10  # maximum errors reported at once
 NULL = {"type": "null"}
 
 Integer = Annotated[int, Field(strict=True)]  # rejects 1.0, "1" and true
@@ -69,7 +69,7 @@ class RequestPart(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, data: Any) -> Any:
-        """Drops nulls, and all but the first few unknown fields, which are enough for the error."""
+        """Drops nulls, and unknown fields except the first few, which suffice for the error message."""
         if not isinstance(data, dict):
             return data
         names = {field.alias or name for name, field in cls.model_fields.items()}
@@ -87,7 +87,7 @@ class RequestPart(BaseModel):
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of an optional field."""
+    """Returns the schema of an optional field, which also accepts null."""
     if None in field.get("enum", ()):
         return field
     own = {name: value for name, value in field.items() if name in ("title", "default", "description")}
@@ -96,9 +96,9 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
     return own | {"anyOf": [*kinds, *([] if NULL in kinds else [NULL])]}
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # True equals 1, and Annotated would keep one for both
+@dataclass(frozen=True, slots=True, eq=False)  # True equals 1, so Annotated would merge annotations of both
 class Unserved:
-    """Annotation of a field: only these values pass."""
+    """Annotation of a field of an unserved feature: accepts only the `passing` values."""
 
     passing: tuple[object, ...]
 
@@ -116,7 +116,7 @@ class Unserved:
 
 
 def unserved(*neutral: object) -> Unserved:
-    """Declares a field of an unserved feature: only null and values that leave the feature off pass."""
+    """Declares a field of an unserved feature: accepts only null and values that leave the feature off."""
     return Unserved(neutral)
 
 
@@ -134,7 +134,7 @@ def bounded(most: Callable[[RequestBounds], int], least: int = 0) -> BeforeValid
 
 
 def as_list(is_single: Callable[[Any], bool], accepted: Any) -> BeforeValidator:
-    """Declares a field that takes one item or a list and is always a list inside; `accepted` is the type of both."""
+    """Declares a field that takes an item or a list and is stored as a list; `accepted` is the type of both forms."""
     return BeforeValidator(lambda value: [value] if is_single(value) else value, json_schema_input_type=accepted)
 
 
@@ -154,7 +154,7 @@ RequestT = TypeVar("RequestT", bound=RequestPart)
 
 
 def parse(schema: type[RequestT], body: bytes, bounds: RequestBounds) -> RequestT:
-    """Parses a JSON body into a request."""
+    """Parses a JSON body into a request of type `schema`."""
     _check_structure(body, bounds)
     try:
         data = from_json(body, allow_inf_nan=False)
@@ -172,18 +172,18 @@ def check(schema: type[RequestT], data: object, bounds: RequestBounds) -> Reques
 
 
 def shortened(text: str, most: int = MAX_FAULT_CHARS) -> str:
-    """Cuts text that is too long for an error message."""
+    """Truncates text for an error message."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _check_structure(body: bytes, most: RequestBounds) -> None:
-    """Refuses bodies with more objects or names than any request has, by counting bytes before parsing.
+    """Refuses bodies with too many objects or names, by counting bytes before parsing.
 
     Parsing would take far longer: a pair of brackets becomes an object of a hundred bytes, and a name in an object
     costs ten times an item of a list.
     """
     if _containers(body) <= most.containers and _members(body) <= most.members:
-        return  # within bounds even if text is counted too
+        return  # within bounds although characters inside strings are counted too
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     _check_count(unescaped.count(b'"') // 2, most.strings, "strings")
     without_text = b"".join(unescaped.split(b'"')[::2])
@@ -215,7 +215,7 @@ def _refusal(error: ValidationError) -> RequestError:
 
 
 def _code(fault: ErrorDetails) -> str:
-    """Returns OpenAI's code for a validation error."""
+    """Returns OpenAI's error code for a validation error."""
     kind = fault["type"]
     return CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
 
@@ -293,7 +293,7 @@ class UnservedMessageFields(RequestPart):
     """Fields of chat messages; clients send an answer's message back unchanged."""
 
     name: str | None = None
-    parsed: Any = None  # OpenAI's client sends its parsed value back
+    parsed: Any = None  # OpenAI's client sends its parsed value back; ignored
 
     annotations: Annotated[Any, unserved([])] = None
     audio: Annotated[Any, unserved()] = None
@@ -322,20 +322,20 @@ class JsonSchemaFormat(RequestPart):
     name: FormatName
     description: str | None = None  # accepted and ignored
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: Flag | None = None  # the schema is enforced in either case
+    strict: Flag | None = None  # ignored: the schema is always enforced
 
 
 class AnswerFormat(RequestPart):
-    """OpenAI's response format in any of its spellings."""
+    """OpenAI's response format, common to all endpoints."""
 
-    field: ClassVar[str]  # the request field that holds it
+    field: ClassVar[str]  # name of the request field that holds this format
     schema_field: ClassVar[str]
 
     type: Literal["text", "json_object", "json_schema"]
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """Returns the schema of type json_schema."""
+        """Returns the JSON schema if the type is json_schema."""
         raise NotImplementedError
 
 
@@ -359,7 +359,7 @@ class ResponseFormat(AnswerFormat):
 
 
 class TextFormat(AnswerFormat):
-    """`text.format` of responses, which has all fields side by side."""
+    """`text.format` of responses, which has the schema's fields at the top level."""
 
     field: ClassVar[str] = "text.format"
     schema_field: ClassVar[str] = "text.format.schema"
@@ -367,7 +367,7 @@ class TextFormat(AnswerFormat):
     name: FormatName | None = None
     description: str | None = None  # accepted and ignored
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: Flag | None = None  # the schema is enforced in either case
+    strict: Flag | None = None  # ignored: the schema is always enforced
 
     @model_validator(mode="after")
     def _matches_type(self) -> "TextFormat":
@@ -383,7 +383,7 @@ class TextFormat(AnswerFormat):
 
 
 class StructuredOutputs(RequestPart):
-    """vLLM's `structured_outputs`; exactly one constraint is given."""
+    """vLLM's `structured_outputs`; exactly one constraint must be given."""
 
     json_: Annotated[JsonSchema | None, Field(alias="json")] = None
     regex: Annotated[str, Field(min_length=1)] | None = None
@@ -392,10 +392,10 @@ class StructuredOutputs(RequestPart):
         Field(fail_fast=True),
         bounded(lambda most: most.choices, least=1),
     ] = None
-    grammar: Annotated[str, Field(min_length=1)] | None = None  # in Lark's notation or GBNF
+    grammar: Annotated[str, Field(min_length=1)] | None = None  # in Lark's notation or in GBNF
     json_object: Flag | None = None
     whitespace_pattern: Annotated[str, Field(min_length=1)] | None = None  # regular expression
-    disable_any_whitespace: Flag = False  # of JSON
+    disable_any_whitespace: Flag = False  # whitespace between JSON tokens
 
     disable_additional_properties: Annotated[Any, unserved(False)] = None
     structural_tag: Annotated[Any, unserved()] = None

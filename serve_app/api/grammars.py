@@ -103,7 +103,7 @@ def _notation(text: str, field: str) -> RequestedGrammar:
 
 
 Literals = Callable[[str], str]
-"""Spells text in a grammar's notation."""
+"""Writes text as literals of a grammar."""
 
 IGNORED_KEYWORDS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # no effect
 OBJECT_KEYWORDS = frozenset(

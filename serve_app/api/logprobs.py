@@ -16,7 +16,7 @@ from serve_app.api.replies import (
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 TokenText = Callable[[int], str]
-"""The text of one token by itself."""
+"""Returns the text of a single token."""
 
 
 @value

@@ -181,7 +181,7 @@ def _answer_attributes(record: RequestRecord) -> dict[str, Attribute]:
 
 MAX_VERSIONS = 32  # versions counted separately by one router; each is about ten series
 OTHER_VERSION = "other"
-"""Counts all further versions."""
+"""Label under which all further versions are counted together."""
 
 VERSION = "prompt_version"
 

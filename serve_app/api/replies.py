@@ -9,7 +9,7 @@ from starlette.responses import Response
 RETRY_AFTER_S = 1  # sent with errors that a retry may avoid
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = int | str | None
-"""vLLM's: the stop string or token of the request that ended the choice."""
+"""vLLM's field: the request's stop string or stop token that ended the choice."""
 
 
 class _Body(BaseModel):
@@ -99,7 +99,7 @@ class PromptLogprob(_Body):
 
 
 PromptLogprobs = tuple[dict[int, PromptLogprob] | None, ...]
-"""vLLM's: for each token of a prompt, itself and the likeliest in its place; None for the first."""
+"""vLLM's field: scores of each prompt token and of its likeliest alternatives; None for the first token."""
 
 
 class CompletionChoice(_Body):

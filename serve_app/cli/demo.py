@@ -113,10 +113,10 @@ WHEEL_VERSION = "0.1.2"
 READER = "gguf"
 
 Step = Callable[[str], None]
-"""Says what begins now."""
+"""Reports the step that begins now."""
 
 Convert = Callable[[Path, Path, Step], None]
-"""Makes a Hugging Face folder (second) out of a GGUF file (first)."""
+"""Converts a GGUF file (first path) to a Hugging Face folder (second path); reports its steps."""
 
 STEPS = 3
 

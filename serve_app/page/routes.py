@@ -157,7 +157,7 @@ MAX_TRACKS = 16  # most tracks drawn
 MAX_BARS = 250  # most bars per track; the latest
 
 Bar = tuple[str, float, float, int]
-"""Stage, start and duration in ms of the window, and number of sessions."""
+"""Stage, start in ms from the window's start, duration in ms, and number of sessions."""
 
 
 class _Shown(BaseModel):

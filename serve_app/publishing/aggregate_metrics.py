@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 2.0  # time for other processes to answer; slower ones are left out
 
 Gather = Callable[[], Awaitable[Sequence[Sequence[Metric]]]]
-"""Collects the families of all replicas of one deployment; each replica labels its own."""
+"""Collects the families of all replicas of one deployment; each replica adds its own labels."""
 
 
 class AggregateMetrics:
@@ -116,7 +116,7 @@ NAMES: Mapping[str, str] = {
     "slipstream_accepted_tokens": "spec_decode_num_accepted_tokens",
     "slipstream_accepted_tokens_at": "spec_decode_num_accepted_tokens_per_pos",
 }
-"""A router's families that vLLM has too, with vLLM's names."""
+"""vLLM's names for families of a router that vLLM has too, by our name."""
 
 
 class VllmNames(Collector):

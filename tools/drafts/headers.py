@@ -88,7 +88,7 @@ MEDUSA: Mapping[str, DraftLayout] = MappingProxyType(
         r"(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.": DraftLayout("Medusa heads, vLLM's layout", "medusa"),
     }
 )
-"""Layouts by prefix of a tensor's name."""
+"""Layouts by a regular expression that tensor names begin with."""
 
 WITHOUT_METHOD: Mapping[str, DraftLayout] = MappingProxyType(
     {
