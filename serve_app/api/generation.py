@@ -24,10 +24,10 @@ from serve_app.api.replies import (
 
 
 class Generator(Protocol):
-    """Generates one session's tokens."""
+    """Generates the tokens of one session."""
 
     def check_room(self, sessions: int) -> None:
-        """Raises CapacityError or DrainingError if this many more sessions would be refused now."""
+        """Raises CapacityError or DrainingError if `sessions` more sessions would be refused now."""
         ...
 
     def generate(self, generation: Generation) -> AsyncGenerator[CommittedTokens | Ended, None]:
@@ -43,11 +43,11 @@ class Generator(Protocol):
 async def follow(
     generator: Generator, choices: Sequence[Choice], metrics: Metrics, clock: Callable[[], float]
 ) -> AsyncGenerator[Delta, None]:
-    """Runs all sessions at once and yields their deltas as they arrive; raises the first failure of any.
+    """Runs all sessions at once and yields their deltas as they arrive; raises the first failure.
 
-    Closing the iterator, or a stop string, cancels what still runs.
+    Closing the iterator cancels all running sessions; a stop string cancels its own session.
     """
-    deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # bounded by the sessions' length limits
+    deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # unbounded: the sessions' length limits bound it
 
     async def follow_all() -> None:
         async with asyncio.TaskGroup() as group:
@@ -94,7 +94,7 @@ async def _follow_one(
                     deltas.put_nowait(delta)
                 if text.finish is not None:
                     break
-    except SlipstreamError:  # release what was committed before the failure
+    except SlipstreamError:  # release the tokens committed before the failure
         if (rest := text.flush()) is not None:
             deltas.put_nowait(rest)
         raise
@@ -102,7 +102,7 @@ async def _follow_one(
 
 
 def usage_of(choices: Sequence[Choice], prompt_tokens: int) -> Usage:
-    """Returns the usage so far; a prompt counts once, however many choices it has."""
+    """Returns the usage so far; a prompt counts once for all of its choices."""
     completion_tokens = sum(choice.text.tokens for choice in choices)
     return Usage(
         prompt_tokens=prompt_tokens,

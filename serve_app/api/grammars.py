@@ -21,7 +21,7 @@ from serve_app.api.fields import AnswerFormat, StructuredOutputs
 from serve_app.api.schemas import ChatRequest, NamedTool, Tool
 from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, TaggedArguments
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # whitespace between JSON tokens, bounded: small models may repeat it forever
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # limits whitespace between JSON tokens, which small models may repeat forever
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class RequestedGrammar:
 
 
 def content_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
-    """Returns the grammar of the content, or None. Raises RequestError if it is invalid or too large."""
+    """Returns the grammar of the content, if any. Raises RequestError if it is invalid or too large."""
     by_form = None if form is None else _by_form(form)
     by_outputs = None if outputs is None else _by_outputs(outputs)
     if form is not None and by_form is not None and by_outputs is not None:
@@ -44,7 +44,7 @@ def content_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None
 
 
 def within_bounds(grammar: RequestedGrammar) -> RequestedGrammar:
-    """Returns the grammar. Raises RequestError if it is too large."""
+    """Returns the grammar unchanged. Raises RequestError if it is too large."""
     if (size := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
         message = f"{grammar.field} has {size} bytes as a grammar, expected at most {MAX_GRAMMAR_BYTES}"
         raise RequestError(message, grammar.field)
@@ -52,14 +52,14 @@ def within_bounds(grammar: RequestedGrammar) -> RequestedGrammar:
 
 
 def check_end(grammar: RequestedGrammar | None, *, ignore_eos: bool) -> None:
-    """Raises RequestError if the answer would have to continue where its grammar ends."""
+    """Raises RequestError if the answer would have to continue after its grammar has ended."""
     if grammar is not None and ignore_eos:
         message = f"ignore_eos is true, expected false: with {grammar.field} the answer ends where its grammar does"
         raise RequestError(message, "ignore_eos")
 
 
 def json_with_options(schema: Mapping[str, Any]) -> str:
-    """Returns a JSON schema for use inside another grammar; refuses what the compiler cannot enforce."""
+    """Returns a JSON schema for use inside another grammar; refuses keywords that the compiler cannot enforce."""
     return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}})
 
 
@@ -88,7 +88,7 @@ def _by_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
 
 
 def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any], field: str) -> RequestedGrammar:
-    """Returns a JSON rule. Unsupported keywords are refused, never ignored."""
+    """Returns a rule for JSON. Unsupported keywords are refused, never ignored."""
     overrides: Any = {**spacing, "lenient": False}
     return RequestedGrammar(LLMatcher.grammar_from_json_schema(dict(schema), overrides=overrides), field)
 
@@ -105,7 +105,7 @@ def _notation(text: str, field: str) -> RequestedGrammar:
 Literals = Callable[[str], str]
 """Writes text as literals of a grammar."""
 
-IGNORED_KEYWORDS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # no effect
+IGNORED_KEYWORDS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # not enforced
 OBJECT_KEYWORDS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 )
@@ -115,14 +115,14 @@ JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array
 def arguments_rule(
     rule: str, function: str, schema: Mapping[str, Any], form: CallForm, literals: Literals
 ) -> tuple[str, list[str]]:
-    """Returns the rule for a call's arguments, and the rules it needs. Raises RequestError."""
+    """Returns the rule for a call's arguments, and the rules that it refers to. Raises RequestError."""
     if form.tags is None:
         return f"{rule}_json", [f"{rule}_json: %json {json_with_options(schema)}"]
     return _Tagged(rule, function, schema, form.tags, form.closing, literals).rules()
 
 
 class _Tagged:
-    """Arguments between tags: strings verbatim, all else as JSON of its type."""
+    """Writes rules for arguments between tags: strings verbatim, other types as JSON."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Tagged:
         self._function = function
         self._schema = schema
         self._tags = tags
-        self._end = closing.split()[-1]  # ends a call wherever it appears
+        self._end = closing.split()[-1]  # marker that ends a call wherever it appears
         self._literals = literals
 
     def rules(self) -> tuple[str, list[str]]:
@@ -175,7 +175,7 @@ class _Tagged:
         raise self._refusal(f"have {key!r}, whose schema cannot be enforced in this model's calls")
 
     def _text(self, name: str) -> list[str]:
-        """Returns a rule for text up to its end tag that cannot end the call."""
+        """Returns rules for text up to the argument's end tag; the text cannot contain the end of the call."""
         mark = self._tags.after_value.strip()
         after = self._tags.after_value.partition(mark)[2]
         terminal = name.upper()
@@ -194,7 +194,7 @@ class _Tagged:
 
 
 def _kinds(schema: Any) -> frozenset[str]:
-    """Returns the types that the response parser casts text to; none if it cannot tell."""
+    """Returns the types to which the response parser casts text; empty if the schema does not determine them."""
     if not isinstance(schema, dict):
         return frozenset()
     declared = schema.get("type")
@@ -206,7 +206,7 @@ def _kinds(schema: Any) -> frozenset[str]:
 
 
 def text_without(*marks: str) -> str:
-    """Returns a terminal for text that contains none of these strings."""
+    """Returns a terminal for text that contains none of `marks`."""
     others = (f" & ~/(?s:.*){_literal(mark)}(?s:.*)/" for mark in marks)
     return f"/(?s:.*)/{''.join(others)}"
 
@@ -216,25 +216,25 @@ def _literal(text: str) -> str:
     return "".join(char if char.isalnum() else f"\\u{{{ord(char):X}}}" for char in text)
 
 
-COMPILE_S = 5.0  # including the wait for earlier compilations
+COMPILE_S = 5.0  # time limit, including the wait for earlier compilations
 
 
 class GrammarCheck:
     """Compiles each requested grammar once, with the limits that the target uses."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
-        """Refuses every grammar if there is no compiler, because the model's output cannot be constrained."""
+        """Takes the compiler; without one, every grammar is refused, since output cannot be constrained."""
         self._compiler = compiler
 
     async def check(self, grammar: RequestedGrammar) -> None:
-        """Raises RequestError that names the field."""
+        """Compiles the grammar. Raises RequestError for its request field if that fails."""
         if self._compiler is None:
             message = f"{grammar.field} is not supported for this model; see the server's log at its start"
             raise RequestError(message, grammar.field)
         compiling = asyncio.wrap_future(self._compiler.begin(grammar.text))
         try:
             async with asyncio.timeout(COMPILE_S):
-                await asyncio.shield(compiling)  # other requests may ask for the same grammar
+                await asyncio.shield(compiling)  # other requests may wait for the same grammar
         except GrammarError as error:
             raise RequestError(f"{grammar.field}: {error}", grammar.field) from error
         except TimeoutError as error:
@@ -248,7 +248,7 @@ ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class OfferedCall:
-    """A tool that may be called; without a schema, any arguments are valid."""
+    """A tool that may be called; if it has no schema, any arguments are valid."""
 
     name: str
     schema: Mapping[str, Any] | None
@@ -256,23 +256,23 @@ class OfferedCall:
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """Calls that an answer may or must contain."""
+    """The calls that an answer may or must contain."""
 
     tools: Sequence[OfferedCall]
-    must: bool  # the answer is calls only
+    must: bool  # the answer must consist of calls
     several: bool
-    content: RequestedGrammar | None  # grammar of an answer without calls; None: any text
+    content: RequestedGrammar | None  # grammar of an answer without calls; None allows any text
 
 
 class CallGrammar:
-    """Writes call grammars for one model."""
+    """Writes call grammars in one model's call form."""
 
     def __init__(self, form: CallForm) -> None:
         self._form = form
         self._special_ids = form.special_ids
 
     def grammar_for(self, calling: Calling, reasoning: ReasoningInPrompt) -> RequestedGrammar:
-        """Returns the grammar of an answer whose prompt already contains this reasoning. Raises RequestError."""
+        """Returns the answer's grammar, given the reasoning that the prompt already contains. Raises RequestError."""
         content = calling.content
         rules = [self._start(calling, reasoning), *self._calls(calling), *self._texts()]
         grammars: list[Any] = [{"name": "answer", "lark_grammar": "\n".join(rules)}]
@@ -323,7 +323,7 @@ class CallGrammar:
         return [f"{rule}: {self._literals(tool.name + self._form.middle)} {arguments}", *rules]
 
     def _texts(self) -> list[str]:
-        """Returns rules for text with other special tokens, and the markers that end it."""
+        """Returns rules for text with other special tokens, and for the markers that end it."""
         thinking = self._form.thinking
         marks = [self._trigger, *(thinking[:1] if thinking else ())]
         rules = [
@@ -345,13 +345,13 @@ class CallGrammar:
         return rules
 
     def _special_but(self, marks: Sequence[str]) -> str:
-        """Returns a rule for any special token but these."""
+        """Returns an expression for any special token except `marks`."""
         others = [str(token) for text, token in self._special_ids.items() if text not in marks]
         return f"<[{','.join(others)}]>" if others else '""'
 
     @property
     def _trigger(self) -> str:
-        """Returns what ends free text: a special token, or the text before one."""
+        """Returns the mark that ends free text: a special token, or the text before one."""
         first, *_ = self._pieces(self._form.trigger)
         return first
 
@@ -359,7 +359,7 @@ class CallGrammar:
         return f"{rule}{'' if mark in self._special_ids else '[lazy]'}: {text} {self._literals(mark)}"
 
     def _literals(self, text: str) -> str:
-        """Spells text for the grammar: strings, and special tokens by number."""
+        """Writes text for the grammar: strings as literals, special tokens by id."""
         parts = [
             f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else json.dumps(piece, ensure_ascii=False)
             for piece in self._pieces(text)
@@ -374,10 +374,10 @@ class CallGrammar:
 
 
 def _first(grammar: RequestedGrammar) -> dict[str, Any]:
-    """Wraps a grammar as one of several."""
+    """Wraps a grammar as one entry of a list of grammars."""
     try:
         (only,) = json.loads(grammar.text)["grammars"]
-    except ValueError:  # a rule in Lark's notation
+    except ValueError:  # not JSON, so it is a rule in Lark's notation
         return {"lark_grammar": grammar.text}
     return dict(only)
 
@@ -399,7 +399,7 @@ def call_grammar(
     content: RequestedGrammar | None,
     reasoning: Callable[[], ReasoningInPrompt],
 ) -> RequestedGrammar | None:
-    """Returns the grammar of the whole answer: `content`, its content's grammar, if no call is constrained.
+    """Returns the grammar of the whole answer; if no call is constrained, `content`, the content's grammar.
 
     Raises RequestError.
     """

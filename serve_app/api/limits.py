@@ -1,4 +1,4 @@
-"""Limits on what a request may take: memory for its body, time for its body and for the whole request."""
+"""Limits on a request: memory for its body, time to send its body, and total time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,31 +9,31 @@ from starlette.requests import Request
 
 from cluster.errors import CapacityError, RequestError, SlipstreamError
 
-MIN_UPLOAD_S = 0.25  # seconds in which a normal client sends a body
+MIN_UPLOAD_S = 0.25  # minimum seconds that every client gets to send a body
 
 
 class BodyTooLargeError(RequestError):
-    """The request body exceeds the limit."""
+    """Raised if the request body exceeds the size limit."""
 
 
 class BodyTimeoutError(RequestError):
-    """The request body did not arrive in time."""
+    """Raised if the request body did not arrive in time."""
 
 
 @dataclass(eq=False, slots=True)
 class _Arrival:
-    """A body that is being read."""
+    """A request body that is still arriving."""
 
     bound: asyncio.Timeout
-    since: float  # event loop time
+    since: float  # event loop time in seconds
     body: bytearray = field(default_factory=bytearray)
 
 
 class Bodies:
-    """Bodies in memory: those being read, and those not yet parsed.
+    """Request bodies in memory: those that are arriving, and those not yet parsed.
 
-    If a limit is reached, the body that has been read for longest is dropped, once it has had its minimum time, so slow
-    uploads cannot block others. If none has, the new body is refused.
+    If a limit is reached, the body that has been arriving longest is dropped, once it has had its minimum time, so slow
+    uploads cannot block others. If no body has, the new one is refused.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Bodies:
         timeout_s: float,
         min_upload_s: float = MIN_UPLOAD_S,
     ) -> None:
-        self.held = 0  # bytes
+        self.held = 0  # bytes in memory
         self._max_bytes = max_bytes
         self._max_held = max_held_bytes
         self._max_reading = max_reading
@@ -55,7 +55,7 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Reads a whole body, which counts as held until the block ends."""
+        """Reads a whole body; its bytes count as held until the block ends."""
         self._check(_announced(request))
         if len(self._arriving) >= self._max_reading and not self._drop_slowest():
             raise CapacityError(f"{len(self._arriving)} request bodies are being read, the limit; try again later")
@@ -90,7 +90,7 @@ class Bodies:
                     raise CapacityError(f"request bodies fill the limit of {self._max_held} bytes; try again later")
 
     def _drop_slowest(self) -> bool:
-        """Drops the body that has been read for longest. Returns whether there was one to drop."""
+        """Drops the body that has been arriving longest. Returns whether one could be dropped."""
         oldest = next(iter(self._arriving), None)
         if oldest is None or asyncio.get_running_loop().time() < oldest.since + self._min_upload_s:
             return False
@@ -102,7 +102,7 @@ class Bodies:
         return True
 
     def _check(self, size: int) -> None:
-        """Refuses a body as soon as its announced or actual length is too large."""
+        """Refuses a body as soon as its announced or received length is too large."""
         if size > self._max_bytes:
             raise BodyTooLargeError(f"the body is larger than {self._max_bytes} bytes, this server's limit")
 
@@ -113,19 +113,19 @@ def _announced(request: Request) -> int:
 
 
 class RequestTimeoutError(SlipstreamError):
-    """The request took longer than allowed."""
+    """Raised if the request took longer than allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The time by which a request must end, if any."""
+    """Time by which a request must end; None means never."""
 
     limit_s: float | None
-    at: float | None  # event loop time
+    at: float | None  # event loop time in seconds
 
     @classmethod
     def within(cls, limit_s: float | None) -> "Deadline":
-        """Returns a deadline counted from now."""
+        """Returns a deadline `seconds` from now."""
         return cls(limit_s, None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
 
     @asynccontextmanager

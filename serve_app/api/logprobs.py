@@ -1,4 +1,4 @@
-"""Log probabilities in the formats of chats, completions and vLLM's `prompt_logprobs`."""
+"""Log probabilities in the formats of chats, of completions, and of vLLM's `prompt_logprobs`."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ from serve_app.api.replies import (
     TokenLogprob,
 )
 
-MIN_LOGPROB = -9999.0  # JSON has no infinity
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 TokenText = Callable[[int], str]
 """Returns the text of a single token."""
@@ -21,7 +21,7 @@ TokenText = Callable[[int], str]
 
 @value
 class ScoredToken:
-    """A token of an answer with the target's scores; a prompt's first token has none."""
+    """A token with the target's scores; a prompt's first token has no score."""
 
     token: int
     score: TokenScore | None
@@ -35,7 +35,7 @@ def chat_logprobs(scored: Sequence[ScoredToken], top: int, text_of: TokenText) -
 def completion_logprobs(
     scored: Sequence[ScoredToken], top: int, text_of: TokenText, offset: int = 0
 ) -> CompletionLogprobs:
-    """Returns log probabilities in the completions format; `offset` is the first token's place in the answer's text."""
+    """Returns log probabilities in the completions format; `offset` counts the characters before the first token."""
     texts = [text_of(one.token) for one in scored]
     offsets: list[int] = []
     for text in texts:
@@ -74,7 +74,7 @@ def _logprob(token: int, logprob: float, text_of: TokenText) -> TokenLogprob:
 
 
 def _top(one: ScoredToken, top: int, text_of: TokenText) -> dict[str, float] | None:
-    """Returns the token itself, then the likeliest alternatives. Of tokens with equal text, the likelier wins."""
+    """Returns the token and its likeliest alternatives by text. Of tokens with equal text, the first one is kept."""
     if one.score is None:
         return None
     alternatives = {text_of(one.token): _finite(one.score.logprob)}
@@ -96,5 +96,5 @@ def _top_tokens(score: TokenScore, top: int) -> list[tuple[int, float]]:
 
 
 def _finite(logprob: float) -> float:
-    """Replaces infinities of forbidden tokens and broken models, which JSON cannot hold."""
+    """Replaces minus infinity and NaN, from forbidden tokens or broken models, since JSON cannot hold them."""
     return max(MIN_LOGPROB, logprob)

@@ -4,11 +4,11 @@ Acceptance rate (accepted / drafted tokens):
 
     sum(rate(slipstream_accepted_tokens_total[5m])) / sum(rate(slipstream_draft_tokens_total[5m]))
 
-Acceptance length (tokens committed per verified block, the target's own included):
+Acceptance length (tokens committed per verified block, including the target's own):
 
     1 + sum(rate(slipstream_accepted_tokens_total[5m])) / sum(rate(slipstream_blocks_total[5m]))
 
-Share of verifies that had a block to verify; the others were non-speculative decoding:
+Share of verify steps that had a block; the others were non-speculative decoding:
 
     sum(rate(slipstream_blocks_total[5m])) / sum(rate(slipstream_verifies_total[5m]))
 
@@ -31,7 +31,7 @@ from serve_app.publishing.aggregate_metrics import VllmNames, exposition
 
 __all__ = ["CLIENT_LEFT", "Metrics", "RequestRecord"]
 
-ABORTED = "abort"  # vLLM's finish reason for ends without a reason of their own
+ABORTED = "abort"  # vLLM's finish reason for choices that ended without a reason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -42,7 +42,7 @@ Counts = Callable[[], Mapping[tuple[str, str], int]]
 
 
 class CountsCollector(Collector):
-    """Exports a router's counts by two labels at each scrape."""
+    """Exports counts with two labels at each scrape."""
 
     def __init__(self, name: str, text: str, labels: tuple[str, str], counts: Counts) -> None:
         self._name = name
@@ -67,9 +67,7 @@ class Metrics:
         handovers: Counts = dict,
         model: str = "",
     ) -> None:
-        """`remedies` returns drafter recovery steps by drafter and step; `handovers` counts a router's; `model` is the
-        served name.
-        """
+        """`remedies` counts recoveries by drafter and step, `handovers` the router's; `model` is the served name."""
         self.registry = registry = CollectorRegistry()
         self._vllm_names = VllmNames(registry, model)
         self._versions = PromptVersions()
@@ -107,7 +105,7 @@ class Metrics:
         self._accepted_at = Counter(
             "slipstream_accepted_tokens_at", "Draft tokens accepted, by position", ["position"], registry=registry
         )
-        self._positions: list[Counter] = []  # children of `_accepted_at`, kept so that a verdict needs no lookup
+        self._positions: list[Counter] = []  # children of `_accepted_at` by position, kept to avoid lookups
         self._finished = Counter(
             "slipstream_finished", "Choices that have ended, by reason", ["finished_reason"], registry=registry
         )
@@ -126,7 +124,7 @@ class Metrics:
 
     @contextmanager
     def request(self, endpoint: str) -> Iterator[RequestRecord]:
-        """Counts the request from entry to exit, under the status in its record."""
+        """Counts the request when the block ends, under the status in its record."""
         record = RequestRecord()
         started = self._clock()
         with self._running.track_inprogress():
@@ -153,7 +151,7 @@ class Metrics:
         self._prompt_lengths.observe(tokens)
 
     def committed(self, emit: CommittedTokens, seconds: float, *, first: bool) -> None:
-        """Counts a verdict that arrived `seconds` after the previous one, or after the start."""
+        """Counts a verdict that arrived `seconds` after the previous verdict, or after the session's start."""
         (self._first_token if first else self._gap).observe(seconds)
         self._completion_tokens.inc(len(emit.tokens))
         self._draft_tokens.inc(emit.drafted)

@@ -36,13 +36,13 @@ CLIENT_LEFT = 499
 
 
 class ChoiceRecord(Protocol):
-    """Progress of one choice."""
+    """Progress of one choice of a request."""
 
     tokens: int
     accepted: int
     rejected: int
     finish: FinishReason | None
-    first_token_s: float | None  # seconds after its session's start
+    first_token_s: float | None  # seconds from the session's start
 
 
 @dataclass
@@ -50,9 +50,9 @@ class RequestRecord:
     """Progress and result of one request."""
 
     status: int = CLIENT_LEFT
-    traceparent: str = ""  # trace context for work on the request; empty: not traced
-    request: GenerationRequest | None = None  # set once the request is parsed
-    name: str = ""  # sent in a response header
+    traceparent: str = ""  # trace context to pass on; empty if not traced
+    request: GenerationRequest | None = None  # set once the body is parsed
+    name: str = ""  # request id, sent in a response header
     response_id: str = ""  # empty until the request is accepted
     sessions: Sequence[str] = ()
     prompt_tokens: int = 0
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Logs the request when the block ends; `sessions` are the names that other processes log for its choices."""
+    """Logs the request when the block ends, with its choices' `sessions`, which other processes also log."""
     began = clock()
     try:
         yield
@@ -88,7 +88,7 @@ def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = ti
 
 
 def _as_text(fields: Mapping[str, object]) -> str:
-    """Formats fields for text logs, which drop extra fields."""
+    """Formats fields for text logs, which omit extra fields."""
     return " ".join(f"{name}={str(value).replace(' ', ',')}" for name, value in fields.items())
 
 
@@ -108,7 +108,7 @@ class RequestSpans:
 
     @contextmanager
     def request(self, endpoint: str, path: str, headers: Mapping[str, str], record: RequestRecord) -> Iterator[None]:
-        """Spans the request, and sets the record's `traceparent` if it is sampled."""
+        """Opens the request's span; sets the record's `traceparent` if the trace is sampled."""
         operation = OPERATIONS[endpoint]
         given = headers.get(TRACEPARENT)
         context = context_of(given) if given is not None else Context()
@@ -179,7 +179,7 @@ def _answer_attributes(record: RequestRecord) -> dict[str, Attribute]:
     return attributes
 
 
-MAX_VERSIONS = 32  # versions counted separately by one router; each is about ten series
+MAX_VERSIONS = 32  # versions that one router counts separately; each adds about ten series
 OTHER_VERSION = "other"
 """Label under which all further versions are counted together."""
 
@@ -187,17 +187,17 @@ VERSION = "prompt_version"
 
 
 class PromptVersions(Collector):
-    """Totals by prompt version since the router started."""
+    """Totals by prompt version since the router's start."""
 
     def __init__(self, most: int = MAX_VERSIONS) -> None:
         self._most = most
         self._requests: Counter[str] = Counter()
-        self._choices: Counter[str] = Counter()  # choices that have had a token
+        self._choices: Counter[str] = Counter()  # choices with at least one token, by version
         self._tokens: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def ended(self, record: RequestRecord, seconds: float) -> None:
-        """Counts a valid request that ended after `seconds`."""
+        """Counts a valid request that took `seconds`."""
         request = record.request
         if request is None or request.prompt_version is None:
             return
@@ -216,7 +216,7 @@ class PromptVersions(Collector):
         self._seconds[version]["end"] += seconds
 
     def collect(self) -> Iterator[Metric]:
-        """Exports copies, since scrapes run in another thread."""
+        """Exports copies of the totals, since scrapes run in another thread."""
         prefix = "slipstream_prompt_version"
         requests = CounterMetricFamily(f"{prefix}_requests", "Requests that have ended", labels=(VERSION,))
         choices = CounterMetricFamily(f"{prefix}_choices", "Choices that have had a token", labels=(VERSION,))

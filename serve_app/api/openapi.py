@@ -1,4 +1,4 @@
-"""The OpenAPI document, which FastAPI builds from the routes, and an HTML page of it.
+"""The OpenAPI document, which FastAPI builds from the routes, and an HTML page that shows it.
 
 `BodyRoute` lets FastAPI document the endpoints that parse bodies themselves. The page at /docs lists every request
 field and loads nothing from other hosts. FastAPI's own page would load Swagger UI from a CDN, and no dependency ships
@@ -22,7 +22,7 @@ from serve_app.api.replies import ErrorBody
 Json = dict[str, Any]
 
 REFERENCE = "#/components/schemas/{model}"
-DONE = "[DONE]"  # data of a stream's last event
+DONE = "[DONE]"  # data of the last event of a stream
 ERRORS = {
     400: "Invalid request; `param` names the field",
     401: "Missing or unknown API key",
@@ -34,11 +34,11 @@ ERRORS = {
     503: "The server is stopping, or no target is available",
 }
 BODY_ERRORS = (400, 404, 408, 413, 429, 500, 503)
-KEY = Security(HTTPBearer(scheme_name="api_key", auto_error=False))  # documents what `AuthMiddleware` checks
+KEY = Security(HTTPBearer(scheme_name="api_key", auto_error=False))  # documents the check in `AuthMiddleware`
 
 
 def errors(*statuses: int) -> dict[int | str, Json]:
-    """Documents error responses."""
+    """Returns the documentation of error responses."""
     return {status: {"model": ErrorBody, "description": ERRORS[status]} for status in statuses}
 
 
@@ -60,7 +60,9 @@ class BodyRoute(APIRoute):
         ends_with_done: bool = True,
         needs_key: bool,
     ) -> None:
-        """`event` is the data of each event of a stream, which ends with `DONE`, even after an error, or without."""
+        """`event` is the type of a stream's events; with `ends_with_done`, `DONE` ends every stream, even after an
+        error.
+        """
 
         def described(request: Any) -> None:
             """Declares the type of the body."""
@@ -99,14 +101,14 @@ def _event_schema(event: type[BaseModel], ends_with_done: bool) -> Json:
 def openapi_document(api: FastAPI, *, needs_key: bool) -> Json:
     """Returns FastAPI's document, with the schemas of events and without the 422 responses, which are never sent.
 
-    Built once per process, since all applications have the same documented routes.
+    Built once per process, since all applications document the same routes.
     """
     if needs_key not in _documents:
         _documents[needs_key] = _build_document(api)
     return _documents[needs_key]
 
 
-_documents: dict[bool, Json] = {}  # by whether keys are needed
+_documents: dict[bool, Json] = {}  # by whether requests need a key
 
 
 def _build_document(api: FastAPI) -> Json:

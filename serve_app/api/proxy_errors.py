@@ -1,7 +1,7 @@
-"""OpenAI-style errors for what Serve's proxy answers itself.
+"""Gives OpenAI's error format to errors of Serve's own proxy.
 
-The proxy answers requests that no router takes, because routers are full or none is running, in plain text. It loads
-this middleware if its node's environment names it.
+The proxy answers in plain text if no router can take a request, because all are full or none is running. It loads this
+middleware if its node's environment names it.
 """
 
 import json
@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.replies import RETRY_AFTER_S, ErrorDetail, error_response
 
-# Serve reads it at start from the environment of `ray start`, or of the process that starts Ray.
+# Serve reads this variable at start, from the environment of `ray start` or of the process that starts Ray.
 PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
-SERVE_PREFIX = "/-/"  # Serve's own health and status routes
-ROUTES = "/-/routes"  # lists applications by prefix
+SERVE_PREFIX = "/-/"  # prefix of Serve's own health and status routes
+ROUTES = "/-/routes"  # lists applications by route prefix
 UNAVAILABLE_MESSAGE = b"the server is starting or stopping; try again later"
-KINDS = {  # OpenAI's type and code by status
+KINDS = {  # OpenAI's error type and code by HTTP status
     404: ("invalid_request_error", "not_found"),
     408: ("server_error", "request_timeout"),
     429: ("rate_limit_error", "capacity"),
@@ -30,7 +30,7 @@ TRANSIENT = frozenset({429, 503})
 
 
 def middlewares() -> list[Middleware]:
-    """Returns the middleware that Serve wraps around its proxy."""
+    """Returns the middleware that Serve adds to its proxy."""
     return [Middleware(ProxyErrors)]
 
 
@@ -46,7 +46,7 @@ class ProxyErrors:
         if scope["type"] != "http" or scope["path"].startswith(SERVE_PREFIX):
             await self._app(scope, receive, send)
             return
-        begun: Message | None = None  # a response of the proxy itself
+        begun: Message | None = None  # start of a response made by the proxy itself
 
         async def send_in_form(message: Message) -> None:
             nonlocal begun
@@ -64,7 +64,7 @@ class ProxyErrors:
         await self._app(scope, receive, send_in_form)
 
     async def _serves(self, scope: Scope) -> bool:
-        """Returns whether any application is deployed; a withdrawn one has no route."""
+        """Returns whether any application is deployed; a removed application has no route."""
         messages: list[Mapping[str, Any]] = []
 
         async def collect(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The wire format of answers: OpenAI's completions and chat completions, models, health and errors."""
+"""Wire format of answers: OpenAI's completions and chat completions, models, health and errors."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 from starlette.responses import Response
 
-RETRY_AFTER_S = 1  # sent with errors that a retry may avoid
+RETRY_AFTER_S = 1  # sent with errors that may be temporary
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = int | str | None
 """vLLM's field: the request's stop string or stop token that ended the choice."""
@@ -17,7 +17,7 @@ class _Body(BaseModel):
 
 
 class PromptTokensDetails(_Body):
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    cached_tokens: int = 0  # number of prompt tokens found in the prefix cache
 
 
 class CompletionTokensDetails(_Body):
@@ -35,15 +35,15 @@ class Usage(_Body):
 
 
 class SpeculativeDecoding(_Body):
-    """vLLM's speculation metrics over the verify steps of all choices."""
+    """vLLM's speculation metrics, over the verify steps of all choices."""
 
-    acceptance_histogram: tuple[int, ...]  # verify steps by accepted draft tokens, from none to `num_spec_tokens`
-    num_spec_tokens: int  # most draft tokens of one step along one path
+    acceptance_histogram: tuple[int, ...]  # number of verify steps with 0 to `num_spec_tokens` accepted tokens
+    num_spec_tokens: int  # most draft tokens of a step along one path
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     draft_acceptance_rate: float
-    mean_acceptance_length: float  # including the target's own token
+    mean_acceptance_length: float  # includes the target's own token
 
 
 class RequestMetrics(_Body):
@@ -51,12 +51,12 @@ class RequestMetrics(_Body):
 
 
 class Trace(_Body):
-    """Extension, on request: which draft tokens the chunk's text came from."""
+    """Extension, sent on request: shows which text was drafted."""
 
     tokens: int = 0
     accepted: int = 0
-    pieces: tuple[tuple[str, bool], ...] = ()  # pairs of text and whether it was drafted
-    rejected: tuple[str, ...] = ()  # on request: per piece, the rejected draft text it replaced, or ""
+    pieces: tuple[tuple[str, bool], ...] = ()  # text pieces, and whether each was drafted
+    rejected: tuple[str, ...] = ()  # on request: the rejected draft text that each piece replaced, or ""
 
 
 class _Reply(_Body):
@@ -69,7 +69,7 @@ class _Reply(_Body):
 
 
 class TokenLogprob(_Body):
-    """One of the likeliest tokens at a position."""
+    """Log probability of a token at one position."""
 
     token: str
     logprob: float
@@ -87,7 +87,7 @@ class ChatLogprobs(_Body):
 
 class CompletionLogprobs(_Body):
     text_offset: tuple[int, ...]
-    token_logprobs: tuple[float | None, ...]  # None: a prompt's first token
+    token_logprobs: tuple[float | None, ...]  # None for a prompt's first token
     tokens: tuple[str, ...]
     top_logprobs: tuple[dict[str, float] | None, ...]
 
@@ -118,7 +118,7 @@ class Completion(_Reply):
     object: Literal["text_completion"] = "text_completion"
     choices: tuple[ScoredCompletionChoice | CompletionChoice, ...]
     usage: Usage | None = None
-    metrics: RequestMetrics | None = None  # None: nothing was drafted
+    metrics: RequestMetrics | None = None  # None if nothing was drafted
 
 
 class CompletionChunk(Completion):
@@ -127,11 +127,11 @@ class CompletionChunk(Completion):
 
 class FunctionReply(_Body):
     name: str
-    arguments: str  # JSON
+    arguments: str  # JSON object as text
 
 
 class ToolCallReply(_Body):
-    """A call the model makes."""
+    """A tool call by the model."""
 
     id: str
     type: Literal["function"] = "function"
@@ -144,20 +144,20 @@ class AnswerMessage(_Body):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning: str | None = None  # also as `reasoning_content`
+    reasoning: str | None = None  # also sent as `reasoning_content`
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCallReply, ...] | None = None
 
     @model_serializer(mode="wrap")
     def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits empty optional fields, which some clients misread."""
+        """Omits empty optional fields, which some clients misinterpret."""
         fields: dict[str, Any] = serialize(self)
         left_out = {name for name in ("reasoning", "reasoning_content", "tool_calls") if fields[name] is None}
         return {name: value for name, value in fields.items() if name not in left_out}
 
 
 class ToolCallDelta(ToolCallReply):
-    """A call in a stream, sent in one piece since the parser recognizes only whole calls."""
+    """A tool call in a stream, sent in one piece since the parser only recognizes complete calls."""
 
     index: int
 
@@ -188,7 +188,7 @@ class ChatCompletion(_Reply):
     object: Literal["chat.completion"] = "chat.completion"
     choices: tuple[ChatChoice, ...]
     usage: Usage
-    metrics: RequestMetrics | None = None  # None: nothing was drafted
+    metrics: RequestMetrics | None = None  # None if nothing was drafted
 
 
 class ScoredChatCompletion(ChatCompletion):
@@ -216,8 +216,8 @@ class ModelCard(_Body):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "slipstream"
-    root: str | None = None  # vLLM's: the model behind the name
-    max_model_len: int  # vLLM's: most tokens of prompt and answer together
+    root: str | None = None  # vLLM's field: the checkpoint that `id` names
+    max_model_len: int  # vLLM's field: limit on prompt and answer tokens together
 
 
 class ModelList(_Body):
@@ -256,5 +256,5 @@ class ErrorBody(_Body):
 
 
 def error_response(status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns a response whose body is an error."""
+    """Returns a response with an error as its body."""
     return Response(ErrorBody(error=detail).model_dump_json(), status, dict(headers or {}), "application/json")

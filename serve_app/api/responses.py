@@ -40,13 +40,13 @@ from serve_app.api.tool_calls import Call, Content, Reasoning, Segment
 
 Json = dict[str, Any]
 
-CONVERTED = {"tools", "tool_choice", "stream_options"}  # fields that chats have in another form
+CONVERTED = {"tools", "tool_choice", "stream_options"}  # fields whose form differs in chats
 SHARED = (ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys()) - CONVERTED
-ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded"}  # by error type; others are server errors
+ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded"}  # by error type; all others: server_error
 
 
 class ResponsesChat(ChatRequest):
-    """A chat request converted from a responses request."""
+    """A chat request that was converted from a responses request."""
 
     prompt_field: ClassVar[str] = "input"
     strict_field: ClassVar[str] = "tools[{}].strict"
@@ -64,7 +64,7 @@ class ResponsesChat(ChatRequest):
 
 
 def as_chat(request: ResponsesRequest, bounds: RequestBounds) -> ResponsesChat:
-    """Converts items into messages. Consecutive reasoning, text and calls share one assistant message."""
+    """Converts input items into messages. Consecutive reasoning, text and calls share one assistant message."""
     instructions = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     shared = request.model_dump(mode="json", include=SHARED, exclude_unset=True, by_alias=True)
     choice = request.tool_choice
@@ -105,7 +105,7 @@ def _messages(items: Iterable[InputItem]) -> list[Json]:
 
 
 def _assistant_message(messages: list[Json], without: tuple[str, ...]) -> Json:
-    """Returns the assistant message to extend: the last message, or a new one if the last has any of these fields."""
+    """Returns the assistant message to extend: the last one, or a new one if that has any of these fields."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in without):
         messages.append({"role": "assistant"})
@@ -120,12 +120,12 @@ class ResponseWriter:
     """Writes one response, whole or as events."""
 
     def __init__(self, response: ResponseReply) -> None:
-        """`response` holds the fields known before generation."""
+        """`response` holds the fields that are known before generation."""
         self._response = response
         self._name = response.id.removeprefix("resp_")
         self._items: list[OutputItem] = []  # finished items
-        self._open: OutputItem | None = None  # item that grows, without its text
-        self._texts: list[str] = []  # text of the open item
+        self._open: OutputItem | None = None  # item in progress, still without text
+        self._texts: list[str] = []  # text pieces of the open item
         self._events = 0
         self._finish: FinishReason = "stop"
 
@@ -194,7 +194,7 @@ class ResponseWriter:
         self._texts = []
 
     def _call(self, call: Call) -> Iterator[str]:
-        """Returns the events of a growing call, all at once, since the parser recognizes only whole calls."""
+        """Returns all events of a call at once, since the parser only recognizes complete calls."""
         item = self._item(call, len(self._items), "completed")
         assert isinstance(item, CallItem), "calls become call items"
         initial = item.model_copy(update={"status": "in_progress", "arguments": ""})
@@ -232,13 +232,13 @@ class ResponseWriter:
         return self._response.model_copy(update=update)
 
     def _sent_text(self, step: str, **fields: Any) -> str:
-        """Returns an event about the text of the open item."""
+        """Returns an event about the open item's text."""
         if isinstance(self._open, MessageItem):
             return self._sent_part(f"response.output_text.{step}", **fields, logprobs=[])
         return self._sent_part(f"response.reasoning_text.{step}", **fields)
 
     def _sent_part(self, kind: str, **fields: Any) -> str:
-        """Returns an event about the only content part of the open item."""
+        """Returns an event about the open item's only content part."""
         assert self._open is not None, "an item is open"
         return self._sent(kind, item_id=self._open.id, content_index=0, **fields)
 
@@ -251,7 +251,7 @@ class ResponseWriter:
 
 
 def initial_response(chat: ResponsesChat, name: str, created: int) -> ResponseReply:
-    """Returns the response before generation. Parameters left out are reported with the chat's defaults."""
+    """Returns the response before generation. Omitted parameters are reported with the chat's defaults."""
     request = chat.original
     choice = request.tool_choice
     tools = [{"parameters": None, "strict": False} | tool.model_dump(exclude_none=True) for tool in request.tools]

@@ -1,4 +1,4 @@
-"""Wire format of POST /v1/responses: input items and parameters, output items and the response, stream events."""
+"""Wire format of POST /v1/responses: input items and parameters, output items, the response, stream events."""
 
 from typing import Annotated, Any, Literal
 
@@ -31,7 +31,7 @@ from serve_app.api.schemas import (
 
 
 class ItemPart(RequestPart):
-    """Text of an item, from a user or an earlier answer."""
+    """Text part of an input item, from a user or an earlier answer."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: str
@@ -53,7 +53,7 @@ ItemText = Annotated[
 
 
 class Item(RequestPart):
-    """Fields that every item may have and that are ignored."""
+    """Fields that any item may have, all ignored."""
 
     id: CallId | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -68,7 +68,7 @@ class MessageInput(Item):
 
 
 class CallInput(Item):
-    """A call that the assistant made earlier."""
+    """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: CallId
@@ -80,7 +80,7 @@ class CallInput(Item):
 
 
 class CallOutputInput(Item):
-    """The result of a call."""
+    """Result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -120,7 +120,7 @@ class ResponsesTool(RequestPart):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Flag | None = None  # null: false
+    strict: Flag | None = None  # null means false
 
     defer_loading: Annotated[Any, unserved(False)] = None
     allowed_callers: Annotated[Any, unserved(["direct"])] = None
@@ -134,7 +134,7 @@ class ResponsesNamedTool(NamedFunction):
 class ReasoningOptions(RequestPart):
     effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None
 
-    summary: str | None = None  # reasoning is sent in full, so there is no summary
+    summary: str | None = None  # accepted and ignored: reasoning is sent in full
     generate_summary: str | None = None
     context: str | None = None
     mode: str | None = None
@@ -147,7 +147,7 @@ class TextOptions(RequestPart):
 
 
 class ResponsesStreamOptions(RequestPart):
-    include_usage: Flag | None = None  # sent by load generators; the last event always has usage
+    include_usage: Flag | None = None  # accepted for load generators; the last event always has usage
 
     include_obfuscation: Annotated[Any, unserved(False)] = None
 
@@ -178,9 +178,9 @@ class ResponsesRequest(SamplingFields, UnservedFields):
     ] = "auto"
     parallel_tool_calls: Flag = True
     reasoning: ReasoningOptions = ReasoningOptions()
-    metadata: Annotated[dict[str, str], bounded(lambda most: most.labels)] = Field({})  # echoed in the answer
+    metadata: Annotated[dict[str, str], bounded(lambda most: most.labels)] = Field({})  # returned in the response
 
-    # Extensions; chats define the same fields.
+    # Extensions, as in chats.
     seed: Seed | None = None
     top_k: Integer | None = None
     min_p: Number | None = None
@@ -200,14 +200,14 @@ class ResponsesRequest(SamplingFields, UnservedFields):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    store: Flag | None = None  # nothing is stored, as the answer states
+    store: Flag | None = None  # ignored: nothing is stored, and the response states that
     stream_options: ResponsesStreamOptions | None = None
 
     background: Annotated[Any, unserved(False)] = None
     context_management: Annotated[Any, unserved([])] = None
     conversation: Annotated[Any, unserved()] = None
     enable_response_messages: Annotated[Any, unserved(False)] = None
-    include: Annotated[Any, unserved([], ["reasoning.encrypted_content"])] = None  # reasoning is not encrypted
+    include: Annotated[Any, unserved([], ["reasoning.encrypted_content"])] = None  # has no effect
     max_tool_calls: Annotated[Any, unserved()] = None
     media_io_kwargs: Annotated[Any, unserved({})] = None
     mm_processor_kwargs: Annotated[Any, unserved({})] = None
@@ -329,7 +329,7 @@ class _ResponsesEvent(BaseModel):
 
 
 class ResponseEvent(_ResponsesEvent):
-    """An event with the whole response so far; the last three types end the stream."""
+    """An event that carries the response so far; the last three types end the stream."""
 
     type: Literal[
         "response.created",
@@ -411,4 +411,4 @@ class ResponseStreamEvent(
         ]
     ]
 ):
-    """One event of the stream; its SSE name is its `type`."""
+    """One event of the stream; its SSE event name is its `type`."""
