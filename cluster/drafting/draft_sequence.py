@@ -1,4 +1,4 @@
-"""A session as its drafter holds it: tokens, the target's latest request, and the blocks that were sent."""
+"""The drafter's record of a session: tokens, the target's latest request, and the blocks that were sent."""
 
 from dataclasses import dataclass, field
 
@@ -15,26 +15,26 @@ class DraftSequence:
     open: Open
     router: str
     prefix: Prefix
-    requested_tokens: int = MAX_BLOCK_TOKENS  # draft length that the target asks for
+    requested_tokens: int = MAX_BLOCK_TOKENS  # draft length requested by the target
     least_chance: float = 0.0  # cumulative acceptance probability below which verifying a token does not pay
-    shape: Shape = Shape.CHAIN  # shape that the target can verify
+    shape: Shape = Shape.CHAIN  # block shape that the target can verify
     attached: bool = False
     served_len: int | None = None  # base length of the latest drafted block
     passed_len: int | None = None  # length at which the target continued without waiting for a block
     sent_len: int | None = None  # base length of the latest sent block
     block: DraftTree = NO_TREE  # the latest sent block
-    counted_from: int = 0  # base length of the first block that the weights in use may have drafted
-    unverified: DraftTree | None = None  # drafts of the step under way, until a pass drafts beyond it
-    chances: tuple[float, ...] = ()  # probabilities of these drafts, if the method gave any
+    counted_from: int = 0  # blocks from this base length on were drafted by the weights in use
+    unverified: DraftTree | None = None  # drafts in the target's current step; None once a pass drafts beyond them
+    chances: tuple[float, ...] = ()  # cumulative acceptance probabilities of `unverified`, if known
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
     first: tuple[int, float] | None = (
         None  # first token of the block for the current length, and the method's confidence in it
     )
     decided_s: float | None = None  # arrival of the latest verdict, until the target's next request
     step_began_s: float | None = None  # start of the target's step under way, if known
-    states_len: int | None = None  # end of the hidden states held, if the method reads them
-    states_first: int = 0  # first of those positions
-    states_by: int | None = None  # latest position that they may begin at, while none are held
+    states_len: int | None = None  # position after the last hidden state held; None: the method reads none
+    states_first: int = 0  # position of the first hidden state held
+    states_by: int | None = None  # latest position at which the hidden states may begin, while none are held
 
     @property
     def target(self) -> str:
@@ -47,12 +47,12 @@ class DraftSequence:
 
     @property
     def lacks_states(self) -> bool:
-        """True if hidden states are missing for a token other than the last, which the target has not read yet."""
+        """True if hidden states are missing for any token but the last, which the target has not read yet."""
         return self.states_len is not None and self.states_len < self.prefix.length - 1
 
     @property
     def lacks_block(self) -> bool:
-        """True if no block was drafted for the current length although one could be of use."""
+        """True if no block was drafted for the current length although the target could use one."""
         length = self.prefix.length
         if self.served_len == length or self.requested_tokens == 0 or not self.attached:
             return False
@@ -65,7 +65,7 @@ class DraftSequence:
 
     @property
     def may_go_on(self) -> bool:
-        """True if a block could be of use after the pending verdict."""
+        """True if the target could use a block after the pending verdict."""
         return (
             self.requested_tokens > 0
             and max_draft_tokens(self.open, self.prefix.length + 1) > 0
@@ -73,7 +73,7 @@ class DraftSequence:
         )
 
     def reset(self) -> Attach:
-        """Resets what was sent, which may have been lost; returns the message that attaches the session."""
+        """Forgets all blocks sent, which may have been lost; returns the message that attaches the session."""
         self.attached = True
         self.served_len = None
         self.passed_len = None
@@ -105,7 +105,7 @@ class DraftSequence:
         decided_s = self.decided_s
         self.decided_s = None
         if decided_s is None:
-            return  # no verdict came before this request, so it does not show a step's start
+            return  # without a verdict before it, this request does not mark the start of a step
         is_served = self.served_len == self.prefix.length
         if is_served or not request.hold_step:  # the target continues at once, with or without a block
             self.step_began_s = decided_s if self.requested_tokens else None
@@ -115,7 +115,7 @@ class DraftSequence:
                 self.passed_len = self.prefix.length
 
     def exchanged(self) -> None:
-        """Excludes blocks of the weights used so far, which may still be on their way, from what is counted."""
+        """Excludes blocks of the previous weights, some still under way, from the acceptance counts."""
         self.counted_from = 1 + max(self.prefix.length, *[length for length, _ in self.guesses], self.sent_len or 0)
 
     @property

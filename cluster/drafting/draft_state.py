@@ -1,4 +1,4 @@
-"""A block while it is being drafted: its final and its replaceable tokens, and the value of another forward pass."""
+"""State of a block being drafted: final and replaceable tokens, and the value of another forward pass."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -22,49 +22,49 @@ class DraftedToken:
     """A drafted token with the alternatives considered at its position."""
 
     token: int
-    choices: Choices  # at its position
+    choices: Choices  # candidates at the token's position
     p_accepted: float  # cumulative acceptance probability, by the draft model's own estimates
-    ids: tuple[int, ...] = ()  # of draft_probs, under rejection sampling; `weights` likewise
+    ids: tuple[int, ...] = ()  # token ids of draft_probs under rejection sampling; `weights` are theirs
     weights: tuple[int, ...] = ()
-    by_head: bool = False  # a draft head predicted it, without a forward pass of the model
-    state: Any = None  # private to the method: what the token was drawn from, if a draft head may continue from there
+    by_head: bool = False  # True: a draft head predicted the token, without a forward pass of the model
+    state: Any = None  # private to the method: state the token was drawn from, if a draft head may continue from there
 
 
 @dataclass(kw_only=True, eq=False)
 class BlockDraft:
-    """A block while it is being drafted.
+    """A block that is being drafted.
 
     A *root* is a block under verification that is read token by token to predict its outcomes. A block may have
-    *branches* that continue from tokens beside its own; each is drafted like a separate block.
+    *branches* that continue from alternatives to its own tokens; each is drafted like a separate block.
     """
 
     request: DraftRequest | LookaheadRequest
-    text: SessionText  # the session's; it does not change while a block is drafted
+    text: SessionText  # the session's committed text; fixed while a block is drafted
     base_hash: int  # hash of the tokens before the block
     max_tokens: int
-    outcome: tuple[int, ...] = ()  # assumed verdict before the block
+    outcome: tuple[int, ...] = ()  # assumed tokens of the verdict before the block
     chance: float = 1.0  # probability of the outcome
-    state: Any = None  # private to the method: like a drafted token's, for the position just before the block
-    unverified: tuple[int, ...] | None = None  # tokens of a root
-    tells_all: bool = False  # of a root: alternatives to its tokens are unknown until it is read
-    main: "BlockDraft | None" = None  # of a root that reads a token beside the main path: the root of the main path
-    stem: tuple[int, ...] = ()  # of a branch: the tokens before it; the last is off the main path
+    state: Any = None  # private to the method: drafting state at the position just before the block
+    unverified: tuple[int, ...] | None = None  # root only: the tokens under verification
+    tells_all: bool = False  # root only: alternatives to its tokens are unknown until the root is read
+    main: "BlockDraft | None" = None  # root that reads a token off the main path: the root of the main path
+    stem: tuple[int, ...] = ()  # branch only: the tokens before it, the last one off the main path
     branches: list["BlockDraft"] = field(default_factory=list)
     grown: list[Branch] = field(default_factory=list)  # finished branches
     min_confidence: float = 0.0  # cumulative probability below which the block ends
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # number of leading final tokens; a draft head's predictions after them may change
-    is_guessed: bool = False  # whether a draft head predicted tokens
-    is_cut: bool = False  # the next token is too unlikely, or its logits are not finite
-    estimates_first: bool = True  # the first token's probability is an estimate by a draft model
-    sends_probs: bool = field(init=False)  # rejection sampling: the target needs draft_probs
+    is_guessed: bool = False  # whether a draft head predicted the tokens after `settled`
+    is_cut: bool = False  # the block ends here: the next token is too unlikely, or its logits are not finite
+    estimates_first: bool = True  # whether a draft model estimated the first token's probability
+    sends_probs: bool = field(init=False)  # True under rejection sampling: the target needs draft_probs
 
     def __post_init__(self) -> None:
         self.sends_probs = self.text.open.acceptance is Acceptance.REJECTION and not self.text.open.sampling.greedy
 
     @property
     def lookahead(self) -> LookaheadRequest:
-        """The request of a block that is drafted ahead."""
+        """The request; only for a block that is drafted ahead of a verdict."""
         assert isinstance(self.request, LookaheadRequest), "this block is wanted now"
         return self.request
 
@@ -74,7 +74,7 @@ class BlockDraft:
 
     @property
     def last(self) -> tuple[Any, int]:
-        """The last token so far (the outcome's if none was drafted), and the state that it was drawn from."""
+        """State that the last token was drawn from, and that token; before the first, those of the outcome or text."""
         if self.drafted:
             return self.drafted[-1].state, self.drafted[-1].token
         return self.state, (self.outcome or self.text.tokens)[-1]
@@ -85,7 +85,7 @@ class BlockDraft:
 
     @property
     def by_model(self) -> list[DraftedToken]:
-        """The first offered tokens, as far as the model itself predicted them."""
+        """Leading tokens of the main path that the model itself predicted, not a draft head."""
         return list(takewhile(lambda token: not token.by_head, self.drafted[: len(self.tree.main_path)]))
 
     @property
@@ -113,17 +113,17 @@ class BlockDraft:
         return self.is_cut or len(self.drafted) == self.max_tokens
 
     def is_further(self, offset: int) -> bool:
-        """Returns True if the token `offset` tokens on follows a predicted one, with no forward pass in between."""
+        """Returns True if the token `offset` positions ahead follows a predicted one without a forward pass between."""
         return self.is_guessed or (offset > 0 and not self.is_root)
 
     @property
     def is_done(self) -> bool:
-        """True if another forward pass cannot improve the block either."""
+        """True if no token can be added and no forward pass would improve the block."""
         return self.is_complete and (self.sends_probs or not self.is_guessed)
 
     @property
     def least_chance(self) -> float:
-        """Cumulative probability that a token needs to be worth sending; relative to its stem in a branch."""
+        """Least cumulative probability of a token worth sending; in a branch, relative to its stem."""
         if self.sends_probs or self.is_root:
             return 0.0
         return self.request.least_chance / self.chance if self.stem else self.request.least_chance
@@ -132,7 +132,8 @@ class BlockDraft:
     def urgency(self) -> float:
         """Expected value of the next forward pass.
 
-        Under rejection sampling it does not depend on the tokens drafted so far, because a block's use must not.
+        Under rejection sampling it ignores the tokens drafted so far, because they must not decide whether a block is
+        used.
         """
         if self.sends_probs:
             return self.chance
@@ -161,23 +162,23 @@ class BlockDraft:
 
     @property
     def takes_trees(self) -> bool:
-        """True if tokens may be offered beside the block's own."""
+        """True if alternatives to the block's own tokens may be offered."""
         return self.request.shape is Shape.TREE and not self.is_root and not self.sends_probs
 
     @property
     def tree(self) -> DraftTree:
-        """The tree that is offered."""
+        """The draft tree to send."""
         if self.takes_trees and self.drafted:
             return tree_of(self.paths)
         probs = None
         drafted = self.drafted
-        if self.sends_probs and drafted and drafted[0].ids:  # a point mass needs none
+        if self.sends_probs and drafted and drafted[0].ids:  # a deterministic draft needs no probabilities
             probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
         return DraftTree.chain(self.tokens, probs)
 
     @property
     def paths(self) -> list[tuple[tuple[int, ...], float]]:
-        """Paths to the nodes of the tree so far with their probabilities, in falling order."""
+        """Paths to the tree's nodes so far with their probabilities, likeliest first."""
         return likeliest_paths(self._as_branches(), self.max_tokens, self.least_chance)
 
     def _as_branches(self) -> list[Branch]:
@@ -196,7 +197,7 @@ class BlockDraft:
         ids: tuple[int, ...] = (),
         weights: tuple[int, ...] = (),
     ) -> None:
-        """Adds a token, or ends the block; a root takes its own token, whatever the method predicts."""
+        """Adds a token, or ends the block if it is too unlikely. A root adds its unverified tokens before any other."""
         if self.is_complete:
             return
         if self.unverified is not None and len(self.drafted) < len(self.unverified):
@@ -213,7 +214,7 @@ class BlockDraft:
     def recall(self, considered: Iterable[DraftedToken]) -> None:
         """Adds earlier predictions for the first positions of a root.
 
-        Ends with the first position whose token under verification is another than the predicted one.
+        Stops after the first position whose token under verification differs from the predicted one.
         """
         for prediction, token in zip(considered, self.unverified or (), strict=False):
             there = prediction.choices.including(token, self.lookahead.claim((*self.tokens, token)))
@@ -224,7 +225,7 @@ class BlockDraft:
         self.settled = len(self.drafted)
 
     def forget_guesses(self) -> None:
-        """Drops what a draft head predicted, because the model has read on."""
+        """Drops the draft head's predictions, because the model has read further tokens."""
         del self.drafted[self.settled :]
         self.is_guessed = self.is_cut = False
 
@@ -233,7 +234,7 @@ class BlockDraft:
         self.settled = len(self.drafted)
 
     def after(self, outcome: tuple[int, ...], chance: float, max_tokens: int) -> "BlockDraft":
-        """Returns the block that comes after an outcome of this root's verification."""
+        """Returns an empty block that follows an outcome of this root's verification."""
         return BlockDraft(
             request=self.request,
             text=self.text,
@@ -271,5 +272,5 @@ class BlockDraft:
 
     @property
     def _least_of_tree(self) -> float:
-        """Probability that the next token needs; below it, other tokens are offered instead."""
+        """Least probability of the next token; below it, the tree has likelier tokens to offer."""
         return threshold_of(self.paths, self.max_tokens) if self.takes_trees and self.drafted else 0.0

@@ -1,4 +1,4 @@
-"""Hidden states as they reach a drafter: each session's in order, without a gap, and matching its own text."""
+"""Receives hidden states for a drafter: in order per session, without gaps, and matching the session's text."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -8,25 +8,26 @@ from cluster.drafting.requests import SessionUpdates
 from protos.frozen import value
 from protos.messages import States, StatesFormat
 
-MAX_EARLY_MESSAGES = 64  # messages per session that may wait for the verdict with their tokens
+MAX_EARLY_MESSAGES = 64  # most messages per session that wait for the verdict for their tokens
 
 
 @value
 class StateBounds:
     """Bounds on the hidden states that a method reads."""
 
-    window: int | None = None  # number of a text's latest states that are read; None: all
-    min_states: int | None = None  # number to begin with if earlier ones would have to be recomputed; None: all
-    max_states: int | None = None  # over all sessions; None: no bound
+    window: int | None = None  # number of latest states that the method reads; None: all
+    min_states: int | None = None  # number of latest states that suffice if earlier ones would be recomputed; None: all
+    max_states: int | None = None  # most states kept over all sessions; None: no bound
 
 
 NO_BOUNDS = StateBounds()
 
 
 class HiddenStateReceiver:
-    """Receives the hidden states of all sessions; drops and counts those that do not fit. With no format nothing fits.
+    """Receives the hidden states of all sessions; drops and counts unusable ones, which are all without a format.
 
-    It sends nothing: the session table acknowledges states, requests missing ones, and gives up sessions without room.
+    It sends nothing: the session table acknowledges states, requests missing ones, and gives up sessions whose states
+    exceed the bound.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class HiddenStateReceiver:
         self._sessions = sessions
         self._updates = updates
         self._counts = counts
-        self._early: defaultdict[str, list[States]] = defaultdict(list)  # by session, in order of arrival
-        self._asked: dict[str, tuple[int, int]] = {}  # latest request for states: position, text length
+        self._early: defaultdict[str, list[States]] = defaultdict(list)  # by session, oldest first
+        self._asked: dict[str, tuple[int, int]] = {}  # by session: position and text length of the latest request
 
     def opened(self, session: DraftSequence) -> None:
-        """Resets a session that begins, or begins again, to having no states."""
+        """Starts or restarts a session, without hidden states."""
         self.forget(session.open.session)
         if self._layout is not None:
             window = self._bounds.window
@@ -62,7 +63,7 @@ class HiddenStateReceiver:
         self._asked.pop(session, None)
 
     def no_room(self, more: int = 0, instead_of: str = "") -> str:
-        """Returns why the states of a text of `more` tokens cannot be kept; empty if they can.
+        """Returns why the states of a text of `more` tokens exceed the bound; empty if they do not.
 
         The states of the session `instead_of`, which the new text replaces, are not counted.
         """
@@ -83,7 +84,7 @@ class HiddenStateReceiver:
         return tokens if window is None else min(window, tokens)
 
     def take_early(self, session: DraftSequence) -> list[States]:
-        """Returns the states that arrived before the verdict with their tokens, to be received again."""
+        """Returns and removes the states that arrived before the verdict for their tokens."""
         return self._early.pop(session.open.session, [])
 
     def receive(self, session: DraftSequence, states: States) -> bool:
@@ -111,9 +112,9 @@ class HiddenStateReceiver:
             self._counts["states_early"] += 1
 
     def _is_new_gap(self, session: DraftSequence, states_len: int) -> bool:
-        """Returns True once for each length of the text.
+        """Returns True the first time a gap is seen at this text length.
 
-        States that were under way when the missing ones were requested arrive after the same gap.
+        States already under way when the missing ones were requested show the same gap again.
         """
         missing = (states_len, session.prefix.length)
         is_new = self._asked.get(session.open.session) != missing
@@ -121,7 +122,9 @@ class HiddenStateReceiver:
         return is_new
 
     def _keep(self, session: DraftSequence, first: int, states: States) -> None:
-        """Passes on the rows from position `first`, which follows the states kept so far or begins them."""
+        """Passes the rows from position `first` on to the method; they continue the states kept so far, or are the
+        first.
+        """
         if first != session.states_len:
             session.states_first = first
         rows = states.rows[(first - states.first) * states.format.row_bytes :]

@@ -1,4 +1,4 @@
-"""Drafting ahead: one block for each likely outcome of the verification under way, until its verdict is due.
+"""Drafts ahead of verdicts: one block for each likely outcome of the current verification, until its verdict is due.
 
 The likeliest outcomes come first (a speculation cache: Kumar et al. 2026, arXiv 2603.03251). A method extends branches
 and the caller passes the time in, so drafters of any method and the simulator run the same search.
@@ -24,7 +24,7 @@ FORWARD_MEMORY = 0.02  # weight of the latest forward pass
 
 
 class ForwardTime:
-    """A line over rows, fitted to recent forward passes."""
+    """Duration of a forward pass as a linear function of its rows, fitted to recent passes."""
 
     def __init__(self) -> None:
         self._line = Pairs()
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class PendingPositions(Generic[T]):
-    """Predictions by session and position."""
+    """Predictions for undecided positions, by session and position."""
 
     def __init__(self) -> None:
         self._open: defaultdict[str, dict[TextPosition, T]] = defaultdict(dict)
@@ -59,7 +59,7 @@ class PendingPositions(Generic[T]):
     def resolve(self, session: str, tokens: Sequence[int]) -> list[tuple[T, int]]:
         """Returns the predictions for positions that are now decided, each with the token decided there.
 
-        `tokens` is the session's whole committed text. Predictions whose path the text contradicts are forgotten.
+        `tokens` is the session's whole committed text. Predictions whose path the text contradicts are dropped.
         """
         resolved = []
         still_open = {}
@@ -104,50 +104,50 @@ class DraftTiming:
 
     @property
     def cost(self) -> DraftCost:
-        """Current cost of passes."""
+        """Current cost of a pass: the profile, scaled by the measured pace."""
         return self.profile.times(self.pace.value) if self.pace.count else self.profile
 
 
-MIN_ROW_LIMIT = 8  # most rows of a forward pass: this many, or ROWS_PER_SESSION for each session
+MIN_ROW_LIMIT = 8  # most rows of a forward pass: the larger of this and ROWS_PER_SESSION per session
 ROWS_PER_SESSION = 2
-MAX_OUTCOMES = 8  # outcomes drafted for after a rejection, and as many after full acceptance
-SIBLING_URGENCY = 0.5  # urgency of reading a token beside the main path under verification; that of the main path is 1
-MAX_SIBLINGS_READ = 4  # tokens beside the main path whose continuations are drafted ahead
+MAX_OUTCOMES = 8  # most outcomes drafted for after a rejection, and the same after full acceptance
+SIBLING_URGENCY = 0.5  # urgency of reading a token off the main path under verification; that of the main path is 1
+MAX_SIBLINGS_READ = 4  # most tokens off the main path whose continuations are drafted ahead
 MIN_OUTCOME_CHANCE = 0.01  # least probability of an outcome that is drafted for
 
 D = TypeVar("D", bound=BlockDraft)
 
 
 class BranchingMethod(Protocol[D]):
-    """Interface of a method to the search."""
+    """Interface that the search requires of a drafting method."""
 
     @property
     def outcomes(self) -> int:
-        """Most outcomes to draft for each time a root reveals some."""
+        """Most outcomes to draft for, each time that a root reveals outcomes."""
         ...
 
     def roots(self, request: LookaheadRequest) -> list[D]:
-        """Returns what to read of the step under way, its block first."""
+        """Returns the roots to read for the step under way, that of its block first."""
         ...
 
     def fork(self, root: D, outcome: tuple[int, ...], chance: float, max_tokens: int) -> D | None:
         """Returns a block of up to `max_tokens` after an outcome.
 
-        None if the root has not read all tokens before the outcome's last one.
+        Returns None if the root has not read all tokens before the outcome's last one.
         """
         ...
 
     def preview(self, drafts: Sequence[D], interrupted: Callable[[], bool]) -> None:
-        """Drafts what is available at once, without a forward pass."""
+        """Drafts the tokens that need no forward pass."""
         ...
 
     def extend(self, drafts: Sequence[D], interrupted: Callable[[], bool]) -> list[D]:
-        """Runs one forward pass for all of them; returns those that gained tokens or are done."""
+        """Runs one forward pass for all `drafts`; returns those that gained tokens or are done."""
         ...
 
 
 class LookaheadSearch(Generic[D]):
-    """One pass over some sessions: `choose` and `extended` alternate until nothing is chosen."""
+    """One lookahead pass: the caller alternates `choose` and `extended` until nothing is chosen."""
 
     def __init__(
         self,
@@ -166,7 +166,9 @@ class LookaheadSearch(Generic[D]):
         method.preview(self._begun, interrupted)
 
     def choose(self, now: float) -> list[D]:
-        """Returns the drafts that the next forward pass extends: the most urgent of those that it reaches in time."""
+        """Returns the drafts that the next forward pass extends: the most urgent whose verdicts are not due before its
+        end.
+        """
         due = now + self._took_s
         in_time = [draft for draft in self._open if due <= draft.lookahead.until]
         self._open = sorted(in_time, key=lambda draft: -draft.urgency)
@@ -191,7 +193,7 @@ class LookaheadSearch(Generic[D]):
 
     @property
     def drafts(self) -> list[D]:
-        """All blocks so far."""
+        """All blocks drafted so far, without the roots."""
         return [draft for draft in self._begun if not draft.is_root]
 
     @property
@@ -205,7 +207,7 @@ class LookaheadSearch(Generic[D]):
     def _rows(self, left_s: float) -> int:
         """Returns the rows of the next forward pass: few enough for two passes in the time left, if possible.
 
-        Two forward passes of few rows bring the likeliest blocks sooner, and further, than one of many rows.
+        Two passes of few rows finish the likeliest blocks sooner, and extend them further, than one of many rows.
         """
         twice = self._forward_time.max_rows(self._max_rows, left_s / 2)
         return twice or self._forward_time.max_rows(self._max_rows, left_s) or 1
@@ -220,7 +222,7 @@ class LookaheadSearch(Generic[D]):
         return [*roots, *self._branch_out(root, outcomes)]
 
     def _branch_out(self, root: D, outcomes: list[Outcome]) -> list[D]:
-        """Returns a block for each of the likeliest outcomes."""
+        """Returns a block for each of the root's likeliest outcomes."""
         request = root.request
         session = root.text.open
         stops = frozenset(session.stop_ids)  # no block follows a stop id
@@ -266,7 +268,7 @@ def _outcomes(root: BlockDraft) -> list[Outcome]:
     """Returns the outcomes that the root's latest forward pass revealed."""
     block = root.unverified or ()
     if len(root.choices) <= len(block):
-        return []  # some of its logits were not finite
+        return []  # some logits of the root were not finite
     (*there, after) = root.choices
     if root.main is not None:
         choices = root.main.choices[: len(block)]

@@ -1,4 +1,4 @@
-"""The interface of drafting methods, live or simulated, which propose tokens; and a drafter's pass over one method."""
+"""Interface of drafting methods, live or simulated, and one drafting pass of a method."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ class DraftingMethod(Protocol):
     """A source of candidate tokens. It is called from one thread, one call at a time.
 
     Under rejection sampling, a token may depend only on its prefix and the session's seed, and a block's length must
-    not depend on anything that was drawn.
+    not depend on any drawn token.
     """
 
     @property
@@ -38,7 +38,7 @@ class DraftingMethod(Protocol):
         ...
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        """Appends tokens that verdicts brought; they follow all tokens known so far."""
+        """Appends tokens from verdicts; they follow all tokens known so far."""
         ...
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -51,8 +51,9 @@ class DraftingMethod(Protocol):
         """Returns any number of proposals for each request.
 
         The method calls `early` with the proposals so far, because the verdict may arrive at any time. Once
-        `interrupted` returns True, a block is wanted now: the method returns what it has. Under rejection sampling, a
-        block that is cut short by an interruption or by the time of its verdict is sent as far as it got.
+        `interrupted` returns True, a block is wanted now: the method returns its proposals so far. Under rejection
+        sampling, a block that is cut short by an interruption or by the time of its verdict is sent with the tokens
+        drafted so far.
         """
         ...
 
@@ -67,15 +68,15 @@ class ReadsStates(Protocol):
 
     @property
     def states_format(self) -> StatesFormat:
-        """Format of the rows, as given by the deployment's setup."""
+        """Row format, set by the deployment's setup."""
         ...
 
     def states(self, session: str, first: int, rows: bytes) -> None:
         """Adds the target's encoded states at positions `first`, `first` + 1, ... of the session's committed text.
 
-        The states of a session arrive in order, each once, and may begin in mid-text. The method is asked for a block
-        only if it has the states of all tokens from there on except the last, which the target may not have read yet.
-        It may have the last token's states too.
+        The states of a session arrive in order, each once, and may begin in mid-text. A block is requested only if the
+        method has the states of all tokens from there on except the last, which the target may not have read yet. The
+        method may have the last token's states too.
         """
         ...
 
@@ -87,16 +88,16 @@ class ExchangesWeights(Protocol):
     def prepare_weights(self, folder: Path) -> Callable[[], object]:
         """Loads and checks the checkpoint in `folder`. Any thread but the drafting thread may call it during a pass.
 
-        Returns the exchange, to be called on the drafting thread between two passes. It takes well under a millisecond
-        and returns whatever the earlier weights held, so that it can be freed elsewhere. Raises ModelError if the
-        checkpoint cannot replace the one in use, which then stays.
+        Returns a function that exchanges the weights, to be called on the drafting thread between two passes. It takes
+        well under a millisecond and returns the objects of the earlier weights, to be freed elsewhere. Raises
+        ModelError if the checkpoint cannot replace the one in use, which then stays in use.
         """
         ...
 
 
 @value
 class DraftingPass:
-    """Changes for a method to apply, then its work: blocks that are wanted now, or else blocks ahead of verdicts."""
+    """Session changes for a method to apply, then its requests: blocks wanted now, or else blocks ahead of verdicts."""
 
     updates: SessionUpdates
     requests: tuple[DraftRequest, ...] = ()
@@ -113,7 +114,7 @@ class DraftingPass:
 
 
 def apply_updates(method: DraftingMethod, updates: SessionUpdates) -> None:
-    """Applies changes to a method's sessions, as required before it drafts."""
+    """Applies session changes to a method; required before the method drafts."""
     if updates.closed:
         method.close(tuple(updates.closed))
     for request in updates.opened.values():

@@ -1,6 +1,6 @@
 """Values exchanged with a drafting method: requests, proposals, and changes to sessions.
 
-The target's own `protos.messages.DraftRequest` requests a block that is needed now; an `LookaheadRequest` requests
+The target's own `protos.messages.DraftRequest` requests a block that is needed now; a `LookaheadRequest` requests
 blocks for the likely outcomes of a verdict. The method answers both with a `Proposal` per block.
 
 A method runs on its own thread and keeps its own copy of every text (`SessionText`). Each pass starts by applying the
@@ -18,7 +18,7 @@ from protos.messages import Open, Shape
 
 @value
 class LookaheadRequest:
-    """A session whose current step, with the draft tokens `unverified` or none, has no verdict yet.
+    """Requests blocks ahead of the verdict on a session's current step, which verifies `unverified`, possibly empty.
 
     The method drafts one block for each likely outcome of the step, and finishes by `until`. It omits tokens whose
     cumulative acceptance probability, by its own estimate, is below `least_chance`. Under rejection sampling it omits
@@ -26,14 +26,14 @@ class LookaheadRequest:
     """
 
     session: str
-    base_len: int  # tokens before the step
+    base_len: int  # number of tokens before the step
     prefix_hash: int  # hash of those tokens
-    max_tokens: int  # per block
+    max_tokens: int  # most draft tokens per block
     unverified: DraftTree
     until: float = math.inf
     least_chance: float = 0.0
-    shape: Shape = Shape.CHAIN  # shape that the target can verify
-    chances: tuple[float, ...] = field(default=(), compare=False)  # cumulative, one for each draft token
+    shape: Shape = Shape.CHAIN  # block shape that the target can verify
+    chances: tuple[float, ...] = field(default=(), compare=False)  # cumulative acceptance probability per draft token
 
     def claim(self, path: tuple[int, ...]) -> float:
         """Returns the drafter's probability of the path's last token given the tokens before it; 0 if unknown."""
@@ -46,9 +46,9 @@ class LookaheadRequest:
 
 @value
 class Proposal:
-    """A block to follow `base_len` tokens; without tokens, the method has nothing to offer.
+    """A block that follows `base_len` tokens; empty if the method has nothing to offer.
 
-    With `outcome`, the block was drafted ahead: it is wanted only if the pending verdict brings exactly these tokens.
+    A block with an `outcome` was drafted ahead: it is usable only if the pending verdict commits exactly these tokens.
     `base_len` and `prefix_hash` include them.
     """
 
@@ -57,13 +57,13 @@ class Proposal:
     prefix_hash: int
     tree: DraftTree
     outcome: tuple[int, ...] = ()
-    is_at_once: bool = False  # made without a forward pass, so its time is no measure of drafting cost
+    is_at_once: bool = False  # made without a forward pass, so its time does not measure drafting cost
     confidence: float | None = field(
         default=None, compare=False
-    )  # probability of the first token, if it can be compared with what the target decides
+    )  # probability of the first token, if it can be compared with the target's decision
     chances: tuple[float, ...] = field(
         default=(), compare=False
-    )  # cumulative, one for each token; empty under rejection sampling
+    )  # cumulative acceptance probability per token; empty under rejection sampling
     chance: float = field(default=1.0, compare=False)  # probability of the outcome
 
     @property
@@ -73,7 +73,7 @@ class Proposal:
 
 
 def nothing_ahead(requests: Sequence[LookaheadRequest]) -> list[Proposal]:
-    """Returns the answer of a method that has no blocks ahead of these verdicts.
+    """Returns the empty proposals of a method that has no blocks ahead of these verdicts.
 
     A target that continues without a block is answered with an empty proposal, or it would count the drafter as silent.
     A target that is verifying a block has had an answer already.
@@ -83,7 +83,7 @@ def nothing_ahead(requests: Sequence[LookaheadRequest]) -> list[Proposal]:
 
 
 def with_empty(proposals: list[Proposal], requests: Sequence[LookaheadRequest]) -> list[Proposal]:
-    """Returns the proposals, followed by the answers of `nothing_ahead` for sessions without one."""
+    """Returns the proposals, followed by those of `nothing_ahead` for sessions without any."""
     served = {proposal.session for proposal in proposals}
     return proposals + nothing_ahead([request for request in requests if request.session not in served])
 
@@ -91,7 +91,7 @@ def with_empty(proposals: list[Proposal], requests: Sequence[LookaheadRequest]) 
 def max_draft_tokens(request: Open, length: int) -> int:
     """Returns the length of the longest useful block after `length` tokens.
 
-    A verdict may bring one token more than the block, so the last position needs no draft.
+    A verdict may commit one token more than the block, so the last position needs no draft.
     """
     return min(request.draft_tokens, request.max_len - length - 1)
 
@@ -103,9 +103,9 @@ class SessionUpdates:
     The scheduler adds changes until a pass takes them.
     """
 
-    closed: dict[str, None] = field(default_factory=dict)  # an ordered set
+    closed: dict[str, None] = field(default_factory=dict)  # session names; an ordered set
     opened: dict[str, Open] = field(default_factory=dict)
-    committed: dict[str, list[int]] = field(default_factory=dict)  # tokens that follow those known
+    committed: dict[str, list[int]] = field(default_factory=dict)  # new tokens by session
     states: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # position of the first row, and the rows
 
     def open(self, request: Open) -> None:
@@ -137,7 +137,7 @@ class SessionText:
     """One session's committed text; it grows in place."""
 
     open: Open
-    tokens: list[int]  # prompt included
+    tokens: list[int]  # committed tokens, prompt included
 
     @classmethod
     def begin(cls, request: Open) -> "SessionText":

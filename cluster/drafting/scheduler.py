@@ -1,8 +1,7 @@
 """The draft scheduler: selects the sessions to draft for, now or ahead of verdicts, and the blocks to send.
 
-`DraftScheduler` passes messages on to the `SessionTable`, makes passes for the drafting method, and sends what the
-method proposes unless a verdict has overtaken it. `DraftReporter` accumulates the loads that decide the size of the
-draft pool.
+`DraftScheduler` forwards messages to the `SessionTable`, builds passes for the drafting method, and sends the proposed
+blocks that no verdict has overtaken. `DraftReporter` accumulates the load figures that size the draft pool.
 """
 
 import logging
@@ -32,11 +31,11 @@ class DraftScheduler:
         limits: DrafterLimits,
         draft_ahead: bool = True,
         shapes: frozenset[Shape] = frozenset(Shape),
-        published_acceptance: float | None = None,  # of first tokens, if the draft's publisher states it
+        published_acceptance: float | None = None,  # acceptance of first tokens, if the draft's publisher states it
         known_targets: Callable[[], frozenset[str]] | None = None,  # current addresses; None: any target is accepted
-        version: int = 0,  # of a learned draft
+        version: int = 0,  # version of a learned draft; 0: the configured draft
     ) -> None:
-        self.counts: Counter[str] = Counter()  # by event; `passes` serve blocks wanted now
+        self.counts: Counter[str] = Counter()  # counts by event; `passes` are those for blocks wanted now
         self.refusals = Refusals(log)
         self._draft_ahead = draft_ahead
         self._shapes = shapes  # shapes that the method can make
@@ -61,7 +60,7 @@ class DraftScheduler:
         return self.sessions.receive(peer, message, now)
 
     def connected(self, target: str) -> list[Send]:
-        """Attaches every session that is verified at `target`, whose stream is new."""
+        """Handles a new stream to `target`: attaches every session that is verified there."""
         return self.sessions.connected(target)
 
     def gone(self, peer: str) -> None:
@@ -76,19 +75,19 @@ class DraftScheduler:
         return self.sessions.leave()
 
     def exchanged(self, version: int, published_acceptance: float | None) -> None:
-        """Handles an exchange of the method's weights: `version` of the draft has its own published acceptance."""
+        """Records that the method's weights were exchanged for `version`, with its own published acceptance."""
         self.sessions.exchanged(version, LoadCheck(published_acceptance))
 
     # ------------------------------------------------------------ the drafting pass
 
     def next_pass(self, limit: int, lookahead_limit: int) -> DraftingPass:
-        """Returns a pass for up to `limit` sessions that want a block now, or else up to `lookahead_limit` ahead."""
+        """Returns a pass: up to `limit` sessions that want a block now, or else up to `lookahead_limit` ahead."""
         requests = self.requests(limit)
         lookahead = () if requests else self.lookahead_requests(lookahead_limit)
         pending = self.sessions.updates
         is_due = (
             requests or lookahead or pending.closed or pending.states
-        )  # caches to free, states to process while idle
+        )  # there are caches to free, or states to process while idle
         return DraftingPass(pending.take() if is_due else SessionUpdates(), requests, lookahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:
@@ -105,7 +104,7 @@ class DraftScheduler:
         return tuple(requests)
 
     def lookahead_requests(self, limit: int) -> tuple[LookaheadRequest, ...]:
-        """Returns requests for up to `limit` sessions with a step under way that nothing was drafted beyond yet.
+        """Returns requests for up to `limit` sessions in a step that nothing was drafted beyond yet.
 
         Call it only when no session wants a block now: a block ahead may not be needed, so it comes last.
         """
@@ -153,12 +152,12 @@ class DraftScheduler:
 
     @property
     def targets(self) -> frozenset[str]:
-        """Addresses of targets that verify for some session here."""
+        """Addresses of the targets that verify this drafter's sessions."""
         return frozenset(session.target for session in self.sessions.all.values())
 
     @property
     def version_watch(self) -> VersionWatch:
-        """Acceptance of the draft's version in use and of the one before."""
+        """Acceptance of the draft version in use and of the previous one."""
         return self.sessions.version_watch
 
     @property
@@ -182,7 +181,7 @@ class DraftScheduler:
         return sequence is not None and sequence.router != router
 
     def _is_known(self, target: str) -> bool:
-        """Returns True for a listed target and for one that sessions here already use.
+        """Returns True for a listed target and for one that this drafter's sessions already use.
 
         A target that shuts down serves its sessions for a while after it is no longer listed; drafting for them
         continues.
@@ -219,10 +218,7 @@ class DraftScheduler:
         return session.shape if session.shape in self._shapes else Shape.CHAIN
 
     def _send_lookahead(self, session: DraftSequence, proposal: Proposal) -> list[Send]:
-        """Sends a block for a prefix that the target may be about to decide, or has decided meanwhile.
-
-        Sends nothing if the same block was sent before.
-        """
+        """Sends a block drafted ahead, unless another outcome was decided or the same block was sent before."""
         address = (proposal.base_len, proposal.prefix_hash)
         if session.guesses.get(address) == proposal:
             return []
@@ -269,8 +265,8 @@ class DraftReporter:
     def pass_made(self, sessions: int, tokens: int, seconds: float) -> None:
         """Records a requested pass for `sessions` sessions whose longest block had `tokens` tokens.
 
-        Another drafter could save only the time beyond what a single session would take alone, so only that time
-        counts. Without a profile, all sessions are assumed to take the same time.
+        Counts only the time beyond a pass for a single session, because another drafter could save no more. Without a
+        profile, all sessions are assumed to take the same time.
         """
         whole_s = self._profile.seconds(sessions, tokens)
         alone = self._profile.seconds(1, tokens) / whole_s if whole_s else 1 / sessions

@@ -41,8 +41,8 @@ from protos.messages import (
 )
 from protos.prefix import Prefix
 
-WINDOW_BLOCKS = 8  # per session: enough to distinguish LATE_SHARE from IN_TIME_SHARE
-MIN_WINDOW_BLOCKS = 64  # blocks, over all sessions
+WINDOW_BLOCKS = 8  # blocks per session in a window: enough to distinguish LATE_SHARE from IN_TIME_SHARE
+MIN_WINDOW_BLOCKS = 64  # least blocks in a window, over all sessions
 LATE_SHARE = 0.5  # share of late blocks above which there are too many sessions: most blocks are wasted
 IN_TIME_SHARE = 0.125  # share of late blocks below which more sessions fit
 SHED_SHARE = 0.25  # share of sessions to give up at once
@@ -50,12 +50,12 @@ GROWTH_SHARE = 0.125  # share of sessions to add: smaller than SHED_SHARE, or th
 
 
 class Capacity:
-    """Limits the number of sessions of a drafter, to `most` or fewer."""
+    """Adapts a drafter's limit on sessions, up to `most`."""
 
     def __init__(self, most: int) -> None:
         self.sessions = most
         self._most = most
-        self._blocks = self._late = 0  # in the current window
+        self._blocks = self._late = 0  # counts of the current window
 
     def note(self, late: bool, sessions: int) -> int:
         """Records a drafted block, late or in time; returns how many of the current `sessions` to give up now."""
@@ -78,7 +78,7 @@ INTERVAL_MEMORY = 0.125  # weight of the latest step, as in the round-trip times
 
 @value
 class StepIntervalEstimate:
-    """Interval of one target's steps as a drafter sees them: from the event that begins a step to its verdict."""
+    """Duration of one target's steps as a drafter sees them: from the event that begins a step to its verdict."""
 
     mean_s: float = 0.0  # 0: no step seen yet
     deviation_s: float = 0.0  # mean absolute deviation; rises slowly, since a wasted draft costs little
@@ -123,7 +123,7 @@ class SessionTable:
         version_watch: VersionWatch,
     ) -> None:
         self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # longest without a block first
-        self.updates = SessionUpdates()  # for the drafting method, with the next pass
+        self.updates = SessionUpdates()  # changes for the drafting method's next pass
         self.lookahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
         self.load_check = load_check
         self.version_watch = version_watch
@@ -158,7 +158,7 @@ class SessionTable:
         raise AssertionError(f"nobody sends a drafter a {type(message).__name__}")
 
     def connected(self, target: str) -> list[Send]:
-        """Attaches every session that is verified at `target`, whose stream is new."""
+        """Handles a new stream to `target`: attaches every session that is verified there."""
         return [self._attach(session) for session in self.all.values() if session.target == target]
 
     def gone(self, peer: str) -> None:
@@ -202,11 +202,11 @@ class SessionTable:
         if existing is not None and existing.open.attempt > request.attempt:
             return []
         if existing is not None:
-            self.updates.close(request.session)  # the method's copy may be the one that is wrong
+            self.updates.close(request.session)  # the method's copy may be the wrong one
         session = DraftSequence(request, router, Prefix(request.hash_key, request.tokens))
         self._states.opened(session)
         if request.target_address in self._resting:
-            # Until the target answers the Attach, since reading a prompt takes long and may be wasted.
+            # Nothing is drafted until the target answers the Attach: reading a prompt takes long and may be wasted.
             session.requested_tokens = 0
         self.all[request.session] = session
         self.updates.open(request)
@@ -226,9 +226,9 @@ class SessionTable:
     # ------------------------------------------------------------ targets
 
     def _verdict(self, target: str, verdict: Verdict, now: float) -> list[Send]:
-        """Follows the target.
+        """Applies a target's verdict.
 
-        After a gap, asks the target for what is missing; after a contradiction, asks the router.
+        After a gap, requests the missing tokens from the target; after a contradiction, the ledger from the router.
         """
         session = self._session_at(target, verdict)
         if session is None:
@@ -242,7 +242,7 @@ class SessionTable:
             return [_resync(session)]
         new = verdict.tokens[session.prefix.length - verdict.base_len :]
         if not new and verdict.finish is Finish.NONE:
-            return []  # a repeat: nothing in it is new
+            return []  # a repeated verdict: all its tokens are known
         if new and max(new) >= self._limits.vocabulary:
             self._counts["verdict_invalid"] += 1
             self._forget(verdict.session)
@@ -285,7 +285,7 @@ class SessionTable:
             log.warning("this drafter is of little use: %s", self.load_check.warning)
 
     def _draft_request(self, target: str, request: DraftRequest) -> list[Send]:
-        """Applies what the target wants from now on.
+        """Applies a target's draft request.
 
         Ignores a request for another prefix: it is too late, or its verdict was lost.
         """
@@ -306,7 +306,7 @@ class SessionTable:
         return self._keep_states(session, [states], acks=peer != session.target)
 
     def _keep_states(self, session: DraftSequence, arrived: list[States], acks: bool) -> list[Send]:
-        """Keeps a session's states; gives it up if they exceed the bound, and requests missing ones."""
+        """Keeps a session's states; gives the session up if they exceed the bound, and requests missing ones."""
         gaps = [states for states in arrived if self._states.receive(session, states)]
         if why := self._states.no_room():
             return self._give_up(session, why)
@@ -317,7 +317,7 @@ class SessionTable:
         return [(states_stream(session.target), StatesAck(session.open.session, session.states_len))]
 
     def _on_resync(self, target: str, resync: Resync) -> list[Send]:
-        """Handles the target's report that the tokens here are not its own: asks the router for the ledger."""
+        """Handles the target's report that its tokens differ: requests the ledger from the router."""
         session = self.all.get(resync.session)
         if session is None or session.target != target:
             return []
@@ -326,7 +326,7 @@ class SessionTable:
         return [_resync(session)]
 
     def exchanged(self, version: int, load_check: LoadCheck) -> None:
-        """Counts the acceptance of other weights apart, from the first blocks on that they draft."""
+        """Counts the acceptance of the new weights separately, from their first blocks on."""
         self.load_check = load_check
         self.version_watch.exchanged(version)
         for session in self.all.values():
@@ -340,15 +340,15 @@ class SessionTable:
         return math.inf if earliest_s is None or session.step_began_s is None else session.step_began_s + earliest_s
 
     def hit(self, session: DraftSequence, proposal: Proposal) -> None:
-        """Records that a block drafted ahead is the one wanted now."""
+        """Records that a block drafted ahead fits the current prefix."""
         self._counts["guess_hit"] += 1
         self.all.move_to_end(proposal.session)
         session.sent(proposal)
 
     def note_block(self, late: bool) -> list[Send]:
-        """Applies back-pressure: gives up sessions while most blocks are late, those unserved for longest first.
+        """Records a block, late or in time; while most are late, gives up sessions, longest unserved first.
 
-        Keeps sessions that nothing is requested for, because they take no drafting time.
+        Keeps sessions without requested tokens, because they take no drafting time.
         """
         self._counts["blocks_late" if late else "blocks_in_time"] += 1
         excess = self._capacity.note(late, len(self.all))

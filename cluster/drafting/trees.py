@@ -23,7 +23,7 @@ from protos.frozen import value
 
 @value
 class Choices:
-    """Tokens that may come at a position and the draft model's probability of each; likeliest first."""
+    """Candidate tokens at a position with the draft model's probability of each; likeliest first."""
 
     tokens: Sequence[int]
     chances: Sequence[float]
@@ -33,7 +33,7 @@ class Choices:
         return self.chances[self.tokens.index(token)] if token in self.tokens else 0.0
 
     def including(self, token: int, chance: float) -> "Choices":
-        """Returns the choices with `token` added at the probability that another source gives it."""
+        """Returns the choices with `token` added, at a probability from another source."""
         if token in self.tokens or not chance:
             return self
         return Choices((*self.tokens, token), (*self.chances, chance))
@@ -59,7 +59,7 @@ def accepted_chance(block: Sequence[int], choices: Sequence[Choices]) -> float:
 def rejections(block: DraftTree, choices: Sequence[Choices]) -> list[Outcome]:
     """Returns the outcomes that reject a token of the main path, by the `choices` at its positions.
 
-    At each position these are the tokens that no branch of the block contains.
+    Each outcome ends with a choice that no branch of the block contains at that position.
     """
     outcomes = []
     reached = 1.0
@@ -74,13 +74,13 @@ def rejections(block: DraftTree, choices: Sequence[Choices]) -> list[Outcome]:
 
 
 def continuations(block: Sequence[int], accepted: float, after: Choices) -> list[Outcome]:
-    """Returns the outcomes that accept the whole block, with probability `accepted`, and bring one of `after` next."""
+    """Returns the outcomes that accept the whole block, with probability `accepted`, followed by one of `after`."""
     return [((*block, token), accepted * chance) for token, chance in after]
 
 
 CHILD_CHANCE = 0.5  # approximate probability of the token after a likely one
-MAX_BRANCHES = 3  # branches of a block that are begun at once
-MAX_SIBLINGS = 4  # choices considered at a position: even the fourth is the target's token at only 2 of 100 positions
+MAX_BRANCHES = 3  # most branches of a block that are begun at once
+MAX_SIBLINGS = 4  # choices considered per position: even the fourth is the target's token at only 2 of 100 positions
 
 TokenPath = tuple[int, ...]
 
@@ -132,8 +132,8 @@ def likeliest_of(chances: Mapping[TokenPath, float], most: int, least_chance: fl
 def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
     """Returns the likeliest paths when the continuations of any path are known without a forward pass.
 
-    None is below `least_chance`. The likeliest path is expanded first, so `after` is called at most `most` times, and
-    for a path only after all of its prefixes.
+    All have at least the probability `least_chance`. The likeliest path is expanded first, so `after` is called at most
+    `most` times, and for a path only after all of its prefixes.
     """
     paths: list[tuple[TokenPath, float]] = []
     frontier: list[tuple[float, int, TokenPath]] = []  # negated probability, depth, path
@@ -179,7 +179,7 @@ def branches_by_depth(choices: Sequence[Choices], most: int, least_chance: float
 
 
 def threshold_of(paths: Sequence[tuple[TokenPath, float]], most: int) -> float:
-    """Returns the probability that a further node needs to be among the likeliest `most`; 0 while fewer are there."""
+    """Returns the least probability of a further node among the likeliest `most`; 0 while there are fewer paths."""
     return paths[-1][1] if len(paths) == most else 0.0
 
 

@@ -12,7 +12,7 @@ from protos.messages import Open
 
 
 class Admission:
-    """All sessions of a replica; collects what the engine has to open and close in the next step."""
+    """Holds all sessions of a replica; collects those that the engine must open and close in the next step."""
 
     def __init__(self, limit: int, pages: SessionMemory) -> None:
         self.running: dict[str, TargetSequence] = {}  # in the cache, oldest first
@@ -21,9 +21,9 @@ class Admission:
         self.pages = pages
         self.preempted = 0  # times that a session lost its pages to an older one
         self.prefix_tokens = 0  # tokens of sessions when they were first admitted, without audits
-        self.prefix_hits = 0  # those among them that were cached already
+        self.prefix_hits = 0  # tokens among `prefix_tokens` that were already cached
         self._limit = limit
-        self._opens: list[Open] = []  # for the engine, with the next step
+        self._opens: list[Open] = []  # sessions for the engine to open in the next step
         self._closes: list[str] = []
 
     # ------------------------------------------------------------ lookup
@@ -45,7 +45,7 @@ class Admission:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is held and nothing is pending for the engine."""
+        """True if there are no sessions and no changes pending for the engine."""
         return not any((self.running, self.waiting, self.order, self._opens, self._closes))
 
     # ------------------------------------------------------------ opening and closing
@@ -59,7 +59,7 @@ class Admission:
             name, session = min(self.waiting.items(), key=lambda item: item[1].open.priority)
             shared = session.prefix.tokens if session.may_share else ()
             session.cache.enter(self.pages.open(name, shared, session.open.cache_salt.encode()))
-            # A page for each running session to grow into keeps the newcomer from being preempted at once.
+            # Each running session keeps a page to grow into, or the newcomer would be preempted at once.
             missing = self.pages.missing(name, session.prefix.length + 1)
             if self.running and missing + self._owed() > self.pages.available:
                 self.pages.close(name)
@@ -102,8 +102,8 @@ class Admission:
     def reserve(self, session: TargetSequence, start: int, end: int, in_step: set[str]) -> list[PageCopy] | None:
         """Reserves pages for positions `start` to `end`; preempts younger sessions if there are too few.
 
-        Returns None if the session is the youngest itself, or if all younger ones are in the step already (`in_step`).
-        In the next step it comes before them.
+        Returns None if the session is the youngest, and so preempted itself, or if all younger ones are already in the
+        step (`in_step`). In the next step it comes before them.
         """
         name = session.open.session
         while (copies := self.pages.reserve(name, start, end)) is None:
@@ -120,7 +120,7 @@ class Admission:
         return sum([max(1, missing(name, session.prefix.length + 1)) for name, session in self.running.items()])
 
     def _preempt(self, name: str) -> None:
-        """Moves a session back to the head of the queue; what is lost of its cache is recomputed from its tokens."""
+        """Moves a session back to the head of the queue; the lost part of its cache is recomputed from its tokens."""
         self.preempted += 1
         session = self.running[name]
         self._leave(name)

@@ -2,7 +2,7 @@
 
 A block waits under the length and prefix hash that it was drafted for. A drafter may receive a session before its
 target does. Until the session is opened, its assigned drafter is unknown, so such messages are kept separately per
-drafter, each with its own limits on number, bytes and age. The cost of a message does not depend on how many wait.
+drafter, each with its own limits on number, bytes and age. Handling a message takes the same time however many wait.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -22,9 +22,9 @@ class TargetCounts:
     rebased: int = 0  # late blocks that were verified from the target's current length
     accepted_tokens: int = 0  # draft tokens that verdicts accepted
     wasted_tokens: int = 0  # draft tokens in well-formed blocks that no verdict accepted, once that is certain
-    known_tokens: int = 0  # committed tokens fed, each once unless it was lost from the cache
-    step_s: float = 0.0  # time in steps
-    idle_s: float = 0.0  # time with sessions and no step, usually waiting for blocks
+    known_tokens: int = 0  # committed tokens fed, counted again if lost from the cache and recomputed
+    step_s: float = 0.0  # seconds spent in steps
+    idle_s: float = 0.0  # seconds with sessions but no step, usually waiting for blocks
     nonfinite: int = 0  # sessions that ended because their logits were NaN or infinite
 
     def drop(self, cause: str, block: Block) -> None:
@@ -34,17 +34,17 @@ class TargetCounts:
 
 
 class BlockBuffer:
-    """Blocks by (base_len, prefix_hash); at most `limit` of them."""
+    """Waiting blocks of one session by (base_len, prefix_hash), at most `limit`."""
 
     def __init__(self, limit: int, counts: TargetCounts) -> None:
-        self.ready_since = 0.0  # arrival time of the block that is ready
+        self.ready_since = 0.0  # arrival time of the ready block, in seconds
         self._limit = limit
         self._counts = counts
         self._blocks: dict[tuple[int, int], Block] = {}
-        self._unsettled = 0  # tokens of blocks stored so far, including replaced versions
+        self._unsettled = 0  # tokens stored, replaced versions included, not yet counted as accepted or wasted
 
     def ready(self, prefix: Prefix) -> Block | None:
-        """Returns the block that may go into a step now, or None."""
+        """Returns the block for exactly this prefix, which may go into a step now, or None."""
         return self._blocks.get((prefix.length, prefix.hash)) if self._blocks else None
 
     def take(self, base_len: int, prefix_hash: int) -> None:
@@ -69,12 +69,12 @@ class BlockBuffer:
             self.ready_since = now
 
     def move_on(self, prefix: Prefix, accepted: int, now: float) -> bool:
-        """Moves to the session's new prefix; returns True if a block for it is there already.
+        """Moves to the session's new prefix; returns True if a block for it has already arrived.
 
         Keeps the block for this prefix and the usable rest of a late block. Drops the others, which assumed another
         verdict or came too late. None can be for a later prefix, because a drafter drafts ahead of one verdict at a
-        time. `accepted` is the number of tokens accepted from the block that was verified, if any; of the rest only
-        what is kept may still count.
+        time. `accepted` is the number of tokens accepted from the verified block, if any; other tokens that are not
+        kept count as wasted.
         """
         if not self._unsettled:
             return False
@@ -112,26 +112,26 @@ class BlockBuffer:
         return ready
 
     def _unfit(self, block: Block, request: Open, prefix: Prefix) -> str | None:
-        # A verdict brings one token more than its block; a block that leaves no place for it needs pages past max_len.
+        # A verdict commits one token after its block; a block that leaves it no position needs pages past max_len.
         beyond_end = block.base_len + block.size >= request.max_len
         if block.size > request.draft_tokens or beyond_end:
             return "too_long"
         stored = self._blocks.get((block.base_len, block.prefix_hash))
         if stored is not None:
-            # A drafter may send a better version. Under rejection sampling, the choice must not depend on either one.
+            # A better version replaces a block, except under rejection sampling: there no choice may depend on tokens.
             needs_probs = request.acceptance is Acceptance.REJECTION and not request.sampling.greedy
             return "duplicate" if needs_probs or stored == block else None
-        if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # drafts ahead never displace it
+        if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # a block for this prefix always fits
             return "buffer_full"
         if block.base_len == prefix.length and block.prefix_hash != prefix.hash:
             return "other_prefix"
         return None
 
     def _rebased(self, block: Block, prefix: Prefix) -> Block | None:
-        """Returns the part of a late block that follows the tokens decided since, or None if nothing of it is usable.
+        """Returns the part of a late block that follows the tokens decided since, or None if no part is usable.
 
-        This is exact under rejection sampling too. Given the committed tokens, the rest follows the probabilities that
-        were sent, and neither its use nor its length depends on its tokens.
+        This is exact under rejection sampling too. Given the committed tokens, the rest is distributed by the
+        probabilities that were sent, and neither its use nor its length depends on its tokens.
         """
         if not prefix.matches(block.base_len, block.prefix_hash):
             return None
@@ -147,7 +147,7 @@ def _is_for(block: Block, prefix: Prefix) -> bool:
     return block.base_len == prefix.length and block.prefix_hash == prefix.hash
 
 
-MAX_ENDED_SESSIONS = 4096  # ended sessions that are kept, so that their late blocks are dropped at once
+MAX_ENDED_SESSIONS = 4096  # ended sessions remembered, so that their late blocks are dropped at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +169,19 @@ class Waiting:
     drafter: str
     attach: Attach | None = None
     blocks: list[Block] = field(default_factory=list)
-    bytes: int = 0  # size of the blocks
+    bytes: int = 0  # encoded size of `blocks`
 
 
 class OrphanBuffer:
-    """All messages that wait for an Open; those that do not fit or that expire are counted."""
+    """All messages that wait for an Open; drops and counts those beyond the limits and those that expire."""
 
     def __init__(self, limits: BufferLimits, counts: TargetCounts) -> None:
         self._limits = limits
         self._counts = counts
         self._waiting: OrderedDict[tuple[str, str], Waiting] = OrderedDict()  # by session and drafter, oldest first
-        self._drafters: defaultdict[str, list[str]] = defaultdict(list)  # by session, in order of arrival
-        self._sessions: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by drafter
-        self._bytes: Counter[str] = Counter()  # of waiting blocks, by drafter
+        self._drafters: defaultdict[str, list[str]] = defaultdict(list)  # drafters by session, in order of arrival
+        self._sessions: defaultdict[str, dict[str, None]] = defaultdict(dict)  # session names by drafter
+        self._bytes: Counter[str] = Counter()  # bytes of waiting blocks, by drafter
         self._all_bytes = 0
         self._ended: OrderedDict[str, None] = OrderedDict()  # most recently ended sessions
 
@@ -217,7 +217,7 @@ class OrphanBuffer:
         return [self._remove(session, drafter) for drafter in list(self._drafters.get(session, ()))]
 
     def ended(self, session: str) -> None:
-        """Records that a session is over, so that its further blocks count as late, not early."""
+        """Records that a session is over, so that its further blocks are dropped instead of kept for an Open."""
         self._ended[session] = None
         if len(self._ended) > MAX_ENDED_SESSIONS:
             self._ended.popitem(last=False)
@@ -227,7 +227,7 @@ class OrphanBuffer:
             self._discard(self._remove(session, drafter), "drafter_gone")
 
     def next_expiry(self) -> float | None:
-        """Returns the time at which `expire` will have something to do; None if nothing waits."""
+        """Returns the time of the next expiry; None if nothing waits."""
         oldest = next(iter(self._waiting.values()), None)
         return oldest.since + self._limits.age_s if oldest is not None else None
 
@@ -236,7 +236,7 @@ class OrphanBuffer:
             self._discard(self._remove(*next(iter(self._waiting))), "expired")
 
     def _place_of(self, session: str, drafter: str, now: float) -> Waiting | None:
-        """Returns this drafter's queue for the session; None if the drafter has reached its limit of sessions."""
+        """Returns this drafter's queue for the session, created if needed; None at the drafter's limit of sessions."""
         waiting = self._waiting.get((session, drafter))
         if waiting is not None:
             return waiting

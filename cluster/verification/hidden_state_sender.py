@@ -1,7 +1,7 @@
-"""Hidden states for drafters: what each lacks, what is sent with a verdict, and what is read from pages and sent apart.
+"""Sends hidden states to drafters: a few with each verdict, all others separately, as read from pages.
 
 Pages serve as the queue. States are read from them only when a drafter's window has capacity, so nothing waits in
-memory, and unsent states stay in the pages. Pure; the engine reads.
+memory, and unsent states stay in the pages. Pure; the engine reads the pages.
 
 If pages keep no states, those of the latest step are sent before the next step, and earlier ones that a drafter lacks
 are recomputed: the cache is a prefix, so the session is rolled back to the first position that is missing. A drafter
@@ -23,14 +23,14 @@ MAX_TRIES = 2
 
 
 class StateRecompute:
-    """Tracks readable states of all sessions of a target.
+    """Tracks which states of a target's sessions can be read, where pages keep none.
 
-    The engine holds the rows of one step until it makes the next.
+    The engine holds the rows of the latest step until the next one.
     """
 
     def __init__(self, page_size: int) -> None:
         self.again = 0  # tokens that were recomputed for their states
-        self.lost = 0  # feeds that ended because their drafter had no capacity for the states computed for it
+        self.lost = 0  # feeds ended because their drafter had no capacity for recomputed states
         self._page_size = page_size
         self._reads: dict[str, StateRead] = {}  # readable states of the latest step, by session
 
@@ -48,7 +48,7 @@ class StateRecompute:
                 feed.tries += 1
 
     def end(self, session: str, first: int) -> int:
-        """Returns the position up to which states can be read from `first` on; `first` if there are none."""
+        """Returns the end of the states that can be read from position `first` on; `first` if there are none."""
         read = self._reads.get(session)
         return max(first, read.end) if read is not None and read.first <= first else first
 
@@ -57,15 +57,15 @@ class StateRecompute:
         return read.slots[first - read.first : end - read.first]
 
     def begin(self, session: TargetSequence, feed: StateFeed) -> None:
-        """Moves the beginning of a feed to the first readable state, or as late as its drafter accepts.
+        """Moves a feed's start to the first readable state, or to the latest start that its drafter accepts.
 
-        Does nothing if the drafter needs no later beginning or all that it lacks is readable.
+        Does nothing if the drafter accepts no later start or all states that it lacks are readable.
         """
         if feed.begin_by > feed.sent and not self._are_there(session, feed.sent):
             feed.begin(max(feed.sent, min(feed.begin_by, self._first_there(session))))
 
     def rewind(self, sessions: Iterable[TargetSequence]) -> None:
-        """Rolls back sessions whose drafters lack states that are not readable. Call it before a step is planned."""
+        """Rolls back sessions whose drafters lack states that cannot be read. Call it before a step is planned."""
         for session in sessions:
             feed = session.live_feed
             if feed is None:
@@ -78,7 +78,7 @@ class StateRecompute:
                 self._roll_back(session, feed)
 
     def _are_there(self, session: TargetSequence, first: int) -> bool:
-        """Returns True if the states of all cached tokens from a position on can be read."""
+        """Returns True if the states of all cached tokens from position `first` on can be read."""
         return self.end(session.open.session, first) >= session.cache.length
 
     def _first_there(self, session: TargetSequence) -> int:
@@ -95,9 +95,9 @@ class StateRecompute:
         session.cache.length = feed.sent
 
 
-RIDE_BYTES = 256 << 10  # states of known tokens that may go with a verdict: 2 ms at 1 Gbit/s
-WINDOW_BYTES = 4 << 20  # unacknowledged states per drafter: 3 ms at 10 Gbit/s, more than a round trip
-UNKEPT_WINDOW_BYTES = 64 << 20  # the same if no page keeps what cannot be sent at once
+RIDE_BYTES = 256 << 10  # most bytes of earlier tokens' states sent with a verdict: 2 ms at 1 Gbit/s
+WINDOW_BYTES = 4 << 20  # most unacknowledged bytes per drafter: 3 ms at 10 Gbit/s, more than a round trip
+UNKEPT_WINDOW_BYTES = 64 << 20  # the same if pages keep no states for later
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,10 @@ class _Lack:
 
 
 class HiddenStateSender:
-    """Feeds of all sessions of a target; with no format, no drafter reads states and nothing is sent.
+    """Sends drafters the hidden states of all sessions of a target; sends nothing if `layout` is None.
 
-    `is_kept`: pages beside the cache keep the states. `ride_bytes` bounds the states of known tokens that go with a
-    verdict, and `window_bytes` a drafter's unacknowledged states.
+    `is_kept`: pages next to the cache keep the states. `ride_bytes` limits the states of earlier tokens sent with a
+    verdict; `window_bytes` limits a drafter's unacknowledged states.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class HiddenStateSender:
         ride_bytes: int | None = None,
         window_bytes: int | None = None,
     ) -> None:
-        self.rows: Counter[str] = Counter()  # rows sent, with verdicts or apart
+        self.rows: Counter[str] = Counter()  # rows sent, by way: `verdict` or `apart`
         self.fresh = None if is_kept else StateRecompute(admission.pages.page_size)
         self._layout = layout
         self._admission = admission
@@ -139,8 +139,7 @@ class HiddenStateSender:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows and bytes sent with verdicts and apart from them, and the recomputed and lost ones if pages keep
-        none."""
+        """Rows and bytes sent with verdicts and apart; if pages keep none, also recomputed tokens and lost feeds."""
         row_bytes = self._layout.row_bytes if self._layout is not None else 0
         rows = {way: self.rows[way] for way in ("verdict", "apart")}
         counts = {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
@@ -162,7 +161,7 @@ class HiddenStateSender:
     # ------------------------------------------------------------ messages from drafters
 
     def attached(self, session: TargetSequence, drafter: str, attach: Attach) -> None:
-        """Starts a feed of everything that the attaching drafter does not report to have."""
+        """Starts a feed of the states that the attaching drafter lacks, if it reads any."""
         first = attach.states_from
         if first is None or self._layout is None:
             session.feed = None
@@ -170,9 +169,9 @@ class HiddenStateSender:
             session.feed = StateFeed(drafter, first, first, first if attach.states_by is None else attach.states_by)
 
     def acked(self, peer: str, ack: StatesAck) -> None:
-        """Records that states have arrived.
+        """Records an acknowledgement of states.
 
-        Only the session's own drafter can acknowledge, and only what it was sent.
+        Ignores other drafters' acknowledgements, and positions that were not sent.
         """
         session = self._admission.find(ack.session)
         feed = session.live_feed if session is not None else None
@@ -182,7 +181,7 @@ class HiddenStateSender:
     # ------------------------------------------------------------ with verdicts
 
     def to_ride(self, session: TargetSequence, row: Row) -> tuple[int, ...]:
-        """Returns the slots of the states that are to come back with the row's outcome, if they are few enough."""
+        """Returns the slots whose states the row's outcome should contain; none if there are too many."""
         feed = session.live_feed
         if self._layout is None or feed is None or session.exchange.is_paused or not row.decide:
             return ()
@@ -196,7 +195,7 @@ class HiddenStateSender:
     ) -> list[Verdict | States | DraftRequest]:
         """Inserts the states that go with a verdict between the verdict and the next request.
 
-        None if the session is over.
+        Inserts none if the session is over.
         """
         if not outcome.states or len(news) < 2:
             return [*news]
@@ -205,23 +204,24 @@ class HiddenStateSender:
     def _riding(self, session: TargetSequence, row: Row, outcome: Outcome) -> list[States]:
         """Returns the states to send with a verdict.
 
-        Returns none while earlier ones are under way on the states stream, which these would overtake, or if the
-        drafter has attached again meanwhile and lacks others.
+        Returns none while earlier states are under way on the states stream, because these would overtake them, or if
+        the drafter has attached again meanwhile and lacks other states.
         """
         feed = session.live_feed
         if feed is None or not feed.sent == feed.acked == row.states_from:
             return []
         messages = list(self._messages(session, feed.sent, outcome.states))
         feed.went_out(messages[-1].end)
-        feed.acked = feed.sent  # a broken stream is noticed, so these need no acknowledgement
+        feed.acked = feed.sent  # breaks of the verdict stream are noticed, so these need no acknowledgement
         self.rows["verdict"] += feed.sent - row.states_from
         return messages
 
     # ------------------------------------------------------------ apart from verdicts
 
     def next_read(self) -> StateRead | None:
-        """Returns the states to read from pages now, for the drafter that lacks least, so that decoding does not wait
-        for prompts."""
+        """Returns the states to read from pages now: those of the session that lacks fewest, so that decoding does not
+        wait for prompts.
+        """
         layout = self._layout
         if layout is None:
             return None

@@ -68,7 +68,7 @@ NONFINITE_MESSAGE = (
 
 
 class StepDeadline:
-    """Computes due times. Blocks of silent drafters are not waited for, except as a probe."""
+    """Computes when sessions and steps are due. Steps wait for blocks of silent drafters only as a probe."""
 
     def __init__(self, pacing: PacingPolicy, silent: SilentDrafters) -> None:
         self._pacing = pacing
@@ -104,7 +104,7 @@ class StepDeadline:
         return dues, first + self._pacing.hold_for_s(blocks, load)
 
     def _probe_s(self, session: TargetSequence, drafter: str, load: Load) -> float:
-        """Returns how long the session skips steps for the block of a silent drafter."""
+        """Returns the seconds for which the session skips steps for the block of a silent drafter."""
         is_probed = session.exchange.request.hold_step and self._silent.is_probed(drafter)
         return load.step.non_speculative_s(load.sessions) if is_probed else 0.0
 
@@ -122,14 +122,14 @@ class VerificationLimits:
     trees: bool = True  # whether the engine can verify draft trees
     own_draws_only: bool = False  # whether the engine reports only its own draws, no probabilities
     states: StatesFormat | None = None  # format of captured hidden states; None: not captured
-    keeps_states: bool = True  # whether the engine keeps hidden states beside the cache
-    ride_bytes: int | None = None  # most hidden states sent with a verdict; None: the default
-    window_bytes: int | None = None  # most unacknowledged hidden states per drafter; None: the default
+    keeps_states: bool = True  # whether the engine keeps hidden states next to the cache
+    ride_bytes: int | None = None  # most bytes of hidden states sent with a verdict; None: the default
+    window_bytes: int | None = None  # most unacknowledged bytes of hidden states per drafter; None: the default
     max_queued: int = 1024
-    buffer: BufferLimits = BufferLimits()  # for blocks that wait for a prefix or for a session
+    buffer: BufferLimits = BufferLimits()  # limits of blocks that wait for a prefix or for a session
 
     def fault_of(self, request: Open, pages: int) -> str:
-        """Returns why a request could never be served, or "" if it can; `pages` is its need at full length."""
+        """Returns why a request could never be served, or "" if it can; it needs `pages` pages at full length."""
         if (highest := max(max(request.tokens), request.rival or 0, request.rules.highest_id)) >= self.vocabulary:
             return f"token id {highest} is outside the vocabulary of {self.vocabulary}"
         if request.max_len > self.max_context:
@@ -143,7 +143,7 @@ class VerificationLimits:
         return ""
 
     def unfit(self, block: Block) -> str | None:
-        """Returns the cause for which a block is dropped in any session, or None."""
+        """Returns why a block must be dropped, whatever its session, or None."""
         probs = block.tree.probs
         named = [block.tree.tokens, *(probs.token_ids if probs is not None else ())]
         if max(map(max, named)) >= self.vocabulary:
@@ -184,35 +184,34 @@ class DraftQualityMonitor:
 
 @dataclass(frozen=True, slots=True)
 class TargetActivity:
-    """Current state, and counts since startup."""
+    """A replica's current state and its counts since startup."""
 
     running: int
     queued: int
     cache: float  # share of the pages that sessions hold
     non_speculative_rate: float  # measured tokens per second of non-speculative decoding
-    gain: float  # throughput of speculation over that
+    gain: float  # throughput with speculation over `non_speculative_rate`
     speculates: bool
-    chosen: Mapping[int, int]  # number of requests by draft length
-    blocks_timed: int  # blocks that arrived after they were requested
-    block_delay_s: float  # sum of their delays, each from the verdict before
-    prefix_tokens: int  # tokens of sessions when they were admitted to the cache
-    prefix_hits: int  # those among them that were cached already
+    chosen: Mapping[int, int]  # number of draft requests, by draft length
+    blocks_timed: int  # number of blocks that arrived after their request
+    block_delay_s: float  # sum of their delays since the requesting verdicts
+    prefix_tokens: int  # tokens of sessions at their admission to the cache
+    prefix_hits: int  # tokens among `prefix_tokens` that were already cached
 
 
 class TargetReporter:
-    """Reports on one replica's sessions. Audits are left out of autoscaling reports, as no reason for more replicas."""
+    """Reports on one replica's sessions. Autoscaling reports omit audits, which do not justify more replicas."""
 
     def __init__(self, limits: VerificationLimits, admission: Admission, controller: SpeculationController) -> None:
         self._limits = limits
         self._admission = admission
         self._controller = controller
         self._growth = CounterDeltas()
-        self._first_tokens = 0  # sessions that have had their first token
-        self._first_token_s = 0.0  # sum of the times that they waited for it
+        self._first_tokens = 0  # number of sessions that got their first token
+        self._first_token_s = 0.0  # sum of the times to these first tokens
 
     def deciding(self, session: TargetSequence, now: float) -> None:
-        """Records that tokens are decided for a session, to measure the time to its first token since it was opened
-        here."""
+        """Records the time from a session's Open here to its first token; call it before each decision."""
         if not session.committed_at and not session.open.audit:
             self._first_tokens += 1
             self._first_token_s += now - session.opened_s
@@ -268,7 +267,7 @@ class TargetReporter:
 
 
 class VerificationScheduler:
-    """Schedules all sessions of one target replica; `memory` defaults to pages of its own."""
+    """Schedules all sessions of one target replica; without `memory`, it allocates the pages itself."""
 
     def __init__(
         self,
@@ -294,9 +293,9 @@ class VerificationScheduler:
         self.is_leaving = False  # if True, new sessions are refused
         self._early = OrphanBuffer(limits.buffer, self.counts)  # messages for sessions that are not open yet
         self._in_step: list[tuple[TargetSequence, Row]] = []
-        self._moves: list[SlotMove] = []  # for the latest step's accepted nodes; made before other cache changes
-        self._step_shape = StepShape(0, 0, 0)  # latest step that computed anything
-        self._free_since = 0.0  # time since which sessions could have been in a step and were in none
+        self._moves: list[SlotMove] = []  # moves of the latest step's accepted nodes, made before other cache changes
+        self._step_shape = StepShape(0, 0, 0)  # shape of the latest step that had rows
+        self._free_since = 0.0  # start of idle time: end of the latest step, or a later first Open
         self._nonfinite_log_due = -math.inf
 
     # ------------------------------------------------------------ messages from peers
@@ -329,8 +328,8 @@ class VerificationScheduler:
     def gone(self, peer: str, now: float) -> None:
         """Handles a broken stream.
 
-        A router's sessions are forgotten. A drafter's sessions continue without speculation, after the blocks that
-        arrived.
+        A router's sessions are forgotten. A drafter's sessions use the blocks that arrived, then continue without
+        speculation.
         """
         self._silent.on_message(peer)
         for session in self.admission:
@@ -362,7 +361,7 @@ class VerificationScheduler:
         if existing is not None and existing.router != router:
             self.refusals.note(router, "an Open of another router's session", name)
             return [(router, not_permitted(request))]
-        if self.is_leaving:  # no failure, since another target takes it
+        if self.is_leaving:  # not a failure: another target takes the session
             return [(router, _overloaded(request, STOPPING_MESSAGE)), (router, Leaving())]
         if refusal := self._refuse(request):
             return [(router, refusal)]
@@ -378,7 +377,7 @@ class VerificationScheduler:
         self.admission.waiting[name] = session
         self._admit(now)
         if name in self.admission.waiting:
-            self._decide_drafting(session)  # so that its drafter has read the prompt when it is admitted
+            self._decide_drafting(session)  # so that its drafter reads the prompt before the session is admitted
         for waiting in self._early.take(name):
             if waiting.attach is not None:
                 session.access.admit(waiting.drafter, waiting.attach.assignment_token)
@@ -397,8 +396,7 @@ class VerificationScheduler:
     # ------------------------------------------------------------ drafters
 
     def _attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
-        """Sends the session's verdicts to this drafter from now on, beginning with what it missed and the current
-        request."""
+        """Attaches a drafter: sends it the tokens that it missed, the current request, and from now on all verdicts."""
         session = self.admission.find(attach.session)
         if session is None:
             self._early.attach(drafter, attach, now)
@@ -430,7 +428,7 @@ class VerificationScheduler:
             return
         if not session.access.admits(drafter):
             self.counts.unrequested += 1
-            if drafter not in session.access.replaced:  # otherwise it was sent before another drafter was assigned
+            if drafter not in session.access.replaced:  # otherwise sent before another drafter was assigned
                 self.refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
             self.counts.drop("not_assigned", block)
             return
@@ -449,8 +447,8 @@ class VerificationScheduler:
         self._silent.on_message(drafter)
         if session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
             session.exchange.no_draft(no_draft.base_len)
-            if not session.in_step:  # during a step, the answer had time and its delay means nothing
-                self._note_answer(session, no_draft, 1, now)  # it takes as long as one token
+            if not session.in_step:  # during a step nothing waits for the answer, so its delay means nothing
+                self._note_answer(session, no_draft, 1, now)  # the answer takes as long as one token
 
     def _detach(self, drafter: str, detach: Detach) -> None:
         """Records that the drafter left the session, which continues without speculation.
@@ -535,14 +533,14 @@ class VerificationScheduler:
         return StepPlan(closes, opens, rows, tuple(copies), moves)
 
     def next_due(self) -> float | None:
-        """Returns the time of the next step or expiry if nothing else happens; None if there will be none."""
+        """Returns the time of the next step or expiry if no message arrives before; None if nothing is pending."""
         _, start = self._timing.dues(self.admission.running, self.controller.load)
         expiry = self._early.next_expiry()
         due = start if expiry is None else min(start, expiry)
         return due if due < math.inf else None
 
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
-        """Turns the engine's outcomes into verdicts: commits what was fed, decides each row, learns from the step.
+        """Turns the engine's outcomes into verdicts: commits the fed rows, decides each row, learns from the step.
 
         Messages for drafters come first, since a round waits for its drafter, not for its router.
         """
@@ -559,7 +557,7 @@ class VerificationScheduler:
                 to_routers.append(self._end_nonfinite(session, now))
                 continue
             if not session.open.audit:
-                # Before the verdict: a session may end with it, and its cached pages stay useful.
+                # Publish before deciding: the session may end now, and its cached pages stay useful.
                 cached_len = min(session.cache.length, session.prefix.length)
                 self._pages.publish(row.session, session.prefix.tokens, cached_len)
             if row.decide:
@@ -580,7 +578,7 @@ class VerificationScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is held: no session, no waiting block, nothing pending for the engine."""
+        """True if there is no session, no waiting message, and nothing pending for the engine."""
         return self.admission.is_empty and not self._early and not self._in_step
 
     def report(self, now: float) -> TargetReport:
@@ -610,7 +608,7 @@ class VerificationScheduler:
         copies: list[PageCopy] = []
         in_step: set[str] = set()
         for name in list(self.admission.order):
-            session = self.admission.running.get(name)  # None: preempted by an earlier one in this loop
+            session = self.admission.running.get(name)  # None: preempted by an earlier session in this loop
             if session is None or budget <= 0 or dues[name] > now:
                 continue
             row = session.row(budget)
@@ -669,7 +667,7 @@ class VerificationScheduler:
             news = self.feeds.with_states(session, row, outcome, session.for_drafter(verdict))
             sends += [(drafter, message) for message in news]
         if drafter is not None and collapse is not None and not collapse.is_resynced:
-            session.detach()  # until it attaches again
+            session.detach()  # until the drafter attaches again
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
             self._forget(request.session)
@@ -678,7 +676,8 @@ class VerificationScheduler:
     def _end_nonfinite(self, session: TargetSequence, now: float) -> Send:
         """Ends a session whose logits are NaN or infinite; its router releases its drafter.
 
-        No other session may read what it cached. Another replica with the same weights would compute the same.
+        No other session may read its cached pages. A retry elsewhere is useless: the same weights compute the same
+        logits.
         """
         request = session.open
         self.counts.nonfinite += 1
@@ -711,8 +710,9 @@ class VerificationScheduler:
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
-        """Records an answer's delay, unless the block was drafted ahead or is the first, which includes reading the
-        prompt."""
+        """Records an answer's delay, except for a block drafted ahead and for the drafter's first answer, which
+        includes reading the prompt.
+        """
         was_read = session.exchange.answer()
         delay_s = session.delay_of(answer, now)
         if delay_s is not None and was_read:
@@ -752,7 +752,7 @@ def _as_fed(planned: list[tuple[TargetSequence, Row]], memory: SessionMemory) ->
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSequence, Row]], running: Collection[TargetSequence]) -> StepShape:
-    """Returns the shape of the step, with which pacing interprets the step's time."""
+    """Returns the shape of the step, by which the speculation controller interprets its duration."""
     prompts = [row for _, row in in_step if row.feeds_prompt]
     return StepShape(
         rows=len(in_step),

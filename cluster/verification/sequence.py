@@ -1,4 +1,4 @@
-"""A session as its target replica holds it: committed tokens, waiting blocks, and its next row."""
+"""A target replica's record of a session: committed tokens, waiting blocks, and the next row."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -16,8 +16,8 @@ from protos.frozen import value
 from protos.messages import AssignmentToken, Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
 from protos.prefix import Prefix
 
-# Prompt tokens per step for audited or scored prompts. A request that arrives meanwhile waits for the step, so the step
-# must be short; and the logits of all of a scored row are held at once.
+# Prompt tokens per step for audited or scored prompts. The step must be short, because a request that arrives during it
+# waits for its end, and because all logits of a scored row are in memory at once.
 AUDIT_STEP_TOKENS = 64
 MISSED_ROUNDS = 4  # rounds without any block after which a block that was not waited for counts as missed too
 
@@ -26,10 +26,10 @@ MISSED_ROUNDS = 4  # rounds without any block after which a block that was not w
 class Decision:
     """Result of a step for a session."""
 
-    base_len: int  # tokens before the decided ones
+    base_len: int  # number of tokens before the decided ones
     base_hash: int
     tokens: tuple[int, ...]
-    accepted: int  # number of tokens from the block
+    accepted: int  # number of tokens accepted from the block
     finish: Finish
 
 
@@ -39,8 +39,8 @@ class StateFeed:
 
     drafter: str
     sent: int
-    acked: int  # end of the states that have arrived
-    begin_by: int = 0  # latest position that they may begin at; not after `sent`: there is no choice left
+    acked: int  # position after the last acknowledged state
+    begin_by: int = 0  # latest position at which the feed may start; fixed if not after `sent`
     tries: int = 0  # times that readable states could not be sent, if pages keep none
 
     def went_out(self, end: int) -> None:
@@ -49,7 +49,7 @@ class StateFeed:
         self.tries = 0
 
     def begin(self, first: int) -> None:
-        """Begins the states at position `first`; earlier ones are never sent."""
+        """Starts the feed at position `first`; earlier states are never sent."""
         assert self.sent <= first <= self.begin_by, "the drafter has no use for states from there on"
         self.sent = first
         self.acked = first
@@ -57,12 +57,12 @@ class StateFeed:
 
 @dataclass(eq=False, slots=True)
 class CacheState:
-    """What the engine's cache holds of a session."""
+    """A session's part of the engine's cache."""
 
-    length: int = 0  # valid tokens
-    initial: int = 0  # tokens that were cached already when the session began
+    length: int = 0  # number of valid tokens
+    initial: int = 0  # tokens already cached when the session began
     is_open: bool = False  # whether the engine has opened the session
-    displaced_from: int | None = None  # position from which the cache is in order only after pending moves
+    displaced_from: int | None = None  # first position that is out of order until pending moves are made
 
     def enter(self, length: int) -> None:
         """Records that the session gets its pages, with `length` tokens in them."""
@@ -71,7 +71,7 @@ class CacheState:
             self.initial = length
 
     def fed(self, row: Row) -> None:
-        """Records a computed row. An engine with its own pages finds out only in the step what it had cached."""
+        """Records a computed row. An engine with its own pages reports cached tokens only by the row's start."""
         if row.start > self.length == 0:
             self.initial = row.start
         self.length = row.start + len(row.tokens)
@@ -79,7 +79,7 @@ class CacheState:
     def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[SlotMove]:
         """Returns the cache moves that bring a row's accepted nodes into order.
 
-        Until they are made, the cache ends before them.
+        Until they are made, the cache is in order only up to `row.base_len`.
         """
         moves = row.kept(path, page_size)
         self.displaced_from = row.base_len if moves else None
@@ -88,11 +88,11 @@ class CacheState:
 
 @dataclass(eq=False, slots=True)
 class DrafterAccess:
-    """Which drafters may take part in a session, by the assignment tokens that they present."""
+    """Admits drafters to a session by the assignment tokens that they present."""
 
     open: Open
     replaced: frozenset[str] = frozenset()  # drafters with earlier tokens, whose messages may still arrive
-    _token: AssignmentToken | None = None  # of the latest assignment
+    _token: AssignmentToken | None = None  # token of the latest assignment
     _holder: str | None = None  # the drafter that presented it
 
     def admit(self, drafter: str, token: AssignmentToken | None) -> bool:
@@ -121,10 +121,10 @@ class DrafterAccess:
 
 @dataclass(eq=False, slots=True)
 class DraftExchange:
-    """What a session's drafter was sent, and what it has answered."""
+    """Requests and tokens sent to a session's drafter, and its answers."""
 
     request: DraftingDecision = DraftingDecision()  # the current request
-    sent_len: int = 0  # length that was sent to the drafter
+    sent_len: int = 0  # number of tokens sent to the drafter
     is_paused: bool = False  # whether the latest request sent was for no tokens
     has_answered: bool = False  # whether the drafter has answered since the latest verdict, in any way
     no_draft_len: int = -1  # length for which the drafter has no block
@@ -169,7 +169,7 @@ class TargetSequence:
     drafter: str | None = None
     exchange: DraftExchange = field(default_factory=DraftExchange)
     stats: SessionStats = field(default_factory=SessionStats)
-    committed_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # latest lengths and times
+    committed_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # (length, time) pairs
     in_step: bool = False  # whether it is in the step under way
     answer: DraftAnswer = DraftAnswer.NOT_ASKED  # the drafter's answer for the latest row
     watch: CollapseWatch = CollapseWatch()  # updated by the `DraftQualityMonitor`
@@ -191,7 +191,7 @@ class TargetSequence:
 
     @property
     def requested_tokens(self) -> int:
-        """Draft length that was requested."""
+        """Draft length of the current request."""
         return self.exchange.request.tokens
 
     @property
@@ -201,7 +201,7 @@ class TargetSequence:
 
     @property
     def awaited_drafter(self) -> str | None:
-        """The drafter that was asked for a block for the next row and has not answered that there is none; or None."""
+        """The drafter asked for a block for the next row; None if it has answered that there is none."""
         return self.drafter if self._wants_block else None
 
     @property
@@ -232,7 +232,7 @@ class TargetSequence:
         return self.buffer.ready(self.prefix)
 
     def delay_of(self, answer: Block | NoDraft, now: float) -> float | None:
-        """Returns how long after its verdict the answer came; None for a block drafted ahead and for a wrong guess."""
+        """Returns the seconds from the verdict to the answer; None for a block drafted ahead and for a wrong guess."""
         if not self.prefix.matches(answer.base_len, answer.prefix_hash):
             return None
         for length, committed_s in reversed(self.committed_at):
@@ -241,7 +241,7 @@ class TargetSequence:
         return None
 
     def attach(self, drafter: str) -> None:
-        """Records a drafter that is about to receive what it missed and the current request."""
+        """Records a drafter that is about to receive the missed tokens and the current request."""
         self.drafter = drafter
         self.exchange.attach(self.prefix.length)
 
@@ -274,7 +274,7 @@ class TargetSequence:
         return [unsent] if is_over else [unsent, self.draft_request()]
 
     def for_router(self, verdict: Verdict, row: Row, outcome: Outcome) -> Verdict:
-        """Returns the verdict with the parts that only the router receives, if the Open asks for them."""
+        """Returns the verdict with the parts that only the router receives, if the Open requests them."""
         rejected = self._rejected(verdict, row)
         if not (rejected or outcome.scores or outcome.prompt_scores):
             return verdict
@@ -299,7 +299,7 @@ class TargetSequence:
         return replace(verdict, base_len=sent_len, prefix_hash=prefix_hash, tokens=tokens, accepted=0, drafted=0)
 
     def row(self, budget: int) -> Row:
-        """Returns the next row, of at most `budget` tokens, with its pages left open; a block is never split."""
+        """Returns the next row, of at most `budget` tokens, still without its pages; a block is never split."""
         name = self.open.session
         budget = budget if self.may_share else min(budget, AUDIT_STEP_TOKENS)
         tail = tuple(self.prefix.tokens[self.cache.length :])
@@ -321,7 +321,7 @@ class TargetSequence:
         if self.has_no_draft or self._usable_block() is not None:
             return DraftAnswer.GIVEN
         if self._wants_block and (self.exchange.request.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
-            return DraftAnswer.MISSED  # also if the assigned drafter has not attached
+            return DraftAnswer.MISSED  # even if the assigned drafter has not attached
         return DraftAnswer.NOT_ASKED
 
     def join_step(self, row: Row) -> None:
@@ -365,7 +365,7 @@ def settle(
 ) -> tuple[tuple[int, ...], int, Finish]:
     """Cuts committed tokens where the session ends: after the first stop id, or at the length limit.
 
-    Returns the tokens that stand, how many of them were drafted, and why the session ended, if it did.
+    Returns the remaining tokens, how many of them were drafted, and the reason for the end, if any.
     """
     room = max_len - base_len
     for count, token in enumerate(tokens, 1):

@@ -1,6 +1,6 @@
-"""The interface between a target's coordinator and its engine: one step plan, and its outcomes.
+"""The interface between a target's coordinator and its engine: a step plan, answered with its outcomes.
 
-One message each way per step. This module does not import torch; the engine turns the plan into tensors.
+A step takes one message in each direction. This module does not import torch; the engine turns the plan into tensors.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +44,7 @@ class Row:
     state_slots: tuple[int, ...] = ()  # slots of the last positions, whose hidden states are requested
 
     def in_pages(self, pages: tuple[int, ...], state_slots: tuple[int, ...] = ()) -> "Row":
-        """Returns the row with these pages."""
+        """Returns a copy of the row with these pages and state slots."""
         return Row(self.session, self.tokens, self.start, self.decide, pages, self.draft, state_slots)
 
     @property
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def known(self) -> int:
-        """Number of tokens that were decided before."""
+        """Number of the row's tokens that were decided before the step."""
         return len(self.tokens) - len(self.draft.tokens)
 
     @property
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def base_len(self) -> int:
-        """Number of tokens decided before, those in the cache included."""
+        """Number of tokens decided before the step, cached ones included."""
         return self.start + self.known
 
     @property
@@ -78,29 +78,29 @@ class Row:
         return self.start + len(self.tokens) - len(self.state_slots)
 
     def states_along(self, path: Sequence[int]) -> list[int]:
-        """Returns the slots whose states the outcome contains once the nodes on `path` are accepted, in the path's
-        order."""
+        """Returns the slots of the states in the outcome, in order, if the nodes on `path` are accepted."""
         known_slots = len(self.state_slots) - self.drafted
         return [*self.state_slots[:known_slots], *[self.state_slots[known_slots + node] for node in path]]
 
     def kept(self, path: Sequence[int], page_size: int) -> list[SlotMove]:
-        """Returns the moves that place the nodes on a path one after the other, behind the tokens decided before."""
+        """Returns the moves that place a path's nodes in consecutive slots after the tokens decided before."""
         if not path or path[-1] == len(path) - 1:
-            return []  # the first nodes are there already
+            return []  # the accepted nodes are in place already
         slots = slots_of(range(self.base_len, self.base_len + path[-1] + 1), self.pages, page_size)
         return [SlotMove(slots[node], slots[step]) for step, node in enumerate(path) if node != step]
 
 
 @value
 class StepPlan:
-    """Sessions to close, sessions to open, cache moves, cache copies, and the rows of one forward pass, in this
-    order."""
+    """One step, carried out in this order: sessions to close, sessions to open, cache moves, page copies, and the rows
+    of one forward pass.
+    """
 
     closes: tuple[str, ...]
     opens: tuple[Open, ...]
     rows: tuple[Row, ...]
     copies: tuple[PageCopy, ...] = ()  # made after all moves
-    moves: tuple[SlotMove, ...] = ()  # for accepted nodes of the latest step with rows
+    moves: tuple[SlotMove, ...] = ()  # moves of accepted nodes of the latest step with rows
 
 
 @value
@@ -118,7 +118,7 @@ class StateRead:
 
 @value
 class Outcome:
-    """The engine's answer for one deciding row: the draft's nodes on `path` are accepted, then comes `next_token`.
+    """The engine's answer for one deciding row: the draft's nodes on `path` are accepted, followed by `next_token`.
 
     If `is_finite` is False, the row's logits were NaN or infinite: nothing is decided, and the session must end.
     """
@@ -126,10 +126,10 @@ class Outcome:
     session: str
     path: tuple[int, ...]
     next_token: int
-    margin: float | None = None  # lead in logits over the rival that the session's Open names
+    margin: float | None = None  # lead in logits over the rival token named in the session's Open
     states: bytes = b""  # states of the row's `state_slots`, without nodes off the path
-    scores: tuple[TokenScore, ...] = ()  # of the committed tokens, if the session's Open asks for them
-    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens from the second on, with the first decision
+    scores: tuple[TokenScore, ...] = ()  # scores of the committed tokens, if the session's Open requests them
+    prompt_scores: tuple[TokenScore, ...] = ()  # scores of the prompt from its second token on, with the first decision
     is_finite: bool = True
 
     @property
@@ -149,9 +149,9 @@ class Outcome:
 
 
 def riding(rows: Sequence[Row], outcomes: Sequence[Outcome], read: Callable[[list[int]], bytes]) -> list[Outcome]:
-    """Returns the outcomes with the hidden states to send with the verdicts, all read at once by their slots.
+    """Returns the outcomes with the hidden states in their rows' slots, which go with the verdicts; one call reads all.
 
-    There is one outcome for each row, in their order.
+    There is one outcome for each row, in the rows' order.
     """
     if not any(row.state_slots for row in rows):
         return list(outcomes)
