@@ -2,7 +2,7 @@
 
 The folder may hold the most frequent tokens, a recurrent head, mask tokens and a published acceptance rate, against
 which drafters check themselves. Another checkpoint of the same shape, such as a version trained from the first, can
-replace it while it drafts: it is loaded beside it and takes over the memory of its cache.
+replace the model while it drafts: both are in memory until the new one takes over the cache's memory.
 """
 
 import json
@@ -41,8 +41,8 @@ from actors.models.layer_subset import context_length
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 
-HEAD_TOKENS = 8192  # a recurrent head chooses among the most frequent tokens: it rarely predicts others
-PROBE_TOKENS = 4  # fed to a checkpoint before it replaces another
+HEAD_TOKENS = 8192  # most frequent tokens that a recurrent head chooses from; it rarely predicts others
+PROBE_TOKENS = 4  # tokens fed to a checkpoint before it replaces another
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
@@ -56,7 +56,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
 def load_draft_model(
     folder: Path, draft: DraftPool, setup: DraftSetup, device: torch.device, calibration: Calibration | None = None
 ) -> DraftModel:
-    """Loads a checkpoint as a drafting method; ids that the target lacks are never proposed."""
+    """Loads a checkpoint as a drafting method; token ids unknown to the target are never proposed."""
     products = choose_products(draft.draft_model.quantization, setup.dtype, device)
     model = load_model(folder, products.dtype_name, device)
     return draft_with(model, products.product, draft, setup, folder, calibration)
@@ -70,7 +70,8 @@ def draft_with(
     beside: Path | None = None,
     calibration: Calibration | None = None,
 ) -> DraftModel:
-    """Drafts with a model, sped up by the files in its folder `beside`: frequent tokens and a recurrent head.
+    """Creates the method from a loaded model and files in folder `beside`: frequent tokens, recurrent head, mask
+    tokens.
 
     With a folder, checkpoints of the same shape can replace the model later.
     """
@@ -97,7 +98,7 @@ def draft_with(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A model as its drafting method uses it; columns of its logits are those of `token_ids`, (columns,)."""
+    """A model prepared for drafting; its logits' columns stand for `token_ids`, (columns,)."""
 
     decoder: Decoder
     token_ids: Tensor
@@ -122,7 +123,7 @@ def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, besid
 
 
 class _Successors:
-    """Loads checkpoints that may replace `model`, over the pages of its `runner`."""
+    """Loads checkpoints that may replace `model`; they reuse the cache and attention backend of its `runner`."""
 
     def __init__(
         self, draft: DraftPool, setup: DraftSetup, model: PreTrainedModel, runner: ModelRunner, pages: int
@@ -160,7 +161,9 @@ class _Successors:
 
     @torch.inference_mode()
     def _try(self, folder: Path, model: PreTrainedModel, parts: _Parts) -> None:
-        """Feeds a few tokens in memory of its own. Raises ModelError if a row of logits has no finite maximum."""
+        """Feeds a few tokens through a separate small cache. Raises ModelError if a row of logits has no finite
+        maximum.
+        """
         pages = -(-PROBE_TOKENS // self._shape.page_size)
         runner = ModelRunner(
             model, pages, self._shape.page_size, SdpaGather(), parts.decoder, context=self._setup.max_context
@@ -179,9 +182,9 @@ FIGURE = "first_token_acceptance"
 
 
 def published_acceptance(draft: DraftPool) -> float | None:
-    """Returns the share of blocks whose first token the target accepts, from the draft's config.json.
+    """Returns the share of blocks whose first token the target accepts, as stated in the draft's config.json.
 
-    None if config.json does not state it. Raises ModelError if the value is not a share in (0, 1].
+    Returns None if it is not stated. Raises ModelError if the value is not a share in (0, 1].
     """
     if draft.model is None:
         return None

@@ -9,7 +9,7 @@ from cluster.errors import ModelError
 
 
 class Products(NamedTuple):
-    """Factory for matrix products, and the dtype of everything else."""
+    """Factory for matrix products, and the dtype of all other operations."""
 
     product: Product
     dtype: torch.dtype
@@ -22,8 +22,8 @@ class Products(NamedTuple):
 def choose_products(quantization: str, dtype: str, device: torch.device) -> Products:
     """Selects products for a model of type `dtype`.
 
-    Quantized products round weights and rows to 8 bits, and the rest is float32. Raises ModelError if the device has
-    no such products.
+    Quantized products round weights and rows to 8 bits; all other operations are float32. Raises ModelError if the
+    device has no such products.
     """
     if quantization == "none":
         return Products(projection, getattr(torch, dtype))

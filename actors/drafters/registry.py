@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 @value
 class DraftSetup:
-    """Deployment facts, in addition to the method's own section of the configuration."""
+    """Deployment facts that a method needs besides its own configuration section."""
 
-    dtype: str  # of both models
+    dtype: str  # of draft and target
     max_context: int  # tokens of the longest session
-    draft_tokens: int  # of the longest block
-    target_tokens: Mapping[int, str]  # by id; no other token is ever proposed
+    draft_tokens: int  # tokens of the longest block
+    target_tokens: Mapping[int, str]  # token strings by id; other ids are never proposed
     target: str  # Hugging Face id or folder of the target; some methods use its weights
-    states: StatesFormat | None = None  # of the target's hidden states, if the method reads them
-    makers: "tuple[Maker, ...]" = ()  # of logits processors, in addition to those built from an Open alone
+    states: StatesFormat | None = None  # encoding of the target's hidden states, if the method reads them
+    makers: "tuple[Maker, ...]" = ()  # further factories of logits processors, with inputs other than the Open
 
 
 MODULES: Mapping[str, str] = MappingProxyType(
@@ -65,7 +65,7 @@ def create_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
 
 
 def create_model_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
-    """Creates the method that drafts with `draft.model`, where another method runs before it."""
+    """Creates the method that drafts with `draft.model`, for use inside another method such as `hybrid`."""
     return _created(draft.model_method, draft, setup)
 
 
@@ -75,7 +75,7 @@ def _created(method: str, draft: DraftPool, setup: DraftSetup) -> DraftingMethod
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
-    """Returns which hidden states of the target in folder `target` the method reads; None for most methods."""
+    """Returns which hidden states the method reads from the target in folder `target`; None for most methods."""
     if draft.model_method not in STATE_READERS:
         return None
     needed: StatesNeeded = _module(draft).states_needed(draft, target)
@@ -110,7 +110,7 @@ def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | N
 
 
 def _format(draft: DraftPool, needed: StatesNeeded) -> StatesFormat:
-    """Raises ModelError if the target is to project and the method has no projection."""
+    """Returns how rows are encoded. Raises ModelError if `project` is `target` and the method has no projection."""
     width = needed.projected_width if draft.states.projects_at_target(needed) else needed.width
     assert width is not None, "what is projected has a width"
     return StatesFormat(width, StateDtype[draft.states.dtype.upper()])
@@ -122,5 +122,5 @@ def _load_projection(draft: DraftPool, target: Path, dtype: str, device: Any) ->
 
 
 def _module(draft: DraftPool) -> Any:
-    """Imports the module of the method that reads states."""
+    """Imports the module of the state-reading method."""
     return import_module(MODULES[draft.model_method])

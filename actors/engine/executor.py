@@ -1,8 +1,8 @@
-"""The target's step on one rank: rows in, decisions out. Sampling and acceptance run beside the logits.
+"""Executes the target's steps on one rank: rows in, decisions out. Sampling and acceptance run where the logits are.
 
-The executor remembers what each session was fed. It does not know why a row is in a step, nor who owns the cache's
-pages. `Engine` is the interface to it off the event loop: one awaitable call per step. `done_within` waits with a limit
-that ignores time in which this process itself stood still.
+The executor stores the tokens that each session was fed. It does not know why a row is in a step, nor who owns the
+cache's pages. `Engine` is the interface to it off the event loop: one awaitable call per step. `done_within` waits with
+a limit that excludes time in which this process itself was suspended.
 """
 
 import asyncio
@@ -28,32 +28,32 @@ from protos.messages import Open, TokenScore
 @dataclass(slots=True)
 class _SessionState:
     open: Open
-    tokens: list[int]  # committed tokens first, then everything that was fed and kept
+    tokens: list[int]  # committed tokens first, then all fed and kept tokens
     chain: ProcessorChain | None
     prompt_scores: list[TokenScore] | None = None  # scores of the prompt from its second token on; None: not requested
 
     def take_prompt_scores(self) -> tuple[TokenScore, ...]:
-        """Returns the prompt's scores, once."""
+        """Returns the prompt's scores and clears them, so that they are sent once."""
         scores = self.prompt_scores or ()
         self.prompt_scores = None
         return tuple(scores)
 
     def scored(self, row: Row) -> tuple[int, ...]:
-        """Returns the prompt tokens that follow the row's first ones, if they are to be scored."""
+        """Returns the prompt tokens to score with this row's logits; empty if no scores are requested."""
         if self.prompt_scores is None:
             return ()
         return self.open.tokens[row.start + 1 : min(row.base_len + 1, self.open.prompt_len)]
 
 
 class StepExecutor:
-    """Runs step plans on a `Runner`. Token ids from `vocabulary` on are padding of the model and never drawn."""
+    """Runs step plans on a `Runner`. Ids from `vocabulary` on only pad the model's embedding and are never drawn."""
 
     def __init__(
         self,
         runner: Runner,
         vocabulary: int,
         makers: tuple[Maker, ...] = MAKERS,
-        grammars: GrammarCompiler | None = None,  # if the model supports grammars
+        grammars: GrammarCompiler | None = None,  # None if the model supports no grammars
     ) -> None:
         self._runner = runner
         self._makers = makers if grammars is None else (*makers, grammars.masking)  # factories of logits processors
@@ -62,7 +62,7 @@ class StepExecutor:
         self._sessions: dict[str, _SessionState] = {}
 
     def answer(self, request: StepPlan | StateRead) -> list[Outcome] | bytes:
-        """Executes either kind of request."""
+        """Executes a step plan or a read of hidden states."""
         return self.step(request) if isinstance(request, StepPlan) else self.read(request)
 
     def read(self, read: StateRead) -> bytes:
@@ -70,7 +70,7 @@ class StepExecutor:
         return self._runner.read_states(read.slots)
 
     def step(self, plan: StepPlan) -> list[Outcome]:
-        """Forgets, adds, feeds and decides; returns one outcome per deciding row, in order."""
+        """Closes and opens sessions, feeds the rows and decides; returns one outcome per deciding row, in order."""
         for name in plan.closes:
             del self._sessions[name]
         for request in plan.opens:
@@ -84,12 +84,12 @@ class StepExecutor:
         return self._decide(plan, self._score_prompts(plan.rows, feeds, logits))
 
     def _opened(self, request: Open) -> _SessionState:
-        is_begun = len(request.tokens) > request.prompt_len  # the prompt's scores were then sent with the first tokens
+        is_begun = len(request.tokens) > request.prompt_len  # the first tokens already carried the prompt's scores
         scores: list[TokenScore] | None = None if request.scoring.prompt_top is None or is_begun else []
         return _SessionState(request, list(request.tokens), chain_of(request, self._makers), scores)
 
     def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar for a future session and returns what is wrong with it. Safe to call during a step."""
+        """Compiles a grammar for a future session; returns an error message or None. Safe to call during a step."""
         return "this target has none" if self._grammars is None else self._grammars.fault(grammar)
 
     @property
@@ -106,7 +106,7 @@ class StepExecutor:
         return InputRow(row.tokens, row.start, logits, row.pages, parents)
 
     def _score_prompts(self, rows: Sequence[Row], feeds: Sequence[InputRow], logits: Tensor) -> Tensor:
-        """Records scores of prompt tokens; returns the logits that remain, which decide."""
+        """Records scores of prompt tokens; returns the remaining logits, which decide."""
         if all(feed.logits == row.deciding for row, feed in zip(rows, feeds, strict=True)):
             return logits
         left: list[Tensor] = []
@@ -118,7 +118,7 @@ class StepExecutor:
                 top = session.open.scoring.prompt_top or 0
                 scores = score(part[: len(tokens)], tokens, [top] * len(tokens))
                 assert session.prompt_scores is not None, "prompt scores were not requested"
-                session.prompt_scores[row.start :] = scores  # fed again from there, after its cache slot was lost
+                session.prompt_scores[row.start :] = scores  # replaced: tokens are fed again after a loss of pages
         return torch.cat(left)
 
     def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
@@ -153,7 +153,7 @@ class StepExecutor:
         return riding(rows, outcomes, self._runner.read_states)
 
     def _margin(self, row: Row, block: PendingBlock, logits: Tensor) -> float | None:
-        """Returns the margin of an audit that names a rival token."""
+        """Returns the margin against the rival token that an audit names; None for other sessions."""
         rival = self._sessions[row.session].open.rival
         if rival is None:
             return None
@@ -174,14 +174,14 @@ class StepExecutor:
         )
 
 
-CHECK_PERIOD_S = 1.0  # seconds between two checks: the most that one stop of the process counts
+CHECK_PERIOD_S = 1.0  # seconds between checks: the most that one suspension counts
 
 
 async def done_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
     """Returns whether the future finishes within the limit.
 
-    A process that was suspended, or whose machine was, finds its time over and the answer not yet read; counting that
-    time would abandon work that is fine.
+    If the process or its machine was suspended, the limit may have passed before the answer could be read; counting
+    that time would abandon successful work.
     """
     left_s = limit_s
     while not work.done() and left_s >= 0:
@@ -202,7 +202,7 @@ class Engine(Protocol):
         ...
 
     async def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar before its session reaches a step; returns what is wrong with it, if anything.
+        """Compiles a grammar before its session reaches a step; returns an error message or None.
 
         Steps continue meanwhile. Raises as `step` does.
         """
@@ -212,7 +212,7 @@ class Engine(Protocol):
 
 
 class ThreadEngine:
-    """An engine in this process, on a thread of its own."""
+    """Runs an executor on a thread of this process."""
 
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor

@@ -1,4 +1,4 @@
-"""The size of the cache: bytes per page, and how many pages fit."""
+"""Sizes the cache: bytes per page, and the number of pages that fit."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from cluster.config import CacheConfig
 from cluster.errors import ModelError
 
 GIB = 1 << 30
-SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # share to use; other programs need some of a host's memory
+SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # share of free memory to use; other programs need some of a host's memory
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -21,12 +21,12 @@ def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
 
 
 def state_bytes(capture: CaptureSpec | None, page_size: int) -> int:
-    """Returns the bytes of hidden states stored beside one page."""
+    """Returns the bytes of hidden states stored with each page."""
     return page_size * capture.format.row_bytes if capture is not None and capture.is_kept else 0
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the memory that can be allocated; in a container, only the container's part."""
+    """Returns the bytes that can be allocated, within a container's limit if there is one."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -36,7 +36,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def left_of_share(device: torch.device, share: float) -> int:
-    """Returns what a process with a share of a GPU may still allocate, leaving the others' shares alone."""
+    """Returns the bytes that a process with this share of a GPU may still allocate."""
     total = int(torch.cuda.mem_get_info(device)[1])
     return int(share * total) - int(torch.cuda.memory_reserved(device))
 

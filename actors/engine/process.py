@@ -1,4 +1,4 @@
-"""Cores, threads, priority and device of a model's process."""
+"""CPU cores, threads, priority and device of a model's process."""
 
 import os
 from collections.abc import Collection
@@ -9,20 +9,20 @@ from cluster.config import Resources
 
 
 def run_on(cores: Collection[int]) -> None:
-    """Restricts this process and its children to these cores; none: no restriction."""
+    """Restricts this process and its children to these cores; empty: no restriction."""
     if cores:
-        for thread in os.listdir("/proc/self/task"):  # a call for the process would reach the calling thread only
+        for thread in os.listdir("/proc/self/task"):  # passing the process's id would affect only the calling thread
             os.sched_setaffinity(int(thread), cores)
 
 
 def use_cpu(resources: Resources) -> None:
-    """Sets this process's cores and threads."""
+    """Applies the configured cores and number of threads to this process."""
     run_on(resources.cpu_affinity)
     torch.set_num_threads(resources.threads)
 
 
 def compute_in_background() -> None:
-    """Runs the calling thread, and those it starts, only while nobody else wants their cores.
+    """Gives the calling thread, and threads it starts, the idle priority: they run only on otherwise idle cores.
 
     Any other thread that wakes up treats such a core as idle and runs there at once.
     """

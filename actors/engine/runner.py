@@ -1,4 +1,4 @@
-"""One model, one cache, one forward over ragged rows; and measured costs of steps, taken once before serving."""
+"""Runs one model with one cache, one forward over ragged rows per step; measures step costs once before serving."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from cluster.page_allocator import PageCopy, SlotMove
 class Runner(Protocol):
     """Moves slots, copies pages and feeds rows; returns outputs at the requested positions.
 
-    Their number is the sum of the rows' `logits`.
+    The number of outputs is the sum of the rows' `logits`.
     """
 
     vocabulary: int
@@ -35,7 +35,7 @@ class Runner(Protocol):
     ) -> ForwardOutput: ...
 
     def read_states(self, slots: Sequence[int]) -> bytes:
-        """Returns the encoded hidden states at slots of the pages, if the runner captures them."""
+        """Returns the encoded hidden states at these slots, if the runner captures them."""
         ...
 
 
@@ -53,7 +53,7 @@ class InterruptibleRunner(Protocol):
 
 
 def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raises ModelError for layers that the model lacks or that are not in ascending order."""
+    """Raises ModelError if the model lacks a layer or the layers are not in ascending order."""
     last = int(model.config.get_text_config().num_hidden_layers)
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
         raise ModelError(
@@ -66,10 +66,10 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 class ModelRunner:
     """Runs a Hugging Face causal language model on texts of up to `context` tokens.
 
-    By default `choose_attention` picks `attention` and `decoder_for` the `decoder`. With `capture` it keeps the hidden
-    states of everything it is fed. A runner of other weights of the same shape may take over `cache`, the memory of
-    this one's pages. Raises ModelError for a model that cannot be proved exact, unless its class and
-    config were checked before (`is_checked`).
+    By default `choose_attention` selects `attention` and `decoder_for` the `decoder`. With `capture` it stores the
+    hidden states of all tokens that it is fed. A runner of other weights of the same shape may take over `cache`, the
+    memory of this one's pages. Raises ModelError for a model that cannot be proved exact, unless its class and config
+    were checked before (`is_checked`).
     """
 
     def __init__(
@@ -120,16 +120,15 @@ class ModelRunner:
         return self._capture.cache.read(slots)
 
 
-SIZES = (1, 4, 6, 8, 12, 16, 32, 64)  # tokens of a step; some processors' products have steps in cost at some of these
-CONTEXT = 64  # tokens before them
-REPEATS = 5  # turns, of which the fastest counts, since a pool's start is busy
+SIZES = (1, 4, 6, 8, 12, 16, 32, 64)  # tokens per step; the cost of some processors' products jumps at some of these
+CONTEXT = 64  # cached tokens before those of the step
+REPEATS = 5  # repeats; the fastest counts, since thread pools start slowly
 
 
 def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
-    """Measures forwards over one row of each length, and over each number of one-token rows; overwrites the cache's
-    first pages.
+    """Measures forwards over one row of each size, and over as many one-token rows; overwrites the first pages.
 
-    Sizes that do not fit the pages are left out.
+    Skips sizes that do not fit the pages.
     """
     sizes = [size for size in SIZES if size <= pages * page_size]
     one_row = []
@@ -152,14 +151,14 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
 
 
 def _forward(runner: Runner, rows: list[InputRow]) -> None:
-    runner.forward(rows).logits.max(dim=-1).indices.tolist()  # fetch the result, as a verdict needs it
+    runner.forward(rows).logits.max(dim=-1).indices.tolist()  # fetches the result, as a verdict needs it
 
 
 def fastest_s(todo: Sequence[Callable[[], object]]) -> list[float]:
-    """Returns the least time of each of several functions.
+    """Returns the least time of each function, in seconds.
 
-    They run in turns, so that other load does not affect only one of them. The first turn, which allocates memory and
-    reads prompts, is not counted.
+    The functions run alternately, so that other load does not affect only one of them. The first repeat, which
+    allocates memory and reads prompts, is not counted.
     """
     turns = []
     for _ in range(1 + REPEATS):

@@ -4,7 +4,7 @@ The coordinator sends each step plan to rank 0 over a Unix socket, since a Ray c
 few. Rank 0 broadcasts the plan's rows as one tensor of integers, every rank makes the same forward, and rank 0 samples.
 Ray still starts the ranks and reports their death. Only processes of the same user can reach the socket, which is
 unlinked once the coordinator has connected. If a rank dies, the others would wait forever in a collective, so the
-engine fails and the replica is replaced as a whole.
+engine fails and the whole replica is replaced.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ Done = TypeVar("Done")
 
 
 async def first_to_end(running: Sequence[Awaitable[Any]]) -> NoReturn:
-    """Waits until one of these ends, which is always a failure, and raises EngineError."""
+    """Waits until one of these ends, which is always a failure, then raises EngineError."""
     tasks = [asyncio.ensure_future(reference) for reference in running]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -82,7 +82,7 @@ async def while_running(work: Awaitable[Done], running: Sequence[Awaitable[Any]]
         watching.cancel()
 
 
-FRAME_HEADER = struct.Struct("!I")  # length of the message that follows
+FRAME_HEADER = struct.Struct("!I")  # length of the following message, in bytes
 
 
 class StepListener:
@@ -96,9 +96,7 @@ class StepListener:
         self._socket.listen(1)
 
     def serve(self, answer: Callable[[Any], Any]) -> None:
-        """Answers messages until the caller disconnects. An exception of `answer` ends the connection and is raised
-        here.
-        """
+        """Answers messages until the caller disconnects. Closes the connection and raises if `answer` raises."""
         caller, _ = self._socket.accept()
         self._socket.close()
         self._folder.cleanup()
@@ -109,7 +107,7 @@ class StepListener:
 
 
 class StepCaller:
-    """The coordinator's end of the socket; one call at a time."""
+    """The coordinator's end of the socket; makes one call at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -120,7 +118,7 @@ class StepCaller:
         return cls(*await asyncio.open_unix_connection(path))
 
     async def call(self, message: Any) -> Any:
-        """Sends a request, returns its answer. Raises ConnectionError or EOFError if the rank has failed."""
+        """Sends a request and returns its answer. Raises ConnectionError or EOFError if the rank has failed."""
         self._writer.write(_framed(message))
         (size,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
         return pickle.loads(await self._reader.readexactly(size))
@@ -134,12 +132,12 @@ def _framed(message: Any) -> bytes:
     return FRAME_HEADER.pack(len(body)) + body
 
 
-PLAN_HEADER = 4  # length, rows, copies, moves
-ROW_FIELDS = 5  # tokens, start, logits, pages, parents
+PLAN_HEADER = 4  # fields: length, rows, copies, moves
+ROW_FIELDS = 5  # fields: tokens, start, logits, pages, parents
 
 
 def to_tensor(rows: Sequence[InputRow], copies: Sequence[PageCopy], moves: Sequence[SlotMove] = ()) -> Tensor:
-    """Encodes rows, copies and moves; shape (length,), where the first number is the length itself."""
+    """Encodes rows, copies and moves as one tensor, (length,); its first number is the length itself."""
     numbers = [0, len(rows), len(copies), len(moves)]
     for row in rows:
         numbers += (len(row.tokens), row.start, row.logits, len(row.pages), len(row.parents))
@@ -156,7 +154,7 @@ def to_tensor(rows: Sequence[InputRow], copies: Sequence[PageCopy], moves: Seque
 
 
 def from_tensor(tensor: Tensor) -> tuple[list[InputRow], list[PageCopy], list[SlotMove]]:
-    """Decodes the output of `to_tensor`; numbers beyond the length are ignored."""
+    """Decodes the output of `to_tensor`; ignores padding after the encoded length."""
     numbers = tensor.tolist()
     _, row_count, copy_count, move_count = numbers[:PLAN_HEADER]
     at = PLAN_HEADER + ROW_FIELDS * row_count
@@ -176,8 +174,8 @@ def from_tensor(tensor: Tensor) -> tuple[list[InputRow], list[PageCopy], list[Sl
 
 
 STEP_NUMBERS = 4096  # integers in a step's first message: 16 KiB, enough for all but long prompts
-PREPARE_S = 60.0  # seconds for one grammar, which a router compiled before requesting it
-IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective, and the coordinator notices a hung step
+PREPARE_S = 60.0  # seconds for compiling one grammar, which a router has compiled before
+IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective while idle; the coordinator detects a hung step
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +183,9 @@ class RankSpec:
     """Parameters common to all ranks of a replica."""
 
     folder: str
-    vocabulary: int  # upper bound of token ids; the model may have padding rows beyond
+    vocabulary: int  # exclusive upper bound of token ids; the model may have padding rows beyond
     dtype: str
-    sessions: int  # sessions in the cache at once
+    sessions: int  # most sessions in the cache at once
     context: int  # tokens of the longest session
     cache: CacheConfig
     resources: Resources
@@ -200,13 +198,13 @@ class RankReport:
     """A rank's report after loading its model."""
 
     pid: int
-    pages: int  # pages that its memory has room for
+    pages: int  # cache pages that fit its memory
     load: LoadReport
     attention: AttentionReport
 
 
 class LeadingRunner:
-    """Rank 0's runner, which makes every follower run the same forward."""
+    """Rank 0's runner; it makes every follower run the same forward."""
 
     def __init__(self, runner: ModelRunner, group: Group, device: torch.device) -> None:
         self._runner = runner
@@ -225,7 +223,7 @@ class LeadingRunner:
 
 
 def send_step(step: Tensor, group: Group, device: torch.device) -> None:
-    """Broadcasts a step to the followers: one message of fixed size, and a second one only if it does not fit."""
+    """Broadcasts a step to the followers in one message of fixed size, and a second one only if needed."""
     first = torch.zeros(STEP_NUMBERS, dtype=torch.int32)
     first[: min(len(step), STEP_NUMBERS)] = step[:STEP_NUMBERS]
     group.broadcast(first.to(device))
@@ -234,7 +232,7 @@ def send_step(step: Tensor, group: Group, device: torch.device) -> None:
 
 
 def receive_step(group: Group, device: torch.device) -> Tensor:
-    """Receives the leader's step."""
+    """Receives a step that the leader broadcasts."""
     first = torch.zeros(STEP_NUMBERS, dtype=torch.int32, device=device)
     group.broadcast(first)
     rest = int(first[0]) - STEP_NUMBERS
@@ -246,7 +244,7 @@ def receive_step(group: Group, device: torch.device) -> Tensor:
 
 
 class Rank:
-    """One rank's process."""
+    """Ray actor that runs one rank."""
 
     def __init__(self, index: int, spec: RankSpec) -> None:
         use_cpu(spec.resources)
@@ -259,20 +257,20 @@ class Rank:
         self._model: PreTrainedModel | None = None
         self._attention: AttentionBackend | None = None
         self._executor: StepExecutor | None = None
-        self._runner: ModelRunner | None = None  # this rank's share only
-        self._leading: Runner | None = None  # of all ranks
+        self._runner: ModelRunner | None = None  # runs this rank's share only
+        self._leading: Runner | None = None  # runs the forward on all ranks
         self._pages = 0
         self._listener: StepListener | None = None
         self._aside: StepListener | None = None
 
     def free_address(self) -> str:
-        """Returns a free port on this rank's node for the group to meet at."""
+        """Returns an address with a free port on this rank's node, where the group can meet."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def load(self, meeting_point: str) -> RankReport:
-        """Joins the group, loads this rank's share, and reports how large its cache could be."""
+        """Joins the group, loads this rank's share, and reports the number of cache pages that fit."""
         spec = self._spec
         device = self._device
         if spec.ranks > 1:
@@ -304,9 +302,9 @@ class Rank:
             self._attention,
             capture=self._capture(pages),
             context=spec.context,
-            is_checked=True,  # captured by the leader while loading
+            is_checked=True,  # the leader checked the model while loading
         )
-        self._model = None  # the runner keeps what it needs
+        self._model = None  # the runner holds all that it needs of the model
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
         grammars = grammars_of(lambda: load_grammar_vocabulary(Path(spec.folder))) if self._index == 0 else None
@@ -319,7 +317,7 @@ class Rank:
         return StateCapture(self._captured, pages, self._spec.cache.page_size, self._device, self._project)
 
     def profile(self) -> ForwardCost:
-        """Measures steps on the leader, while the others follow."""
+        """Measures steps on the leader while the followers follow."""
         assert self._leading is not None, "allocate first"
         return profile_steps(self._leading, self._spec.cache.page_size, self._pages)
 
@@ -331,7 +329,7 @@ class Rank:
             self._runner.forward(rows, copies, moves=moves)
 
     def listen(self) -> tuple[str, str]:
-        """Returns where the coordinator reaches the leader's `lead`, for steps and for calls beside them."""
+        """Returns the paths of two sockets on the leader: for steps, and for preparing grammars meanwhile."""
         self._listener = StepListener()
         self._aside = StepListener()
         return self._listener.path, self._aside.path
@@ -346,7 +344,7 @@ class Rank:
 
 
 class RankGroup:
-    """The ranks of a target replica, as the coordinator's engine."""
+    """The engine that a target's coordinator uses: all ranks of the replica."""
 
     def __init__(
         self,
@@ -357,17 +355,17 @@ class RankGroup:
         aside: StepCaller,
         running: Sequence[Any],
     ) -> None:
-        self.reports = tuple(reports)  # handles of the ranks, in order
+        self.reports = tuple(reports)  # by rank
         self.pids = tuple(report.pid for report in reports)
-        self.pages = min(report.pages for report in reports)  # pages of every rank's cache
+        self.pages = min(report.pages for report in reports)  # pages of each rank's cache
         self.takes_trees = all(report.attention.takes_trees for report in reports)
         self.step_cost = step_cost  # measured before serving
         self._ranks = ranks
         self._leader = leader
         self._aside = aside
         self._aside_turn = asyncio.Lock()
-        self._running = running  # runs on each rank until it fails
-        self._is_hung = asyncio.Event()  # a rank is alive but does not answer
+        self._running = running  # calls that run on each rank until it fails
+        self._is_hung = asyncio.Event()  # set if a rank is alive but does not answer
 
     @classmethod
     async def start(cls, spec: RankSpec, group: PlacementGroup | None) -> "RankGroup":
@@ -377,7 +375,7 @@ class RankGroup:
         for index in range(spec.ranks):
             options = actor_options(spec.resources)
             if group is not None:
-                options.pop("label_selector", None)  # the group's bundles specify it
+                options.pop("label_selector", None)  # the group's bundles already specify it
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
                 )
@@ -428,7 +426,7 @@ class RankGroup:
             await self.watch()
 
     async def watch(self) -> NoReturn:
-        """Waits until a rank is gone and raises EngineError."""
+        """Waits until a rank ends or hangs, then raises EngineError."""
         await first_to_end([*self._running, self._hung()])
 
     async def _hung(self) -> NoReturn:

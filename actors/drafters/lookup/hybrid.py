@@ -2,8 +2,8 @@
 
 Summaries, rewriting and code repeat their text, and an n-gram search costs nothing; elsewhere the model predicts
 better. If the target accepts trees, it gets the likeliest candidates of both, and the model is skipped where the n-gram
-draft is confident. Otherwise one of the two drafts. Which one depends only on tokens before the block, so rejection
-sampling stays exact.
+draft is confident. Otherwise the target gets one of the two drafts. The choice depends only on tokens before the block,
+so rejection sampling stays exact.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 AnyRequest = TypeVar("AnyRequest", DraftRequest, LookaheadRequest)
 
-MIN_SURE_SHARE = 0.5  # share of the requested tokens that an n-gram draft must expect to be accepted, to skip the model
+MIN_SURE_SHARE = 0.5  # expected accepted share of the requested tokens above which the model is skipped
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "HybridDraft":
@@ -36,7 +36,9 @@ def hybrid(lookup: DraftingMethod, model: DraftingMethod) -> "HybridDraft":
 
 
 class HybridDraft:
-    """Two methods as one: `model` drafts where `lookup` finds nothing, or is unsure and the tree may be extended."""
+    """Combines two methods: `model` drafts if `lookup` finds nothing, or if trees are allowed and `lookup` is not
+    confident.
+    """
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
         self._lookup = lookup
@@ -90,7 +92,7 @@ class HybridDraft:
     # ------------------------------------------------------------ helpers
 
     def _in_doubt(self, requests: Sequence[AnyRequest], lookups: Iterable[Proposal]) -> list[AnyRequest]:
-        """Returns the requests that the model drafts for too."""
+        """Returns the requests for which the model drafts too."""
         expected: defaultdict[str, float] = defaultdict(float)  # expected accepted tokens, by session
         for proposal in lookups:
             expected[proposal.session] += proposal.chance * sum(proposal.chances)
@@ -111,7 +113,7 @@ class HybridDraft:
         lookups: Iterable[Proposal],
         drafted: Iterable[Proposal],
     ) -> list[Proposal]:
-        """Returns all proposals, likeliest outcomes first. Two blocks after the same tokens are merged."""
+        """Returns all proposals, likeliest outcomes first; merges two proposals for the same prefix."""
         by_session = {request.session: request for request in requests}
         together: dict[tuple[str, int, int], Proposal] = {}
         for proposal in (*lookups, *drafted):
@@ -128,7 +130,7 @@ class HybridDraft:
 
 
 class HybridStateDraft(HybridDraft):
-    """Variant for a model that reads the target's hidden states, which are passed on to it."""
+    """Variant for a model that reads the target's hidden states; passes them on to it."""
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
         super().__init__(lookup, model)

@@ -6,11 +6,11 @@ likeliest of all continuations found in the text:
 
 * `Occurrences` are the earlier positions of the text's suffixes, and the tokens that followed. One search finds them
   for all suffixes.
-* `Continuations` reads longer paths off the same search. It searches again only where no occurrence continues (after
+* `Continuations` derives longer paths from the same search. It searches again only where no occurrence continues (after
   REST: He et al. 2023, arXiv 2311.08252).
 * `NgramCalibration` turns a token's share among the continuations into a probability. Shares predict better the longer
-  the match and the more often the token came, so each kind of evidence has a ratio fitted to verdicts, and so has each
-  session, since some texts copy and others do not.
+  the match and the more occurrences it has, so each kind of evidence has a ratio fitted to verdicts. Each session has
+  one too, since some texts copy and others do not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,13 +36,13 @@ from protos.prefix import hashes_after
 Ids = NDArray[np.int32]
 Indices = NDArray[np.int64]
 
-MAX_OCCURRENCES = 32  # occurrences considered: those of the longest suffixes, the latest of these first
+MAX_OCCURRENCES = 32  # most occurrences considered; longer matches first, then later ones
 LENGTH_FACTOR = 4.0  # weight factor for each further matching token
-AGE_FACTOR = 0.9  # weight factor for each later occurrence considered
+AGE_FACTOR = 0.9  # weight factor for each more recent occurrence
 
 
 class GrowingText:
-    """A text's tokens as a growing array, since converting 100,000 tokens every round would be slow."""
+    """A text's tokens as an array that grows in place; converting 100,000 tokens every round would be slow."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._buffer = np.array(tokens, dtype=np.int32)
@@ -59,21 +59,21 @@ class GrowingText:
 
     @property
     def tokens(self) -> Ids:
-        """Tokens so far, (length,): a view, which later `extend` calls do not change."""
+        """View of all tokens, (length,); later `extend` calls do not change it."""
         return self._buffer[: self._length]
 
     def followed_by(self, tokens: Sequence[int]) -> Ids:
-        """Returns the text followed by `tokens`, (length + tokens,)."""
+        """Returns the text with `tokens` appended, (length + tokens,)."""
         return np.concatenate((self.tokens, np.array(tokens, dtype=np.int32))) if tokens else self.tokens
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Occurrences:
-    """Earlier positions where the text read as it does at its end."""
+    """Earlier positions in a text where one of its suffixes occurs."""
 
-    tokens: Ids  # of the text
-    ends: Indices  # (count,): indices of the tokens that followed, in ascending order
-    sizes: Indices  # (count,): match length in tokens, as far as it was compared
+    tokens: Ids  # the whole text
+    ends: Indices  # (count,): index of the token after each occurrence, ascending
+    sizes: Indices  # (count,): length of each match in tokens, at most the longest suffix compared
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -93,7 +93,7 @@ class Occurrences:
         return dict(sorted(totals.items(), key=lambda share: -share[1]))
 
     def after(self, token: int) -> "Occurrences":
-        """Returns the occurrences that this token followed and that have text after it."""
+        """Returns the occurrences followed by this token, advanced by one; drops those at the text's end."""
         mask = (self.tokens[self.ends] == token) & (self.ends + 1 < len(self.tokens))
         return Occurrences(self.tokens, self.ends[mask] + 1, self.sizes[mask] + 1)
 
@@ -101,13 +101,13 @@ class Occurrences:
 def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
     """Finds earlier occurrences of the text's suffixes of `shortest` to `longest` tokens.
 
-    Each position is returned once, with its longest match.
+    Returns each position once, with its longest match.
     """
     end = len(tokens)
     if end <= shortest:
         nowhere = np.empty(0, dtype=np.int64)
         return Occurrences(tokens, nowhere, nowhere)
-    is_same = np.ones(end - shortest, dtype=np.bool_)  # by index of the token after the match, from `shortest` on
+    is_same = np.ones(end - shortest, dtype=np.bool_)  # indexed by the token after the match, starting at `shortest`
     for back in range(1, shortest + 1):
         is_same &= tokens[shortest - back : end - back] == tokens[end - back]
     ends = np.flatnonzero(is_same) + shortest
@@ -120,7 +120,7 @@ def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
 
 
 class Continuations:
-    """Candidates after each path of further tokens; cached while a block is being made."""
+    """Finds candidates after each path of further tokens; cached while a block is drafted."""
 
     def __init__(self, text: GrowingText, outcome: Sequence[int], longest: int, shortest: int) -> None:
         self._text = text
@@ -141,19 +141,19 @@ class Continuations:
 
 
 MAX_TOTAL_PROBABILITY = 0.98  # upper bound of the candidates' total probability: any text may diverge
-CERTAIN_SHARE = 0.999  # a share above this means that no other token followed
-OFTEN_OCCURRENCES = 4  # from this many occurrences on, `is_often` holds
-KIND_SIZES = (2, 3, 4, 8)  # upper bounds of match lengths by kind; longer matches form the last kind
+CERTAIN_SHARE = 0.999  # above this share, all occurrences continue with the same token
+OFTEN_OCCURRENCES = 4  # fewest occurrences for which `is_often` holds
+KIND_SIZES = (2, 3, 4, 8)  # upper bounds of match lengths per kind; longer matches form the last kind
 KIND_MEMORY = 1 / 512
 SESSION_MEMORY = 1 / 64
-PRIOR_WEIGHT = 8.0  # weight of a kind's prior, in shares
+PRIOR_WEIGHT = 8.0  # weight of a kind's prior, as a number of observations
 SESSION_PRIOR = 4.0  # weight of a session's prior, in expected tokens
 
 # Ratios fitted on 160 answers of SmolLM2-135M-Instruct, greedy and sampled, by the match length in tokens:
 # two or fewer, three, more.
 LONE_PRIOR = (0.45, 0.48, 0.71)
 PRIORS: Mapping[tuple[bool, bool | None], tuple[float, float, float]] = MappingProxyType(
-    {  # by (is_often, is_most)
+    {  # keys: (is_often, is_most)
         (False, None): (0.69, 0.78, 0.91),
         (False, True): (0.53, 0.4, 0.7),
         (False, False): (0.32, 0.75, 0.69),
@@ -166,12 +166,12 @@ PRIORS: Mapping[tuple[bool, bool | None], tuple[float, float, float]] = MappingP
 
 @value
 class Evidence:
-    """Kind of evidence; shares of one kind have one learned ratio."""
+    """Kind of evidence for a token; all shares of one kind have one learned ratio."""
 
-    size: int  # index in KIND_SIZES
-    is_lone: bool  # exactly one occurrence
-    is_often: bool  # at least OFTEN_OCCURRENCES occurrences
-    is_most: bool | None  # whether the token followed at least half of the occurrences; None: all of them
+    size: int  # index in KIND_SIZES; len(KIND_SIZES) for longer matches
+    is_lone: bool  # whether there is exactly one occurrence
+    is_often: bool  # whether there are at least OFTEN_OCCURRENCES occurrences
+    is_most: bool | None  # whether the token follows at least half of the occurrences; None: all of them
 
     @classmethod
     def of(cls, occurrences: Occurrences, share: float) -> "Evidence":
@@ -191,29 +191,29 @@ class Evidence:
 
 @value
 class Known:
-    """Candidate tokens at one position, with their shares and the drafter's estimate."""
+    """Candidate tokens at one position, with their shares and estimated total probability."""
 
     tokens: tuple[int, ...]
     shares: tuple[float, ...]
     evidence: tuple[Evidence, ...]
-    expected: float  # probability that one of them comes, before the session's ratio
+    expected: float  # probability that the next token is one of these, before the session's ratio
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 class NgramCalibration:
-    """All ratios of a drafter, and the candidates at positions that the target has yet to decide."""
+    """All ratios of a drafter, and the candidates at positions that the target has not decided yet."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Evidence, Pairs] = {}  # (share, whether the token came)
-        self._sessions: dict[str, Pairs] = {}  # (probability that a candidate comes, whether one did)
+        self._kinds: dict[Evidence, Pairs] = {}  # pairs of (share, whether the token followed)
+        self._sessions: dict[str, Pairs] = {}  # pairs of (total probability of the candidates, whether one followed)
         self._open: PendingPositions[Known] = PendingPositions()
 
     def consider(self, session: str, position: TextPosition, occurrences: Occurrences) -> Choices:
         """Returns the candidates at a position with their probabilities, likeliest first.
 
-        Notes them, to learn once the target decides the position.
+        Records them, to learn from the target's token at that position.
         """
         if not occurrences:
             return NO_CHOICES
@@ -251,12 +251,12 @@ class NgramCalibration:
 
 
 TOKEN_BYTES = 4
-OUTCOMES = 4  # most outcomes drafted for after each root is read
-MAX_SIDE_ROOTS = 4  # draft tokens off the main path whose continuations are drafted ahead
+OUTCOMES = 4  # most outcomes to draft for once the roots are drafted
+MAX_SIDE_ROOTS = 4  # most siblings of the main path for which continuations are drafted ahead
 
 
 def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int) -> tuple[int, ...]:
-    """Returns what followed the latest earlier occurrence of the longest suffix of `shortest` to `longest` tokens."""
+    """Returns the tokens after the latest earlier occurrence of the longest suffix of `shortest` to `longest` tokens."""
     text = np.asarray(tokens, dtype="<i4").tobytes()  # searched as bytes: contexts are long, and this runs every round
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         end = _latest(text, text[-TOKEN_BYTES * size :])
@@ -266,12 +266,12 @@ def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int)
 
 
 def _latest(text: bytes, suffix: bytes) -> int | None:
-    """Returns the index of the token after the latest occurrence of `suffix` that ends before the text does."""
+    """Returns the index of the token after the latest occurrence of `suffix` that ends before the text ends."""
     before = len(text) - 1
     while (start := text.rfind(suffix, 0, before)) >= 0:
         if start % TOKEN_BYTES == 0:
             return (start + len(suffix)) // TOKEN_BYTES
-        before = start + len(suffix) - 1  # matched across a token boundary: no occurrence
+        before = start + len(suffix) - 1  # a match across a token boundary is no occurrence
     return None
 
 
@@ -282,10 +282,10 @@ def create(draft: DraftPool, setup: DraftSetup) -> "NgramDraft":
 
 @dataclass(kw_only=True, eq=False)
 class NgramBlock(BlockDraft):
-    """A block made of the text's own continuations. For a tree, `drafted` is its main path."""
+    """A block drafted from the text's own continuations. For a tree, `drafted` is its main path."""
 
-    known: Continuations  # after the outcome
-    nodes: list[tuple[TokenPath, float]] = field(default_factory=list)  # by falling acceptance probability
+    known: Continuations  # continuations after the outcome
+    nodes: list[tuple[TokenPath, float]] = field(default_factory=list)  # acceptance probability by path, highest first
 
     @property
     def paths(self) -> list[tuple[TokenPath, float]]:
@@ -293,7 +293,7 @@ class NgramBlock(BlockDraft):
 
 
 class NgramDraft:
-    """The drafting method around `look_up` and the text's continuations."""
+    """Drafting method based on `look_up` for chains and `Continuations` for trees."""
 
     shapes = frozenset(Shape)
     tokens_per_forward = 1
@@ -303,7 +303,7 @@ class NgramDraft:
         self._longest = longest
         self._shortest = shortest
         self._texts: dict[str, SessionText] = {}
-        self._arrays: dict[str, GrowingText] = {}  # the same texts
+        self._arrays: dict[str, GrowingText] = {}  # the same texts as arrays
         self._calibration = NgramCalibration()
 
     def open(self, request: Open) -> None:
@@ -329,9 +329,10 @@ class NgramDraft:
     def draft_ahead(
         self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """Drafts for likely outcomes in one go: this is too quick for a verdict to arrive before it ends.
+        """Drafts for likely outcomes without checking for interrupts, because drafting ends before a verdict could
+        arrive.
 
-        A session that the target decodes without a block and that has no candidates gets an empty proposal.
+        A session that got no candidates gets an empty proposal if the target currently decodes it without a block.
         """
         drafts = draft_ahead(self, requests, ForwardTime(), clock=lambda: 0.0, interrupted=interrupted, early=dismiss)
         return with_empty(proposals(drafts), requests)
@@ -346,16 +347,16 @@ class NgramDraft:
             max_tokens=max_tokens,
             outcome=outcome,
             chance=chance,
-            estimates_first=False,  # a figure published for a draft model does not apply to n-gram drafts
+            estimates_first=False,  # the acceptance published for a draft model does not apply to n-grams
             known=Continuations(self._arrays[request.session], outcome, self._longest, self._shortest),
         )
 
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: LookaheadRequest) -> list[NgramBlock]:
-        """Returns a root for the main path and one for each token beside it.
+        """Returns a root for the main path and one for each of its siblings.
 
-        Under rejection sampling the whole block is expected to be accepted.
+        Under rejection sampling, roots assume that all draft tokens are accepted.
         """
         tree = request.unverified
         main_path = tree.main_path
@@ -364,7 +365,7 @@ class NgramDraft:
         return [self._root(request, path) for path in (main_path, *beside[:MAX_SIDE_ROOTS])]
 
     def _root(self, request: LookaheadRequest, path: TokenPath) -> NgramBlock:
-        """Makes a root from the tokens of `path`, with the alternatives that the text has at each position."""
+        """Makes a root from the tokens of `path`, with alternatives found in the text at each position."""
         root = self._begin(request, (), 1.0, len(path) + 1)
         root.unverified = path
         for token in path:
@@ -378,7 +379,7 @@ class NgramDraft:
         return self._begin(root.request, outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[NgramBlock], interrupted: Callable[[], bool]) -> None:
-        """Does nothing: a search is as quick as any preview."""
+        """Does nothing: a search is as fast as any preview."""
 
     def extend(self, drafts: Sequence[NgramBlock], interrupted: Callable[[], bool] = lambda: False) -> list[NgramBlock]:
         """Extends drafts as far as the text continues; returns those that got more tokens."""
@@ -404,7 +405,7 @@ class NgramDraft:
             draft.append(token, _sure(token) if sure else _first(token, self._choices(draft, draft.tokens)))
 
     def _end(self, root: NgramBlock) -> None:
-        """Adds candidates after the root's last token, except draft tokens that are under verification themselves."""
+        """Adds candidates after the root's last token, except draft tokens already under verification."""
         path = root.tokens
         expected = _children(root.lookahead.unverified, path)
         others = [choice for choice in self._choices(root, path) if choice[0] not in expected]
@@ -413,7 +414,7 @@ class NgramDraft:
             root.drafted.append(DraftedToken(there.tokens[0], there, root.p_accepted * there.chances[0]))
 
     def _grow(self, draft: NgramBlock) -> None:
-        """Drafts all continuations that are likely enough, as a tree."""
+        """Drafts all sufficiently likely continuations as a tree."""
         draft.nodes = grown_paths(lambda path: self._choices(draft, path), draft.max_tokens, draft.least_chance)
         chances = dict(draft.nodes)
         main_path = tree_of(draft.nodes).main_path
@@ -421,24 +422,24 @@ class NgramDraft:
             draft.drafted.append(DraftedToken(token, _sure(token), chances[main_path[:depth]]))
 
     def _choices(self, draft: NgramBlock, path: TokenPath) -> Choices:
-        """Returns candidates after these tokens of the block."""
+        """Returns candidates after this path of the block."""
         position = (draft.request.base_len, (*draft.outcome, *path))
         return self._calibration.consider(draft.request.session, position, draft.known.at(path))
 
 
 def _sure(token: int) -> Choices:
-    """Returns the token as the only choice."""
+    """Returns the token as the only candidate, with probability 1."""
     return Choices((token,), (1.0,))
 
 
 def _first(token: int, there: Choices) -> Choices:
-    """Moves `token` to the front of the choices."""
+    """Moves `token` to the front of the candidates."""
     others = [choice for choice in there if choice[0] != token]
     tokens = (token, *[other for other, _ in others])
     return Choices(tokens, (there.chance_of(token), *[chance for _, chance in others]))
 
 
 def _children(tree: DraftTree, path: TokenPath) -> tuple[int, ...]:
-    """Returns the tokens drafted after this path of the tree."""
+    """Returns the tree's draft tokens directly after this path."""
     nodes = tree.along(path)
     return tree.children(nodes[-1] if nodes else -1)

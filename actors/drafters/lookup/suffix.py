@@ -1,7 +1,7 @@
-"""Suffix decoding: proposes what followed the text's end before, in the text or in recent answers of the same salt.
+"""Suffix decoding: proposes what followed earlier occurrences of the text's end, in the text or in recent answers.
 
 SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) needs no model and no GPU. Several continuations become a tree,
-weighted by how frequent they were. Tokens are point masses: under rejection sampling each is accepted with its target
+weighted by their frequency. Tokens are point masses: under rejection sampling each is accepted with its target
 probability.
 
 `SuffixIndex` finds occurrences by a hash of the few tokens before them and compares backwards from there.
@@ -24,9 +24,9 @@ from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, w
 from cluster.drafting.trees import NO_CHOICES, Choices, TokenPath, grow_branches
 from protos.messages import DraftRequest, Open, Shape
 
-MAX_COUNTED_OCCURRENCES = 4  # occurrences: more make it no likelier that a known token follows
+MAX_COUNTED_OCCURRENCES = 4  # counted for `kind`: beyond this, more make a known next token no likelier
 MAX_OCCURRENCES = 64  # latest occurrences that are compared
-MAX_OBSERVATIONS = 256  # observations behind a rate; at this count, earlier ones are halved
+MAX_OBSERVATIONS = 256  # observations per rate; at this count, all counts are halved
 
 Occurrence = tuple[list[int], int]
 """A text, and the index of a token in it."""
@@ -34,14 +34,14 @@ Occurrence = tuple[list[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Occurrences that follow the longest occurrence of a text's end, latest first."""
+    """Positions after each occurrence of the longest matching suffix, latest first."""
 
-    length: int  # matching tokens
+    length: int  # length of the match, in tokens
     occurrences: tuple[Occurrence, ...]
 
     @property
     def following(self) -> dict[int, tuple[Occurrence, ...]]:
-        """Occurrences grouped by the token there, most frequent token first; ties go to the latest."""
+        """Occurrences grouped by the token that follows, most frequent token first; ties go to the latest."""
         by_token: dict[int, list[Occurrence]] = {}
         for text, at in self.occurrences:
             by_token.setdefault(text[at], []).append((text, at))
@@ -50,23 +50,23 @@ class Match:
         }
 
     def after(self, token: int) -> "Match":
-        """Returns the match after the text continued with this token."""
+        """Returns the match for the text extended by this token."""
         occurrences = [(text, at + 1) for text, at in self.following.get(token, ()) if at + 1 < len(text)]
         return Match(self.length + 1, tuple(occurrences))
 
     @property
     def kind(self) -> tuple[int, int]:
-        """Octaves of the match length and of the number of occurrences: matches of one kind are about as reliable."""
+        """Octaves of match length and number of occurrences; matches of one kind are about equally reliable."""
         return self.length.bit_length(), min(len(self.occurrences), MAX_COUNTED_OCCURRENCES).bit_length()
 
 
 class SuffixIndex:
-    """Texts that are searched together."""
+    """Index over several texts that are searched together."""
 
     def __init__(self, shortest: int) -> None:
         self._shortest = shortest
         self._texts: deque[list[int]] = deque()
-        self._occurrences: defaultdict[int, list[Occurrence]] = defaultdict(list)  # by hash of the tokens just before
+        self._occurrences: defaultdict[int, list[Occurrence]] = defaultdict(list)  # by hash of the preceding tokens
         self.tokens = 0
 
     def add(self, text: list[int]) -> None:
@@ -74,14 +74,14 @@ class SuffixIndex:
         self.grow(0)
 
     def grow(self, indexed: int) -> None:
-        """Indexes the tokens after the first `indexed` ones of the latest text; only that text may grow."""
+        """Indexes the latest text's tokens from index `indexed` on; only that text may grow."""
         text = self._texts[-1]
         self.tokens += len(text) - indexed
         for at in range(max(indexed, self._shortest), len(text)):
             self._occurrences[self._key(text, at)].append((text, at))
 
     def forget_oldest(self) -> int:
-        """Drops the oldest text and returns its length. Its occurrences are the first ones in every list."""
+        """Drops the oldest text and returns its length. Its occurrences come first in every list."""
         text = self._texts.popleft()
         self.tokens -= len(text)
         for at in range(self._shortest, len(text)):
@@ -93,12 +93,12 @@ class SuffixIndex:
         return len(text)
 
     def find(self, text: Sequence[int], longest: int) -> Match:
-        """Finds the longest match of the text's end, up to `longest` tokens, among the latest MAX_OCCURRENCES."""
+        """Finds the longest match, of at most `longest` tokens, of the text's end among the latest MAX_OCCURRENCES."""
         if len(text) < self._shortest:
             return NO_MATCH
         end = list(text[-longest:])
         matches: list[Occurrence] = []
-        alike = self._shortest  # at least: different tokens may have equal hashes
+        alike = self._shortest  # verified below: different tokens may have equal hashes
         for occurrence in reversed(self._occurrences.get(self._key(text, len(text)), [])[-MAX_OCCURRENCES:]):
             other, at = occurrence
             if other[at - alike : at] != end[-alike:]:
@@ -125,7 +125,7 @@ def longer(first: Match, second: Match) -> Match:
 
 
 def _alike(end: list[int], other: list[int], at: int, matched: int) -> int:
-    """Counts the last tokens of `end` before index `at` of another text; the last `matched` are known to match."""
+    """Counts the trailing tokens of `end` that another text has before index `at`; `matched` are known to match."""
     size = matched
     most = min(len(end), at)
     while size < most and end[-1 - size] == other[at - 1 - size]:
@@ -140,7 +140,7 @@ class _Rate:
 
 
 class EscapeRates:
-    """Rates at which a match is followed by a token that had not followed it before, by kind of match.
+    """Rates, by kind of match, at which the next token is none of those that followed the match before.
 
     As in PPM compressors (Cleary and Witten 1984), with contexts grouped by kind (Bloom 1998).
     """
@@ -149,7 +149,7 @@ class EscapeRates:
         self._rates: defaultdict[tuple[int, int], _Rate] = defaultdict(_Rate)
 
     def learn(self, match: Match, token: int) -> None:
-        """Records that `token` followed."""
+        """Records that `token` followed the match."""
         rate = self._rates[match.kind]
         if rate.seen >= MAX_OBSERVATIONS:
             rate.seen /= 2
@@ -158,7 +158,7 @@ class EscapeRates:
         rate.missed += token not in match.following
 
     def choices(self, match: Match) -> Choices:
-        """Returns candidates with their share of the probability that a known token follows."""
+        """Returns the tokens that followed before; they share the probability that none is new."""
         rate = self._rates[match.kind]
         each = (1 - rate.missed / rate.seen) / len(match.occurrences)
         following = match.following
@@ -166,17 +166,17 @@ class EscapeRates:
 
 
 class RecentAnswers:
-    """Holds up to `max_tokens` in total. The oldest answers are dropped first, whatever their salt."""
+    """Holds up to `max_tokens` tokens in total; drops the oldest answers first, whatever their salt."""
 
     def __init__(self, shortest: int, max_tokens: int) -> None:
         self.tokens = 0
         self._shortest = shortest
         self._most = max_tokens
-        self._indexes: dict[str, SuffixIndex] = {}  # by salt
-        self._salts: deque[str] = deque()  # of all texts, oldest first
+        self._indexes: dict[str, SuffixIndex] = {}  # by cache salt
+        self._salts: deque[str] = deque()  # cache salt of each text, oldest first
 
     def add(self, salt: str, text: list[int]) -> None:
-        """Adds a text, or as much of its end as fits."""
+        """Adds a text, truncated at the front to `max_tokens` tokens."""
         text = text[max(0, len(text) - self._most) :]
         if not text:
             return
@@ -205,11 +205,11 @@ def create(draft: DraftPool, setup: DraftSetup) -> "SuffixLookup":
 
 
 class SuffixLookup:
-    """The drafting method.
+    """Drafting method that searches the session's text and recent answers.
 
     Answers sampled under rejection sampling are not remembered. Their tokens depend on the noise that decides about
-    drafts, and the session may be reopened here to have some of them decided again with the same noise; a draft that
-    had seen them would not be independent of it. Other answers are functions of their prompts and seeds.
+    drafts, and the session may be reopened here to have some of them decided again with the same noise; a draft from
+    them would not be independent of that noise. Other answers are functions of their prompts and seeds.
     """
 
     shapes = frozenset(Shape)
@@ -223,7 +223,7 @@ class SuffixLookup:
         self._texts: dict[str, SessionText] = {}
         self._own: dict[str, SuffixIndex] = {}
         self._answers = RecentAnswers(options.min_ngram, options.remembered_tokens)
-        self._rates = EscapeRates()  # shared by all sessions: rates reveal no tokens
+        self._rates = EscapeRates()  # shared by all sessions, since rates reveal no tokens
 
     # ------------------------------------------------------------ sessions
 
@@ -247,15 +247,15 @@ class SuffixLookup:
             self._texts.pop(name, None)
 
     def _remember(self, session: str) -> None:
-        """Keeps the answer, with as much of the prompt as marks where it begins."""
+        """Stores the answer with the last `max_ngram` prompt tokens, so that matches at its start are found."""
         text = self._texts[session]
-        is_free = text.open.takes_trees  # independent of the noise that decides about drafts
+        is_free = text.open.takes_trees  # its tokens do not depend on the noise that decides about drafts
         first = max(0, text.open.prompt_len - self._options.max_ngram)
         if is_free and len(text.tokens) > text.open.prompt_len:
             self._answers.add(text.open.cache_salt, text.tokens[first:])
 
     def _learn(self, session: str, text: Sequence[int], tokens: Sequence[int]) -> None:
-        """Learns how reliable matches are from what the target decided after them."""
+        """Updates the reliability of matches from the tokens that the target committed after them."""
         match = self._find(session, text)
         for index, token in enumerate(tokens):
             if match.occurrences:
@@ -281,7 +281,7 @@ class SuffixLookup:
     ) -> list[Proposal]:
         """Drafts for likely outcomes.
 
-        A session that the target decodes without a block and that has no candidates gets an empty proposal.
+        A session that got no candidates gets an empty proposal if the target currently decodes it without a block.
         """
         drafts = draft_ahead(self, requests, self._lookahead_time, self._clock, interrupted, early)
         return with_empty(proposals(drafts), requests)
@@ -291,14 +291,14 @@ class SuffixLookup:
         return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
 
     def _match(self, draft: BlockDraft) -> Match:
-        """Finds the match after all of the draft's tokens so far."""
+        """Finds the match at the end of the text extended by the draft's tokens so far."""
         end = [*draft.text.tokens[-self._options.max_ngram :], *draft.outcome, *draft.tokens]
         return self._find(draft.request.session, end)
 
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: LookaheadRequest) -> list[BlockDraft]:
-        """Returns the block under verification, with alternatives at each position."""
+        """Returns one root, the main path under verification, with alternatives at each position."""
         block = request.unverified.main_path
         root = self._begin(request, len(block) + 1)
         root.unverified = block
@@ -312,7 +312,7 @@ class SuffixLookup:
         return root.after(outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
-        """Does nothing: a search is as quick as any preview."""
+        """Does nothing: a search is as fast as any preview."""
 
     def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool] = lambda: False) -> list[BlockDraft]:
         """Extends drafts as far as any match continues; returns those that got more tokens."""

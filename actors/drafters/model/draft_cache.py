@@ -1,8 +1,8 @@
-"""Cache of a draft model: sessions in branches, forked for the outcomes that a verdict may bring.
+"""Cache of a draft model: each session has branches, forked for the possible outcomes of a verdict.
 
 A session has one branch for its committed text. While a verdict is pending, it has further branches for possible
-outcomes; the one that matches the verdict best then continues. Everything here can be recomputed, so when the pool runs
-out of pages, the least recently used session is dropped.
+outcomes; the branch that best matches the verdict then continues. Everything here can be recomputed, so when the pool
+runs out of pages, the least recently used session is dropped.
 
 A draft head is also fed a hidden state with each token (`FedStates`): token j of a text with the target's state of
 position j - 1. If that true state is missing, the state from which the head itself predicted the token is recycled.
@@ -28,14 +28,14 @@ from protos.messages import StatesNeeded
 
 @dataclass(eq=False)
 class CacheBranch:
-    """Cached tokens of a session, on the pages that the page allocator holds under `name`."""
+    """Cached tokens of one branch of a session; the page allocator holds its pages under `name`."""
 
     session: str
     name: str
     tokens: list[int]
-    first: int = 0  # index where the text begins for the model; tokens before it are skipped
-    # For a draft head, which is fed each token with the state before it:
-    exact: int = 0  # number of first tokens that were fed with the target's states
+    first: int = 0  # index where the text begins for the model; earlier tokens are skipped
+    # Used for draft heads only, which are fed each token with the preceding state:
+    exact: int = 0  # number of leading tokens fed with the target's states
     predicted: dict[int, Tensor] = field(default_factory=dict)  # the head's states, by index of the token fed with them
 
 
@@ -43,9 +43,9 @@ class DraftCache:
     """All branches of all sessions, over one pool of pages.
 
     The first `unfed` tokens of a text are not fed, so a token's position in the cache is its index minus `unfed`. A
-    draft head is fed each token with the state before it: it has no use for the first token, and a cache entry depends
-    on more than the tokens up to it, so its pages are not shared between sessions. If a text begins in its middle
-    (`CacheBranch.first`), the tokens before that take no place either.
+    draft head is fed each token with the state before it. So it cannot be fed the first token, and its pages are not
+    shared between sessions, because cache entries depend on more than the tokens. If a text begins in its middle
+    (`CacheBranch.first`), the tokens before that take no cache positions either.
     """
 
     def __init__(self, pages: int, page_size: int, unfed: int = 0) -> None:
@@ -59,7 +59,7 @@ class DraftCache:
         return not self._branches
 
     def clear(self) -> None:
-        """Drops everything, shared prefixes too, because other weights will fill the pages."""
+        """Drops everything, shared prefixes included, because other weights will fill the pages."""
         self._branches.clear()
         self._allocator = PageAllocator(self._allocator.pages, self._allocator.page_size, secrets.token_bytes(16))
 
@@ -68,7 +68,8 @@ class DraftCache:
         self._allocator.check()
 
     def resume(self, session: str, tokens: Sequence[int], first: int = 0, salt: str = "") -> CacheBranch:
-        """Returns the branch that has cached most of `tokens`, cut to the common prefix; closes the other branches.
+        """Returns the branch with the longest common prefix with `tokens`, cut to that prefix; closes the other
+        branches.
 
         The last token never counts as cached, because its logits are needed. A session that begins at `first` must be
         resumed with the same `first` every time; the tokens before it count as cached. Pages are shared only among
@@ -99,17 +100,17 @@ class DraftCache:
         return forked
 
     def publish(self, branch: CacheBranch, length: int) -> None:
-        """Shares the pages of the first `length` tokens, which are decided, with sessions of the same prefix."""
+        """Shares the pages of the first `length` tokens, which are committed, with sessions of the same prefix."""
         if not self._unfed:
             self._allocator.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
 
     def feed(
         self, branch: CacheBranch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = (), logits: int = 1
     ) -> tuple[InputRow, list[PageCopy]] | None:
-        """Appends tokens and returns the row to feed, with pages to copy first; None when the pool is full.
+        """Appends tokens and returns the row to feed, with pages to copy first; None if the pool is full.
 
-        The last `logits` tokens give logits, and so does each of `masks`. Masks are fed after the tokens and are not
-        part of the branch: call `drop_masks` after the forward. Sessions that are not `busy` are evicted to make room.
+        The last `logits` tokens and all `masks` yield logits. Masks are fed after the tokens and are not part of the
+        branch: call `drop_masks` after the forward. Sessions that are not `busy` are evicted to make room.
         """
         start = self._fed_len(branch, len(branch.tokens))
         end = self._fed_len(branch, len(branch.tokens) + len(tokens))
@@ -138,7 +139,7 @@ class DraftCache:
             self._allocator.close(branch.name)
 
     def _fed_len(self, branch: CacheBranch, tokens: int) -> int:
-        """Returns how many cache positions the first `tokens` tokens of a branch's text take."""
+        """Returns the number of cache positions that a branch's first `tokens` tokens occupy."""
         return max(0, tokens - branch.first - self._unfed)
 
     def _open(self, session: str, tokens: Sequence[int], first: int, salt: str) -> CacheBranch:
@@ -152,7 +153,7 @@ class DraftCache:
 
 
 def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
-    """Returns the length of the common prefix, the last of `tokens` excluded."""
+    """Returns the length of the common prefix, at most all of `tokens` but the last."""
     limit = min(len(cached), len(tokens) - 1)
     if tuple(cached[:limit]) == tuple(tokens[:limit]):
         return limit
@@ -160,19 +161,19 @@ def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 class SessionStates:
-    """Rows of shape (hidden,) for positions from `begin` on, in one tensor that grows."""
+    """States of one session by position, each (hidden,), from `begin` on, in one growing tensor."""
 
     def __init__(self, begin: int = 0) -> None:
         self.begin = begin
         self._rows: Tensor | None = None  # (capacity, hidden)
-        self._known = bytearray()  # by position from `begin` on: 1 if the row is present
+        self._known = bytearray()  # by position, starting at `begin`: 1 if the row is present
 
     def __contains__(self, position: int) -> bool:
         at = position - self.begin
         return 0 <= at < len(self._known) and bool(self._known[at])
 
     def put(self, first: int, rows: Tensor) -> None:
-        """Stores rows (n, hidden) for the positions from `first` on."""
+        """Stores rows, (n, hidden), for the positions from `first` on."""
         assert first >= self.begin, "none come of positions before the first"
         first -= self.begin
         end = first + len(rows)
@@ -182,7 +183,7 @@ class SessionStates:
         self._known[first:end] = b"\1" * len(rows)
 
     def missing_from(self, position: int) -> int:
-        """Returns the first position from this one on whose row is missing."""
+        """Returns the first position at or after this one with no row."""
         gap = self._known.find(0, position - self.begin)
         return max(position, self.begin + len(self._known)) if gap < 0 else self.begin + gap
 
@@ -204,11 +205,11 @@ class SessionStates:
 
 @dataclass(kw_only=True, eq=False)
 class CachedDraft(BlockDraft):
-    """A block with its cached branch. States that a draft head continues from are tensors, (hidden,)."""
+    """A block with its cached branch. The states from which a draft head continues are tensors, (hidden,)."""
 
     branch: CacheBranch
     pending: list[int]  # tokens to feed next
-    logits: int = 1  # number of last pending tokens that need logits
+    logits: int = 1  # number of trailing pending tokens that need logits
 
     def settle(self) -> None:
         super().settle()
@@ -218,11 +219,11 @@ class CachedDraft(BlockDraft):
 class FedStates:
     """True states of all open sessions, for a head with `max_positions` positions.
 
-    A session whose states begin mid-text begins there for the head: the tokens up to that state count as the first
-    token of a text, which is not fed, and positions are counted from there.
+    If a session's states begin mid-text, the head's text begins there: the tokens up to that state count as its first
+    token, which is not fed, and positions are counted from there.
 
-    `project` maps rows as they are sent, (n, width), to those that the head is fed, (n, hidden). Mask tokens are fed
-    with `mask_state`, (1, hidden).
+    `project` maps received rows, (n, width), to states that the head is fed, (n, hidden). Mask tokens are fed with
+    `mask_state`, (1, hidden).
     """
 
     def __init__(
@@ -239,11 +240,11 @@ class FedStates:
         self._sessions: dict[str, SessionStates] = {}
 
     def open(self, session: str) -> None:
-        """Registers a session; the states of one that is open already are kept."""
+        """Registers a session; keeps the states of one that is already open."""
         self._sessions.setdefault(session, SessionStates())
 
     def begin(self, session: str, first: int) -> None:
-        """Sets the first position that states of a session will come for; drops its known states."""
+        """Sets the first position for which a session's states will arrive; drops its known states."""
         self._sessions[session] = SessionStates(first)
 
     def first_of(self, session: str) -> int:
@@ -256,7 +257,7 @@ class FedStates:
             self._sessions.pop(session, None)
 
     def put(self, session: str, first: int, rows: Tensor) -> None:
-        """Stores true states of the positions from `first` on, (n, width). Unknown sessions are ignored."""
+        """Stores true states, (n, width), for the positions from `first` on; ignores unknown sessions."""
         states = self._sessions.get(session)
         if states is None or states.missing_from(first) >= first + len(rows):
             return
@@ -264,7 +265,7 @@ class FedStates:
         states.put(first, self._project(rows))
 
     def rewind(self, cache: DraftCache, branch: CacheBranch) -> None:
-        """Cuts a branch before the first token fed with a recycled state, if the true state is known now.
+        """Cuts a branch before the first token fed with a recycled state, if the true state has arrived.
 
         Predicted states are kept: tokens may be fed with them again where true states are still missing.
         """
@@ -274,8 +275,8 @@ class FedStates:
     def feedable(self, draft: CachedDraft, tokens: int) -> int:
         """Returns how many of the draft's first `tokens` pending tokens can be fed now.
 
-        0 if the pending tokens exceed the head's positions, or the text is only its first token, before which there is
-        no state.
+        Returns 0 if the pending tokens exceed the head's positions, or if only the first token is committed, since no
+        state precedes it.
         """
         branch = draft.branch
         start = len(branch.tokens)
@@ -316,5 +317,5 @@ class FedStates:
         branch.predicted = {index: state for index, state in branch.predicted.items() if index >= branch.exact}
 
     def _exact_to(self, branch: CacheBranch, start: int) -> int:
-        """Returns the index of the first token from `start` on whose preceding true state is missing."""
+        """Returns the index of the first token at or after `start` whose preceding true state is missing."""
         return self._sessions[branch.session].missing_from(max(start, branch.first + 1) - 1) + 1

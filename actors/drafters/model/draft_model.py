@@ -2,10 +2,10 @@
 
 While a block is verified, blocks are drafted for its likely outcomes, ranked by the model's own probabilities
 (`cluster/drafting/lookahead.py`). A recurrent head (`HeadDrafting`) predicts further tokens between forwards, or
-instead of them, from the states with which blocks were read.
+instead of them, from the states computed while reading blocks.
 
-The weights may be exchanged while sessions are open. `DraftWeights` is all that depends on them besides the caches,
-which are dropped and filled again by the passes that follow.
+The weights may be exchanged while sessions are open. Only `DraftWeights` and the caches depend on them; the caches are
+dropped and refilled by the following passes.
 """
 
 import time
@@ -40,26 +40,26 @@ from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
-MAX_GUESSES = 16  # most outcomes, and most blocks per pass, that the head predicts first tokens for
-GUESS_TOKENS = 2  # tokens predicted for each
+MAX_GUESSES = 16  # most outcomes, and most blocks per pass, for which the head predicts first tokens
+GUESS_TOKENS = 2  # tokens predicted for each outcome
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadStates:
-    """States where the verdict over a block may stop accepting, by the tokens accepted up to there."""
+    """States of a block under verification, by the tokens accepted before each."""
 
-    base_len: int  # tokens before the block
-    states: dict[tuple[int, ...], Tensor]  # each (hidden,)
+    base_len: int  # number of tokens before the block
+    states: dict[tuple[int, ...], Tensor]  # each (hidden,), by the tokens of the block before it
 
 
 class HeadDrafting:
-    """A head, and the states that it may continue from."""
+    """A recurrent head, and the states from which it may continue."""
 
     def __init__(self, head: DraftHead, sampler: DraftSampler) -> None:
         self.width = head.width
         self._head = head
         self._sampler = sampler
-        self._read: dict[str, _ReadStates] = {}  # by session: the block read last
+        self._read: dict[str, _ReadStates] = {}  # by session: states of the block read last
 
     def go_on(self, drafts: Sequence[CachedDraft], tokens: int, interrupted: Callable[[], bool]) -> None:
         """Adds up to `tokens` further tokens to each draft."""
@@ -79,17 +79,17 @@ class HeadDrafting:
     def preview(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> None:
         """Predicts the first tokens of the likeliest blocks; forwards replace them if time allows.
 
-        Skipped under rejection sampling, where a prefix must keep its continuation.
+        Skipped under rejection sampling, where a prefix must always get the same continuation.
         """
         may = [draft for draft in drafts if draft.state is not None and not draft.sends_probs]
         likeliest = sorted(may, key=lambda draft: -draft.chance)[:MAX_GUESSES]
         self.go_on(likeliest, GUESS_TOKENS, interrupted)
 
     def begin(self, drafts: Sequence[CachedDraft]) -> None:
-        """Predicts the tokens after verdicts, if the states just before their last tokens are known.
+        """Predicts the tokens after verdicts, if the states that predicted their last tokens are known.
 
-        A forward would predict them better but takes several times as long, and the target may be waiting. If one of
-        the sessions needs a forward, all get one, because their blocks are sent together.
+        A forward would predict them better but takes several times as long, and the target may be waiting. If one
+        session needs a forward, all get one, because their blocks are sent together.
         """
         states = [self._state_before_last(draft) for draft in drafts]
         if any(state is None for state in states):
@@ -99,7 +99,7 @@ class HeadDrafting:
         self.go_on(drafts, GUESS_TOKENS, never)
 
     def remember(self, roots: Sequence[CachedDraft]) -> None:
-        """Keeps the states of blocks under verification that were just read."""
+        """Stores the states of blocks under verification that were just read."""
         for root in roots:
             base_len = root.request.base_len
             session = root.request.session
@@ -122,7 +122,7 @@ class HeadDrafting:
         return read.states.get(tuple(tokens[read.base_len : -1]))
 
 
-MAX_REPEATED_TOKENS = 4  # committed tokens that may be fed again for each token beside the main path
+MAX_REPEATED_TOKENS = 4  # most committed tokens fed again per sibling of the main path
 
 _Considered = dict[int, list[DraftedToken]]
 """The model's candidates at a block's first positions, by hash of the text before the block."""
@@ -132,8 +132,8 @@ _Considered = dict[int, list[DraftedToken]]
 class DraftWeights:
     """A loaded checkpoint: what `DraftModel.exchange` replaces.
 
-    Columns of the runner's logits are those of `token_ids`, shape (columns,); the columns of `head` may be only the
-    first of them.
+    Columns of the runner's logits stand for `token_ids`, (columns,); `head` may compute only the first of these
+    columns.
     """
 
     runner: InterruptibleRunner
@@ -152,9 +152,9 @@ LoadWeights = Callable[[Path], DraftWeights]
 
 
 class DraftModel:
-    """Drafts with a model behind a `Runner`. Its logits' columns are those of `token_ids`, shape (columns,).
+    """Drafts with a model behind a `Runner`. Columns of its logits stand for `token_ids`, (columns,).
 
-    `head` may cover only the first columns. With `feed`, the model reads the target's states with the tokens. With
+    `head` may compute only the first columns. With `feed`, the model reads the target's states with the tokens. With
     `load`, its weights can be exchanged.
     """
 
@@ -171,7 +171,7 @@ class DraftModel:
         head: DraftHead | None = None,
         calibration: Calibration | None = None,
         feed: FedStates | None = None,
-        makers: Sequence[Maker] = (),  # of logits processors, in addition to those built from an Open alone
+        makers: Sequence[Maker] = (),  # further factories of logits processors, with inputs other than the Open
         load: LoadWeights | None = None,
     ) -> None:
         self.needs = None if feed is None else feed.needs
@@ -185,7 +185,7 @@ class DraftModel:
         self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
         self._considered: dict[str, _Considered] = {}  # by session: candidates of the latest proposed blocks
-        self._busy: set[str] = set()  # sessions of the current pass, whose cache pages must stay
+        self._busy: set[str] = set()  # sessions of the current pass, whose pages are not evicted
         self._load = load
         self._use(DraftWeights(runner, token_ids, masks, head, limits.max_positions))
 
@@ -208,7 +208,7 @@ class DraftModel:
         return partial(self.exchange, weights)
 
     def _check(self, folder: Path, weights: DraftWeights) -> None:
-        """Raises ModelError if passes would cost or mean something else with these weights."""
+        """Raises ModelError if these weights differ in vocabulary size or in tokens per forward."""
         used = self._weights
         for what, one, other in (
             ("rows in its vocabulary", weights.runner.vocabulary, used.runner.vocabulary),
@@ -221,10 +221,10 @@ class DraftModel:
                 )
 
     def exchange(self, weights: DraftWeights) -> DraftWeights:
-        """Replaces the weights between two passes, and returns the earlier ones.
+        """Replaces the weights between two passes, and returns the previous ones.
 
-        Texts, grammar states and the fits of the calibration stay. Everything computed by the earlier weights goes, so
-        no block mixes the two. The next pass of each session reads its text again, within the limits of a pass.
+        Keeps texts, grammar states and the calibration's fits. Drops everything computed by the previous weights, so no
+        block mixes the two. The next passes read each session's text again, within the limits of a pass.
         """
         assert self._feed is None, "states that were projected by the earlier weights would stay"
         used = self._weights
@@ -246,12 +246,12 @@ class DraftModel:
         self._sampler.committed(session, self._texts[session].tokens)
 
     def begin(self, session: str, first: int) -> None:
-        """Announces that states of an open session start at position `first`; the default is 0."""
+        """Announces that an open session's states start at position `first`; the default is 0."""
         assert self._feed is not None, "a method that needs no states is sent none"
         self._feed.begin(session, first)
 
     def states(self, session: str, first: int, rows: Tensor) -> None:
-        """Takes the target's states of positions from `first` on, (n, width) as in `needs`.
+        """Takes the target's states, (n, width) as in `needs`, for the positions from `first` on.
 
         While needed states are missing, the session gets no block.
         """
@@ -314,7 +314,7 @@ class DraftModel:
     def _begin(
         self, request: DraftRequest | LookaheadRequest, unverified: tuple[int, ...], max_tokens: int
     ) -> CachedDraft:
-        """Starts a block after the committed text, or one that reads `unverified` after it."""
+        """Starts a block after the committed text, or a root that reads `unverified` after it."""
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
         first = 0 if self._feed is None else self._feed.first_of(request.session)
@@ -331,9 +331,9 @@ class DraftModel:
         )
 
     def _branch_off(self, block: CachedDraft) -> list[CachedDraft]:
-        """Starts side branches at tokens beside the block's own.
+        """Starts side branches at alternatives to the block's tokens.
 
-        With a head they need no forward; otherwise they share the block's.
+        With a head they need no forward; otherwise they are fed in the block's next forward.
         """
         if not block.takes_trees or not block.drafted:
             return []
@@ -349,7 +349,7 @@ class DraftModel:
         return branches
 
     def _new_branch(self, block: CachedDraft, stem: tuple[int, ...], chance: float) -> CachedDraft:
-        """Makes a side branch after tokens of the block and one beside the next of them."""
+        """Makes a side branch after `stem`: tokens of the block, then an alternative to its next token."""
         cached = min(len(block.branch.tokens), block.base_len + len(stem) - 1)
         return CachedDraft(
             request=block.request,
@@ -367,17 +367,17 @@ class DraftModel:
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: LookaheadRequest) -> list[CachedDraft]:
-        """Returns roots: the part of the main path whose candidates are unknown, and tokens beside it.
+        """Returns roots: the part of the main path whose candidates are unknown, and the main path's siblings.
 
-        If a head or another method drafted part of the block, the model reads it first. The same applies if the text
-        before is fed again with true states, because these change the candidates.
+        If a head or another method drafted part of the block, the model reads that part first. If the preceding text is
+        fed again with true states, it reads the whole block, because the candidates change.
         """
         block = request.unverified.main_path
         considered = self._considered.get(request.session, {}).get(request.prefix_hash, [])
         root = self._begin(request, block, len(block) + 1)
         root.unverified = block
         root.recall(considered if len(root.branch.tokens) >= request.base_len else [])
-        while root.missing > len(root.pending):  # the tokens to read are cached already
+        while root.missing > len(root.pending):  # the tokens to read are already cached
             token = block[len(root.drafted)]
             root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted))
             root.settled = len(root.drafted)
@@ -386,7 +386,7 @@ class DraftModel:
         return [root, *self._siblings_of(root)]
 
     def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
-        """Makes a root for each of the first tokens under verification beside the main path."""
+        """Makes a root for each of the first tokens under verification off the main path."""
         request = root.lookahead
         first = (
             request.base_len - MAX_REPEATED_TOKENS

@@ -1,13 +1,14 @@
 """Forwards of a draft model: batches the pending tokens of several blocks, within budget and cache.
 
-Two options of a checkpoint make them cheaper:
+Two options of a checkpoint make forwards cheaper:
 
 * Mask tokens predict several tokens in one forward (PARD: An et al. 2025, arXiv 2504.18583). A mask attends to the
   tokens before it and the masks between, not to the tokens that will replace the masks, so later tokens are predicted
   somewhat worse than by one forward each. Keys and values of masks are discarded afterwards.
 * A smaller LM head covers only the tokens of `frequent_tokens.json` in the draft folder: token ids, most frequent
-  first (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). For a small model, the LM head over a large vocabulary is most of
-  the cost. The target still verifies over the full vocabulary, so this costs a little acceptance and no exactness.
+  first (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). In a small model, the LM head over a large vocabulary dominates
+  the cost of a forward. The target still verifies over the full vocabulary, so this costs a little acceptance and no
+  exactness.
 """
 
 import json
@@ -28,19 +29,19 @@ from actors.engine.runner import InterruptibleRunner
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy
 
-MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")  # keys in a checkpoint's configuration; authors differ
+MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")  # keys in a checkpoint's configuration; publishers differ
 WIDTH_KEY = "tokens_per_forward"
 
 
 @dataclass(frozen=True, slots=True)
 class MaskTokens:
-    """Number of tokens predicted in one forward: `width`, the last `width` - 1 of them at mask `token`."""
+    """Mask token of a model that predicts `width` tokens per forward, the last `width` - 1 of them at masks."""
 
     token: int
     width: int
 
     def after(self, tokens: int) -> tuple[int, ...]:
-        """Returns the masks to feed to predict this many tokens; the first one follows the last known token."""
+        """Returns the masks to feed after the last known token to predict this many tokens."""
         return (self.token,) * (min(self.width, tokens) - 1)
 
 
@@ -59,7 +60,7 @@ def read_mask_tokens(config: PretrainedConfig, longest: int) -> MaskTokens:
 
 
 def tokens_per_forward(config: PretrainedConfig, longest: int) -> int:
-    """Returns how many tokens the checkpoint was trained to predict in one forward, `longest` by default.
+    """Returns how many tokens the checkpoint was trained to predict per forward, `longest` by default.
 
     Raises ModelError if the configured number is invalid.
     """
@@ -73,7 +74,7 @@ FILE = "frequent_tokens.json"
 
 
 def read_frequent_tokens(folder: Path, vocabulary: int) -> list[int] | None:
-    """Reads the ids from the folder's file; None if there is none. Raises ModelError if they do not fit."""
+    """Reads the ids from the folder's file; None if the file is absent. Raises ModelError if ids are invalid."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -87,7 +88,7 @@ def read_frequent_tokens(folder: Path, vocabulary: int) -> list[int] | None:
 
 
 def reduce_head(model: PreTrainedModel, token_ids: Tensor) -> None:
-    """Keeps only these rows of the model's LM head: column i of its logits is then `token_ids[i]`.
+    """Keeps only the rows `token_ids` of the model's LM head: column i of its logits is then `token_ids[i]`.
 
     The input embedding stays complete, since every token can be fed.
     """
@@ -102,7 +103,7 @@ def reduce_head(model: PreTrainedModel, token_ids: Tensor) -> None:
 
 
 class ReadDraft(NamedTuple):
-    """A block whose pending tokens were all fed, with the model's output after the last ones of them."""
+    """A block with no pending tokens left, and the model's output at the last ones fed."""
 
     draft: CachedDraft
     logits: Tensor  # (positions, columns)
@@ -113,7 +114,7 @@ class _Fed(NamedTuple):
     draft: CachedDraft
     row: InputRow
     cached: int  # branch length before this forward
-    rest: list[int]  # pending tokens that were not fed
+    rest: list[int]  # tokens still pending
 
 
 class DraftForwards:
@@ -141,8 +142,8 @@ class DraftForwards:
     def read(self, drafts: Sequence[CachedDraft], busy: set[str], interrupted: Callable[[], bool]) -> list[ReadDraft]:
         """Runs one forward for all drafts; returns those whose pending tokens were all fed.
 
-        Tokens that exceed the budget, find no room in the pool or need an unknown state are not fed; the next call
-        continues there. Sessions that are not `busy` are evicted to make room.
+        Tokens that exceed the budget, find no room in the pool or need an unknown state stay pending for the next call.
+        Sessions that are not `busy` are evicted to make room.
         """
         copies: list[PageCopy] = []
         fed = self._feed(drafts, busy, copies)
@@ -166,11 +167,11 @@ class DraftForwards:
         if self._states is not None:
             for draft, _, predicted in read:
                 assert predicted is not None, "a head that is fed states predicts some"
-                self._states.remember(draft.branch, predicted[: draft.logits])  # outputs at mask tokens are not states
+                self._states.remember(draft.branch, predicted[: draft.logits])  # outputs at masks are not states
         return read
 
     def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:
-        """Builds the rows of the next forward, shortest first; adds to `copies` the page copies to make before it."""
+        """Builds the rows of the next forward, shortest first; adds the page copies that must precede it to `copies`."""
         fed: list[_Fed] = []
         budget = self._pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
@@ -191,7 +192,7 @@ class DraftForwards:
         return fed
 
     def _feedable(self, draft: CachedDraft, part: list[int]) -> list[int]:
-        """Returns the part of `part` that can be fed now; empty if the text exceeds the model's positions."""
+        """Returns the leading tokens of `part` that can be fed now; empty if the text exceeds the model's positions."""
         if len(draft.branch.tokens) + len(draft.pending) > self._max_positions:
             return []
         return part if self._states is None else part[: self._states.feedable(draft, len(part))]

@@ -1,9 +1,9 @@
-"""Recurrent head: further tokens after a forward at a fraction of its cost (ReDrafter).
+"""Recurrent head: predicts further tokens after a forward at a fraction of its cost (ReDrafter).
 
 After ReDrafter (Cheng et al. 2024, arXiv 2403.09919). A gated MLP maps the draft model's last hidden state and the
-token taken after it to a state for the next token, and so on; the LM head is the model's own. The head reads nothing
-else, so it predicts worse than the model, but a forward of a small model mostly costs its hundreds of operations. The
-draft folder holds the head as `recurrent_head.safetensors`.
+token sampled from it to a state for the next token, and so on; the LM head is the model's own. The head reads nothing
+else, so it predicts worse than the model. It is much cheaper because the cost of a small model's forward is mostly its
+hundreds of operations. The draft folder holds the head as `recurrent_head.safetensors`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ SHAPES = {"state_norm.weight": "d", "token_norm.weight": "d", "gate_up.weight": 
 
 
 class DraftHead(Protocol):
-    """Predicts tokens after those of a forward."""
+    """Predicts further tokens after a forward's own."""
 
-    width: int  # tokens in total, the forward's own included
+    width: int  # tokens per forward, including the model's own
 
     def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
-        """Predicts what follows each of `tokens`, which were taken after `states`, (tokens, hidden)."""
+        """Predicts the token after each of `tokens`, which were sampled from `states`, (tokens, hidden)."""
         ...
 
 
@@ -73,8 +73,8 @@ def load_recurrent_head(
 ) -> RecurrentHead | None:
     """Loads the head in the model's folder, to predict `width` tokens a forward; None if there is none.
 
-    It chooses among the first `columns` of the model's logits, or among all. Raises ModelError if the head does not fit
-    the model.
+    It chooses among the first `columns` of the model's logits; None: among all. Raises ModelError if the head does not
+    fit the model.
     """
     path = folder / FILE
     if not path.is_file():

@@ -1,10 +1,10 @@
 """Turns a draft model's logits into draft tokens: the target's likeliest tokens, or draws for rejection sampling.
 
-`Calibration` fits the probability that each candidate is the target's token to what the target decided. Under Gumbel
-coupling the target's token wins by its log probability plus noise that the drafter knows too. The draft's log
-probabilities are only estimates, so with the noise at full weight the noisiest of many badly estimated tokens would win
-too often; the noise gets a smaller weight. That weight, and the confidence in the draft, come from a conditional logit
-(McFadden 1974) over the candidates plus one alternative for all other tokens:
+`Calibration` fits the probability that each candidate is the target's token to the target's decisions. Under Gumbel
+coupling, the target's token has the highest sum of log probability and noise, and the drafter knows the noise. The
+draft's log probabilities are only estimates, so with the noise at full weight the noisiest of many badly estimated
+tokens would win too often; the noise gets a smaller weight. That weight, and the confidence in the draft, come from a
+conditional logit (McFadden 1974) over the candidates plus one alternative for all other tokens:
 
     weight of a candidate  ~  exp(surety x its log probability + noise_share x its noise)
     weight of the others   ~  exp(others + others_slope x log of their probability)
@@ -37,12 +37,12 @@ from protos.messages import Sampling
 
 Floats = NDArray[np.float64]
 
-LEARNING_RATE = 0.1  # learning rate: logged drafts are predicted as well with 0.05 and 0.2
-SURETY_BOUNDS = (0.1, 8.0)  # bounds: the weight of log probabilities would diverge for a draft that is never wrong
+LEARNING_RATE = 0.1  # on logged drafts, 0.05 and 0.2 predict as well
+SURETY_BOUNDS = (0.1, 8.0)  # without bounds, the weight of log probabilities diverges for a draft that is never wrong
 NOISE_SHARE_BOUNDS = (0.3, 1.0)  # bounds of the noise's weight, relative to surety
-MIN_OTHERS_PROBABILITY = 1e-4  # lower bound of all other tokens' probability, whose logarithm is a feature
+MIN_OTHERS_PROBABILITY = 1e-4  # lower bound of all other tokens' total probability, whose logarithm is a feature
 
-# Fitted with the bundled draft on the prompts of `slipstream bench`. For sampled requests the first two are
+# Fitted with the bundled draft on the prompts of `slipstream bench`. For sampled requests the first two weights are
 # multiplied by the temperature if it is below 1: errors in logits matter more at low temperatures.
 GREEDY_WEIGHTS = (1.05, 0.0, -1.0, 0.75)
 SAMPLED_WEIGHTS = (0.95, 0.8, 2.0, 0.75)
@@ -52,8 +52,8 @@ SAMPLED_WEIGHTS = (0.95, 0.8, 2.0, 0.75)
 class DraftKind:
     """Kind of draft; each kind has its own fit."""
 
-    octave: int | None  # of the temperature, in half octaves; None: greedy
-    is_further: bool  # predicted after another token without a forward in between
+    octave: int | None  # half-octave of the temperature; None: greedy
+    is_further: bool  # predicted after another draft token without a forward in between
 
     @classmethod
     def of(cls, sampling: Sampling, is_further: bool) -> "DraftKind":
@@ -74,10 +74,10 @@ class DraftKind:
 @dataclass(eq=False, slots=True)
 class _Fit:
     weights: Floats
-    squares: Floats = field(default_factory=lambda: np.ones(4))  # of gradients so far, summed
+    squares: Floats = field(default_factory=lambda: np.ones(4))  # sum of squared gradients
 
     def learn(self, candidates: "Candidates", index: int | None) -> None:
-        """Takes one gradient step; the target took the candidate at `index`, or, if None, another token."""
+        """Takes one gradient step. `index` is the candidate that the target chose; None: another token."""
         features = candidates.features
         chances = candidates.chances(self.weights)
         row = features[len(features) - 1 if index is None else index]
@@ -98,11 +98,11 @@ class Candidates:
     ids: NDArray[np.int64]
     log_probs: Floats
     noise: Floats
-    log_others: float  # log probability of all other tokens together
+    log_others: float  # log of the total probability of all other tokens
 
     @property
     def features(self) -> Floats:
-        """Features (count + 1, 4) of each candidate, and in the last row of all others together."""
+        """Features of each candidate, (count + 1, 4); the last row stands for all other tokens."""
         count = len(self.ids)
         features = np.zeros((count + 1, 4))
         features[:count, 0] = self.log_probs
@@ -112,7 +112,9 @@ class Candidates:
         return features
 
     def chances(self, weights: Floats) -> Floats:
-        """Returns the probability that each is the target's token, (count + 1,); the last is all others'."""
+        """Returns the probability that each is the target's token, (count + 1,); the last entry is for all other
+        tokens.
+        """
         scores = self.features @ weights
         powers = np.exp(scores - scores.max())
         chances: Floats = powers / powers.sum()
@@ -120,14 +122,16 @@ class Candidates:
 
 
 class Calibration:
-    """All fits of a drafter, and the candidates at positions that the target has yet to decide."""
+    """All fits of a drafter, and the candidates at positions that the target has not decided yet."""
 
     def __init__(self) -> None:
         self._fits: dict[DraftKind, _Fit] = {}
         self._open: PendingPositions[tuple[DraftKind, Candidates]] = PendingPositions()
 
     def chances(self, kind: DraftKind, candidates: Candidates) -> Floats:
-        """Returns the probability that each is the target's token, (count + 1,); the last is all others'."""
+        """Returns the probability that each is the target's token, (count + 1,); the last entry is for all other
+        tokens.
+        """
         return candidates.chances(self._fit(kind).weights)
 
     def note(self, session: str, position: TextPosition, kind: DraftKind, candidates: Candidates) -> None:
@@ -143,12 +147,12 @@ class Calibration:
         self._open.close(session)
 
     def restart(self) -> None:
-        """Adapts to other weights of the draft: each fit goes on from where it is, as quickly as a new one."""
+        """Prepares for new draft weights: each fit keeps its weights but learns as quickly as a new one."""
         self._fits = {kind: _Fit(fit.weights) for kind, fit in self._fits.items()}
         self._open = PendingPositions()
 
     def _learn(self, kind: DraftKind, candidates: Candidates, token: int) -> None:
-        """Updates the fit with the target's token at that position."""
+        """Updates the fit with the target's token at the candidates' position."""
         indices = np.flatnonzero(candidates.ids == token)
         self._fit(kind).learn(candidates, int(indices[0]) if len(indices) else None)
 
@@ -163,11 +167,11 @@ class DraftingLimits:
     """Bounds and thresholds of a draft model.
 
     Under rejection sampling, `top_k` entries of draft_probs are sent per token, as integer weights (uint16 on the wire)
-    scaled so that the likeliest token has `weight_scale`. Otherwise a block that the target waits for ends once its
-    cumulative acceptance probability is below `min_confidence`: the target waits for the further tokens too, which
-    takes longer than verifying them saves. A forward feeds at most `pass_tokens`, so a long prompt is read over several
-    rounds, neither delaying other blocks for long nor exceeding memory. No token is fed at position `max_positions` or
-    later: a longer session gets no blocks.
+    scaled so that the likeliest token has `weight_scale`. Otherwise a block for which the target waits ends once its
+    cumulative acceptance probability is below `min_confidence`, because drafting further tokens delays the target
+    longer than verifying them saves. A forward feeds at most `pass_tokens`, so a long prompt is read over several
+    rounds, which bounds memory and the delay of other blocks. No token is fed at position `max_positions` or later: a
+    longer session gets no blocks.
     """
 
     top_k: int
@@ -179,10 +183,10 @@ class DraftingLimits:
 
 log = logging.getLogger(__name__)
 
-# Candidates per position. With 2048 the first choice is right no more often, a third one by 0.02 at temperature 1.
+# Candidates per position. With 2048, the first choice is right no more often, a third by 0.02 more at temperature 1.
 MAX_CANDIDATES = 64
 MAX_BRANCH_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
-MAX_CHOICES = 16  # candidates that are considered as outcomes
+MAX_CHOICES = 16  # most candidates kept as choices per position
 MIN_LOG_PROB = -30.0
 MIN_LOGIT = torch.finfo(torch.float32).min
 
@@ -203,8 +207,8 @@ class _Prediction(NamedTuple):
 class DraftSampler:
     """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of size `vocabulary`.
 
-    A block ends before a position with NaN or infinite logits. This is exact under rejection sampling too, because
-    whether a token is drawn there depends only on the tokens before it.
+    A block ends before a position with NaN or infinite logits. This is exact under rejection sampling too, because the
+    decision to end there depends only on the tokens before it.
     """
 
     def __init__(
@@ -223,7 +227,7 @@ class DraftSampler:
         self._has_warned = False
 
     def extend(self, read: Sequence[Read]) -> None:
-        """Adds a token for each position, or ends the block."""
+        """Adds a token to each block for each row of its logits, or ends the block."""
         together: list[_Prediction] = []
         for draft, logits, hidden in read:
             predictions = [
@@ -233,7 +237,7 @@ class DraftSampler:
             if draft.sends_probs:
                 self._draw(predictions)
             elif (chain := self._processors.of(draft.text)) is not None:
-                for prediction in predictions:  # each depends on the one before it
+                for prediction in predictions:  # each position depends on the previous one
                     self._offer_processed(prediction, chain)
             else:
                 together += predictions
@@ -249,7 +253,7 @@ class DraftSampler:
         self._processors.close(session)
 
     def exchange(self, token_ids: Tensor) -> None:
-        """Continues with logits of other weights, whose columns are those of `token_ids`, (columns,)."""
+        """Continues with the logits of other weights, whose columns stand for `token_ids`, (columns,)."""
         self._token_ids = token_ids
         self._calibration.restart()
         self._has_warned = False
@@ -257,7 +261,7 @@ class DraftSampler:
     # ------------------------------------------------------------ prediction of the target's draw
 
     def _offer(self, predictions: Sequence[_Prediction]) -> None:
-        """Adds the tokens likeliest to be the target's, using the noise of the target's own draw."""
+        """Adds the target's likeliest tokens, computed with the noise of the target's own draw."""
         finite, log_probs, ids, noise = self._considered(predictions)
         for prediction, is_finite, *scores in zip(predictions, finite, log_probs, ids, noise, strict=True):
             draft = prediction.draft
@@ -276,10 +280,10 @@ class DraftSampler:
     def _considered(self, predictions: Sequence[_Prediction]) -> tuple[NDArray[Any], ...]:
         """Returns whether the logits are finite, (positions,), and the candidates, (positions, considered) each.
 
-        Candidates are log probabilities, falling, then token ids, then noise.
+        Candidates are log probabilities in descending order, token ids, and noise.
         """
         logits = torch.stack([prediction.logits for prediction in predictions]).float()
-        finite = torch.isfinite(logits.amax(dim=-1))  # -inf is how models mask tokens
+        finite = torch.isfinite(logits.amax(dim=-1))  # -inf alone is allowed: models mask tokens with it
         logits = logits.masked_fill(~torch.isfinite(logits), MIN_LOGIT)
         requests = [prediction.draft.text.open for prediction in predictions]
         temperatures = [request.sampling.temperature or 1.0 for request in requests]
@@ -297,7 +301,7 @@ class DraftSampler:
         return finite.cpu().numpy(), log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
 
     def _offer_processed(self, prediction: _Prediction, chain: ProcessorChain) -> None:
-        """Applies the request's logits processors after the text so far, the block's own tokens included.
+        """Applies the request's logits processors at this position; they see the text and the block's earlier tokens.
 
         If a grammar allows exactly one token, it is certain, even if the draft's head lacks its column.
         """
@@ -315,7 +319,7 @@ class DraftSampler:
             self._offer([prediction._replace(logits=offered.masked_fill(offered.isneginf(), MIN_LOGIT))])
 
     def _end(self, draft: BlockDraft) -> None:
-        """Ends a block whose next logits are NaN or infinite."""
+        """Ends a block before a position with NaN or infinite logits."""
         draft.is_cut = True
         if not self._has_warned:
             self._has_warned = True
@@ -338,14 +342,14 @@ class DraftSampler:
             draft.append(token, _choices(row), state, ids, weights)
 
     def _draw_by_ratio(self, draft: BlockDraft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Draws a token from the truncated and rounded distribution that is sent, and returns both.
+        """Draws a token from the truncated and rounded distribution that is sent; returns the token, ids and weights.
 
-        The noise is a function of seed and prefix: a prefix has the same continuation however often and at whatever
-        length it is drafted for.
+        The noise is a function of seed and prefix, so a prefix always gets the same continuation, however often and at
+        whatever draft length it is drafted.
         """
         top_k = self._limits.top_k
         logits = logits.masked_fill(~torch.isfinite(logits), -torch.inf)
-        if bool(logits.isneginf().all()):  # the head has none of the tokens that the request allows
+        if bool(logits.isneginf().all()):  # no column of the head stands for an allowed token
             logits[self._token_ids[0]] = 0.0
         values, ids = logits.topk(min(top_k, int(torch.isfinite(logits).sum())))
         weights = (torch.exp(values - values[0]) * self._limits.weight_scale).round()
@@ -356,14 +360,14 @@ class DraftSampler:
         return token, (*ids.tolist(), *[0] * padding), (*map(int, weights.tolist()), *[0] * padding)
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Scatters logits to the whole vocabulary, float32; a draft head may choose among fewer tokens."""
+        """Scatters logits to the whole vocabulary, in float32; a draft head may compute fewer columns."""
         whole = torch.full((self._vocabulary,), -torch.inf, device=logits.device)
         whole[self._token_ids[: len(logits)]] = logits.float()
         return whole
 
 
 class SessionProcessors:
-    """Logits processors of a drafter's sessions, created when a session is first drafted for."""
+    """Logits processors of a drafter's sessions, created at a session's first draft."""
 
     def __init__(self, makers: tuple[Maker, ...]) -> None:
         self._makers = makers
@@ -373,7 +377,7 @@ class SessionProcessors:
         """Returns the session's processors, advanced over its committed text; None if the request needs none."""
         name = text.open.session
         current, chain = self._all.get(name, (None, None))
-        if current is not text:  # new or reopened
+        if current is not text:  # the session is new or was reopened
             chain = chain_of(text.open, self._makers)
             self._all[name] = text, chain
         if chain is not None:
@@ -385,7 +389,7 @@ class SessionProcessors:
 
 
 def _draw_key(prediction: _Prediction) -> int:
-    """Returns the key of the noise that the target draws with at this position."""
+    """Returns the key of the target's noise at this position."""
     request = prediction.draft.text.open
     return key(request.seed, request.choice, prediction.position, Purpose.DRAW)
 
@@ -393,7 +397,7 @@ def _draw_key(prediction: _Prediction) -> int:
 def _candidates(
     sampling: Sampling, log_probs: NDArray[np.float64], ids: NDArray[np.int64], noise: NDArray[np.float64]
 ) -> Candidates:
-    """Keeps those candidates that top-k, top-p and min-p are likely to leave."""
+    """Keeps the candidates likely to pass top-k, top-p and min-p."""
     probs = np.exp(log_probs)
     count = _kept(log_probs, probs, sampling)
     others = 1.0 - float(probs.sum()) if count == len(ids) else 0.0
@@ -403,7 +407,7 @@ def _candidates(
 
 
 def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: Sampling) -> int:
-    """Counts the likeliest tokens that the request's filters leave; at least one."""
+    """Returns how many of the likeliest tokens pass the request's filters; at least one."""
     count = len(probs)
     if sampling.greedy:
         return count
@@ -419,17 +423,17 @@ def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: 
 
 
 def _likeliest(candidates: Candidates, chances: NDArray[np.float64]) -> Choices:
-    """Sorts the candidates, likeliest first."""
+    """Returns the candidates sorted by probability, highest first."""
     order = np.argsort(-chances[:-1], kind="stable")[:MAX_CHOICES]
     return Choices(candidates.ids[order].tolist(), chances[order].tolist())
 
 
 def _choices(logits: Tensor) -> Choices:
-    """Returns the likeliest tokens by the draft model alone, likeliest first."""
+    """Returns the draft model's own likeliest tokens, highest probability first."""
     chances, ids = torch.softmax(logits, dim=-1).topk(min(MAX_CHOICES, logits.shape[-1]))
     return Choices(ids.tolist(), chances.tolist())
 
 
 def _each(states: Tensor | None, tokens: int) -> Iterable[Tensor | None]:
-    """Returns the state of each token, (hidden,)."""
+    """Returns the state of each token, (hidden,), or None for each if there are no states."""
     return repeat(None, tokens) if states is None else states
