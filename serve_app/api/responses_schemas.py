@@ -207,7 +207,7 @@ class ResponsesRequest(SamplingFields, UnservedFields):
     context_management: Annotated[Any, unserved([])] = None
     conversation: Annotated[Any, unserved()] = None
     enable_response_messages: Annotated[Any, unserved(False)] = None
-    include: Annotated[Any, unserved([], ["reasoning.encrypted_content"])] = None  # has no effect
+    include: Annotated[Any, unserved([], ["reasoning.encrypted_content"])] = None  # reasoning is not encrypted
     max_tool_calls: Annotated[Any, unserved()] = None
     media_io_kwargs: Annotated[Any, unserved({})] = None
     mm_processor_kwargs: Annotated[Any, unserved({})] = None

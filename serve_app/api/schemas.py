@@ -64,19 +64,19 @@ class TextPart(RequestPart):
 
 class CalledFunction(RequestPart):
     name: FunctionName
-    arguments: str = "{}"  # JSON, verbatim from the model
+    arguments: str = "{}"  # JSON as the model wrote it
 
-    parsed_arguments: Any = None  # OpenAI's client sends its parsed value back; ignored
+    parsed_arguments: Any = None  # OpenAI's client sends back its parsed value; ignored
 
 
 class ToolCall(RequestPart):
-    """A call that an assistant made earlier."""
+    """A tool call of an earlier answer."""
 
     id: CallId | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    index: Integer | None = None  # sent back from streamed calls; ignored
+    index: Integer | None = None  # clients send it back from streamed calls; ignored
 
 
 class ChatMessage(UnservedMessageFields):
@@ -92,10 +92,10 @@ class ChatMessage(UnservedMessageFields):
     ] = None
     tool_calls: Annotated[
         tuple[ToolCall, ...], Field(fail_fast=True), bounded(lambda most: most.parts)
-    ] = ()  # of assistant messages
-    tool_call_id: CallId | None = None  # of tool messages
-    reasoning: str = ""  # vLLM's, of assistant messages
-    reasoning_content: str = ""  # an alias of the same
+    ] = ()  # assistant messages only
+    tool_call_id: CallId | None = None  # tool messages only
+    reasoning: str = ""  # vLLM's field, assistant messages only
+    reasoning_content: str = ""  # alias of `reasoning`
 
     @field_validator("content")
     @classmethod
@@ -117,7 +117,7 @@ class ChatMessage(UnservedMessageFields):
 
     @property
     def chars(self) -> int:
-        """Returns the characters this message adds to a prompt, beside the template's own."""
+        """Returns the number of characters that this message adds to a prompt, without the template's own."""
         called = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls)
         return len(self.text) + len(self.reasoning or self.reasoning_content) + called
 
@@ -125,8 +125,8 @@ class ChatMessage(UnservedMessageFields):
 class Function(RequestPart):
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # JSON Schema
-    strict: Flag | None = None  # whether arguments must match the schema
+    parameters: dict[str, Any] | None = None  # a JSON Schema
+    strict: Flag | None = None  # True: arguments must match the schema
 
 
 class Tool(RequestPart):
@@ -135,7 +135,7 @@ class Tool(RequestPart):
 
     @model_serializer
     def _as_sent(self) -> dict[str, Any]:
-        """Serializes only the given fields, as chat templates expect."""
+        """Serializes only the fields that were given, as chat templates expect."""
         return {"type": self.type, "function": self.function.model_dump(exclude_none=True)}
 
     @property
@@ -148,7 +148,7 @@ class NamedFunction(RequestPart):
 
 
 class NamedTool(RequestPart):
-    """The one tool that must be called."""
+    """Names the one tool that the answer must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -163,11 +163,11 @@ ToolChoice = Annotated[
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 512
-PROMPT_VERSION = "prompt_version"  # key of `metadata` that metrics and traces report
-LEARN = "learn"  # key of `metadata` by which a request opts in to or out of learning
+PROMPT_VERSION = "prompt_version"  # `metadata` key whose value metrics and traces report
+LEARN = "learn"  # `metadata` key that opts a request in to or out of learning
 VERSION_PATTERN = r"[\w.:/@+-]{1,64}"
 MAX_EFFORT_CHARS = 32
-REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII, since a header carries it
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII only, since an HTTP header carries it
 
 TokenIds = Annotated[
     tuple[Annotated[Integer, Field(ge=0)], ...],
@@ -194,13 +194,13 @@ def _is_prompt(value: Any) -> bool:
 
 class StreamOptions(RequestPart):
     include_usage: Flag = False
-    continuous_usage_stats: Flag = False  # vLLM's: with include_usage, every chunk has the usage so far
+    continuous_usage_stats: Flag = False  # vLLM's: with include_usage, every chunk reports usage so far
 
     include_obfuscation: Annotated[Any, unserved(False)] = None
 
 
 MAX_WORD_CHARS = 256
-MAX_DIGITS = 10  # limit of a token id
+MAX_DIGITS = 10  # digits of a token id
 
 TokenId = Annotated[Integer, Field(ge=0, lt=2**31)]
 Top = Annotated[Integer, Field(ge=0, le=MAX_TOP)]
@@ -209,7 +209,7 @@ Bias = Annotated[Number, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 
 
 def _as_ids(value: Any) -> Any:
-    """Converts keys to token ids; JSON's keys are strings."""
+    """Converts keys to token ids, since JSON's keys are strings."""
     if not isinstance(value, dict):
         return value
     if not all(key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS for key in value):
@@ -218,11 +218,11 @@ def _as_ids(value: Any) -> Any:
 
 
 class SamplingFields(RequestPart):
-    """Sampling fields of both endpoints; most are vLLM's."""
+    """Sampling fields of completions and chats; most are vLLM's extensions."""
 
     repetition_penalty: Annotated[Number, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] = 1.0
     logit_bias: Annotated[
-        dict[TokenId, Bias], BeforeValidator(_as_ids), bounded(lambda most: most.token_ids)  # the last one runs first
+        dict[TokenId, Bias], BeforeValidator(_as_ids), bounded(lambda most: most.token_ids)  # `bounded` runs first
     ] = Field(default_factory=dict)
     bad_words: Annotated[tuple[Word, ...], Field(fail_fast=True), bounded(lambda most: most.words)] = ()
     allowed_token_ids: Annotated[
@@ -232,11 +232,11 @@ class SamplingFields(RequestPart):
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(fail_fast=True), bounded(lambda most: most.token_ids)] = ()
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
-    spaces_between_special_tokens: Flag = True  # the decoder's own spacing; false: none between added tokens
-    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None  # -1: as many as fit
+    spaces_between_special_tokens: Flag = True  # False: no space between added tokens
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None  # -1: keep as many as fit
     truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: Top | None = None
-    priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] = 0  # lower numbers run first
+    priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] = 0  # lower numbers are served first
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     @field_validator("truncate_prompt_tokens")
@@ -248,17 +248,17 @@ class SamplingFields(RequestPart):
 
 
 class SpeculationOptions(RequestPart):
-    """Extension: speculation options of this request."""
+    """Extension: speculation options of one request."""
 
-    draft_tokens: Annotated[Integer, Field(ge=0, le=MAX_BLOCK_TOKENS)] | None = None  # 0: no speculation
+    draft_tokens: Annotated[Integer, Field(ge=0, le=MAX_BLOCK_TOKENS)] | None = None  # 0 turns speculation off
     acceptance: Literal["rejection", "coupled"] | None = None
-    trace: Flag = False  # streamed chunks mark which tokens were drafted
-    rejected: Flag = False  # also report rejected draft tokens
+    trace: Flag = False  # mark drafted tokens in streamed chunks
+    rejected: Flag = False  # also send rejected draft tokens in chunks
 
     @model_validator(mode="before")
     @classmethod
     def _earlier_names(cls, data: Any) -> Any:
-        """Accepts names of earlier releases: `max_draft_tokens`, and the rule `ratio`."""
+        """Accepts names from earlier releases: option `max_draft_tokens` and rule `ratio`."""
         if not isinstance(data, dict):
             return data
         renamed = {EARLIER_OPTIONS.get(name, name): value for name, value in data.items()}
@@ -272,14 +272,14 @@ class GenerationRequest(SamplingFields, UnservedFields):
     """Fields common to completions and chats."""
 
     prompt_field: ClassVar[str]
-    default_max_tokens: ClassVar[int | None]  # None: the rest of the context
+    default_max_tokens: ClassVar[int | None]  # None: all of the remaining context
 
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
     max_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] = 0  # vLLM's; 0 and -1: all tokens
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0  # vLLM's
+    top_k: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] = 0  # vLLM's; 0 or -1: no limit
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0  # vLLM's field
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     seed: Seed | None = None
@@ -287,12 +287,12 @@ class GenerationRequest(SamplingFields, UnservedFields):
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
-    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: part of the answer's id
-    ignore_eos: Flag = False  # vLLM's: continue to max_tokens
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: used in the answer's id
+    ignore_eos: Flag = False  # vLLM's: generate until max_tokens
     metadata: Annotated[dict[str, str] | None, bounded(lambda most: most.labels)] = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None  # vLLM's
-    speculation: SpeculationOptions = SpeculationOptions()  # extension
+    structured_outputs: StructuredOutputs | None = None  # vLLM's field
+    speculation: SpeculationOptions = SpeculationOptions()  # our extension
 
     @property
     def prompt_version(self) -> str | None:
@@ -301,7 +301,7 @@ class GenerationRequest(SamplingFields, UnservedFields):
 
     @property
     def learn(self) -> str | None:
-        """Returns the client's choice in `metadata`, "true" or "false", whether drafts may learn from the answer."""
+        """Returns "true" or "false" as given in `metadata`: whether drafts may learn from the answer."""
         return (self.metadata or {}).get(LEARN)
 
     @property
@@ -315,7 +315,7 @@ class GenerationRequest(SamplingFields, UnservedFields):
 
     @property
     def prompt_chars(self) -> int:
-        """Returns the characters of the longest text prompt."""
+        """Returns the number of characters in the longest text prompt."""
         raise NotImplementedError
 
     @property
@@ -336,7 +336,7 @@ class GenerationRequest(SamplingFields, UnservedFields):
 
     @property
     def top_of_tokens(self) -> int | None:
-        """Returns the number of alternatives to score per generated token; None: no scores."""
+        """Returns the number of alternatives to score per generated token, or None for no scores."""
         raise NotImplementedError
 
     @property
@@ -346,7 +346,7 @@ class GenerationRequest(SamplingFields, UnservedFields):
 
     @property
     def top_of_prompt(self) -> int | None:
-        """Returns the number of alternatives to score per prompt token; None: no scores."""
+        """Returns the number of alternatives to score per prompt token, or None for no scores."""
         echoed = self.top_of_tokens if self.is_echoed else None
         tops = [top for top in (self.prompt_logprobs, echoed) if top is not None]
         return max(tops, default=None)
@@ -412,11 +412,11 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
     tools: Annotated[tuple[Tool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: Flag = True
-    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None  # defined by the template
-    include_reasoning: Flag = True  # vLLM's
-    chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})  # vLLM's
-    add_generation_prompt: Flag | None = None  # vLLM's: unless the final message is continued
-    continue_final_message: Flag = False  # vLLM's
+    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None  # values depend on the template
+    include_reasoning: Flag = True  # vLLM's field
+    chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})  # vLLM's field
+    add_generation_prompt: Flag | None = None  # vLLM's; default: not continue_final_message
+    continue_final_message: Flag = False  # vLLM's field
 
     @field_validator("continue_final_message")
     @classmethod
@@ -476,7 +476,7 @@ class TokenizeRequest(RequestPart):
     chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag = False
-    add_special_tokens: Flag | None = None  # prompts only; a chat template adds its own
+    add_special_tokens: Flag | None = None  # for prompts only; chat templates add their own
     return_token_strs: Flag = False
 
     chat_template: Annotated[Any, unserved()] = None

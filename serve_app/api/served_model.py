@@ -1,4 +1,4 @@
-"""The served model: its names, and a fingerprint of everything but the request that determines answers."""
+"""The served model: its names, and a fingerprint of everything outside the request that determines answers."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from cluster.errors import RequestError
 from serve_app.api.replies import ModelCard, ModelList
 
 DISTRIBUTION = "slipstream-serving"
-SERVER_FIELDS = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # affect parsing
+SERVER_FIELDS = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # these change answers
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that is not served."""
+    """Raised if the request names a model that is not served."""
 
 
 def version() -> str:
@@ -23,7 +23,7 @@ def version() -> str:
 
 
 def model_list(config: SlipstreamConfig) -> ModelList:
-    """Returns a card for each name."""
+    """Returns a model card for each served name."""
     created = int(time.time())
     context = config.model.max_context
     cards = (
@@ -41,13 +41,13 @@ def check_model(name: str, served: Sequence[str]) -> None:
 
 
 def find_card(models: ModelList, name: str) -> ModelCard:
-    """Returns the card of a name."""
+    """Returns the model card for a name. Raises UnknownModelError."""
     check_model(name, [card.id for card in models.data])
     return next(card for card in models.data if card.id == name)
 
 
 def fingerprint(config: SlipstreamConfig, checkpoint: str) -> str:
-    """Returns a fingerprint of everything but the request that determines an answer. Drafts do not."""
+    """Returns a fingerprint of everything outside the request that determines an answer; drafts do not."""
     decisive = {
         "version": version(),
         "weights": checkpoint or config.model.target,

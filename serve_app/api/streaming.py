@@ -17,12 +17,12 @@ from serve_app.api.observability import RequestRecord
 T = TypeVar("T")
 
 
-LAST_EVENT_S = 1.0  # seconds to send the last event after a deadline
-KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients ignore
+LAST_EVENT_S = 1.0  # seconds allowed to send the last event after a deadline
+KEEP_ALIVE = ": keep-alive\n\n"  # an SSE comment, which clients ignore
 
 
 class EventStream(Response):
-    """Sends events as they arrive and comments in the pauses; closes the source when the client disconnects."""
+    """Sends events as they arrive and comments in between; closes the source when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -35,7 +35,7 @@ class EventStream(Response):
         deadline: Deadline,
         as_failure: Callable[[Failure], str],
     ) -> None:
-        """`first` is the first event, ready or pending."""
+        """`first` is the first event, or a future that will yield it."""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
@@ -44,7 +44,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self._deadline = deadline
         self._as_failure = as_failure
-        self._is_quiet = True  # no event was sent since the last check
+        self._is_quiet = True  # True: no event was sent since the last check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events), _ended(self._first):
@@ -59,13 +59,13 @@ class EventStream(Response):
                     await _send_part(send, event)
                 await _send_part(send, "", more=False)
         except RequestTimeoutError as error:
-            with suppress(TimeoutError):  # the client stopped reading
+            with suppress(TimeoutError):  # raised if the client has stopped reading
                 async with asyncio.timeout(LAST_EVENT_S):
                     await _send_part(send, self._failed(error))
                     await _send_part(send, "", more=False)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Sends comments from a task of its own, at no cost to events."""
+        """Sends comments from a separate task, so that sending events costs nothing extra."""
         while True:
             await asyncio.sleep(self._keep_alive_s)
             if self._is_quiet:
@@ -73,7 +73,7 @@ class EventStream(Response):
             self._is_quiet = True
 
     async def _guarded(self) -> AsyncGenerator[str, None]:
-        """Yields all events; turns a failure into the last one."""
+        """Yields all events; converts a failure into a last event."""
         try:
             yield await self._first
             async for event in self._events:
@@ -84,14 +84,12 @@ class EventStream(Response):
 
     def _failed(self, error: Exception) -> str:
         failure = failure_of(error)
-        self._record.status = failure.status  # the response itself began with status 200
+        self._record.status = failure.status  # logged only: the response already has status 200
         return self._as_failure(failure)
 
 
 async def first_of(events: AsyncGenerator[str, None], receive: Receive, wait_s: float) -> asyncio.Future[str]:
-    """Returns the first event, or a pending one after `wait_s`. Raises the failure that prevented it and closes the
-    source.
-    """
+    """Returns the first event, or a pending one after `wait_s`. If it fails, closes the source and raises."""
     first = asyncio.ensure_future(anext(events))
     try:
         await while_connected(receive, asyncio.wait((first,), timeout=wait_s))
@@ -105,7 +103,7 @@ async def first_of(events: AsyncGenerator[str, None], receive: Receive, wait_s: 
 
 @asynccontextmanager
 async def _ended(task: asyncio.Future[Any]) -> AsyncGenerator[None, None]:
-    """Cancels the task when the block ends."""
+    """Cancels `task` when the block ends."""
     try:
         yield
     finally:
@@ -124,7 +122,7 @@ def as_json(body: BaseModel, status: int = 200) -> Response:
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Awaits `work`. If the client disconnects first, cancels it and raises ClientDisconnect."""
+    """Awaits `work`; cancels it and raises ClientDisconnect if the client disconnects first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_disconnect(receive))
     try:
@@ -139,7 +137,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Returns when the client has disconnected."""
+    """Returns once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

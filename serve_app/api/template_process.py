@@ -18,8 +18,8 @@ from serve_app.api.chat_template import Rendering, TemplateFailure
 from serve_app.api.template_worker import HEAD, MEMORY_BYTES, SIZE
 from serve_app.api.template_worker import __name__ as PROGRAM
 
-CPU_S = 1.0  # processor time of one conversation
-ANSWER_TIMEOUT_S = 60.0  # wall clock, including the program's start on a busy machine
+CPU_S = 1.0  # seconds of processor time per conversation
+ANSWER_TIMEOUT_S = 60.0  # seconds of wall clock time, including the program's start on a busy machine
 STOP_TIMEOUT_S = 5.0
 
 
@@ -30,14 +30,14 @@ class TemplateProcess:
     """
 
     def __init__(self, cpu_s: float = CPU_S) -> None:
-        """Starts the program, which needs some seconds; `cpu_s` limits the processor time of a rendering."""
+        """Starts the program, which takes seconds; `cpu_s` limits the processor time of one rendering."""
         self._cpu_s = cpu_s
         self._idle: list[socket.socket] = []  # sockets of idle workers
         self._starting = threading.Lock()
         self._program, self._control = _start(cpu_s)
 
     def __call__(self, rendering: Rendering) -> str:
-        """Returns the text. Raises TemplateFailure if the template raises or exceeds a limit."""
+        """Returns the rendered text. Raises TemplateFailure if the template raises or exceeds a limit."""
         try:
             request = json.dumps(rendering.as_json()).encode()
         except RecursionError:
@@ -45,7 +45,7 @@ class TemplateProcess:
         worker = self._worker()
         try:
             text = self._exchange(worker, request)
-        except BaseException:  # a worker ends at its first failure
+        except BaseException:  # workers end at their first failure
             worker.close()
             raise
         self._idle.append(worker)
@@ -63,20 +63,20 @@ class TemplateProcess:
             self._program.wait()
 
     def _worker(self) -> socket.socket:
-        """Returns a live worker."""
+        """Returns an idle worker's socket, or that of a new worker."""
         while self._idle:
             try:
                 worker = self._idle.pop()
-            except IndexError:  # another thread took it
+            except IndexError:  # another thread took the last one
                 break
             if not select.select((worker,), (), (), 0)[0]:
                 return worker
-            worker.close()  # readable without a request: it has ended
+            worker.close()  # readable before a request: the worker has ended
         ours, theirs = socket.socketpair()
         with theirs, self._starting:
             try:
                 socket.send_fds(self._control, (b"w",), (theirs.fileno(),))
-            except OSError:  # the program was killed; start it once more
+            except OSError:  # the program was killed; restart it once
                 self._control.close()
                 self._program.wait()
                 self._program, self._control = _start(self._cpu_s)

@@ -1,4 +1,4 @@
-"""Text to tokens and back: prompts, incremental detokenisation, stop strings."""
+"""Converts text to tokens and back: prompts, incremental detokenisation, stop strings."""
 
 import logging
 from bisect import bisect_left
@@ -24,15 +24,15 @@ from serve_app.api.tool_calls import CallForm, ResponseReaders, find_call_form, 
 
 log = logging.getLogger("ray.serve")
 
-_UNFINISHED = "\ufffd"  # decoding of an incomplete character
-_MAX_TOKENS_PER_CHARACTER = 4  # bytes of a character at most, one U+FFFD each
-_SHORT_WINDOW = 8  # tokens
+_UNFINISHED = "\ufffd"  # decoded text of an incomplete character
+_MAX_TOKENS_PER_CHARACTER = 4  # a character has at most 4 bytes, each decoded to one U+FFFD
+_SHORT_WINDOW = 8  # window lengths in tokens
 _LONG_WINDOW = 16
-_LONGEST_WINDOW = 32  # window length at which linear time wins over exact equality; only invalid bytes reach it
+_LONGEST_WINDOW = 32  # longer windows give up exact equality for linear time; only invalid bytes get there
 
 
 class Detokenizer:
-    """Incremental decoder that releases whole characters.
+    """Incremental decoder that only releases complete characters.
 
     Its output equals decoding all tokens at once, wherever they spell valid text. Each token costs decoding a bounded
     window. (`tokenizers.DecodeStream` holds back all text that ends in U+FFFD, decodes it again with each token, and
@@ -42,17 +42,17 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, special_ids: frozenset[int], joined_ids: frozenset[int] = frozenset()
     ) -> None:
-        """Omits the text of `special_ids`, and puts no space between two of `joined_ids`."""
+        """Omits the text of `special_ids`, and adds no space between two adjacent `joined_ids`."""
         self._tokenizer = tokenizer
         self._special_ids = special_ids
         self._joined_ids = joined_ids
-        # The window begins with tokens already released: some decoders treat the very first token
+        # The window starts with released tokens, since some decoders treat the very first token
         # differently, for instance by dropping its leading space.
         self._window: list[int] = []
-        self._released = 0  # released characters of the window's text
-        self._new = 0  # tokens since the text last ended in a character other than U+FFFD
+        self._released = 0  # characters of the window's text already released
+        self._new = 0  # tokens since the text last ended in a complete character
         # Length of the window's text after each of the newest tokens. It may shrink: with byte tokens, an
-        # unfinished character turns every byte beside it into U+FFFD until it is finished.
+        # unfinished character turns adjacent bytes into U+FFFD until it is complete.
         self._lengths: deque[int] = deque(maxlen=_MAX_TOKENS_PER_CHARACTER)
 
     def push(self, token: int) -> str:
@@ -69,18 +69,18 @@ class Detokenizer:
             return released
         if self._new < _MAX_TOKENS_PER_CHARACTER:
             return ""
-        released = self._give(text, min(self._lengths))  # the newest tokens but one may be bytes of one character
+        released = self._give(text, min(self._lengths))  # the newest tokens may belong to one character
         if len(self._window) >= _LONG_WINDOW and len(self._window) % _SHORT_WINDOW == 0:
             self._narrow()
         return released
 
     def finish(self) -> str:
-        """Returns the remaining text."""
+        """Returns the text held back."""
         text = self._decode(self._window)
         return self._give(text, len(text))
 
     def preview(self, tokens: Sequence[int]) -> str:
-        """Returns how these tokens would read if they came next, special ones spelled out."""
+        """Returns the text of `tokens` if they came next, special tokens included."""
         return self._decode([*self._window, *tokens])[self._released :]
 
     def _give(self, text: str, end: int) -> str:
@@ -90,16 +90,16 @@ class Detokenizer:
         return released
 
     def _reset_window(self) -> None:
-        """Resets the window to the newest tokens, as context for the next."""
+        """Cuts the window to the newest tokens, as context for the next token."""
         self._window = self._window[-self._new :]
         self._released = len(self._decode(self._window))
         self._new = 0
         self._lengths.clear()
 
     def _narrow(self) -> None:
-        """Drops tokens from the window's start where both sides decode separately to the same text."""
+        """Drops tokens from the window's start, if the parts before and after decode to the text of the whole."""
         shortest = min(range(len(self._lengths)), key=lambda age: self._lengths[-1 - age])
-        end = len(self._window) - shortest  # where no character was unfinished, if there is such a place
+        end = len(self._window) - shortest  # end at a token that left no character unfinished, if there is one
         whole = self._decode(self._window[:end])
         starts = range(end - _SHORT_WINDOW, end - _SHORT_WINDOW + _MAX_TOKENS_PER_CHARACTER)
         borders = (start for start in starts if self._is_border(start, end, whole))
@@ -122,26 +122,26 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Cuts growing text at the first complete stop string and holds back text that may begin one.
+    """Ends growing text at the first complete stop string, and holds back text that may begin one.
 
     The result does not depend on how the text is split. If several stop strings end at once, the longest counts.
     """
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
-        """Takes stop strings; `keeps_stop` releases the stop string itself too."""
+        """`keeps_stop` releases the matched stop string too."""
         self._stops = sorted(set(stops))
         self._firsts = frozenset(stop[0] for stop in self._stops)
         self._keeps_stop = keeps_stop
         self._held = ""
-        self._starts: list[int] = []  # ascending positions in `_held` from which the text may begin a stop string
-        self.match: str | None = None  # the stop string that was completed first
+        self._starts: list[int] = []  # ascending positions in `_held` at which a stop string may begin
+        self.match: str | None = None  # first completed stop string
 
     @property
     def matched(self) -> bool:
         return self.match is not None
 
     def push(self, text: str) -> str:
-        """Returns the text that is safe to release; nothing after a match."""
+        """Returns the text that can be released; empty after a match."""
         if self.matched:
             return ""
         if not self._starts and self._firsts.isdisjoint(text):
@@ -160,7 +160,7 @@ class StopMatcher:
         return "" if self.matched else self._release(len(self._held))
 
     def _completes(self, end: int) -> bool:
-        """Returns whether a stop string ends here; its start is then the first candidate left."""
+        """Returns whether a stop string ends at `end`; if so, its start is the first remaining candidate."""
         left: list[int] = []
         for start in self._starts:
             tail = self._held[start:end]
@@ -183,7 +183,7 @@ class StopMatcher:
 
 
 class TextCodec:
-    """The served model's tokenizer, as the API uses it."""
+    """Tokenizer of the served model, with its chat and response templates."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class TextCodec:
         """Takes a Hugging Face tokenizer backed by the tokenizers library.
 
         Token ids from `vocabulary` on are refused; the default is the tokenizer's own limit. `render` renders its chat
-        templates, up to the text that `max_context` tokens can spell.
+        templates, up to as many characters as `max_context` tokens can spell.
         """
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
@@ -245,7 +245,7 @@ class TextCodec:
         )
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a prompt, with the special tokens the model expects around it."""
+        """Returns the tokens of a prompt, including the special tokens that the model expects around it."""
         return tuple(self.tokenizer(text).input_ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
@@ -261,16 +261,16 @@ class TextCodec:
         return str(self.tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=skips_special))
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> tuple[int, ...]:
-        """Returns the tokens of a conversation in the model's chat template, up to where the assistant begins."""
+        """Returns the tokens of a conversation in the model's chat template, up to where the answer begins."""
         return self.template.encode(messages, options or TemplateOptions())
 
     def grammars(self) -> GrammarCompiler | None:
-        """Returns a compiler of grammars; None if the tokenizer cannot be constrained."""
+        """Returns a grammar compiler, or None if the tokenizer's output cannot be constrained."""
         return grammars_of(lambda: self._grammar_vocabulary)
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """Returns how the model writes calls; None if a grammar cannot express it."""
+        """Returns the form in which the model writes calls, or None if a grammar cannot express it."""
         try:
             is_special = self._grammar_vocabulary.is_special_token
         except ModelError:
@@ -285,9 +285,9 @@ class TextCodec:
         return grammar_vocabulary(self.tokenizer, self.eos_ids)
 
     def detokenizer(self, skips_special: bool = True, spaces_special: bool = True) -> Detokenizer:
-        """Returns a detokenizer for one answer, with the special tokens by which a reader splits it.
+        """Returns a detokenizer for one answer; it keeps the special tokens by which a reader splits the answer.
 
-        Without `spaces_special` there is no space between added tokens, where some decoders put one.
+        Without `spaces_special`, no space is put between added tokens, where some decoders put one.
         """
         skipped = self._special_ids if skips_special else frozenset()
         joined = frozenset[int]() if spaces_special else frozenset(self._added.values())

@@ -1,9 +1,9 @@
 """Splits answers into content, reasoning and tool calls, and finds how the served model writes calls.
 
-Transformers' response parser does the reading: a response template names the markers that begin and end each part. The
-parser works on text as it grows, however it is split. It holds back what may begin a marker, and recognizes a call when
-its region closes. Since it ends a call at the first end marker, even inside a string, JSON strings reach it in an
-escaped form that JSON reads as the same text; clients receive the arguments verbatim.
+Transformers' response parser reads the answer: a response template names the markers that begin and end each part. The
+parser works on growing text, however it is split. It holds back what may begin a marker, and recognizes a call when
+its region closes. It ends a call at the first end marker, even inside a string, so JSON strings reach it in an escaped
+form that JSON reads as the same text; clients receive the arguments verbatim.
 """
 
 import json
@@ -26,8 +26,8 @@ from transformers.utils.chat_parsing.response_templates import (
 from cluster.errors import ConfigError, RequestError
 from serve_app.api.chat_template import ChatTemplate, Message, TemplateOptions
 
-MAX_STARTS = 16  # candidate starts of arguments that are tried, since a call may hold very many braces
-LINE_ENDS = frozenset("\n\r")  # characters that no JSON string holds: the string was never closed
+MAX_STARTS = 16  # candidate positions tried for one call's arguments, since its text may have very many braces
+LINE_ENDS = frozenset("\n\r")  # no JSON string contains these; one that does was never closed
 LAST_IN_ONE_ESCAPE = "\uffff"
 
 _BRACE = re.compile(r"\{")
@@ -41,17 +41,17 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 class CallText:
-    """One call, or a list of calls, fed character by character."""
+    """Text of one call, or of a list of calls, fed character by character."""
 
     def __init__(self) -> None:
         self._chars: list[str] = []
         self._in_string = False
         self._is_escaped = False
         self._is_broken = False
-        self._read_chars = 0  # characters up to the end of the last arguments
+        self._read_chars = 0  # number of characters up to the end of the last arguments
 
     def take(self, char: str) -> str:
-        """Returns the character as the parser must see it."""
+        """Adds a character and returns it as the parser must receive it."""
         self._chars.append(char)
         if self._is_broken:
             return char
@@ -67,7 +67,7 @@ class CallText:
         return _escaped(char) if self._in_string and not self._is_escaped else char
 
     def arguments(self, read: Any) -> str:
-        """Returns the next call's arguments verbatim if the parser `read` them from a JSON object there.
+        """Returns the next call's arguments verbatim if the parser `read` them from a JSON object.
 
         Serializes other arguments. Raises ValueError for values that JSON cannot hold.
         """
@@ -84,21 +84,21 @@ class CallText:
 
 
 def serialized(arguments: Any) -> str:
-    """Serializes to JSON. Raises ValueError for numbers outside JSON and text outside UTF-8."""
+    """Serializes arguments to JSON. Raises ValueError for numbers outside JSON and text outside UTF-8."""
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     written.encode()
     return written
 
 
 def _escaped(char: str) -> str:
-    """Escapes a character that may be part of a marker, as JSON allows."""
+    """Writes a character that may be part of a marker as a JSON escape."""
     is_plain = char.isalnum() or char.isspace() or char > LAST_IN_ONE_ESCAPE
     return char if is_plain else f"\\u{ord(char):04x}"
 
 
-REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})  # field names that templates use
+REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})  # field names that response templates use
 CALLS_FIELD = "tool_calls"
-UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)  # the parser's errors for unexpected content
+UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)  # raised by the parser for unexpected content
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class Reasoning:
 @dataclass(frozen=True, slots=True)
 class Call:
     name: str
-    arguments: str  # JSON
+    arguments: str  # JSON object as text
     id: str = ""  # set when the call is sent
-    index: int = 0  # among the answer's calls
+    index: int = 0  # index among the answer's calls
 
 
 Segment = Content | Reasoning | Call
@@ -126,7 +126,7 @@ class Reader(Protocol):
     """Splits an answer's text as it grows."""
 
     def push(self, text: str) -> list[Segment]:
-        """Returns the segments that this text completes."""
+        """Returns the segments that `text` completes."""
         ...
 
     def finish(self) -> list[Segment]:
@@ -135,7 +135,7 @@ class Reader(Protocol):
 
 
 class PlainReader:
-    """Reader for models whose answers are content only."""
+    """Reader for models whose answers only have content."""
 
     def push(self, text: str) -> list[Segment]:
         return [Content(text)] if text else []
@@ -147,9 +147,8 @@ class PlainReader:
 class ResponseReader:
     """Reader for models whose answers have reasoning or calls.
 
-    A region without its announced content is returned verbatim as content, and parsing restarts after it. So is a call
-    if no tools are offered. If calls are JSON, text is read character by character from the start of a call, to know
-    what is inside a string.
+    A region without its expected content is returned verbatim as content, and parsing restarts after it. The same holds
+    for calls if no tools are offered. JSON calls are read character by character, to know what is inside a string.
     """
 
     def __init__(
@@ -160,13 +159,13 @@ class ResponseReader:
         offers_tools: bool,
         json_opening: re.Pattern[str] | None,
     ) -> None:
-        """`start` returns a parser for what follows a prompt; `json_opening` begins a call in JSON."""
+        """`start` returns a parser for the text after a prompt; `json_opening` matches the start of a JSON call."""
         self._start = start
         self._parser = start(prompt)
         self._offers_tools = offers_tools
         self._json_opening = json_opening
-        self._call: CallText | None = None  # the region that has begun
-        self._unread = ""  # text since the last release, markers included
+        self._call: CallText | None = None  # call whose region is open
+        self._unread = ""  # text since the last segment, markers included
 
     def push(self, text: str) -> list[Segment]:
         pieces = text if self._may_call(text) else [text]
@@ -227,7 +226,7 @@ class ResponseReader:
 
 
 def read_whole(reader: Reader, texts: Iterable[str]) -> list[Segment]:
-    """Reads a finished answer."""
+    """Reads a complete answer."""
     return [*(segment for text in texts for segment in reader.push(text)), *reader.finish()]
 
 
@@ -247,7 +246,7 @@ ReasoningInPrompt = Literal["none", "begun", "over"]
 
 
 class ResponseReaders:
-    """Creates a reader for each answer."""
+    """Creates the reader of each answer."""
 
     def __init__(self, tokenizer: Any, template: ResponseTemplate | None) -> None:
         self.template = template
@@ -259,7 +258,7 @@ class ResponseReaders:
         return self.template is not None
 
     def reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Reader:
-        """Returns a reader for the answer to a prompt with these tools."""
+        """Returns a reader for the answer to `prompt`, with the offered tools."""
         if self.template is None:
             return PlainReader()
         start = partial(self._parser, tools=tools)
@@ -284,16 +283,16 @@ class ResponseReaders:
         return calls.open_re if calls is not None and calls.content == "json" and not calls.content_args else None
 
     def _parser(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
-        """Returns a parser for what follows this text."""
+        """Returns a parser for the text that follows `text`."""
         assert self.template is not None, "there is a template to parse by"
-        anchored = text if self.template.start_anchor_re.search(text) else ""  # else the prompt is read too
+        anchored = text if self.template.start_anchor_re.search(text) else ""  # else it would read the prompt
         return self._tokenizer.get_response_parser(self.template, prefix=anchored, tools=list(tools) or None)
 
 
 def find_template(configured: Configured, tokenizer: Any, model_type: str) -> ResponseTemplate | None:
     """Returns the configured response template, the checkpoint's, or one for its architecture.
 
-    Raises ConfigError for an invalid one.
+    Raises ConfigError if the template is invalid.
     """
     if configured == "none":
         return None
@@ -305,7 +304,7 @@ def find_template(configured: Configured, tokenizer: Any, model_type: str) -> Re
 
 
 def _known_template(tokenizer: Any, model_type: str) -> Mapping[str, Any] | None:
-    # Part of `transformers serve`: templates for checkpoints that ship none.
+    # Templates of `transformers serve`, for checkpoints without one.
     from transformers.cli.serving.utils import get_response_template
 
     template: Mapping[str, Any] | None = get_response_template(
@@ -322,7 +321,7 @@ ARGUMENTS = {"probe_key": "probe value", "probe_other": "other value"}
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """Arguments between tags: strings verbatim, all else as JSON."""
+    """Form of arguments between tags: strings are verbatim, other values JSON."""
 
     before_key: str
     before_value: str
@@ -334,21 +333,21 @@ class TaggedArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The fixed text of a call around its name and arguments."""
+    """Fixed text of a call, around its name and arguments."""
 
-    opening: str  # text before the first call's name
-    middle: str  # between a name and its arguments
-    between: str  # between a call's arguments and the next name
-    closing: str  # after the last arguments
-    trigger: str  # the start of `opening` that distinguishes a call from content
-    tags: TaggedArguments | None  # None: arguments are a JSON object
-    thinking: tuple[str, str] | None  # markers around reasoning, if the model has any
-    special_ids: Mapping[str, int]  # special tokens by text, except those that end an answer
+    opening: str  # text from the call's start to its name
+    middle: str  # text between a name and its arguments
+    between: str  # text between a call's arguments and the next name
+    closing: str  # text after the last arguments
+    trigger: str  # start of `opening`, which distinguishes a call from content
+    tags: TaggedArguments | None  # None if arguments are a JSON object
+    thinking: tuple[str, str] | None  # markers around reasoning; None if there is none
+    special_ids: Mapping[str, int]  # ids of special tokens by text, except those that end answers
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Positions of a call in the chat template's text: its name, then its arguments."""
+    """Positions of one call's name and arguments in the chat template's text."""
 
     name_at: int
     begin: int
@@ -356,7 +355,7 @@ class _Written:
 
 
 def find_call_form(template: ChatTemplate, readers: ResponseReaders, special_ids: Mapping[str, int]) -> CallForm | None:
-    """Returns the model's call form. Returns None, with the reason in the log, if it is unknown or unsupported."""
+    """Returns the model's call form. If it is unknown or unsupported, logs the reason and returns None."""
     response = readers.template
     if response is None or CALLS_FIELD not in response.fields or not template.takes("tools", with_tools=True):
         return None
@@ -373,7 +372,7 @@ def find_call_form(template: ChatTemplate, readers: ResponseReaders, special_ids
 
 
 def _turn(template: ChatTemplate, response: ResponseTemplate) -> str:
-    """Returns an assistant message with two calls."""
+    """Returns the text of an assistant message with two calls."""
     calls = [
         {"id": f"probe000{n}", "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
         for n, name in enumerate(NAMES)
@@ -427,7 +426,7 @@ def _find_call(turn: str, name: str, start: int, tags: TaggedArguments | None) -
 
 
 def _json_at(turn: str, start: int) -> tuple[int, int]:
-    """Returns the position of the arguments as a JSON object."""
+    """Returns the start and end of arguments that are a JSON object."""
     for brace in _BRACE.finditer(turn, start):
         try:
             value, end = json.JSONDecoder().raw_decode(turn, brace.start())
@@ -464,7 +463,7 @@ def _tags(turn: str, field: ResponseTemplateField) -> TaggedArguments | None:
 
 
 def _whole_marks(text: str) -> str:
-    """Extends a position to the end of its marker or whitespace."""
+    """Cuts text after its last complete marker or whitespace."""
     return text[: max((match.end() for match in re.finditer(r"[>\]\s]", text)), default=0)]
 
 

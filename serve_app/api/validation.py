@@ -1,8 +1,8 @@
 """Checks a request against the model and the server's limits, and resolves it into sessions.
 
-`check_request` needs no tokens, so most refusals cost no tokenising. `resolve` returns the sessions with every
-parameter set. Both are pure: randomness is passed in as a function. Every refusal is a RequestError that names the
-field. Parameters that a request leaves out come from the checkpoint's `generation_config.json`.
+`check_request` needs no tokens, so most invalid requests are refused before tokenising. `resolve` returns the sessions
+with every parameter set. Both are pure: randomness is passed in as a function. Every refusal is a RequestError that
+names the field. Parameters that a request leaves out come from the checkpoint's `generation_config.json`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,11 @@ from serve_app.api.schemas import GenerationRequest
 from serve_app.api.served_model import check_model
 from serve_app.api.text import TextCodec
 
-MAX_PROMPT_NUMBERS = 1 << 20  # scores of one prompt, tokens times alternatives, that fit one message
+MAX_PROMPT_NUMBERS = 1 << 20  # scores (tokens times alternatives) of one prompt that fit one message
 
 
 def check_rules(request: GenerationRequest) -> None:
-    """Raises RequestError for contradictory fields, before tokenising."""
+    """Raises RequestError for contradictory fields; called before tokenising."""
     for field, limit in request.token_limits.items():
         if request.min_tokens > limit:
             raise RequestError(f"min_tokens is {request.min_tokens}, expected at most {field}, {limit}", "min_tokens")
@@ -36,7 +36,7 @@ def check_rules(request: GenerationRequest) -> None:
 def rules_of(
     request: GenerationRequest, prompt_len: int, bad_words: tuple[tuple[int, ...], ...], vocabulary: int
 ) -> TokenRules:
-    """Returns the token rules for a prompt of this many tokens."""
+    """Returns the token rules for a prompt of `prompt_len` tokens. Raises RequestError for ids outside the vocabulary."""
     words = max(map(max, bad_words), default=0)
     for field, token in (*_highest_ids(request), ("bad_words", words)):
         if token >= vocabulary:
@@ -50,7 +50,7 @@ def rules_of(
 
 
 def scoring_of(request: GenerationRequest, prompt_len: int) -> Scoring:
-    """Returns which tokens to score, for a prompt of this many tokens."""
+    """Returns which tokens to score, for a prompt of `prompt_len` tokens."""
     scoring = Scoring(request.top_of_tokens, request.top_of_prompt)
     numbers = prompt_len * (scoring.prompt_top + 1) if scoring.prompt_top is not None else 0
     if numbers > MAX_PROMPT_NUMBERS:
@@ -61,7 +61,7 @@ def scoring_of(request: GenerationRequest, prompt_len: int) -> Scoring:
 
 
 def bad_words_of(request: GenerationRequest, text: TextCodec) -> tuple[tuple[int, ...], ...]:
-    """Tokenises each word both at the start of text and after a space."""
+    """Tokenises each word twice: as the start of a text, and after a space."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in request.bad_words:
         forms = [tokens for form in (word, f" {word.lstrip()}") if (tokens := text.encode_plain(form))]
@@ -72,7 +72,7 @@ def bad_words_of(request: GenerationRequest, text: TextCodec) -> tuple[tuple[int
 
 
 def truncated(request: GenerationRequest, prompt: tuple[int, ...], context: int) -> tuple[int, ...]:
-    """Truncates a prompt; keeps its end by default."""
+    """Truncates a prompt if requested; keeps its end by default."""
     length = request.truncate_prompt_tokens
     if length is None:
         return prompt
@@ -82,7 +82,7 @@ def truncated(request: GenerationRequest, prompt: tuple[int, ...], context: int)
 
 
 def _highest_ids(request: GenerationRequest) -> Iterator[tuple[str, int]]:
-    """Returns the highest token id of each field that names token ids."""
+    """Returns the highest token id in each field that contains token ids."""
     fields: dict[str, Sequence[int]] = {
         "logit_bias": list(request.logit_bias),
         "allowed_token_ids": request.allowed_token_ids,
@@ -95,7 +95,7 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 class GenerationDefaults(BaseModel):
-    """Default sampling parameters; None: the checkpoint has none."""
+    """Default sampling parameters; None if the checkpoint sets none."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -106,7 +106,7 @@ class GenerationDefaults(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] | None = None
 
     def applied(self, request: RequestT) -> RequestT:
-        """Returns the request with missing parameters filled in."""
+        """Returns the request with omitted parameters filled in."""
         defaults = self.model_dump(exclude_none=True)
         missing = {name: value for name, value in defaults.items() if name not in request.model_fields_set}
         return request.model_copy(update=missing) if missing else request
@@ -116,7 +116,7 @@ NO_DEFAULTS = GenerationDefaults()
 
 
 def load_defaults(model: str) -> GenerationDefaults:
-    """Reads a model's defaults; empty if its checkpoint has no such file."""
+    """Reads a model's defaults; empty if its checkpoint has no `generation_config.json`."""
     try:
         config = GenerationConfig.from_pretrained(model).to_diff_dict()
     except OSError:
@@ -134,11 +134,11 @@ Draw = Callable[[], int]
 """Returns 64 random bits."""
 
 TOO_LONG = "context_length_exceeded"
-_SEED_MASK = (1 << 64) - 1  # a negative seed equals the unsigned one with the same bits
+_SEED_MASK = (1 << 64) - 1  # maps a negative seed to the unsigned seed with the same bits
 
 
 def check_request(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> None:
-    """Raises RequestError for everything that can be refused before tokenising.
+    """Raises RequestError for every fault that can be found before tokenising.
 
     `max_token_chars` is the length of the vocabulary's longest token.
     """
@@ -163,7 +163,7 @@ def resolve(
     traceparent: str = "",
     learn_from: Source | None = None,
 ) -> list[Generation]:
-    """Returns the sessions of a checked request: `n` for each prompt, in the order of the answer's choices."""
+    """Returns the sessions of a checked request: `n` per prompt, in the order of the answer's choices."""
     generations = []
     for prompt in prompts:
         _check_prompt(request, prompt, vocabulary)
@@ -202,7 +202,7 @@ def resolve(
 def learning_source(
     request: GenerationRequest, learning: LearningOptions | None, key: str, key_contributes: bool
 ) -> Source | None:
-    """Returns the origin to keep with the request's sessions as examples; None if they must not become any."""
+    """Returns the source to store with the request's sessions as examples; None if they must not become examples."""
     if learning is None or not may_learn(learning.consent, request.learn, key_contributes):
         return None
     return Source(key, request.prompt_version or "")
@@ -217,7 +217,7 @@ def _check_count(request: GenerationRequest, most: int) -> None:
 
 
 def _check_limits(request: GenerationRequest, context: int) -> None:
-    """Raises RequestError if no prompt would leave room for the requested tokens."""
+    """Raises RequestError if the requested tokens leave no room for any prompt."""
     for field, limit in request.token_limits.items():
         if limit >= context:
             message = f"{field} is {limit}, expected less than {context}: the context holds the prompt too"
@@ -225,7 +225,7 @@ def _check_limits(request: GenerationRequest, context: int) -> None:
 
 
 def _check_text(request: GenerationRequest, context: int, max_token_chars: int) -> None:
-    """Raises RequestError if a text is too long for any tokenisation to fit."""
+    """Raises RequestError if a text is so long that no tokenisation of it could fit."""
     most = context * max_token_chars
     if request.prompt_chars > most:
         field = request.prompt_field
