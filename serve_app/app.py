@@ -1,4 +1,4 @@
-"""The Serve application: one configuration in, bound deployments out.
+"""The Serve application: turns one configuration into bound deployments.
 
 `serve deploy`, KubeRay and the command line all use `build`, with the per-deployment parts from `serve_manifest`.
 """
@@ -17,16 +17,16 @@ from serve_app.serve_manifest import ROUTER_OPTIONS, router_sizes
 
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
 POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}
-SHUTDOWN_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # extra seconds for a target to end after it has drained
+SHUTDOWN_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # seconds that a target gets to end after it has drained
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Builds the application from a configuration mapping. Raises ConfigError that names what is wrong."""
+    """Builds the application from a configuration mapping. Raises ConfigError that names the fault."""
     return application(validated(args))
 
 
 def application(config: SlipstreamConfig) -> serve.Application:
-    """Binds router, draft pool and target pool, and the trainer if the draft learns."""
+    """Binds routers, draft pool and target pool, and the trainer if the draft learns."""
     target = serve.deployment(TargetDeployment, name="Target").options(
         **target_group_options(config.target),
         autoscaling_config=_scaling(config.target.replicas),
@@ -45,10 +45,10 @@ def application(config: SlipstreamConfig) -> serve.Application:
     router = serve.deployment(RouterDeployment, name="Router").options(
         **router_sizes(config.server),
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
-        # A full router is retried at once, since it may have room again soon.
+        # Retry a full router quickly, since it may soon have room again.
         request_router_config={"max_backoff_s": 0.05},
         ray_actor_options=dict(ROUTER_OPTIONS),
-        max_surge_percent=100,  # during an update, new replicas take requests while old ones finish
+        max_surge_percent=100,  # during an update, new replicas serve before old ones end
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,
         **_logging(config.server),
@@ -75,5 +75,5 @@ def _scaling(replicas: Replicas) -> dict[str, Any]:
 
 
 def _logging(server: ServerConfig) -> dict[str, Any]:
-    """Returns Serve's logging options; text logs keep Serve's own configuration."""
+    """Returns Serve's logging options; text logs use Serve's own configuration."""
     return {} if server.log_format == "text" else {"logging_config": {"encoding": "JSON"}}

@@ -1,4 +1,4 @@
-"""Reports differences that an audit found: a log line at ERROR, and a JSON line in a file of bounded size."""
+"""Reports audit differences: a log line at ERROR, and a JSON line in a file of bounded size."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class AuditAlarm:
-    """Callable for every difference. Routers on one machine may share a file, since each line is one write."""
+    """Called with every difference. Routers on one machine may share a file, since each line is a single write."""
 
     def __init__(self, records: str | None, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         """Raises ConfigError if `records` cannot be written."""
@@ -46,7 +46,7 @@ class AuditAlarm:
             raise ConfigError(f"{what}; expected a file in a folder that exists") from error
 
     def _record(self, path: Path, difference: Difference) -> None:
-        """Appends a record; a full disk is logged and does not stop serving."""
+        """Appends a record; a full disk is logged, and serving continues."""
         record = {"time": self._clock(), **asdict(difference), "acceptance": difference.acceptance.name.lower()}
         line = json.dumps(record).encode() + b"\n"
         try:

@@ -1,7 +1,7 @@
-"""The Serve deployments: they give target, drafter, router and trainer a process, an address and health checks.
+"""The Serve deployments: give targets, drafters, routers and the trainer a process, an address and health checks.
 
-Each `__init__` starts its parts in order and registers their ends on one exit stack, so that a replica stops in reverse
-order, even after a failed start. `app.py` binds the deployments together.
+Each `__init__` starts its parts in order and registers their shutdown on one exit stack, so that a replica stops in
+reverse order, even after a failed start. `app.py` binds the deployments together.
 """
 
 import asyncio
@@ -76,10 +76,10 @@ from serve_app.startup import (
 log = logging.getLogger("ray.serve")
 Result = TypeVar("Result")
 
-MAX_PREFIX_ADVANTAGE = 0.25  # share of its slots by which a target's cached prefix may outweigh load
+MAX_PREFIX_ADVANTAGE = 0.25  # most extra load that a cached prefix outweighs, as a share of a target's slots
 OWN_STOP_PERIOD_S = 0.5
-DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another, targets continue alone
-LOOK_PERIOD_S = 2.0  # between two looks of a trainer for new examples
+DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; if none can take them, targets decode alone
+LOOK_PERIOD_S = 2.0  # seconds between a trainer's checks for new examples
 
 
 def pacing_policy(speculation: SpeculationConfig) -> PacingPolicy:
@@ -88,7 +88,7 @@ def pacing_policy(speculation: SpeculationConfig) -> PacingPolicy:
 
 
 async def run_logged(name: str, loop: Coroutine[Any, Any, None]) -> None:
-    """Runs a replica's loop. Logs a failure with its traceback and raises it as EngineError with type and text."""
+    """Runs a replica's loop. Logs a failure with its traceback, then raises EngineError with its type and message."""
     try:
         await loop
     except Exception as error:
@@ -98,7 +98,7 @@ async def run_logged(name: str, loop: Coroutine[Any, Any, None]) -> None:
 
 
 def check_running(work: asyncio.Task[None]) -> None:
-    """Raises the failure of a loop that has ended."""
+    """Raises the failure of a loop if it has ended."""
     if work.done() and not work.cancelled():
         work.result()
 
@@ -112,10 +112,10 @@ async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, 
 
 
 class _ReplicaDeployment:
-    """Common parts of the deployments: health, metrics, recordings and an orderly stop."""
+    """Functions common to the deployments: health, metrics, recordings and an orderly stop."""
 
     role: ClassVar[str]
-    _ending: AsyncExitStack  # ends the started parts in reverse order, also after a failed start
+    _ending: AsyncExitStack  # stops the started parts in reverse order, even after a failed start
     _work: asyncio.Task[None]
     _mirror: RayMirror
 
@@ -129,14 +129,14 @@ class _ReplicaDeployment:
         return started
 
     def _families(self) -> Iterator[Metric]:
-        """Yields this replica's metric families."""
+        """Yields the metric families of this replica."""
         raise NotImplementedError
 
     def _timeline(self) -> Timeline:
         raise NotImplementedError
 
     def check_health(self) -> None:
-        """Raises if the replica has failed, and publishes metrics. Serve calls it every second, in a thread."""
+        """Raises if the replica has failed, and publishes metrics. Serve calls this every second, on a thread."""
         check_running(self._work)
         self._mirror.publish()
 
@@ -145,7 +145,7 @@ class _ReplicaDeployment:
         return packed(self._families())
 
     def trace(self) -> bytes:
-        """Returns recent events, apart from `inspect`, whose answers stay small."""
+        """Returns recent events; separate from `inspect`, whose answers stay small."""
         return pack(Actor(self.role, f"{self.role} {os.getpid()}", self._timeline().recording()))
 
     async def _stop(self, server: GrpcServer) -> None:
@@ -154,12 +154,12 @@ class _ReplicaDeployment:
         await asyncio.gather(self._work, return_exceptions=True)
 
     async def __del__(self) -> None:
-        """Stops the replica after its sessions have left. Serve calls this and waits for it."""
+        """Stops the replica once its sessions have left. Serve calls this and waits."""
         await self._ending.aclose()
 
 
 class TargetDeployment(_ReplicaDeployment):
-    """One target replica's coordinator: owns the ranks, verifies, and answers on gRPC."""
+    """Coordinator of one target replica: owns the ranks, verifies drafts, and answers on gRPC."""
 
     role = "target"
 
@@ -184,8 +184,8 @@ class TargetDeployment(_ReplicaDeployment):
         )
         self._attention = attention_counts([report.attention for report in self._engine.reports])
         self._method = config.draft.method
-        self._report = TargetReport()  # the latest report to the autoscaling policy
-        self._scaling: Settings = {}  # scaling settings of both pools
+        self._report = TargetReport()  # latest report to the autoscaling policy
+        self._scaling: Settings = {}  # scaling settings of both pools, from `user_config`
         self._model = config.model.name
         self._mirror = RayMirror(self._families)
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
@@ -194,7 +194,7 @@ class TargetDeployment(_ReplicaDeployment):
         self._ending.push_async_callback(self._leave)
 
     async def _serve(self) -> None:
-        """Verifies until a rank or a step fails, then closes all streams so that peers notice at once."""
+        """Verifies until a rank or a step fails, then closes all streams so that peers notice immediately."""
         tasks = [asyncio.create_task(self._replica.run()), asyncio.create_task(self._engine.watch())]
         try:
             await asyncio.gather(*tasks)
@@ -204,14 +204,14 @@ class TargetDeployment(_ReplicaDeployment):
             await self._server.stop(grace_s=0)
 
     async def reconfigure(self, scaling: Settings) -> None:
-        """Applies `user_config`. Serve calls this before the replica takes part and after every change."""
+        """Applies `user_config`. Serve calls this before the replica serves, and after every change."""
         self._scaling = scaling
 
     def record_replica_metadata(self) -> dict[str, str]:
         return {ADDRESS: self._server.address, **location(), COSTS: self._engine.step_cost.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns load for autoscaling. Serve calls it every two seconds on the event loop."""
+        """Returns the load for autoscaling. Serve calls this every two seconds on the event loop."""
         self._report = self._replica.report()
         return {**asdict(self._report), **as_numbers(self._scaling)}
 
@@ -229,7 +229,7 @@ class TargetDeployment(_ReplicaDeployment):
         return self._replica.timeline
 
     def inspect(self) -> dict[str, Any]:
-        """Returns what this replica holds and has dropped, for status and tests."""
+        """Returns this replica's state and counters, for status and tests."""
         scheduler = self._replica.scheduler
         load = scheduler.controller.load
         return {
@@ -276,7 +276,7 @@ class TargetDeployment(_ReplicaDeployment):
 
 
 class DraftDeployment(_ReplicaDeployment):
-    """One drafter's process: model, drafting loop, gRPC."""
+    """Process of one drafter: model, drafting loop and gRPC server."""
 
     role = "drafter"
 
@@ -285,7 +285,7 @@ class DraftDeployment(_ReplicaDeployment):
     ) -> None:
         self._begin()
         known_targets = partial(addresses, targets)
-        known_targets()  # membership is read while the method loads
+        known_targets()  # starts reading the membership while the method loads
         config = with_own_part(config, os.environ)
         use_cpu(config.draft.resources)
         starting = asyncio.to_thread(start_drafter, config)
@@ -299,7 +299,7 @@ class DraftDeployment(_ReplicaDeployment):
             started.files.vocabulary_print,
             started.files.model_print,
             draft_ahead=not config.speculation.is_lock_step,
-            # A background process may wait forever for a core and is healthy nonetheless.
+            # A background process may wait forever for a core and still be healthy.
             thread=(
                 DraftingThread(prepare=compute_in_background, clock=time.process_time)
                 if is_background
@@ -313,7 +313,7 @@ class DraftDeployment(_ReplicaDeployment):
         )
         self._ending.push_async_callback(self._drafter.close)
         self._method = config.draft.method
-        self._report = DraftReport()  # the latest report to the autoscaling policy
+        self._report = DraftReport()  # latest report to the autoscaling policy
         self._mirror = RayMirror(self._families)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
         self._work = asyncio.create_task(run_logged("the drafting loop", self._drafter.run()))
@@ -321,7 +321,7 @@ class DraftDeployment(_ReplicaDeployment):
         self._reload = self._start_reload(started, is_background)
 
     def _start_reload(self, started: StartedDrafter, is_background: bool) -> DraftReload | None:
-        """Starts to follow the versions of a draft that learns."""
+        """Starts following new versions of a draft that learns."""
         if started.learned is None:
             return None
         assert isinstance(started.method, ExchangesWeights), "the configuration refuses other methods"
@@ -336,7 +336,7 @@ class DraftDeployment(_ReplicaDeployment):
         return {ADDRESS: self._server.address, **location(), COSTS: self._costs.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns load for autoscaling, as targets do."""
+        """Returns the load for autoscaling, in the form that targets use."""
         self._report = self._drafter.report()
         return asdict(self._report)
 
@@ -358,7 +358,7 @@ class DraftDeployment(_ReplicaDeployment):
         return self._drafter.timeline
 
     def inspect(self) -> dict[str, Any]:
-        """Returns what this drafter holds and has counted, for status and tests."""
+        """Returns this drafter's state and counters, for status and tests."""
         return {
             "pid": os.getpid(),
             "idle": self._drafter.is_idle,
@@ -386,7 +386,7 @@ class DraftDeployment(_ReplicaDeployment):
 
 
 class TrainerDeployment(_ReplicaDeployment):
-    """The process that trains versions of the draft from examples."""
+    """Process that trains versions of the draft on examples."""
 
     role = "trainer"
 
@@ -422,7 +422,7 @@ class TrainerDeployment(_ReplicaDeployment):
         return self._events
 
     def inspect(self) -> dict[str, Any]:
-        """Returns what the trainer does and has done, for status and tests."""
+        """Returns the trainer's state and results, for status and tests."""
         return {"pid": os.getpid(), **asdict(self._trainer.status())}
 
     async def sample(self) -> TrainerSample:
@@ -430,7 +430,7 @@ class TrainerDeployment(_ReplicaDeployment):
         return TrainerSample(f"trainer {os.getpid()}", await asyncio.to_thread(self._trainer.status))
 
     async def _stop_training(self) -> None:
-        """Interrupts a training, whose state stays for the next trainer."""
+        """Interrupts a training; the next trainer continues from its saved state."""
         self._is_stopping.set()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
@@ -439,7 +439,7 @@ class TrainerDeployment(_ReplicaDeployment):
 
 @serve.ingress()
 class RouterDeployment(_ReplicaDeployment):
-    """The HTTP API and the router behind it."""
+    """Process of one router, with the HTTP API."""
 
     role = "router"
 
@@ -519,7 +519,7 @@ class RouterDeployment(_ReplicaDeployment):
         self._ending.push_async_callback(self._stop_working)
 
     def _start_learning(self, learning: LearningOptions | None, target: str) -> Callable[[Example], None] | None:
-        """Starts writing examples; returns the function that takes them, or None if nothing is to be learned."""
+        """Starts writing examples; returns the function that accepts them, or None if nothing is learned."""
         self._examples: Counter[str] = Counter()
         if learning is None:
             return None
@@ -538,15 +538,16 @@ class RouterDeployment(_ReplicaDeployment):
     async def drain(self, within_s: float | None = None) -> None:
         """Refuses new requests, and ends those still running after `within_s` with an error.
 
-        A coroutine, since Serve would run a function on a thread beside the event loop.
+        A coroutine, since Serve would run a function on a thread instead of the event loop.
         """
         self._router.drain(within_s)
 
     async def _follow_own_stop(self, drain_s: float) -> None:
-        """Ends requests that outlast `drain_s` once Serve stops this replica, before Serve kills it.
+        """Ends requests that outlast `drain_s` after Serve stops this replica, before Serve kills it.
 
-        Serve does not notify the replica, but removes it from the list of those that get requests. An update of options
-        also does so for a moment.
+        Serve does not notify the replica, but removes it from the list of replicas that get requests. An update of
+        options
+        also removes it for a moment.
         """
         own = own_deployment()
         name = str(serve.get_replica_context().replica_id)
@@ -573,7 +574,7 @@ class RouterDeployment(_ReplicaDeployment):
         return self._router.timeline
 
     def inspect(self) -> dict[str, Any]:
-        """Returns what this router holds, for status and tests."""
+        """Returns this router's state and counters, for status and tests."""
         return {
             "pid": os.getpid(),
             "idle": self._router.is_idle,

@@ -1,4 +1,4 @@
-"""Client of the HTTP endpoint: streaming chat, health, model names, counters."""
+"""Client of the HTTP endpoint: streaming chat, health, model name, counters."""
 
 import json
 import time
@@ -34,7 +34,7 @@ Turn = tuple[str, str]
 
 
 class EndpointError(SlipstreamError):
-    """The endpoint cannot be reached or refused the request."""
+    """Raised if the endpoint cannot be reached or refuses the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Tally:
     drafted: int = 0
     accepted: int = 0
     verifies: int = 0
-    blocks: int = 0  # verify steps with a block; the others were non-speculative
+    blocks: int = 0  # verify steps with a block; all others decode without speculation
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(*map(add, astuple(self), astuple(other)))
@@ -69,7 +69,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One answer as its client saw it."""
+    """One answer with the times at which the client received it."""
 
     text: str
     tokens: int
@@ -77,12 +77,12 @@ class TimedAnswer:
     rejected: int
     first_token_s: float
     latency_s: float
-    gaps_s: tuple[float, ...] = ()  # seconds between stream events with text
+    gaps_s: tuple[float, ...] = ()  # seconds between events that carry text
 
 
 @dataclass(frozen=True, slots=True)
 class ChatQuestion:
-    """One user message and its parameters; None leaves a parameter to the server."""
+    """One user message and its parameters; for None, the server's defaults apply."""
 
     prompt: str
     max_tokens: int
@@ -90,17 +90,17 @@ class ChatQuestion:
     draft_tokens: int | None = None
     temperature: float = 0.0
     acceptance: Literal["coupled", "rejection"] | None = None
-    earlier: Sequence[Turn] = ()  # earlier messages of the conversation
+    earlier: Sequence[Turn] = ()  # messages before this question
     seed: int | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """Returns the whole conversation in the API's form."""
+        """Returns the whole conversation in the API's message format."""
         return [{"role": role, "content": text} for role, text in (*self.earlier, ("user", self.prompt))]
 
 
 class ChatEndpoint:
-    """One endpoint over HTTP."""
+    """HTTP client of one endpoint."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
@@ -122,7 +122,7 @@ class ChatEndpoint:
                 raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
 
     async def health(self) -> dict[str, Any]:
-        """Returns the body of /health, healthy or not."""
+        """Returns the body of /health, whatever its status."""
         response = await self._http.get("/health")
         try:
             report: dict[str, Any] = response.json()
@@ -137,7 +137,7 @@ class ChatEndpoint:
         return str(response.json()["data"][0]["id"])
 
     async def page_state(self) -> dict[str, Any]:
-        """Returns the live page's state."""
+        """Returns the state of the live page."""
         response = await self._http.get("/page/state")
         if response.status_code == 404:
             raise EndpointError(f"{response.url} is not there; expected a Slipstream with server.page: true")
@@ -146,7 +146,7 @@ class ChatEndpoint:
         return state
 
     async def counters(self) -> "Counters":
-        """Returns the counters of all routers."""
+        """Returns the sum of all routers' counters."""
         return Counters.parse(await self.exposition())
 
     async def exposition(self) -> str:
@@ -158,7 +158,7 @@ class ChatEndpoint:
     async def ask(
         self, model: str, question: ChatQuestion, on_pieces: Callable[[Sequence[Piece]], None] | None = None
     ) -> TimedAnswer:
-        """Streams one answer; `on_pieces` receives tokens as they arrive, marked as drafted or not."""
+        """Streams one answer; passes tokens to `on_pieces` as they arrive, each marked as drafted or not."""
         reader = _StreamReader(on_pieces)
         body = _body(model, question, trace=on_pieces is not None)
         async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -172,14 +172,14 @@ class ChatEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Router counters since start."""
+    """Router counters since the routers started."""
 
     running_requests: int
     tally: Tally
 
     @classmethod
     def parse(cls, exposition: str) -> Self:
-        """Reads counters from Prometheus' text format."""
+        """Reads the counters from Prometheus' text format."""
         families = text_string_to_metric_families(exposition)
         values: dict[str, int] = {}
         for sample in (sample for family in families for sample in family.samples):
@@ -193,7 +193,7 @@ class Counters:
 
 
 class _StreamReader:
-    """Reads the lines of one event stream."""
+    """Reads the lines of one event stream into an answer."""
 
     def __init__(
         self, on_pieces: Callable[[Sequence[Piece]], None] | None, clock: Callable[[], float] = time.perf_counter

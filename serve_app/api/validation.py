@@ -36,7 +36,7 @@ def check_rules(request: GenerationRequest) -> None:
 def rules_of(
     request: GenerationRequest, prompt_len: int, bad_words: tuple[tuple[int, ...], ...], vocabulary: int
 ) -> TokenRules:
-    """Returns the token rules for a prompt of `prompt_len` tokens. Raises RequestError for ids outside the vocabulary."""
+    """Returns the token rules for a prompt of `prompt_len` tokens; raises RequestError for unknown token ids."""
     words = max(map(max, bad_words), default=0)
     for field, token in (*_highest_ids(request), ("bad_words", words)):
         if token >= vocabulary:

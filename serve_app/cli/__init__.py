@@ -1,1 +1,1 @@
-"""Commands that serve, and the demo."""
+"""Commands that serve a configuration, and the demos."""

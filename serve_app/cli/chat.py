@@ -1,6 +1,6 @@
-"""`slipstream chat`: a conversation in a terminal, with drafted text in color.
+"""`slipstream chat`: a conversation in the terminal, with drafted text in color.
 
-Ctrl-C ends an answer; the part that arrived stays in the conversation.
+Ctrl-C ends an answer; the part that has arrived stays in the conversation.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ ApiKey = Annotated[
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far, and the parameters of answers."""
+    """Messages so far, and the parameters for answers."""
 
     max_tokens: int
     temperature: float
@@ -33,7 +33,7 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
 
     def question(self, prompt: str) -> ChatQuestion:
-        """Returns the user's next question with all earlier messages."""
+        """Returns the user's next question, preceded by all earlier messages."""
         system = [("system", self.system)] if self.system is not None else []
         return ChatQuestion(
             prompt,
@@ -45,7 +45,7 @@ class Conversation:
         )
 
     def add(self, prompt: str, answer: str) -> None:
-        """Adds an answer, even a partial one; an empty one also drops its question."""
+        """Adds an answer, even a partial one; an empty answer also removes its question."""
         if answer:
             self.turns += [("user", prompt), ("assistant", answer)]
 
@@ -96,7 +96,7 @@ def _answer(
     prompt: str,
     console: Console,
 ) -> None:
-    """Streams one answer; a failure ends the answer, not the conversation."""
+    """Streams one answer; a failure ends only the answer, not the conversation."""
     texts: list[str] = []
 
     def show(pieces: Sequence[Piece]) -> None:

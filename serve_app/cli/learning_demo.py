@@ -1,4 +1,4 @@
-"""The demo of learning: support requests are served, the draft learns from them, and further ones are served faster."""
+"""The demo of learning: serves support requests, trains the draft on them, and serves similar ones faster."""
 
 import asyncio
 import time
@@ -15,27 +15,27 @@ from serve_app.demo_data.support import support_requests
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, Tally
 from serve_app.tables import TALLY_ROWS, sheet, tally_column
 
-SERVED_BEFORE = 300  # requests before the draft is trained
-COMPARED = 60  # first and last requests, which the worksheet compares
+SERVED_BEFORE = 300  # number of requests before the draft is trained
+COMPARED = 60  # number of first and of last requests that the table compares
 AT_ONCE = 4
 MAX_TOKENS = 64
 LEARNS_WITHIN_S = 1800.0
-FOLLOWS_S = 5.0  # for drafters to load a promoted version
+FOLLOWS_S = 5.0  # seconds for drafters to load a promoted version
 
-# Learning options of the demo. Training starts once most of the 300 answers are kept; near-duplicates are not.
+# Trains once 150 of the 300 answers are kept, since near-duplicates are not kept.
 OVERRIDES = ("draft.learning.consent=all", "draft.learning.min_examples=150")
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Requests served in one go."""
+    """Results of requests that were served together."""
 
     tally: Tally
     tokens_per_s: float
 
 
 async def run_learning_demo(url: str, console: Console) -> None:
-    """Serves requests, waits for the draft to learn, serves further ones, and prints what changed."""
+    """Serves requests, waits until the draft has learned, serves more, and prints the change."""
     requests = support_requests(SERVED_BEFORE + COMPARED, seed=1)
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn()
     async with ChatEndpoint.at(url) as endpoint:
@@ -50,7 +50,7 @@ async def run_learning_demo(url: str, console: Console) -> None:
 
 
 async def _serve(endpoint: ChatEndpoint, model: str, prompts: Sequence[str], progress: Progress, what: str) -> Phase:
-    """Asks the prompts, a few at once."""
+    """Sends the prompts, a few at a time."""
     task = progress.add_task(what, total=len(prompts), note="")
     room = asyncio.Semaphore(AT_ONCE)
 
@@ -68,7 +68,7 @@ async def _serve(endpoint: ChatEndpoint, model: str, prompts: Sequence[str], pro
 
 
 async def _wait_for_version(endpoint: ChatEndpoint, progress: Progress) -> None:
-    """Shows the training until a version is current. Raises SlipstreamError if none is promoted in time."""
+    """Shows the training until a version is promoted. Raises SlipstreamError if none is promoted in time."""
     task = progress.add_task("The draft learns", total=1.0, note="")
     until = time.monotonic() + LEARNS_WITHIN_S
     while time.monotonic() < until:
@@ -83,7 +83,7 @@ async def _wait_for_version(endpoint: ChatEndpoint, progress: Progress) -> None:
 
 
 def worksheet(first: Phase, last: Phase) -> Table:
-    """Tabulates the first and the last requests."""
+    """Tabulates the first and the last requests side by side."""
     rows = (*TALLY_ROWS, "tokens/s")
     columns = {
         name: (*tally_column(phase.tally), f"{phase.tokens_per_s:.1f}")
@@ -93,7 +93,7 @@ def worksheet(first: Phase, last: Phase) -> Table:
 
 
 def figures(manifest: Manifest) -> str:
-    """Describes a version's held-out figures in one line."""
+    """Summarizes a version's held-out scores in one line."""
     assert manifest.recent is not None, "a promoted version has been compared"
     recent, general = manifest.recent, manifest.general
     kept = (

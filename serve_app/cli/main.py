@@ -1,7 +1,7 @@
 """Commands that serve: each reads the configuration, checks it and calls the module that does the work.
 `tools/cli.py` adds the other commands.
 
-Modules that import torch or Ray are imported by the commands that need them, so that help and config stay quick.
+Commands import torch and Ray only when they need them, so that help and `config` stay quick.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from cluster.config import SlipstreamConfig, load_config
 from cluster.errors import SlipstreamError
 from serve_app.cli.chat import ApiKey, chat
 
-WRONG_INPUT = 2  # exit status
+WRONG_INPUT = 2  # exit status for invalid input
 KEY_BYTES = 32
 DISTRIBUTION = "slipstream-serving"
 
@@ -73,7 +73,7 @@ def options(
 
 
 def main() -> None:
-    """Runs the command line; deliberate errors become one message on stderr."""
+    """Runs the command line; prints expected errors as one message on stderr."""
     try:
         app()
     except SlipstreamError as error:
@@ -122,7 +122,7 @@ def _demo_of_learning(port: int | None, verbose: bool, console: Console) -> None
 
 @app.command()
 def prepare_demo() -> None:
-    """Prepares the demo's target model, unless it is there already."""
+    """Prepares the demo's target model unless it exists."""
     from serve_app.cli.demo import demo_config, prepare_target
 
     folder = Path(demo_config().model.target)
@@ -237,7 +237,7 @@ def key(name: Annotated[str, typer.Argument(help="Whose key it is, as the config
 
 
 def new_key() -> str:
-    """Returns a key of 256 random bits, so that its digest needs no salt."""
+    """Returns a key of 256 random bits; its digest needs no salt."""
     return f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
@@ -283,7 +283,7 @@ def load(path: Path, overrides: Sequence[str] | None, port: int | None = None) -
 
 
 def load_demo(overrides: Sequence[str] | None, port: int | None, console: Console) -> SlipstreamConfig:
-    """Returns the demo's configuration, after preparing its target model."""
+    """Returns the demo's configuration, with its target model prepared."""
     from serve_app.cli.demo import demo_config, prepare_target
 
     config = demo_config([*(overrides or []), *_port_override(port)], os.environ)
@@ -296,7 +296,7 @@ def _port_override(port: int | None) -> list[str]:
 
 
 def check_models_of(config: SlipstreamConfig, console: Console, *, with_weights: bool = False) -> list[str]:
-    """Returns report lines. Raises ModelError for models that cannot be served."""
+    """Returns lines to print about the models. Raises ModelError for models that cannot be served."""
     with console.status("Checking the models"):
         from serve_app.operations.preflight import check_models
 

@@ -1,4 +1,4 @@
-"""The demo's data, installed with the package: its config, its draft model, the prompts of the bench, and examples.
+"""The demo's data, installed with the package: configuration, draft model, prompts of the bench, and examples.
 
 `replay.jsonl` holds general dialogues of the demo's target, as token ids, that keep its draft from forgetting while it
 learns from traffic; `examples/distillation/replay.py` writes it. `support.py` makes traffic to learn from.

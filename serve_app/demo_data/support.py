@@ -1,7 +1,7 @@
-"""Support requests made from a template: one kind of traffic for the demo's draft to learn from.
+"""Support requests made from a template: uniform traffic from which the demo's draft learns.
 
-16 names, 16 products and 8 problems give 2048 different requests. Their answers share much of their wording, as those
-of one prompt version of an application do.
+16 names, 16 products and 8 problems give 2048 different requests. Their answers share much of their wording, like
+those of one prompt version of an application.
 """
 
 import random
@@ -41,7 +41,7 @@ TEMPLATE = (
 
 
 def support_requests(count: int, seed: int = 0) -> list[str]:
-    """Returns `count` different requests, at most 2048, in an order that the seed determines."""
+    """Returns `count` different requests, at most 2048, in an order determined by the seed."""
     combinations = list(product(NAMES, PRODUCTS, PROBLEMS))
     if count > len(combinations):
         raise ValueError(f"there are {len(combinations)} support requests, {count} were asked for")
