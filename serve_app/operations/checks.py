@@ -1,8 +1,7 @@
 """Checks before deployment: whether nodes can hold each pool's replicas, and whether an exposed endpoint has a key.
 Pure.
 
-Only what cannot work is refused. That a pool fits by these sums does not mean that Ray finds room while others use the
-nodes.
+The checks refuse only what cannot work. A pool that passes may still find no room in Ray while others use the nodes.
 """
 
 import math
@@ -19,7 +18,7 @@ ROUTER_CPUS = 0.1
 
 
 def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[str, float]:
-    """Returns what Ray must offer for the pools at the size that `size` picks from their bounds."""
+    """Returns the resources that the pools need in total, at the sizes that `size` picks from their bounds."""
     target = config.target
     draft = config.draft
     total: Counter[str] = Counter()
@@ -30,7 +29,7 @@ def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[st
 
 
 def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> None:
-    """Raises ConfigError if this machine, as a cluster that cannot grow, lacks what the pools need."""
+    """Raises ConfigError if a local cluster, which cannot grow, lacks resources or labels that the pools need."""
     elsewhere = "reserve less, or give the --address of a cluster that has it"
     needed = demand(config, lambda replicas: replicas.min)
     missing = [
@@ -48,14 +47,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_keys(server: ServerConfig) -> None:
-    """Raises ConfigError for an address that others can reach, without a key or `server.insecure`."""
+    """Raises ConfigError if others can reach an address, without a key or `server.insecure`."""
     for name, host in (("server.host", server.host), ("server.admin.host", server.admin.host)):
         if not is_loopback(host) and not is_guarded(server):
             raise ConfigError(f"{name} is {host}, which others can reach, and {missing_keys()}")
 
 
 def for_this_machine(config: SlipstreamConfig) -> SlipstreamConfig:
-    """Returns the configuration on loopback and without keys, for a server started to be measured."""
+    """Returns the configuration on loopback and without keys, to measure a server on this machine."""
     alone = {"host": LOOPBACK, "keys": {}, "admin": AdminConfig()}
     return config.model_copy(update={"server": config.server.model_copy(update=alone)})
 
@@ -66,19 +65,19 @@ def is_guarded(server: ServerConfig) -> bool:
 
 
 def missing_keys() -> str:
-    """Returns what is missing, as the end of a sentence."""
+    """Returns the end of an error message: which key is missing, and how to fix it."""
     return (
         "server.keys is empty, so anybody would be served; set keys (`slipstream key` makes one) or server.insecure:"
         " true"
     )
 
 
-SLACK = 1e-6  # Ray counts in ten-thousandths, this module in floats
+SLACK = 1e-6  # tolerance: Ray rounds resources to ten-thousandths
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node's total resources, used or not."""
+    """A node with its total resources, whether in use or not."""
 
     node_id: str
     address: str
@@ -88,21 +87,21 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaNeed:
-    """Resources of one replica, all on one node."""
+    """Resources that one replica needs, all on one node."""
 
     pool: str
-    section: str  # the configuration key
+    section: str  # configuration key to change if the replica does not fit
     resources: Mapping[str, float]
     labels: Mapping[str, str]
-    replicas: int  # replicas that must fit at the same time
+    replicas: int  # number of replicas that must fit at the same time
 
     def fits(self, node: Node) -> bool:
-        """Returns whether the node could hold one."""
+        """Returns whether the node could hold one such replica."""
         return carries(node.labels, self.labels) and room(node.resources, self.resources) > 0
 
 
 def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
-    """Returns the needs of targets, drafters and routers."""
+    """Returns what targets, drafters and routers need."""
     target = config.target
     draft = config.draft
     group: Counter[str] = Counter()
@@ -118,7 +117,7 @@ def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
 def _pool_need(
     pool: str, section: str, resources: Mapping[str, float], options: Resources, replicas: Replicas
 ) -> ReplicaNeed:
-    """Returns a pool's need; even a pool that may be empty must have room for its first replica."""
+    """Returns what a pool needs; a pool that may be empty still needs room for its first replica."""
     return ReplicaNeed(pool, section, dict(resources), options.labels, max(replicas.min, 1))
 
 
@@ -142,14 +141,14 @@ def room(offered: Mapping[str, float], needed: Mapping[str, float]) -> int:
 
 
 def misfits(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
-    """Returns a line for each pool whose minimum size does not fit: what is missing, what exists, what to do."""
+    """Returns one line per pool whose minimum size does not fit: what is missing, what exists, how to fix it."""
     replica_needs = needs(config)
     alone = [line for need in replica_needs if (line := _misfit(need, nodes)) is not None]
     return alone or _too_much_together(replica_needs, nodes)
 
 
 def check_fit(config: SlipstreamConfig, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError if a pool fits no node."""
+    """Raises ConfigError if the nodes cannot hold some pool."""
     lines = misfits(config, nodes)
     if lines:
         hint = "nothing was changed; where the cluster adds such nodes by itself, `slipstream up --autoscaled` waits"
@@ -187,7 +186,7 @@ def _lacking(missing: Mapping[str, float], most: Mapping[str, float], is_alone: 
 
 
 def _too_much_together(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
-    """Returns whether the sum of all pools does not fit although each pool does."""
+    """Returns a line if all pools together do not fit although each pool alone does, else nothing."""
     total: Counter[str] = Counter()
     for need in replica_needs:
         for name, amount in need.resources.items():
@@ -216,6 +215,6 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def _all_labels(nodes: Iterable[Node]) -> str:
-    """Returns the labels that distinguish nodes, without Ray's node id."""
+    """Returns the labels that distinguish nodes, except Ray's node id."""
     labels = {f"{key}={value}" for node in nodes for key, value in node.labels.items() if key != "ray.io/node-id"}
     return ", ".join(sorted(labels)) or "none"

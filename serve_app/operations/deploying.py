@@ -1,7 +1,7 @@
-"""Deploys a configuration as data, as `serve deploy` does; only then does Serve accept an autoscaling policy.
+"""Deploys a configuration as data, as `serve deploy` does; Serve accepts an autoscaling policy in no other way.
 
 Serve's only public call for this needs the dashboard, which a local cluster lacks. The private calls are confined to
-this module. `drain_s` returns how long Ray must let replicas finish on a node that is stopped.
+this module. `drain_s` returns how long Ray must let replicas finish on a stopping node.
 """
 
 import math
@@ -20,20 +20,20 @@ from cluster.errors import ConfigError, ModelError, SlipstreamError
 from serve_app.serve_manifest import application
 
 POLL_S = 0.5
-RAISED = re.compile(r"\bcluster\.errors\.(\w+): ")  # how a traceback names what a replica raised
+RAISED = re.compile(r"\bcluster\.errors\.(\w+): ")  # name of an error in a replica's traceback
 PERMANENT: Mapping[str, type[SlipstreamError]] = MappingProxyType(
     {"ConfigError": ConfigError, "ModelError": ModelError}
 )
 
 
 class StartError(SlipstreamError):
-    """The application could not start."""
+    """Raised if the application could not start."""
 
 
 def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None:
-    """Returns once the application runs.
+    """Deploys the application and waits until it runs.
 
-    Raises a replica's ModelError or ConfigError at once, since Serve's retries would only meet it again. Raises
+    Raises a replica's ModelError or ConfigError at once, since Serve's retries would fail in the same way. Raises
     StartError with the cause for any other failure, once Serve has given up.
     """
     ours = application_schema(config, name, route_prefix)
@@ -51,7 +51,7 @@ def check_start(messages: Mapping[str, str]) -> None:
 
 
 def start_failure(messages: Mapping[str, str]) -> StartError:
-    """Returns the error of a start that Serve has given up, with the last cause in its messages."""
+    """Returns the error of a start that Serve has given up, with the last cause from its messages."""
     raised = {deployment: last_raised(message) for deployment, message in messages.items()}
     causes = {deployment: error[1] for deployment, error in raised.items() if error is not None} or {
         deployment: message.strip().rpartition("\n")[2] for deployment, message in messages.items()
@@ -61,7 +61,7 @@ def start_failure(messages: Mapping[str, str]) -> StartError:
 
 
 def last_raised(message: str) -> tuple[str, str] | None:
-    """Returns name and text of the last deliberate error in a traceback, if any."""
+    """Returns name and message of the last project error in a traceback, if any."""
     matches = list(RAISED.finditer(message))
     if not matches:
         return None
@@ -70,7 +70,7 @@ def last_raised(message: str) -> tuple[str, str] | None:
 
 
 def withdraw(name: str) -> None:
-    """Removes the application for good: a restarted controller does not bring it back."""
+    """Removes the application permanently: a restarted controller does not restore it."""
     serve.delete(name)
     _apply(_others(name))
 
@@ -86,13 +86,13 @@ def is_running() -> bool:
 
 
 def serve_details() -> dict[str, Any]:
-    """Returns Serve's details of itself, its proxies and all applications."""
+    """Returns Serve's details: its own state, its proxies and all applications."""
     details: dict[str, Any] = _get_global_client().get_serve_details()
     return details
 
 
 def _wait_until_running(name: str, earlier: Mapping[str, str]) -> None:
-    """Waits for an application; `earlier` are its deployments' messages before this start."""
+    """Waits for an application; `earlier` are its deployments' messages from before this start."""
     while True:
         status = serve.status().applications[name].status
         messages = {one: text for one, text in _messages(name).items() if text and earlier.get(one) != text}
@@ -105,7 +105,7 @@ def _wait_until_running(name: str, earlier: Mapping[str, str]) -> None:
 
 
 def _messages(name: str) -> dict[str, str]:
-    """Returns Serve's messages by deployment, and its message about the application."""
+    """Returns Serve's messages by deployment, and its message about the whole application."""
     overview = serve.status().applications.get(name)
     if overview is None:
         return {}
@@ -113,23 +113,23 @@ def _messages(name: str) -> dict[str, str]:
 
 
 def _apply(applications: list[ServeApplicationSchema]) -> None:
-    """Passes the whole list to Serve, which ends declared applications that are not in it."""
+    """Passes the whole list to Serve, which ends every declared application that the list omits."""
     capacity = serve_details().get("target_capacity")
     _get_global_client().deploy_apps(ServeDeploySchema(applications=applications, target_capacity=capacity))
 
 
 def _others(name: str) -> list[ServeApplicationSchema]:
-    """Returns the cluster's other declared applications."""
+    """Returns the other declared applications of the cluster."""
     deployed = {other: one.get("deployed_app_config") for other, one in serve_details()["applications"].items()}
     return [ServeApplicationSchema.model_validate(data) for other, data in deployed.items() if data and other != name]
 
 
-RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # seconds; `ray start --block` reads and applies it on SIGTERM
+RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # seconds; applied by `ray start --block` on SIGTERM
 RAY_DRAIN_DEFAULT_S = 30.0  # Ray's default
-SERVE_NOTICE_S = 15  # until Serve notices that a node drains and has stopped what ran there
-REPLICA_SHUTDOWN_S = 10  # from the end of a replica's own drain until Serve kills it
+SERVE_NOTICE_S = 15  # seconds until Serve notices a draining node and stops its replicas
+REPLICA_SHUTDOWN_S = 10  # seconds from the end of a replica's own drain until Serve kills it
 
 
 def drain_s(config: SlipstreamConfig) -> int:
-    """Returns how long Ray lets replicas finish on a stopped node, at least as long as the configuration says."""
+    """Returns the seconds that Ray must let replicas finish on a stopping node, at least the configured drain times."""
     return math.ceil(max(config.server.drain_s, config.target.drain_s)) + REPLICA_SHUTDOWN_S + SERVE_NOTICE_S

@@ -1,4 +1,4 @@
-"""Serves a configuration while a block of code runs, on its own Ray cluster or an existing one."""
+"""Serves a configuration while a block of code runs, on a Ray cluster of its own or an existing one."""
 
 import logging
 import math
@@ -33,10 +33,10 @@ from serve_app.serve_manifest import APPLICATION, ROUTER_SHUTDOWN_S
 
 log = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 100 << 20  # only Ray's own messages pass through it
+OBJECT_STORE_BYTES = 100 << 20  # bytes; only Ray's own messages use the store
 READY_TIMEOUT_S = 60.0  # seconds from deployment until a target is reached
 POLL_S = 0.1
-STARTS = 2  # attempts: on a busy machine Ray's processes may exceed their own start limits
+STARTS = 2  # attempts, since Ray's processes may exceed their start limits on a busy machine
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def serving(
 ) -> Iterator[str]:
     """Yields the base URL once requests are answered; SIGTERM, like Ctrl-C, ends the block with KeyboardInterrupt.
 
-    On exit, running requests may finish within `server.drain_s`; then everything is stopped.
+    On exit, running requests get up to `server.drain_s` to finish; then everything is stopped.
     """
     check_keys(config.server)
     host = config.server.host
@@ -83,7 +83,7 @@ def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verb
         else:
             status.update(f"Connecting to the Ray cluster at {address}")
             _connect_ray(config, address, level, verbose)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray, which installs its own handler
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # set after Ray, which installs its own handler
         yield
     finally:
         disconnect()
@@ -91,10 +91,10 @@ def _cluster(config: SlipstreamConfig, address: str | None, status: Status, verb
 
 def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run workers, models among them, at niceness 15
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 would also slow down models
     for variable, value in PROXY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    # Ray only counts cores: pools larger than the machine start too, and share its cores.
+    # Ray only counts cores, so offer enough for pools larger than the machine; they share its cores.
     cpus = max(os.cpu_count() or 1, math.ceil(demand(config, lambda replicas: replicas.max)["CPU"]))
     for starts_left in reversed(range(STARTS)):
         try:
@@ -107,7 +107,7 @@ def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
                 log_to_driver=verbose,
             )
             break
-        except Exception as error:  # Ray raises this class when its processes do not start in time
+        except Exception as error:  # Ray raises plain Exception if its processes start too slowly
             if not starts_left:
                 logs = "see Ray's latest logs, by default in /tmp/ray/session_latest/logs"
                 raise StartError(f"Ray did not start on this machine: {error}; {logs}") from error
@@ -125,7 +125,7 @@ def _connect_ray(config: SlipstreamConfig, address: str, level: int, verbose: bo
 
 
 def wait_until_ready(url: str) -> None:
-    """Returns when the router reaches a target replica."""
+    """Waits until the router reaches a target replica. Raises StartError after a time limit."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     answer = "nothing"
     while time.monotonic() < deadline:
@@ -142,13 +142,13 @@ def wait_until_ready(url: str) -> None:
 
 
 def let_requests_finish(drain_s: float) -> None:
-    """Makes routers refuse new requests and finish running ones, up to the drain time."""
+    """Makes routers refuse new requests, and waits for running ones up to the drain time."""
     _refuse_new_requests(drain_s)
     _drain(drain_s + ROUTER_SHUTDOWN_S)
 
 
 def _refuse_new_requests(drain_s: float) -> None:
-    """Notifies every router; without an answer there is nothing to refuse."""
+    """Makes every router refuse new requests; logs a warning if the routers do not answer."""
     try:
         broadcast(deployed("Router", APPLICATION), "drain", drain_s)
     except (ClusterError, RayServeException, TimeoutError) as error:
@@ -156,7 +156,7 @@ def _refuse_new_requests(drain_s: float) -> None:
 
 
 def _drain(limit_s: float) -> None:
-    """Returns when no router has requests, time is up, or nothing answers."""
+    """Waits until no router has requests, no router answers, or the time is up."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
@@ -172,9 +172,9 @@ def _drain(limit_s: float) -> None:
 
 
 def checked_port(host: str, port: int) -> int:
-    """Returns the port, or a free one for 0. Raises ConfigError if it is taken."""
+    """Returns the port; for 0, a free one. Raises ConfigError if the port is in use."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of closed connections are free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allows ports of closed connections
         try:
             probe.bind((host, port))
         except OSError as error:

@@ -1,7 +1,7 @@
 """Checks a configuration against its checkpoints before anything starts.
 
-Everything that files, configurations and an empty model reveal is checked here, for `config check --models`, `serve`,
-`up` and each node. What only the weights reveal is left to the replicas.
+Uses files, configurations and an empty model, for `config check --models`, `serve`, `up` and each node. Replicas
+themselves check what only the weights reveal.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,11 @@ from serve_app.api.chat_template import templates_of
 
 
 def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bool = True) -> list[str]:
-    """Checks target and draft, and returns what was found, as lines to print.
+    """Checks target and draft, and returns lines about them to print.
 
-    Fetches Hugging Face ids, weights if asked; a local folder is checked with its weights anyway. Without `with_draft`
-    checks what a node needs that no drafter runs on. Raises ModelError when the models cannot serve as configured.
+    Downloads models named by Hugging Face ids, with weights if asked; a local folder's weights are always checked.
+    Without
+    `with_draft`, checks what a node without drafters needs. Raises ModelError if the models cannot serve as configured.
     """
     target = check_target_model(config, with_weights=with_weights)
     tokens = check_target_files(config, target, with_weights=with_weights)
@@ -50,7 +51,7 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bo
 
 
 def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:
-    """Checks the target's config.json alone: class, context, split. Returns its folder."""
+    """Checks the target's config.json: model class, context length, tensor parallelism. Returns the target's folder."""
     target = local_folder(config.model.target, with_weights=with_weights)
     model = read_target_config(config, target)
     if model is None:
@@ -68,7 +69,7 @@ def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:
 
 
 def read_target_config(config: SlipstreamConfig, target: Path) -> PretrainedConfig | None:
-    """Reads the target's config.json. vLLM implements more architectures: one that only it knows is None."""
+    """Reads the target's config.json. Returns None for an architecture that only vLLM implements."""
     if config.target.engine != "vllm":
         return read_config(target)
     read_json(target / CONFIG)
@@ -79,18 +80,18 @@ def read_target_config(config: SlipstreamConfig, target: Path) -> PretrainedConf
 
 
 def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: bool) -> Mapping[int, str]:
-    """Checks the target's other files: tokenizer, chat templates, end of text, tensors. Returns its tokens by id."""
+    """Checks the target's other files: tokenizer, chat templates, end of text, tensors. Returns token texts by id."""
     is_whole = has_weights(config.model.target, with_weights)
     if config.target.engine != "vllm":
         check_files(target, is_whole)
     elif is_whole:
-        checkpoint_fingerprint(target)  # vLLM quantises and fuses in its own ways
+        checkpoint_fingerprint(target)  # reads headers only: vLLM quantises and fuses weights in its own ways
     templates_of(load_tokenizer(target))
     return vocabulary(target)
 
 
 def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: bool) -> None:
-    """Checks what drafts for a target in a folder."""
+    """Checks the draft's checkpoint for a target in a folder."""
     draft = config.draft
     if draft.method == "layer_skip":
         check_layers(target, draft.layer_skip.ids)
@@ -111,8 +112,8 @@ def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: b
 def check_draft_positions(draft: Path, max_context: int) -> int:
     """Returns how many tokens of a session the draft reads at most.
 
-    A draft with rotary positions drafts up to its own length; longer sessions continue without it. Raises ModelError
-    for a table of learned positions that is shorter than the longest session.
+    A draft with rotary positions drafts up to its own context length; longer sessions continue without drafts. Raises
+    ModelError if a table of learned positions is shorter than the longest session.
     """
     config = read_config(draft)
     context = context_length(config)
@@ -125,7 +126,7 @@ def check_draft_positions(draft: Path, max_context: int) -> int:
 
 
 def has_weights(name: str, with_weights: bool) -> bool:
-    """Returns whether a checkpoint's weights are here: a local folder is expected to be whole."""
+    """Returns whether the weights can be checked: they are downloaded, or the folder is local."""
     return with_weights or Path(name).expanduser().is_dir()
 
 
@@ -133,7 +134,7 @@ def has_weights(name: str, with_weights: bool) -> bool:
 
 
 def target_line(config: SlipstreamConfig, target: Path, tokens: Mapping[int, str]) -> str:
-    """Returns class, engine, context and vocabulary of the target."""
+    """Describes the target: class, engine, context and vocabulary."""
     model = read_target_config(config, target)
     if model is None:
         return f"target: {read_json(target / CONFIG).get('model_type')}, left to vLLM; {len(tokens)} tokens"
@@ -143,7 +144,7 @@ def target_line(config: SlipstreamConfig, target: Path, tokens: Mapping[int, str
 
 
 def draft_lines(config: SlipstreamConfig, target: Path) -> list[str]:
-    """Returns the draft's method and model, and how far its positions go."""
+    """Describes the draft: method, model, and the context length if it is shorter than the target's."""
     draft = config.draft
     if draft.model is None:
         return [f"draft: {draft.method}, without a model of its own"]
@@ -159,7 +160,7 @@ def draft_lines(config: SlipstreamConfig, target: Path) -> list[str]:
 
 
 def engine_path(folder: Path, model: PretrainedConfig) -> str:
-    """Returns which forward computes a model."""
+    """Returns the name of the implementation that computes a model."""
     return "the lean decoder" if is_llama_kind(empty_model(folder, model, "float32")) else "transformers' layers"
 
 

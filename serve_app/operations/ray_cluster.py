@@ -28,21 +28,21 @@ from cluster.telemetry import Actor, Span, spans, unpack
 from serve_app.operations.checks import Node
 
 RAY_ADDRESSES = ("auto", "local")
-CONNECT_S = 3.0  # seconds; Ray itself would try for more than a minute
+CONNECT_S = 3.0  # seconds; Ray itself would try for over a minute
 ANSWER_S = 20.0
 
 
 class ClusterError(SlipstreamError):
-    """There is no Ray cluster, or nothing in it answers."""
+    """Raised if there is no Ray cluster, or if a deployment on it does not answer."""
 
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connects for the duration of a block. Raises ClusterError within seconds if nothing listens at `address`."""
+    """Stays connected during the block. Raises ClusterError within seconds if nothing listens at `address`."""
     check_reachable(address)
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:  # RuntimeError: the cluster refuses our token
+    except (ConnectionError, RuntimeError) as error:  # RuntimeError: our token was refused
         raise ClusterError(f"no Ray cluster can be reached at '{address}': {str(error).splitlines()[0]}") from error
     try:
         yield
@@ -51,10 +51,11 @@ def connected(address: str) -> Iterator[None]:
 
 
 def disconnect() -> None:
-    """Leaves the cluster, and stops it if it was started here.
+    """Leaves the cluster; stops it if this process started it.
 
-    Otherwise the threads of Serve's handles continue and start a cluster of their own to report to. Serve has no public
-    call that ends them without ending applications.
+    Otherwise the threads of Serve's handles would go on and start a cluster of their own to report to. Serve has no
+    public
+    call that ends these threads without ending applications.
     """
     client = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
     if client is not None:
@@ -63,7 +64,7 @@ def disconnect() -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raises ClusterError if `address` is not host:port, or no gRPC server answers there."""
+    """Raises ClusterError if `address` is not host:port or if no gRPC server answers there."""
     if address in RAY_ADDRESSES:
         return
     where = address.removeprefix("ray://")
@@ -71,7 +72,7 @@ def check_reachable(address: str) -> None:
     if not (host and port.isdigit()):
         raise ClusterError(f"'{address}' is no address of a Ray cluster; expected host:port, ray://host:port or auto")
     if os.environ.get("RAY_USE_TLS", "0") != "0":
-        return  # Ray has the certificates
+        return  # only Ray has the certificates
     with grpc.insecure_channel(where) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=CONNECT_S)
@@ -80,7 +81,7 @@ def check_reachable(address: str) -> None:
 
 
 def alive_nodes() -> list[Node]:
-    """Returns the nodes of the connected cluster."""
+    """Returns the live nodes of the connected cluster."""
     return [
         Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"], one["Labels"])
         for one in ray.nodes()
@@ -89,7 +90,7 @@ def alive_nodes() -> list[Node]:
 
 
 def broadcast(handle: DeploymentHandle[Any], method: str, *args: Any) -> list[Any]:
-    """Returns the answers of all replicas of a deployment; none if it is scaled to zero."""
+    """Returns the answers of all replicas of a deployment; empty if it is scaled to zero."""
     try:
         return list(handle.broadcast(method, *args).results(timeout_s=ANSWER_S))
     except (DeploymentUnavailableError, RayActorError) as error:
@@ -106,7 +107,7 @@ def is_empty(handle: DeploymentHandle[Any]) -> bool:
 
 
 def deployed(deployment: str, application: str) -> DeploymentHandle[Any]:
-    """Returns a handle of a running deployment."""
+    """Returns a handle to a running deployment."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(deployment, application)
     return handle
 
@@ -115,22 +116,22 @@ DEPLOYMENTS = ("Router", "Drafter", "Target")
 
 
 def live_actors(address: str, application: str) -> list[Actor]:
-    """Connects to the Ray cluster at `address` and returns every replica's recording. Raises ClusterError."""
+    """Connects to the Ray cluster at `address` and returns the recordings of all replicas. Raises ClusterError."""
     with connected(address):
         return recordings(application)
 
 
 def recordings(application: str) -> list[Actor]:
-    """Returns every replica's recording on the connected cluster."""
+    """Returns the recordings of all replicas on the connected cluster."""
     packed = [one for deployment in DEPLOYMENTS for one in broadcast(deployed(deployment, application), "trace")]
     return [unpack(one) for one in packed]
 
 
-HOPS = ("send", "return")  # spans of a message's transport
+HOPS = ("send", "return")  # spans that cover the transport of a message
 
 
 def live_costs(address: str, application: str) -> CostModel:
-    """Returns a running deployment's costs. Raises ClusterError if it cannot be reached."""
+    """Returns the costs of a running deployment. Raises ClusterError if it cannot be reached."""
     with connected(address):
         actors = recordings(application)
         targets, drafters = (broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter"))
@@ -140,9 +141,10 @@ def live_costs(address: str, application: str) -> CostModel:
 def cost_model(
     targets: Iterable[Mapping[str, Any]], drafters: Iterable[Mapping[str, Any]], actors: Sequence[Actor]
 ) -> CostModel:
-    """Builds one cost model of a fleet from what its replicas answer to `inspect` and their recordings.
+    """Builds one cost model of a fleet from its replicas' answers to `inspect` and their recordings.
 
-    Uses the median replica of each pool, the messages' median time, and the acceptance of all blocks. Time between two
+    Uses the median replica of each pool, the median message time, and the acceptance over all blocks. The time between
+    two
     steps counts as part of a step.
     """
     targets = list(targets)
@@ -165,13 +167,13 @@ def _non_speculative(target: Mapping[str, Any]) -> ForwardCost | None:
 
 
 def _acceptance(targets: Iterable[Mapping[str, Any]]) -> tuple[float, ...] | None:
-    """Returns acceptance by position in a block; None if too few blocks were verified."""
+    """Returns acceptance by position in a block, or None if too few blocks were verified."""
     counts = [AcceptanceCounts(**one["acceptance"]) for one in targets]
     return sum(counts, AcceptanceCounts()).by_position() or None
 
 
 def _between_steps_s(all_spans: Sequence[Span]) -> float:
-    """Returns the lower quartile of the time between steps, when nothing is waited for."""
+    """Returns the lower quartile of the times between steps, which excludes waits for work."""
     gaps: list[float] = []
     for actor in {span.actor for span in all_spans}:
         steps = [span for span in all_spans if span.actor == actor and span.name == "verify"]
@@ -180,5 +182,5 @@ def _between_steps_s(all_spans: Sequence[Span]) -> float:
 
 
 def _one_token_s(cost: ForwardCost | DraftCost) -> float:
-    """Returns the cost by which replicas of one pool are compared."""
+    """Returns the cost of one token, by which replicas of a pool are compared."""
     return cost.seconds(1, 1)

@@ -1,6 +1,6 @@
-"""`slipstream up` and `slipstream down`: deploys to a running Ray cluster, and removes the deployment.
+"""`slipstream up` and `slipstream down`: deploy to a running Ray cluster, and remove the deployment.
 
-Nothing remains in the calling process: Serve's controller keeps the state, as after `serve deploy`.
+Nothing keeps running in the calling process: Serve's controller keeps the state, as after `serve deploy`.
 """
 
 import time
@@ -30,14 +30,14 @@ ANY_ADDRESS = "0.0.0.0"
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Addresses of a deployment; `differs` names settings that the running proxies do not have, if any."""
+    """Addresses of a deployment; `differs` names settings that the running proxies lack, if any."""
 
     urls: tuple[str, ...]
     differs: str | None
 
 
 def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bool) -> Endpoints:
-    """Returns once every router reaches a target. Updates a running deployment.
+    """Deploys or updates, and waits until every router reaches a target.
 
     An autoscaled cluster may add missing nodes.
     """
@@ -59,7 +59,7 @@ def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bo
 
 
 def down(address: str, drain_s: float | None, status: Status) -> None:
-    """Removes the deployment after `drain_s` for its requests, by default its own setting.
+    """Removes the deployment; its requests get `drain_s` to finish, by default the deployment's own setting.
 
     Serve itself ends with its last application.
     """
@@ -78,7 +78,7 @@ def down(address: str, drain_s: float | None, status: Status) -> None:
 
 
 def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None:
-    """Checks the models on a node that may hold a drafter, which reads both; this machine may have neither."""
+    """Checks the models on a node that may hold a drafter, which reads both; the calling machine may lack them."""
     drafter = needs(config)[1]
     holder = next((node for node in nodes if drafter.fits(node)), None)
     if holder is None:

@@ -1,7 +1,7 @@
 """HTTP routes of the live page: its files, and its state as JSON.
 
 Each replica makes small samples (`target_sample`, `draft_sample`): counters, and the activity of the last seconds.
-`PoolSamples` collects them through Ray Serve, and `page_state` computes the shown state from two rounds of samples.
+`PoolSamples` collects them through Ray Serve, and `page_state` computes the page's state from two rounds of samples.
 `PageWatch` samples only while the page is open, at most once per second for any number of viewers.
 
 Sessions appear only as counts and samples contain no text, so nothing here identifies a request. Long lists are cut.
@@ -32,20 +32,20 @@ from serve_app.api.streaming import as_json
 
 WINDOW_S = 3.0
 SHOWN_STAGES = ("draft", "draft ahead", "verify")
-MAX_RECORDING_BYTES = 20_000  # size limit of a recording, which keeps the latest events
+MAX_RECORDING_BYTES = 20_000  # limit of a recording, which drops its oldest events
 
 
 def shown_stages() -> list[Stage]:
-    """Returns the stages that are drawn: those that begin and end at one actor."""
+    """Returns the stages to draw; each begins and ends at the same actor."""
     return [stage for stage in STAGES if stage.name in SHOWN_STAGES]
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSample:
-    """Sample of one target replica; counts are since it began."""
+    """Sample of one target replica; counts start with the replica."""
 
     name: str
-    at_s: float  # on its own clock
+    at_s: float  # seconds on the replica's own clock
     sessions: int
     queued: int
     step_s: float
@@ -53,23 +53,23 @@ class TargetSample:
     accepted_tokens: int
     wasted_tokens: int
     acceptance: AcceptanceCounts
-    is_drafted_for: bool  # whether blocks were requested for the latest step
-    gain: float  # of speculation over non-speculative decoding
-    cache: float  # share of its pages that sessions hold
+    is_drafted_for: bool  # True if blocks were requested for the latest step
+    gain: float  # throughput relative to non-speculative decoding
+    cache: float  # share of the cache's pages that sessions hold
     recording: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSample:
-    """Sample of one drafter; counts are since it began."""
+    """Sample of one drafter; counts start with the drafter."""
 
     name: str
-    at_s: float  # on its own clock
+    at_s: float  # seconds on the drafter's own clock
     method: str
     sessions: int
-    draft_tokens: int  # sent to targets
+    draft_tokens: int  # draft tokens sent to targets
     passes: int
-    passes_ahead: int  # passes ahead of a verdict
+    passes_ahead: int  # drafting passes ahead of a verdict
     recording: bytes
 
 
@@ -85,7 +85,7 @@ Sample = TargetSample | DraftSample | TrainerSample
 
 
 def target_sample(replica: TargetReplica, name: str) -> TargetSample:
-    """Samples a target on its event loop, in well under a millisecond."""
+    """Samples a target on its event loop; takes well under a millisecond."""
     scheduler = replica.scheduler
     load = scheduler.load()
     pages = scheduler.pages
@@ -107,7 +107,7 @@ def target_sample(replica: TargetReplica, name: str) -> TargetSample:
 
 
 def draft_sample(drafter: Drafter, name: str, method: str) -> DraftSample:
-    """Samples a drafter in the same way."""
+    """Samples a drafter on its event loop."""
     counts = drafter.scheduler.counts
     return DraftSample(
         name=name,
@@ -132,7 +132,7 @@ log = logging.getLogger("ray.serve")
 
 
 class PoolSamples:
-    """Samples every replica of the pools at once; a pool that does not answer in time counts as empty."""
+    """Samples every replica of the pools at once; skips a pool that does not answer in time."""
 
     def __init__(self, *pools: DeploymentHandle[Any]) -> None:
         self._pools = pools
@@ -143,7 +143,7 @@ class PoolSamples:
 
 
 async def _ask(pool: DeploymentHandle[Any]) -> Sequence[Sample]:
-    """Samples one pool; replicas that fail are left out."""
+    """Samples one pool; skips replicas that fail."""
     try:
         answers = await pool.broadcast("sample").results_async(timeout_s=ANSWER_S, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError) as error:
@@ -152,9 +152,9 @@ async def _ask(pool: DeploymentHandle[Any]) -> Sequence[Sample]:
     return [answer for answer in answers if isinstance(answer, Sample)]
 
 
-MAX_REPLICAS = 64  # most replicas listed per pool
-MAX_TRACKS = 16  # most tracks drawn
-MAX_BARS = 250  # most bars per track; the latest
+MAX_REPLICAS = 64  # replicas listed per pool
+MAX_TRACKS = 16  # tracks drawn
+MAX_BARS = 250  # latest bars drawn per track
 
 Bar = tuple[str, float, float, int]
 """Stage, start in ms from the window's start, duration in ms, and number of sessions."""
@@ -168,7 +168,7 @@ class TargetState(_Shown):
     name: str
     sessions: int
     queued: int
-    busy: float | None  # share of the time in steps
+    busy: float | None  # share of time spent in steps
     tokens_per_s: float | None
     is_drafted_for: bool
     gain: float
@@ -180,19 +180,19 @@ class DrafterState(_Shown):
     method: str
     sessions: int
     draft_tokens_per_s: float | None
-    ahead: float | None  # share of passes ahead of a verdict
+    ahead: float | None  # share of drafting passes ahead of a verdict
 
 
 class LearningState(_Shown):
-    """What the trainer does and has reached."""
+    """State of the trainer, and the results of its latest training."""
 
     phase: str
     examples: int
-    new_examples: int  # since the latest training
-    version: int  # of the draft; 0: as configured
-    progress: float | None  # share of the running training's steps
-    before: float | None  # agreement on held-out examples, of the latest training's start
-    after: float | None  # and of its result
+    new_examples: int  # examples since the latest training began
+    version: int  # version of the draft; 0: as configured
+    progress: float | None  # completed share of the running training's steps
+    before: float | None  # agreement on held-out examples before the latest training
+    after: float | None  # the same after that training
 
 
 class Track(_Shown):
@@ -204,18 +204,18 @@ class Track(_Shown):
 
 
 class PageState(_Shown):
-    """Response of GET /page/state. Rates cover the time since the previous sample, and are null without one."""
+    """Response of GET /page/state. Rates cover the time since the previous sample; null if there is none."""
 
     model: str
     window_ms: float
     targets: tuple[TargetState, ...]
     drafters: tuple[DrafterState, ...]
-    learning: LearningState | None  # null: the draft does not learn
-    unlisted: int  # replicas beyond those listed
+    learning: LearningState | None  # null if the draft does not learn
+    unlisted: int  # number of replicas that the lists omit
     tokens_per_s: float | None
-    busy: float | None  # mean of the targets
-    accepted: float | None  # share of recent draft tokens that were accepted
-    acceptance: tuple[float, ...]  # by position in a block, given those before it; since the replicas began
+    busy: float | None  # mean over targets
+    accepted: float | None  # accepted share of recent draft tokens
+    acceptance: tuple[float, ...]  # since start, by position in a block, given that all before it were accepted
     tracks: tuple[Track, ...]
 
 
@@ -228,7 +228,7 @@ class Rates:
 
 
 def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> PageState:
-    """Computes the state; `before` are the samples of a moment ago, or empty."""
+    """Computes the page's state; `before` are the previous samples, if any."""
     earlier = {sample.name: sample for sample in before}
     targets = [sample for sample in now if isinstance(sample, TargetSample)]
     drafters = [sample for sample in now if isinstance(sample, DraftSample)]
@@ -251,7 +251,7 @@ def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> P
 
 
 def _rates(before: Sample | None, now: TargetSample) -> Rates | None:
-    """Returns None if the replica was not sampled before, or has restarted since."""
+    """Returns the rates since `before`; None if the replica was not sampled then, or has restarted since."""
     if not isinstance(before, TargetSample) or (passed := now.at_s - before.at_s) <= 0:
         return None
     tokens = now.committed_tokens - before.committed_tokens
@@ -307,7 +307,7 @@ def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample])
 
 
 def _tracks(samples: Sequence[TargetSample | DraftSample]) -> tuple[Track, ...]:
-    """Returns the last seconds up to the latest sample, drafters above targets."""
+    """Returns the timelines of the last seconds before the latest sample, drafters above targets."""
     actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MAX_TRACKS]]
     all_spans = spans(actors, shown_stages())
     looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
@@ -318,7 +318,7 @@ def _tracks(samples: Sequence[TargetSample | DraftSample]) -> tuple[Track, ...]:
 
 
 def _up_to_now(actor: Actor, now: float) -> Actor:
-    """Extends the current pass or step to `now`: an actor runs one at a time."""
+    """Extends a pass or step in progress to `now`; an actor runs one at a time."""
     events = actor.recording.events
     ends = {stage.begins[1]: stage.ends[1] for stage in shown_stages()}
     if not events or (end := ends.get(events[-1].name)) is None:
@@ -338,13 +338,13 @@ def _bar(span: Span, begins: float) -> Bar:
 
 
 PERIOD_S = 1.0
-STALE_S = 5.0  # older samples are not used: rates since then would say little about the present
+STALE_S = 5.0  # seconds after which a sample is too old to compute rates from
 
 Collect = Callable[[], Awaitable[Sequence[Sample]]]
 
 
 class PageWatch:
-    """Keeps the latest state and, for rates, the samples before it."""
+    """Keeps the latest state, and the samples before it to compute rates."""
 
     def __init__(self, model: str, collect: Collect, clock: Callable[[], float] = time.monotonic) -> None:
         self._model = model
@@ -370,7 +370,7 @@ class PageWatch:
 
 HEADERS = {
     "Cache-Control": "no-cache",
-    # Only this server's own files are allowed, and no embedding in frames.
+    # Allow only this server's own files, and no embedding in frames.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
@@ -380,7 +380,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 
 
 def page_routes(watch: PageWatch) -> list[Route]:
-    """Returns the routes `/`, the static files, and `/page/state`."""
+    """Returns the routes of `/`, the static files, and `/page/state`."""
 
     async def state(_: Request) -> Response:
         return as_json(await watch.state())
@@ -394,7 +394,7 @@ def _static_routes() -> list[Route]:
 
 
 def _file_route(path: str, name: str) -> Route:
-    """Serves a file that is read once, because files are few and small."""
+    """Serves a file from memory; it is read once, since files are few and small."""
     content = (files("serve_app.page") / "static" / name).read_bytes()
     media_type = TYPES[name[name.rindex(".") :]]
 
