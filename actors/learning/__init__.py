@@ -1,4 +1,4 @@
-"""Learning from traffic: examples in, better versions of the draft out.
+"""Learning from traffic: trains better versions of the draft on finished sessions.
 
 Routers write finished sessions to an `ExampleStore`. A trainer process reads it, trains a copy of the current draft
 (`training`), scores it against the current version on held-out examples (`evaluation`), and adds it to a
@@ -11,6 +11,6 @@ The processes share only a folder, on local disk or a mounted volume:
     versions/current.json  the version that drafters use; version 0 is the configured draft
     training/              the state of an interrupted training
 
-Nothing here is on the path of a request. A full disk, a killed trainer or a bad version costs learning, never serving.
-The rules (consent, near-duplicates, promotion) are in `cluster.learning`.
+No request waits for any of this. A full disk, a killed trainer or a bad version costs learning, never serving. The
+rules (consent, near-duplicates, promotion) are in `cluster.learning`.
 """

@@ -1,4 +1,4 @@
-"""Examples from recorded conversations, and answers that the target writes itself.
+"""Reads examples from recorded conversations, and lets the target write its own answers.
 
 A file holds one JSON list or JSON lines. An entry is one of
 
@@ -6,9 +6,9 @@ A file holds one JSON list or JSON lines. An entry is one of
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]}   (ShareGPT)
     {"prompt": [token ids], "answer": [token ids]}
 
-Each turn of the assistant is an answer, and what precedes it is its prompt. A draft learns to predict its target, so
-answers that the target itself wrote are worth most; those of people or of other models teach their style instead.
-`answered` replaces them by the target's own.
+Each turn of the assistant is an answer, and everything before it is its prompt. A draft learns to predict its target,
+so answers written by the target itself are the most useful; answers by people or other models teach another style.
+`answered` replaces answers by the target's own.
 """
 
 import json
@@ -34,9 +34,9 @@ Message = dict[str, str]
 def read_examples(path: Path, tokenizer: Any, ends: Sequence[int], limit: int | None = None) -> list[Example]:
     """Reads the examples of a file, at most `limit`, with the chat template of the target's tokenizer.
 
-    Of a folder, all .json and .jsonl files are read, in the order of their names.
+    Reads all .json and .jsonl files of a folder, in the order of their names.
 
-    An answer ends with the first of the target's end-of-text ids `ends`. Answers without text are left out. Raises
+    An answer ends with the first of the target's end-of-text ids `ends`. Answers without text are skipped. Raises
     ConfigError, naming the entry, for a file that cannot be read or that the template refuses.
     """
     found: list[Example] = []
@@ -113,10 +113,10 @@ def _of_messages(messages: list[Message], where: str, tokenizer: Any, ends: Sequ
 
 
 def _answer(tokenizer: Any, before: list[Message], message: Message, ends: Sequence[int]) -> tuple[int, ...]:
-    """Returns an answer's token ids as the template writes it, up to and with the first end-of-text id."""
+    """Returns the token ids of an answer as the template writes it, up to and including the first end-of-text id."""
     opened = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template([*before, message], tokenize=False)
-    # A template may rewrite earlier turns, or leave out reasoning; the answer is then the message's own text.
+    # A template may rewrite earlier turns, or omit reasoning; the message's own text is then used as the answer.
     text = whole.removeprefix(opened) if whole.startswith(opened) else message["content"]
     ids = tokenizer.encode(text, add_special_tokens=False)
     return _to_end(ids, ends)
@@ -140,10 +140,10 @@ def answered(
     batch: int = 32,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Example]:
-    """Lets the target answer prompts greedily, in batches of similar length; examples are in the order of the prompts.
+    """Decodes the target's greedy answers in batches of similar length; returns examples in the order of the prompts.
 
     Answers end with an end-of-text id or after `max_tokens` tokens. `advance` is called with the number of prompts
-    after each batch. Answers are those of the target's type: in bfloat16 near-ties may be decided otherwise than in
+    after each batch. The target computes in its own dtype: in bfloat16, near-ties may be decided differently than in
     float32.
     """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
@@ -169,6 +169,6 @@ def answered(
 
 
 def write_examples(path: Path, examples: Sequence[Example]) -> None:
-    """Writes examples as JSON lines of token ids, which only a target with the same vocabulary can use."""
+    """Writes examples as JSON lines of token ids, usable only with a target of the same vocabulary."""
     lines = (json.dumps({"prompt": each.prompt, "answer": each.answer}, separators=(",", ":")) for each in examples)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -1,15 +1,17 @@
-"""Scores a draft on examples, teacher-forced: which of its predictions are the target's own tokens.
+"""Scores a draft on examples, teacher-forced: counts the predictions that equal the target's own tokens.
 
-Under greedy decoding these scores are close to what serving shows, at a small part of the cost. Exact is: the draft's
-first choice at each position after the target's own text, with the tokens that the draft may propose; and that a block
-ends at its first wrong token, so predictions after right ones are those that serving makes. Approximate is:
+Under greedy decoding these scores are close to acceptance in serving, at a small part of the cost. Two things are
+exact: the draft's first choice at each position after the target's own text, among the tokens that the draft may
+propose; and that a block ends at its first wrong token. Approximate are:
 
-* Serving computes in the checkpoint's type or in 8 bits; this is float32, which decides near-ties otherwise.
-* Prompts are cut from the left and long answers are cut into parts (`RowLimits`). No block crosses from a part to the
-  next.
-* A block has `draft_tokens` tokens: one forward predicts the first, a recurrent head the next `tokens_per_forward` - 1,
-  then comes another forward. Serving adapts the length, and its trees and drafting ahead accept more.
-* For sampled answers, a draft is helped by the target's noise in serving. Here its first choice counts.
+* Precision: serving computes in the checkpoint's dtype or in 8 bits; here it is float32, which may decide near-ties
+  differently.
+* Context: prompts are cut from the left and long answers are cut into parts (`RowLimits`). No block crosses from one
+  part to the next.
+* Block shape: a block has `draft_tokens` tokens: one forward predicts the first, a recurrent head the next
+  `tokens_per_forward` - 1, then comes another forward. Serving adapts the length, and its trees and lookahead blocks
+  get more tokens accepted.
+* Sampling: in serving, the target's noise helps the draft predict sampled answers. Here only its first choice counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +37,7 @@ LIMITS = RowLimits()
 
 
 def do_nothing() -> None:
-    """Does not pause."""
+    """Default for `pause`: returns at once."""
 
 
 def score_draft(
@@ -47,10 +49,10 @@ def score_draft(
     device: torch.device = CPU,
     pause: Callable[[], None] = do_nothing,
 ) -> list[SessionScore]:
-    """Scores a draft checkpoint with blocks of `draft_tokens` tokens; one score per example, in order.
+    """Scores a draft checkpoint with blocks of `draft_tokens` tokens; returns one score per example, in order.
 
     `pause` is called between forwards. An example without an answer scores 0 of 0 tokens. Raises ModelError if the
-    draft cannot be loaded or lacks a token of the examples.
+    draft cannot be loaded or its vocabulary lacks a token of the examples.
     """
     return score_loaded(load_trainable(draft, device), examples, draft_tokens, limits=limits, pause=pause)
 
@@ -64,10 +66,10 @@ def score_loaded(
     pass_tokens: int = PASS_TOKENS,
     pause: Callable[[], None] = do_nothing,
 ) -> list[SessionScore]:
-    """Scores a loaded draft as `score_draft` does."""
+    """Scores a loaded draft like `score_draft`."""
     cut = draft.rows(examples, limits)
     rows = [row for own in cut for row in own]
-    matches: dict[int, list[list[bool]]] = {}  # by row
+    matches: dict[int, list[list[bool]]] = {}  # by index in `rows`
     for group in grouped(rows, pass_tokens):
         pause()
         found = matches_of(draft, collate([rows[index] for index in group], draft.device))
@@ -77,7 +79,7 @@ def score_loaded(
     for example, own in zip(examples, cut, strict=True):
         of_example = [matches[index] for index in range(first, first + len(own))]
         first += len(own)
-        lost = len(example.answer) - sum(row.predicted for row in own)  # the first token of a text without a prompt
+        lost = len(example.answer) - sum(row.predicted for row in own)  # first token of a text without a prompt
         columns = [sum(column, [False] * lost) for column in zip(*of_example, strict=True)] or [[False] * lost]
         scores.append(score(columns[0], draft_tokens, columns[1:]))
     return scores
@@ -85,10 +87,10 @@ def score_loaded(
 
 @torch.no_grad()
 def matches_of(draft: TrainableDraft, batch: Pass) -> list[list[list[bool]]]:
-    """Returns for each row which predictions are right: by distance from the forward, then by position.
+    """Returns for each row which predictions are correct: by distance from the forward, then by position.
 
-    The recurrent head is asked only where all predictions before are right; elsewhere its own do not matter, and count
-    as wrong.
+    The recurrent head predicts only where all predictions before it are correct; its other predictions cannot be
+    accepted and count as wrong.
     """
     states = draft.states(batch)
     weight = draft.lm_head

@@ -1,7 +1,7 @@
 """The store of examples: one SQLite file that routers write, the trainer reads and `slipstream learn forget` empties.
 
-`ExampleStore` is the file. It is bounded in tokens and age, holds near-duplicates once, and overwrites what it deletes.
-`ExampleWriter` is a router's end of it: `offer` never waits, and drops examples when the queue is full.
+`ExampleStore` is the file. It limits total tokens and age, stores near-duplicates once, and overwrites deleted data.
+`ExampleWriter` is used by routers: `offer` never waits, and drops examples when the queue is full.
 """
 
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FILE = "examples.sqlite"
 DAY_S = 86_400.0
-WAIT_S = 10.0  # for another process's lock
+WAIT_S = 10.0  # longest wait for another process's lock
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS examples (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -49,7 +49,7 @@ CREATE INDEX IF NOT EXISTS by_example ON bands (example);
 
 @value
 class StoreSize:
-    """What the store holds."""
+    """Counts of stored examples."""
 
     examples: int = 0
     tokens: int = 0
@@ -65,7 +65,9 @@ def _unpacked(data: bytes) -> tuple[int, ...]:
 
 
 class ExampleStore:
-    """Examples in `folder`, at most `max_tokens` tokens and `max_age_s` old. Not thread-safe: one instance a thread."""
+    """Examples in `folder`, at most `max_tokens` tokens and `max_age_s` seconds old. Not thread-safe: use one per
+    thread.
+    """
 
     def __init__(self, folder: Path, max_tokens: int, max_age_s: float, clock: Callable[[], float] = time.time) -> None:
         """Opens or creates the file, readable by its owner only. Raises ConfigError if the folder cannot be used."""
@@ -85,7 +87,7 @@ class ExampleStore:
 
     @classmethod
     def of(cls, options: LearningOptions) -> "ExampleStore":
-        """Opens the store of a configuration."""
+        """Opens the store that the configuration names."""
         return cls(Path(options.folder).expanduser(), options.max_tokens, options.max_age_days * DAY_S)
 
     def close(self) -> None:
@@ -134,7 +136,7 @@ class ExampleStore:
         )
 
     def read(self, target: str, after: int = 0) -> list[Example]:
-        """Returns the examples of a target with ids above `after`, oldest first, without those that are too old."""
+        """Returns a target's examples with ids above `after`, oldest first, except those beyond the maximum age."""
         rows = self._connection.execute(
             "SELECT prompt, answer, key, prompt_version FROM examples"
             " WHERE target = ? AND id > ? AND created >= ? ORDER BY id",
@@ -145,7 +147,7 @@ class ExampleStore:
         ]
 
     def size(self, target: str | None = None, after: int = 0) -> StoreSize:
-        """Returns what is held of one target, or of all, among ids above `after`."""
+        """Returns counts for one target, or for all, of examples with ids above `after`."""
         row = self._connection.execute(
             "SELECT COUNT(*), COALESCE(SUM(tokens), 0), COALESCE(MAX(id), ?) FROM examples"
             " WHERE id > ? AND (? IS NULL OR target = ?)",
@@ -154,7 +156,7 @@ class ExampleStore:
         return StoreSize(*row)
 
     def forget(self, key: str | None = None) -> int:
-        """Deletes the examples of an API key, or all, and returns their number. Deleted text is overwritten."""
+        """Deletes the examples of an API key, or all; returns their number. Deleted text is overwritten on disk."""
         with self._transaction() as run:
             if key is None:
                 run.execute("DELETE FROM examples")
@@ -176,17 +178,17 @@ class ExampleStore:
         self._connection.commit()
 
 
-QUEUED = 256  # examples that wait to be written; more are dropped
-BATCH_S = 1.0  # examples of this time are written together
-LOG_S = 60.0  # between two log lines about failures
+QUEUED = 256  # most examples waiting to be written; further ones are dropped
+BATCH_S = 1.0  # examples that arrive within this time are written together
+LOG_S = 60.0  # least time between two log lines about failures
 
 
 class ExampleWriter:
-    """Writes examples on a thread of its own. Failures are counted and logged, and never reach the caller."""
+    """Writes examples on its own thread. Failures are counted and logged, and never reach the caller."""
 
     def __init__(self, open_store: Callable[[], ExampleStore], target: str) -> None:
-        """`open_store` is called on the thread, and again after a failure."""
-        self.counts: Counter[str] = Counter()  # examples by outcome: kept, duplicate, dropped, failed
+        """Starts the thread. It calls `open_store`, and again after a failure."""
+        self.counts: Counter[str] = Counter()  # number of examples by outcome: kept, duplicate, dropped, failed
         self._open_store = open_store
         self._target = target
         self._queue: queue.Queue[Example | None] = queue.Queue(QUEUED)
@@ -202,7 +204,7 @@ class ExampleWriter:
             self.counts["dropped"] += 1
 
     def close(self) -> None:
-        """Writes what is queued and ends the thread; may take a while."""
+        """Writes all queued examples and ends the thread; waits up to WAIT_S."""
         self._queue.put(None)
         self._thread.join(WAIT_S)
 
@@ -226,7 +228,7 @@ class ExampleWriter:
             store.close()
 
     def _take(self) -> tuple[list[Example], bool]:
-        """Waits for examples and collects those of `BATCH_S`; True with the last batch."""
+        """Waits for an example and collects those of the next BATCH_S; also returns True with the last batch."""
         batch: list[Example] = []
         until: float | None = None
         while len(batch) < QUEUED:

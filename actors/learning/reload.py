@@ -1,11 +1,11 @@
-"""A drafter's watch on the current version of a learned draft: loads it beside the one in use, and exchanges them.
+"""Watches the current version of a drafter's learned draft, loads it beside the one in use, and exchanges them.
 
-Every period, `DraftReload` compares `versions/current.json` with the version in use. Another version is loaded, packed
-and tried on a thread of its own, and then takes over between two drafting passes (`Drafter.exchange`). A version that
-cannot be used is refused once, with one log line, and the one in use stays.
+Every period, `DraftReload` compares `versions/current.json` with the version in use. If they differ, the current
+version is loaded, packed and tried on a separate thread, and then takes over between two drafting passes
+(`Drafter.exchange`). A version that cannot be used is refused once, with one log line, and the one in use stays.
 
-The drafter also compares the acceptance of the version in use with that of the one before (`VersionWatch`). If it is
-clearly worse, the shared folder is rolled back, and every drafter follows. Nothing here is on the path of a block.
+The drafter also compares the acceptance of the version in use with that of the previous one (`VersionWatch`). If it is
+clearly worse, the shared folder is rolled back, and every drafter follows. No block waits for any of this.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from cluster.draft_quality import VersionWatch
 from cluster.drafting.method import ExchangesWeights
 from cluster.errors import ModelError
 
-PERIOD_S = 5.0  # between two looks at the current version
-CONFIGURED = 0  # version of the configured draft
+PERIOD_S = 5.0  # between two checks of the current version
+CONFIGURED = 0  # version number of the configured draft
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -36,16 +36,16 @@ class Version:
 
     number: int
     folder: Path
-    first_token_acceptance: float | None = None  # expected in service
+    first_token_acceptance: float | None = None  # expected in serving
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedDraft:
-    """The versions of a drafter's draft, and the facts that decide which of them it may load."""
+    """All versions of a drafter's draft, and the fingerprint of the target that they must have learned from."""
 
     versions: VersionFolder
     configured: Version
-    target: str  # fingerprint of the target
+    target: str  # the target's fingerprint
 
     def current(self) -> int:
         """Returns the number of the current version. Raises ModelError if it is unreadable."""
@@ -67,7 +67,7 @@ class LearnedDraft:
 
 
 class ServesVersions(Protocol):
-    """What the watch needs of a `Drafter`."""
+    """The part of a `Drafter` that `DraftReload` uses."""
 
     @property
     def version_watch(self) -> VersionWatch: ...
@@ -80,8 +80,8 @@ class ServesVersions(Protocol):
 class DraftReload:
     """Keeps one drafter at the current version of its draft.
 
-    `counts` has the numbers of versions that were swapped in (`swapped`), refused (`refused`) or rolled back here
-    (`rolled_back`), and of failed reads or writes of the folder (`failed`).
+    `counts` counts versions that were swapped in (`swapped`), refused (`refused`) or rolled back by this drafter
+    (`rolled_back`), and failed reads or writes of the folder (`failed`).
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DraftReload:
         drafter: ServesVersions,
         period_s: float = PERIOD_S,
         *,
-        prepare_thread: Callable[[], None] | None = None,  # called first on the loading thread
+        prepare_thread: Callable[[], None] | None = None,  # runs first on the loading thread
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -103,12 +103,12 @@ class DraftReload:
         self._sleep = sleep
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loading", initializer=prepare_thread)
-        self._refused: int | None = None  # the version refused last, until another becomes current
-        self._problem = ""  # logged last
+        self._refused: int | None = None  # version refused last; None once the current version is in use
+        self._problem = ""  # last logged error of the folder
 
     @property
     def version(self) -> int:
-        """The version in use."""
+        """Number of the version in use."""
         return self._drafter.version_watch.version
 
     async def run(self) -> None:
@@ -118,7 +118,9 @@ class DraftReload:
             await self._sleep(self._period_s)
 
     async def check(self) -> None:
-        """Rolls back a version that drafts clearly worse, then swaps in the current one if it is not in use."""
+        """Rolls back the version in use if its acceptance is clearly worse, then swaps in the current version if it
+        differs.
+        """
         try:
             if self.version != CONFIGURED and self._drafter.version_watch.is_worse:
                 await self._roll_back()
@@ -136,7 +138,7 @@ class DraftReload:
             await self._swap(current)
 
     def close(self) -> None:
-        """Ends the loading thread after its present work."""
+        """Ends the loading thread once its running task is done."""
         self._thread.shutdown(wait=False)
 
     def summary(self) -> dict[str, Any]:
@@ -149,7 +151,7 @@ class DraftReload:
         bad = self.version
         found = self._drafter.version_watch.summary()
         if await self._in_thread(self._draft.current) != bad:
-            return  # replaced or rolled back already
+            return  # already replaced or rolled back
         parent = await self._in_thread(lambda: self._draft.versions.rollback(bad))
         self.counts["rolled_back"] += 1
         log.error(

@@ -1,12 +1,12 @@
-"""A draft model with trainable weights, and the batches that it is trained on and scored by.
+"""A draft model with trainable weights, and the batches on which it is trained and scored.
 
 Training and evaluation share one forward: float32, teacher-forced, with logits only at the positions of answers, and
 only for the tokens that the draft may propose (`frequent_tokens.json`). On a small draft the LM head over the whole
-vocabulary would be most of the cost.
+vocabulary would dominate the cost.
 
-On one core of an AMD EPYC (AVX2), float32 is the fastest type, attention by two batched matrix products is faster than
-the fused kernel for rows of up to some hundred tokens, and a loss computed a slice of positions at a time, with its
-gradient in the same pass, saves writing and reading all logits twice.
+Measured on one core of an AMD EPYC (AVX2): float32 is the fastest dtype. Attention by two batched matrix products is
+faster than the fused kernel for rows of up to some hundred tokens. Computing the loss and its gradient together, one
+slice of positions at a time, avoids writing and reading all logits twice.
 """
 
 import hashlib
@@ -38,23 +38,23 @@ from cluster.errors import ModelError
 from cluster.learning import Example
 from protos.frozen import value
 
-POSITIONS_AT_ONCE = 256  # positions of one slice of logits
+POSITIONS_AT_ONCE = 256  # positions per slice of logits
 ATTENTION = "slipstream_training"
-FUSED_FROM = 512  # tokens of a row; the scores of longer ones would take too much memory
+FUSED_FROM = 512  # row length in tokens above which storing attention scores takes too much memory
 
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Lengths of the rows that examples are cut into, in tokens.
+    """Limits of the rows into which examples are cut, in tokens.
 
-    A prompt is cut from the left. A longer answer becomes several rows, each after the end of what precedes it.
+    A prompt is cut from the left. A longer answer becomes several rows, each preceded by the end of the text before it.
     """
 
     prompt_tokens: int = 512
     answer_tokens: int = 256
 
     def within(self, positions: int | None) -> "RowLimits":
-        """Returns limits whose rows a model with so many positions can read."""
+        """Returns limits for rows that a model with `positions` positions can read."""
         if positions is None or self.prompt_tokens + self.answer_tokens <= positions:
             return self
         answer = max(1, min(self.answer_tokens, positions // 2))
@@ -63,9 +63,9 @@ class RowLimits:
 
 @value
 class Row:
-    """A part of an example: tokens to feed, and how many of the last ones are predicted.
+    """A part of an example: its tokens, and how many of the last ones are predicted.
 
-    The last token is only predicted, the others are fed.
+    The last token is only predicted; the others are fed.
     """
 
     tokens: tuple[int, ...]
@@ -87,18 +87,18 @@ def rows_of(example: Example, limits: RowLimits) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Rows of one forward, padded at the end, with all predicted positions in one dimension."""
+    """Rows of one forward, padded at the end; predicted positions of all rows are concatenated."""
 
-    tokens: Tensor  # (rows, longest) fed
-    rows: Tensor  # (positions,) row of each predicted position
-    columns: Tensor  # (positions,) index of the last token fed before it
-    labels: Tensor  # (positions,) token ids
-    remaining: Tensor  # (positions,) predicted positions of the same row that follow
-    sizes: tuple[int, ...]  # predicted positions of each row
+    tokens: Tensor  # (rows, longest row): tokens to feed
+    rows: Tensor  # (positions,): row of each predicted position
+    columns: Tensor  # (positions,): index in its row of the last token fed before it
+    labels: Tensor  # (positions,): token ids
+    remaining: Tensor  # (positions,): number of later predicted positions in the same row
+    sizes: tuple[int, ...]  # number of predicted positions per row
 
 
 def collate(rows: Sequence[Row], device: torch.device) -> Pass:
-    """Pads rows to one length."""
+    """Pads rows to the same length."""
     longest = max(len(row.tokens) for row in rows) - 1
     tokens = np.zeros((len(rows), longest), np.int64)
     for index, row in enumerate(rows):
@@ -122,7 +122,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> Pass:
 
 
 def grouped(rows: Sequence[Row], pass_tokens: int) -> Iterator[list[int]]:
-    """Yields indices of rows of similar length, of at most `pass_tokens` tokens with their padding, or of one row."""
+    """Yields indices of rows of similar length: at most `pass_tokens` tokens with padding, or a single row."""
     group: list[int] = []
     for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens)):
         if group and (len(group) + 1) * (len(rows[group[0]].tokens) - 1) > pass_tokens:
@@ -143,8 +143,8 @@ Embed = Callable[[Tensor], Tensor]
 class TrainableDraft(nn.Module):
     """A draft model in float32 and, if its folder has one, its recurrent head.
 
-    `columns`, (tokens,), are the token ids that it proposes; None: all. `column_of`, (vocabulary,), is the inverse, -1
-    for tokens that are never proposed. The head chooses among the first `head_columns` of them.
+    `columns`, (tokens,), are the token ids that it proposes; None: all. `column_of`, (vocabulary,), is the inverse,
+    with -1 for tokens that are never proposed. The head chooses among the first `head_columns` columns.
     """
 
     columns: Tensor | None
@@ -160,7 +160,7 @@ class TrainableDraft(nn.Module):
         super().__init__()
         self.model = model
         self.head = head
-        self.width = width if head is not None else 1  # tokens predicted by one forward
+        self.width = width if head is not None else 1  # tokens predicted per forward
         self.vocabulary = int(model.config.vocab_size)
         proposed = range(self.vocabulary) if columns is None else columns
         column_of = torch.full((self.vocabulary,), -1)
@@ -176,7 +176,7 @@ class TrainableDraft(nn.Module):
 
     @property
     def lm_head(self) -> Tensor:
-        """Weights of the tokens that the draft proposes, (columns, hidden)."""
+        """LM head weights of the tokens that the draft proposes, (columns, hidden)."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight if self.columns is None else F.embedding(self.columns, weight)
 
@@ -192,13 +192,13 @@ class TrainableDraft(nn.Module):
         return embedded
 
     def following(self, states: Tensor, tokens: Tensor, embed: "Embed | None" = None) -> Tensor:
-        """Returns the recurrent head's states after `tokens`, (tokens,), which were taken after `states`."""
+        """Returns the recurrent head's states after `tokens`, (tokens,), which were sampled from `states`."""
         assert self.head is not None, "only a draft with a recurrent head predicts further tokens"
         found: Tensor = self.head(states, (embed or self.embed)(tokens))
         return found
 
     def rows(self, examples: Iterable[Example], limits: RowLimits) -> list[list[Row]]:
-        """Cuts examples into rows that the model can read. Raises ModelError for a token id that it lacks."""
+        """Cuts examples into rows that the model can read. Raises ModelError for ids outside its vocabulary."""
         limits = limits.within(context_length(self.model.config))
         found = []
         for example in examples:
@@ -218,13 +218,13 @@ class TrainableDraft(nn.Module):
 
 
 class VocabularyRows:
-    """The rows of embedding and LM head that one step uses, with gradients of their own.
+    """The rows of embedding and LM head used in one step, with separate gradients.
 
-    A gradient of the whole vocabulary for each lookup and pass would be a quarter of a step's time.
+    Gradients over the whole vocabulary for each lookup and pass would take a quarter of a step's time.
     """
 
     def __init__(self, draft: TrainableDraft, tokens: Tensor) -> None:
-        """`tokens`, (...), are all that will be embedded in this step."""
+        """Gathers the rows. `tokens`, of any shape, must include all tokens that the step embeds."""
         self._ids = torch.unique(tokens)
         self._gathered = (draft.lm_head, draft.embed(self._ids))
         self.lm_head, self._embedding = (rows.detach().requires_grad_(True) for rows in self._gathered)
@@ -234,7 +234,7 @@ class VocabularyRows:
         return F.embedding(torch.searchsorted(self._ids, tokens), self._embedding)
 
     def backward(self) -> None:
-        """Adds the gradients of this step to those of the draft's weights."""
+        """Adds this step's gradients to those of the draft's weights."""
         torch.autograd.backward(self._gathered, (self.lm_head.grad, self._embedding.grad))
 
 
@@ -243,9 +243,9 @@ def diverged(step: int, what: str) -> ModelError:
 
 
 def load_trainable(folder: Path, device: torch.device) -> TrainableDraft:
-    """Loads a draft checkpoint of the Llama kind to train it.
+    """Loads a draft checkpoint of the Llama kind for training.
 
-    Raises ModelError if the checkpoint cannot be loaded, or is not of a kind that can be trained.
+    Raises ModelError if the checkpoint cannot be loaded, or its kind cannot be trained.
     """
     model = load_model(folder, "float32", device)
     output = model.get_output_embeddings()
@@ -256,10 +256,10 @@ def load_trainable(folder: Path, device: torch.device) -> TrainableDraft:
     columns = read_frequent_tokens(folder, int(model.config.vocab_size))
     width = tokens_per_forward(model.config, 1)
     head = None
-    if load_recurrent_head(folder, model, decoder_for(model), width) is not None:  # refuses a head that does not fit
+    if load_recurrent_head(folder, model, decoder_for(model), width) is not None:  # raises for a head that does not fit
         head = TrainableRecurrentHead.load(folder, float(model.config.rms_norm_eps)).to(device)
     for weight in model.parameters():
-        weight.data = weight.data.clone()  # loaded weights may be mapped from the file
+        weight.data = weight.data.clone()  # loaded weights may be mapped from the file, so they are copied
         weight.requires_grad_(True)
     has_windows = bool(getattr(model.config, "sliding_window", None))
     model.set_attn_implementation(ATTENTION if device.type == "cpu" and not has_windows else "sdpa")
@@ -278,7 +278,7 @@ def _causal_attention(
 ) -> tuple[Tensor, None]:
     """Attends causally: query (rows, heads, tokens, dim); key and value (rows, key-value heads, tokens, dim).
 
-    Padding is at the end, so causality hides it. Returns (rows, tokens, heads, dim).
+    Padding is at the end, so the causal mask hides it. Returns (rows, tokens, heads, dim).
     """
     rows, heads, length, dim = query.shape
     groups = heads // key.shape[1]
@@ -300,9 +300,9 @@ AttentionInterface.register(ATTENTION, _causal_attention)
 
 
 class SlicedCrossEntropy(torch.autograd.Function):
-    """Sum of cross-entropies of softmax(states @ weight.T) against one label per row.
+    """Sum of the cross-entropies of softmax(states @ weight.T) against one label per row.
 
-    Loss and gradients are computed a slice of rows at a time in one pass: all logits at once would be hundreds of
+    Loss and gradients are computed together, one slice of rows at a time: all logits at once would take hundreds of
     megabytes, and reading them back for the gradient takes as long as the products.
     """
 
@@ -349,7 +349,7 @@ def cross_entropy(states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tenso
 
 
 def first_choices(states: Tensor, weight: Tensor) -> Tensor:
-    """Returns the likeliest column at each of `states`, (rows, hidden); weight is (columns, hidden)."""
+    """Returns the likeliest column for each of `states`, (rows, hidden); weight is (columns, hidden)."""
     parts = [(part @ weight.T).argmax(dim=1) for part in torch.split(states, POSITIONS_AT_ONCE)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=states.device)
 
@@ -358,7 +358,7 @@ def first_choices(states: Tensor, weight: Tensor) -> Tensor:
 
 
 class Checkpoint:
-    """A draft's folder as a form to fill: trained weights are written under the stored names and in the stored types.
+    """A draft's folder as a template: trained weights are written under its tensor names and in its dtypes.
 
     All other files, such as the configuration, the tokenizer and the frequent tokens, are copied, except a version's
     manifest.
@@ -376,9 +376,9 @@ class Checkpoint:
                 self._head_type = file.get_tensor("down.weight").dtype
 
     def rounded(self, draft: TrainableDraft) -> "Weights":
-        """Returns copies of a draft's weights in the types in which they are stored.
+        """Returns copies of a draft's weights in their stored dtypes.
 
-        Raises ModelError if the folder stores weights under other names than the model's.
+        Raises ModelError if the folder stores weights under names that differ from the model's.
         """
         held = draft.model.state_dict()
         known = {key: held[key] for key in self._types if key in held}
@@ -395,7 +395,7 @@ class Checkpoint:
     def write(self, weights: "Weights", out: Path) -> None:
         """Writes a complete draft to the folder `out`, its config.json last.
 
-        Raises ModelError if that fails; `out` is then as it was.
+        Raises ModelError if a file cannot be written; `out` then stays unchanged.
         """
         replaced = {INDEX, RECURRENT_HEAD, MANIFEST, *(path.name for path in self.folder.glob("model*.safetensors"))}
         others = [path for path in self.folder.iterdir() if path.is_file() and path.name not in replaced]

@@ -1,8 +1,7 @@
 """The trainer: waits for new examples, trains a candidate, judges it, and promotes it or records why not.
 
-`Trainer.look` does one round and blocks while it trains; a thread calls it again and again. One trainer works on a
-folder at a time; another one waits for the lock. What fails is counted, logged and tried again later, and promotes
-nothing.
+`Trainer.look` does one round and blocks while it trains; a thread calls it repeatedly. Only one trainer works on a
+folder at a time; others wait for its lock. Failures are counted, logged and retried later, and promote nothing.
 """
 
 import fcntl
@@ -42,37 +41,37 @@ from protos.frozen import value
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 600.0  # after a failure
+RETRY_S = 600.0  # pause after a failure
 LOCK = "trainer.lock"
-OLDER_SHARE = 1.0  # older examples that are trained on beside each new one
-EVALUATED = 400  # most examples of a kind that an evaluation scores
+OLDER_SHARE = 1.0  # older examples trained on per new one
+EVALUATED = 400  # most examples per kind, recent or general, in an evaluation
 
 
 @value
 class Draft:
-    """The configured draft, and the target it drafts for."""
+    """The configured draft, and the target for which it drafts."""
 
     folder: Path
     method: str
-    target: str  # fingerprint
+    target: str  # the target's fingerprint
     draft_tokens: int
-    device: torch.device = CPU  # to train on
+    device: torch.device = CPU  # used for training
 
 
 @value
 class Trained:
-    """What a training used, and how the candidate does on examples that neither draft was trained on."""
+    """Figures of a finished training, and the candidate's scores on examples that neither draft was trained on."""
 
     examples: int
-    tokens: int  # of their answers
+    tokens: int  # total tokens of the answers
     seconds: float
     steps: int
-    best_step: int  # whose weights the candidate has
+    best_step: int  # step at which the candidate's weights were taken
     recent: Comparison
-    general: Comparison | None  # None: there are no general examples
+    general: Comparison | None  # None if there are no general examples
 
     def manifest(self, **facts: Any) -> Manifest:
-        """Returns the record of the candidate as a version; the folder of versions assigns its number."""
+        """Returns the candidate's manifest; the folder of versions assigns its number."""
         return Manifest(
             version=1,
             examples=self.examples,
@@ -99,8 +98,8 @@ def train_candidate(
 ) -> Trained | None:
     """Trains the draft in folder `start` into folder `out`, and compares both; None if it was stopped.
 
-    Held-out examples are never trained on. Training stops by one half of the recent ones, and the other half judges
-    what it has chosen. Raises what `training.train` raises.
+    Held-out examples are never used for training. Half of the recent ones decide when training stops, the other half
+    judge the result. Raises what `training.train` raises.
     """
     held_out = [example for example in recent if is_held_out(example)][-EVALUATED:]
     stopping, judging = held_out[::2], held_out[1::2]
@@ -138,23 +137,23 @@ def train_candidate(
 
 
 def usable_version(versions: VersionFolder, target: str) -> int:
-    """Returns the current version, or 0 if it learned from another target than the one with this fingerprint."""
+    """Returns the current version, or 0 if it learned from a target with another fingerprint."""
     current = versions.current()
     return current if current and versions.manifest_of(current).target == target else 0
 
 
 @value
 class TrainerStatus:
-    """What the trainer does and has done."""
+    """State of the trainer, for display."""
 
     phase: str  # waiting, training, evaluating or locked out
-    examples: int  # in the store, of this target
-    new_examples: int  # since the last training
-    version: int  # current
+    examples: int  # stored examples of this target
+    new_examples: int  # examples since the last training
+    version: int  # number of the current version
     progress: TrainingProgress | None
-    counts: dict[str, int]  # trainings by outcome: promoted, rejected, failed, interrupted
+    counts: dict[str, int]  # number of trainings by outcome: promoted, rejected, failed, interrupted
     training_s: float
-    before: Figures | None = None  # of the latest training, on held-out recent examples
+    before: Figures | None = None  # scores before the latest training, on held-out recent examples
     after: Figures | None = None
 
 
@@ -183,7 +182,7 @@ class Trainer:
         self._counts: Counter[str] = Counter()
         self._training_s = 0.0
         self._latest: Comparison | None = None
-        self._not_before = 0.0  # no training until then, after a failure
+        self._not_before = 0.0  # after a failure, no training before this time
 
     def status(self) -> TrainerStatus:
         """Returns the state; may be called from another thread while `look` runs."""
@@ -206,7 +205,7 @@ class Trainer:
         )
 
     def look(self) -> Manifest | None:
-        """Trains if there are enough new examples; returns the new version's record."""
+        """Trains if there are enough new examples; returns the new version's manifest."""
         if self._clock() < self._not_before:
             return None
         try:
@@ -222,7 +221,7 @@ class Trainer:
             self._progress = None
 
     def _trained_to(self) -> int:
-        """Returns the id of the newest example that a version of this target has seen."""
+        """Returns the highest id among the examples that versions of this target have seen."""
         return max((one.newest for one in self._versions.history() if one.target == self._draft.target), default=0)
 
     def _train_if_due(self) -> Manifest | None:
@@ -236,7 +235,7 @@ class Trainer:
         return self._try(new, chosen, size.newest)
 
     def _try(self, new: Sequence[Example], old: Sequence[Example], newest: int) -> Manifest | None:
-        """Trains and judges a candidate."""
+        """Trains and judges a candidate, and adds it as a version."""
         parent = usable_version(self._versions, self._draft.target)
         start = self._versions.folder_of(parent) if parent else self._draft.folder
         candidate = self._folder / "training" / "candidate"
@@ -294,7 +293,7 @@ class Trainer:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Tries to take a lock between processes; True if it is ours until the block ends."""
+    """Tries to take a lock between processes; yields whether it was taken, and holds it until the block ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:

@@ -1,11 +1,11 @@
 """Trains a draft model, and its recurrent head, on the target's own answers.
 
-A step takes some recent answers and some replay examples, which keep the draft from forgetting the rest of what it
-knows (rehearsal: Robins, 1995). The loss is the cross-entropy of the answers' tokens, plus that of the recurrent head's
+A step takes some recent answers and some replay examples, which keep the draft from forgetting what it learned before
+(rehearsal: Robins, 1995). The loss is the cross-entropy of the answers' tokens, plus that of the recurrent head's
 predictions after a sample of positions. All weights are trained, with AdamW.
 
-A step runs in passes of a few rows, so that a trainer in the background can yield often: `pause` is called before each
-pass, and `should_stop` too. Every random choice is a function of the seed and the step, so the saved state holds only
+A step runs in passes of a few rows, so that a trainer in the background can yield often: `pause` and `should_stop` are
+called before each pass. Every random choice is a function of the seed and the step, so the saved state holds only
 weights, the optimizer's moments, and counters. A killed trainer continues from the last saved step.
 
 Training stops early: the held-out examples are scored several times per epoch, the best weights are kept, and training
@@ -56,51 +56,51 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """Parameters of a training."""
+    """Hyperparameters and limits of a training."""
 
     epochs: float = 2.0  # passes over the recent examples
-    learning_rate: float = 1.5e-4  # of AdamW, for all weights; without replay 2e-4 learns faster
-    batch: int = 8  # recent answers, or parts of long ones, per step
-    replay_share: float = 0.5  # of a step's rows, taken from the replay examples; 0 to below 1
+    learning_rate: float = 1.5e-4  # AdamW's rate for all weights; without replay, 2e-4 learns faster
+    batch: int = 8  # rows per step: recent answers, or parts of long ones
+    replay_share: float = 0.5  # share of a step's rows taken from the replay examples; 0 to below 1
     limits: RowLimits = LIMITS
-    draft_tokens: int = 4  # length of the blocks that the held-out examples are scored with
-    evaluations: int = 2  # per epoch
+    draft_tokens: int = 4  # block length for scoring the held-out examples
+    evaluations: int = 2  # evaluations per epoch
     patience: int = 3  # evaluations without improvement before training ends
     warmup_steps: int = 8
-    head_weight: float = 0.5  # of the recurrent head's mean loss; the draft's own has weight 1
-    head_positions: int = 16  # of a row, at which the recurrent head is trained
-    clip: float = 1.0  # norm of a step's gradient
-    pass_tokens: int = 512  # most tokens of one forward and backward, padding included; more are 3 % faster
+    head_weight: float = 0.5  # weight of the recurrent head's mean loss; the draft's own has weight 1
+    head_positions: int = 16  # positions per row on which the recurrent head is trained
+    clip: float = 1.0  # largest norm of a step's gradient
+    pass_tokens: int = 512  # most tokens per forward and backward, padding included; more are 3 % faster
     save_every_s: float = 30.0
     seed: int = 0
 
     @property
     def replay_rows(self) -> int:
-        """Replay rows per step."""
+        """Number of replay rows per step."""
         return round(self.batch * self.replay_share / (1 - self.replay_share))
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """Where a training is after a step."""
+    """Progress of a training after a step."""
 
     step: int
-    steps: int  # in total, unless training stops early
-    loss: float  # of the step, per token
-    agreement: float  # of the step: share of tokens that the draft's first choice equals
-    seconds: float  # of training so far, interrupted parts included
+    steps: int  # planned steps; training may stop earlier
+    loss: float  # mean loss per token in this step
+    agreement: float  # share of this step's tokens that the draft's first choice equals
+    seconds: float  # time trained so far, interrupted parts included
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
     """Outcome of a training."""
 
-    is_complete: bool  # False: stopped on request, nothing was written
-    steps: int  # done
-    best_step: int  # whose weights were written; 0: those of the start
+    is_complete: bool  # False: stopped on request, no draft was written
+    steps: int  # steps done
+    best_step: int  # step at which the written weights were taken; 0: initial weights
     seconds: float
-    before: Figures  # of the start, on the held-out examples
-    after: Figures  # of the best weights, on the held-out examples
+    before: Figures  # initial weights, on the held-out examples
+    after: Figures  # best weights, on the held-out examples
 
 
 def train(
@@ -119,13 +119,13 @@ def train(
 ) -> TrainingResult:
     """Trains the draft in folder `start` and writes a complete draft to folder `out`.
 
-    The number of threads is the caller's. `pause` is called before each pass and may block. If `should_stop` returns
-    True, the state is saved and nothing is written. With a folder `state`, training continues from there if it was
-    interrupted, also if examples have come or gone since; the state of another start or of other options is discarded.
+    The caller sets the number of threads. `pause` is called before each pass and may block. If `should_stop` returns
+    True, the state is saved and no draft is written. With a folder `state`, an interrupted training continues from
+    there, even if examples were added or removed since; a state with another start or other options is discarded.
     Without held-out examples the last weights are written.
 
-    Raises ModelError if the draft cannot be loaded or trained, if there are no examples, or if loss or weights become
-    NaN or infinite, or if a file cannot be written, as on a full disk; `out` is then as it was.
+    Raises ModelError if the draft cannot be loaded or trained, there are no examples, loss or weights become NaN or
+    infinite, or a file cannot be written, as on a full disk; `out` then stays unchanged.
     """
     if not 0 <= options.replay_share < 1:
         raise ModelError(f"replay_share is {options.replay_share:g}; set it from 0 to below 1")
@@ -135,7 +135,7 @@ def train(
         is_done = training.run(progress, should_stop, saved)
     except ModelError:
         if saved is not None:
-            saved.remove()  # the same steps would diverge again
+            saved.remove()  # repeating the same steps would diverge again
         raise
     if not is_done:
         return training.result(is_complete=False)
@@ -146,7 +146,7 @@ def train(
 
 
 class _Training:
-    """One training: its model, data, optimizer and best weights so far."""
+    """A training in progress: model, data, optimizer and best weights so far."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class _Training:
     # ------------------------------------------------------------ steps
 
     def _run_step(self, should_stop: Callable[[], bool]) -> tuple[float, float] | None:
-        """Runs a step; returns its loss and agreement, or None, with nothing changed, if it was stopped."""
+        """Runs a step and returns its loss and agreement; returns None, changing nothing, if it was stopped."""
         options = self._options
         rng = np.random.default_rng((options.seed, self._step))
         rows = self._rows_of_step()
@@ -251,11 +251,11 @@ class _Training:
         return loss, agreed / positions
 
     def _rate(self, step: int) -> float:
-        """Returns the share of the learning rate at a step: a linear warm-up."""
+        """Returns the factor of the learning rate at a step: a linear warm-up."""
         return min(1.0, (step + 1) / self._options.warmup_steps)
 
     def _rows_of_step(self) -> list[Row]:
-        """Returns the recent rows of this step, each once per epoch, and replay rows, each once before any again."""
+        """Returns a step's rows: recent rows once per epoch, and replay rows, all of which are used before any repeats."""
         epoch, index = divmod(self._step, self._steps_per_epoch)
         batch = self._options.batch
         order = np.random.default_rng((self._options.seed, epoch, 0)).permutation(len(self._rows))
@@ -270,7 +270,7 @@ class _Training:
     # ------------------------------------------------------------ early stopping
 
     def _evaluate(self) -> None:
-        """Scores the held-out examples and keeps the weights if they are the best so far."""
+        """Scores the held-out examples and stores the weights if they are the best so far."""
         self._draft.check_finite(self._step)
         figures = self._figures()
         if not self._held_out or figures.tokens_per_verify > self._best_figures.tokens_per_verify:
@@ -305,7 +305,7 @@ class _Training:
         return _State(tensors, self._step, self._best_step, self._stale, self._seconds)
 
     def _resume(self, found: "_State") -> None:
-        """Continues from a state. The best weights are scored again, since the held-out examples may differ."""
+        """Continues from a saved state. Scores the best weights again, since the held-out examples may differ."""
         self.best = Weights(found.of("best_model"), found.of("best_head"))
         self._draft.model.load_state_dict(self.best.model, strict=False)  # tied weights are stored once
         if self._draft.head is not None:
@@ -324,7 +324,7 @@ class _Training:
 
 
 class _TrainingPass:
-    """Rows of one forward and backward, with the positions at which the recurrent head is trained."""
+    """Rows of one forward and backward, and the positions at which the recurrent head is trained."""
 
     def __init__(
         self, draft: TrainableDraft, rows: Sequence[Row], head_positions: int, rng: np.random.Generator
@@ -332,7 +332,7 @@ class _TrainingPass:
         self._draft = draft
         self._batch = collate(rows, draft.device)
         self._labels = draft.column_of[self._batch.labels]
-        self._learned = (self._labels >= 0).nonzero()[:, 0]  # a token that is never proposed teaches nothing
+        self._learned = (self._labels >= 0).nonzero()[:, 0]  # excludes tokens that are never proposed
         begins = _sampled(self._batch, head_positions, draft.width, rng)
         self._begins = torch.from_numpy(begins).to(draft.device)
         self.positions = len(self._learned)
@@ -340,11 +340,11 @@ class _TrainingPass:
 
     @property
     def tokens(self) -> Tensor:
-        """All token ids that are fed, to the draft or its head, (tokens,)."""
+        """All token ids fed to the draft or its head, (tokens,)."""
         return torch.cat((self._batch.tokens.flatten(), self._batch.labels))
 
     def losses(self, vocabulary: VocabularyRows) -> tuple[Tensor, Tensor, int]:
-        """Returns the summed losses of the draft and of its recurrent head, and how many first choices are right."""
+        """Returns the summed losses of the draft and of its recurrent head, and the number of correct first choices."""
         batch = self._batch
         states = self._draft.states(batch, vocabulary.embed)
         labels = self._labels[self._learned]
@@ -364,14 +364,14 @@ class _TrainingPass:
         return own, head, int(agreed.sum())
 
     def _targets(self, distance: int) -> tuple[Tensor, Tensor]:
-        """Returns the begins whose prediction at this distance is trained, as indices, and its columns."""
+        """Returns which of `_begins` have a trainable prediction at this distance, as indices, and their label columns."""
         labels = self._labels[self._begins + distance]
         kept = ((labels >= 0) & (labels < self._draft.head_columns)).nonzero()[:, 0]
         return kept, labels[kept]
 
 
 def _sampled(batch: Pass, count: int, width: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draws up to `count` positions of each row that `width` - 1 others follow."""
+    """Draws up to `count` positions per row among those with `width` - 1 later positions in the row."""
     found = []
     first = 0
     for size in batch.sizes:
@@ -387,7 +387,7 @@ def _flat(rows: Sequence[Sequence[Row]]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What an interrupted training continues from."""
+    """Saved state of an interrupted training."""
 
     tensors: dict[str, Tensor]
     step: int
@@ -396,14 +396,14 @@ class _State:
     seconds: float
 
     def of(self, part: str) -> dict[str, Tensor]:
-        """Returns the tensors whose names begin with `part`, without it."""
+        """Returns the tensors whose names begin with `part` and a dot, keyed by the rest of the name."""
         return {
             name.removeprefix(f"{part}."): each for name, each in self.tensors.items() if name.startswith(f"{part}.")
         }
 
 
 class _SavedState:
-    """A training's state in a folder, replaced atomically; the state of another training is ignored."""
+    """A training's state in a folder, replaced atomically; ignores the state of another training."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         self._path = folder / STATE
@@ -423,7 +423,7 @@ class _SavedState:
             raise cannot_write(self._path, error) from error
 
     def load(self) -> _State | None:
-        """Returns the state, or None if there is none, it cannot be read, or it belongs to another training."""
+        """Returns the state; None if it is missing, unreadable, or belongs to another training."""
         if not self._path.is_file():
             return None
         try:

@@ -1,11 +1,11 @@
 """Versions of the learned draft, in a folder that several processes share.
 
-    versions/0001/          a complete draft checkpoint, as `draft.model` names one, and its manifest.json
+    versions/0001/          a complete draft checkpoint, usable as `draft.model`, and its manifest.json
     versions/current.json   {"version": 1}; absent or 0: the configured draft
 
-A version is written to a hidden folder and appears by one rename, complete or not at all. `current.json` is replaced by
-one rename too, and it alone decides which version is current: the states in the manifests are a record, which
-`VersionFolder.history` reconciles with it. A crash between any two writes therefore leaves a valid folder. A rename
+A version is written to a hidden folder and then renamed, so it appears complete or not at all. `current.json` is also
+replaced by a rename, and it alone decides which version is current: the states in the manifests are a record, which
+`VersionFolder.history` reconciles with it. A crash between any two writes therefore leaves a valid folder. The rename
 also claims the number, so two writers get different ones; changes of the current version take a lock.
 """
 
@@ -34,25 +34,25 @@ PARTIAL = ".partial-"
 NUMBER = re.compile(r"\d{4,}")
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
-ABANDONED_S = 24 * 3600.0  # age of a partial folder whose writer must have ended
+ABANDONED_S = 24 * 3600.0  # age after which a hidden folder's writer must have ended
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 
 
 class VersionFolder:
     """The versions in `folder`/versions. Version 0 is the configured draft and has no folder.
 
-    Methods raise ModelError, which names the path and the remedy, for unreadable files and failed writes. They block
-    on the disk: call them in a thread.
+    Methods raise ModelError, which names the path and the fix, for unreadable files and failed writes. They block on
+    the disk: call them in a thread.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._root = folder / VERSIONS
-        self._clock = clock  # Unix time, in seconds
+        self._clock = clock  # returns Unix time, in seconds
 
     # ------------------------------------------------------------ reading
 
     def current(self) -> int:
-        """Returns the current version; 0 is the configured draft."""
+        """Returns the number of the current version; 0 is the configured draft."""
         path = self._root / CURRENT
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ class VersionFolder:
         return found
 
     def manifest_of(self, version: int) -> Manifest:
-        """Returns the manifest of a version above 0, with its state as `history` reports it."""
+        """Returns the manifest of a version above 0, with the same state as in `history`."""
         return self._reconciled(self._stored_manifest(version), self.current())
 
     def history(self) -> list[Manifest]:
@@ -85,7 +85,7 @@ class VersionFolder:
     # ------------------------------------------------------------ writing
 
     def add(self, manifest: Manifest, write: Callable[[Path], None]) -> Manifest:
-        """Adds a version, without promoting it, and returns its manifest with the number that it got.
+        """Adds a version without promoting it; returns its manifest with the assigned number.
 
         `write` fills an empty folder with the checkpoint. If it fails, nothing remains; its OSErrors, such as a full
         disk, are raised as ModelError.
@@ -109,17 +109,17 @@ class VersionFolder:
         with self._locked():
             previous = self.current()
             if version:
-                self._stored_manifest(version)  # refuses a version that does not exist or cannot be read
+                self._stored_manifest(version)  # raises for a version that does not exist or cannot be read
             self._make_current(version)
             if previous != version:
                 self._record(previous, State.REPLACED)
             self._record(version, State.CURRENT)
 
     def rollback(self, version: int | None = None) -> int:
-        """Returns to the parent of the current version, and returns the number that is current now.
+        """Makes the parent of the current version current, and returns the number of the version that is then current.
 
-        Ancestors that are gone or were rolled back themselves are skipped; the last one is the configured draft. With
-        `version`, nothing happens unless that version is current, so that several observers roll back once.
+        Skips ancestors that are missing or were rolled back themselves; the last one is the configured draft. With
+        `version`, does nothing unless that version is current, so that several observers roll back once.
         """
         with self._locked():
             current = self.current()
@@ -134,8 +134,8 @@ class VersionFolder:
     def remove_old(self, keep: int) -> list[int]:
         """Removes all but the latest `keep` versions, and returns the removed numbers.
 
-        The current version and its parent stay, and so does the highest number, which is never used twice. Folders
-        that a killed writer left behind are removed too.
+        Keeps the current version, its parent, and the highest number, which is never used twice. Also removes folders
+        left behind by killed writers.
         """
         with self._locked():
             numbers = self._numbers()
@@ -177,7 +177,7 @@ class VersionFolder:
         return manifest
 
     def _reconciled(self, manifest: Manifest, current: int) -> Manifest:
-        """Corrects a state that a crash left behind."""
+        """Corrects a state that a crash left inconsistent with `current`."""
         state = manifest.state
         if manifest.version == current:
             state = State.CURRENT
@@ -196,7 +196,7 @@ class VersionFolder:
         return 0
 
     def _claim(self, partial: Path, manifest: Manifest) -> Manifest:
-        """Gives a complete partial folder the next free number."""
+        """Renames a complete hidden folder to the next free number."""
         state = State.REJECTED if manifest.state is State.REJECTED else State.CANDIDATE
         _secure(partial)
         number = max(self._numbers(), default=0) + 1
@@ -218,7 +218,7 @@ class VersionFolder:
         _replace(self._root / CURRENT, json.dumps({"version": version}))
 
     def _record(self, version: int, state: State) -> None:
-        """Records a version's state, unless its manifest is gone or broken; version 0 has none."""
+        """Records a version's state, unless its manifest is missing or broken; version 0 has none."""
         try:
             manifest = self._stored_manifest(version) if version else None
         except ModelError:
@@ -228,7 +228,7 @@ class VersionFolder:
             _replace(self._path(version) / MANIFEST, changed.model_dump_json(indent=2))
 
     def _remove(self, folder: Path) -> None:
-        """Removes a version by one rename, then its files."""
+        """Renames a version's folder out of the way, then deletes its files."""
         gone = self._root / f"{PARTIAL}{uuid.uuid4().hex}"
         try:
             folder.rename(gone)
@@ -248,7 +248,7 @@ class VersionFolder:
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError as error:  # a volume without locks
+            except OSError as error:  # the volume does not support locks
                 raise _failed_write(path, error) from error
             yield
         finally:
@@ -271,7 +271,7 @@ def _failed_write(path: Path, error: OSError) -> ModelError:
 
 
 def _secure(folder: Path) -> None:
-    """Restricts a folder's files to their owner and writes them to the disk."""
+    """Restricts a folder's files to their owner and syncs them to disk."""
     for parent, _, files in os.walk(folder):
         os.chmod(parent, FOLDER_MODE)
         for name in files:
@@ -284,7 +284,7 @@ def _secure(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a private file to the disk."""
+    """Writes a file readable by its owner only and syncs it to disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text + "\n")
@@ -293,7 +293,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replaces a file at once: a reader finds the old content or the new."""
+    """Replaces a file atomically: a reader gets the old content or the new."""
     beside = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
     try:
         _write(beside, text)

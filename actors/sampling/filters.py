@@ -1,6 +1,6 @@
-"""From logits to the requested distribution: temperature, top-k, top-p and min-p.
+"""Turns logits into the requested distribution: temperature, top-k, top-p and min-p.
 
-Changes that depend on the text before a row come earlier (`processors`). Acceptance comes later.
+Changes that depend on the preceding text are applied before (`processors`), acceptance after.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from protos.messages import Sampling
 
-CANDIDATES = 1024  # tokens that top-k and top-p examine before sorting everything
+CANDIDATES = 1024  # most tokens that top-k and top-p examine without sorting everything
 
 
 @dataclass(frozen=True, slots=True)
 class Restricted:
     """Scaled and masked logits, (positions, vocabulary).
 
-    `sure` marks the positions at which they are right, (positions,). There, `candidates` include all remaining tokens
-    and maybe others, (positions, count); None: any token may remain.
+    `sure`, (positions,), marks the positions at which they are exact. There, `candidates`, (positions, count), include
+    all remaining tokens and maybe others; None: any token may remain.
     """
 
     logits: Tensor
@@ -40,12 +40,12 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
 def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Restricted:
     """Applies temperature, top-k, top-p and min-p to any number of positions with the same parameters.
 
-    Sorting a whole vocabulary costs a large part of a step, so only the likeliest tokens are examined, and `sure` marks
-    where they sufficed. With `thorough`, everything is sorted where needed.
+    Sorting a whole vocabulary takes a large part of a step's time, so only the likeliest tokens are examined, and
+    `sure` marks the positions where they sufficed. With `thorough`, everything is sorted where needed.
     """
     sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     candidates = None
-    # The likeliest token is shifted to 0 first, so that no temperature makes logits infinite.
+    # The largest logit is shifted to 0 first, so that no temperature makes logits infinite.
     logits = (logits - logits.max(dim=-1, keepdim=True).values) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         logits, enough, candidates = _keep_top_k(logits, sampling.top_k, thorough)
@@ -65,9 +65,9 @@ def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Rest
 
 
 def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Keeps exactly k tokens; of equal logits the lower id, so that every device keeps the same.
+    """Keeps exactly k tokens; ties go to the lower id, so that every device keeps the same.
 
-    Without sorting, the result is right where nothing ties at the edge.
+    Without sorting, the result is exact only if no logit outside the top k equals the k-th largest.
     """
     if k < CANDIDATES and not thorough:
         ranked = logits.topk(k, dim=-1)
@@ -81,8 +81,8 @@ def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor,
 def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Keeps the smallest set of likeliest tokens whose probability reaches top_p, and ties with its last; never empty.
 
-    With the ties, a position's set does not depend on the block's other positions. Without sorting, the result is right
-    where the candidates reach top_p without the last one, with which others may tie.
+    Including ties makes a position's set independent of the block's other positions. Without sorting, the result is
+    exact only if the candidates reach top_p before the last one, which tokens not examined may equal.
     """
     log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
     if thorough or logits.shape[-1] <= CANDIDATES:
@@ -91,7 +91,7 @@ def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, T
         ranked, ids = logits.topk(CANDIDATES, dim=-1)
     probs = torch.exp(ranked - log_total)
     count = (probs.cumsum(dim=-1) - probs < top_p).sum(dim=-1, keepdim=True)
-    floor = ranked.gather(-1, count.clamp_min(1) - 1)  # a model with non-finite logits counts none
+    floor = ranked.gather(-1, count.clamp_min(1) - 1)  # with non-finite logits the count is 0
     enough = (probs.sum(dim=-1) > top_p) & (floor > ranked[..., -1:]).squeeze(-1)
     if ids.shape[-1] == logits.shape[-1]:
         enough = torch.ones_like(enough)

@@ -1,7 +1,7 @@
 """Randomness as a pure function of its address: (seed, choice, position, purpose, token id).
 
-Integer arithmetic only up to the last step, so drafter and target draw the same noise on any device, in any batch, in
-any order. There is no generator and no state.
+All arithmetic but the last step is on integers, so drafter and target draw the same noise on any device, in any batch
+and order. There is no generator and no state.
 """
 
 from enum import IntEnum
@@ -15,16 +15,16 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MULTIPLY_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MULTIPLY_2 = -7723592293110705685  # 0x94D049BB133111EB
 _SIGN = 1 << 63
-NOISE_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers per slice: as many as stay in a cache, or fill a GPU
+NOISE_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers per slice: as many as fit in a CPU's cache, or fill a GPU
 
 
 class Purpose(IntEnum):
-    """Separate streams of noise."""
+    """What noise is used for; each purpose has its own stream."""
 
-    DRAW = 1  # the target's own tokens; under Gumbel coupling also the drafter's
-    ACCEPT = 2  # rejection sampling: whether a draft token is accepted
-    RECOVER = 3  # rejection sampling: the token after a rejection
-    DRAFT = 4  # rejection sampling: the drafter's tokens
+    DRAW = 1  # draws of the target; under Gumbel coupling also of the drafter
+    ACCEPT = 2  # rejection sampling: decides whether a draft token is accepted
+    RECOVER = 3  # rejection sampling: draws the token after a rejection
+    DRAFT = 4  # rejection sampling: draws of the drafter
 
 
 def key(seed: int, choice: int, position: int, purpose: Purpose) -> int:
@@ -36,19 +36,19 @@ def key(seed: int, choice: int, position: int, purpose: Purpose) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shifts logically; torch only shifts arithmetically."""
+    """Shifts right without sign extension, which torch's operator lacks."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Returns uniform numbers in (0, 1), float64, for int64 `keys` and `token_ids` of broadcastable shapes.
 
-    splitmix64's finaliser (Steele et al. 2014) over key + id x golden ratio; int64 products wrap.
+    Applies splitmix64's finaliser (Steele et al. 2014) to key + id x golden ratio; int64 products wrap.
     """
     x = keys + token_ids * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
-    bits = _shift_right(x ^ _shift_right(x, 31), 12)  # 52 bits: with the half, exact in float64 and never 1
+    bits = _shift_right(x ^ _shift_right(x, 31), 12)  # 52 bits: adding 0.5 is exact in float64; below 1
     return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
@@ -63,12 +63,12 @@ def gumbels(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, at: int) -> int:
-    """Returns the token that wins with the noise of key `at`, shape (vocabulary,): one draw from softmax(scores).
+    """Draws one token from softmax(scores), (vocabulary,): the argmax of scores plus the noise of key `at`.
 
-    Tokens at -inf cannot win and get no noise: after top-k or top-p, few remain.
+    Tokens at -inf cannot win, so no noise is computed for them: after top-k or top-p, few tokens remain.
     """
     ids = torch.isneginf(scores).logical_not().nonzero().squeeze(1)
-    if ids.numel() == 0:  # a model with non-finite logits still yields a token
+    if ids.numel() == 0:  # return some token even for non-finite logits
         return int(scores.argmax())
     return int(ids[(scores[ids] + gumbel(at, ids)).argmax()])
 
@@ -82,7 +82,7 @@ def gumbel_argmaxes(scores: Tensor, keys: Tensor) -> Tensor:
 
 
 def gumbel_argmaxes_among(scores: Tensor, keys: Tensor, candidates: Tensor) -> Tensor:
-    """Computes `gumbel_argmaxes` for rows whose winners are among `candidates`, (rows, count)."""
+    """Computes `gumbel_argmaxes` for rows whose result is known to be among `candidates`, (rows, count)."""
     noisy = scores.gather(-1, candidates) + gumbels(keys.unsqueeze(1), candidates)
     return candidates.gather(-1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
 

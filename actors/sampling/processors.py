@@ -1,26 +1,26 @@
 """Logits processors: penalties, bias, token masks and grammars, applied to each row before temperature.
 
-A processed row of logits is a function of the request, of the text before the row, and of the model's own row. This
-holds for every row of a step, on every path of a draft tree, and for a drafter's rows. Hence Gumbel coupling gives the
-same tokens with and without speculation, and rejection sampling the same distribution.
+A processed row of logits is a function of the request, the text before the row, and the model's row. This holds for
+every row of a step, on every path of a draft tree, and for a drafter's rows. Hence Gumbel coupling gives the same
+tokens with and without speculation, and rejection sampling the same distribution.
 
-**One processor serves one session in one process.** It knows two kinds of text:
+**One processor serves one session in one process.** It receives two kinds of text:
 
 * the committed text, which only grows: `advance` receives each generated token once, in order;
-* a path of tokens after it, which holds for one row only: `apply` receives one path per row.
+* a path of tokens after it, which applies to one row only: `apply` receives one path per row.
 
-A stateful processor, such as the matcher of a grammar, moves forward for good in `advance`. In `apply` it forks, or
-moves along a path and rolls back: afterwards it must be where it was. A block's paths are ordered such that a path's
-parent precedes it, mostly directly, so rolling back to the common prefix of two successive paths takes few steps. The
-same path may come in later calls again, or never.
+`advance` moves a stateful processor, such as a grammar's matcher, permanently. `apply` must leave the state unchanged:
+it forks the state, or moves along a path and rolls back. A block's paths are ordered such that a path's parent precedes
+it, mostly directly, so rolling back to the common prefix of two successive paths takes few steps. Later calls may
+repeat a path.
 
-A path may hold tokens that the processor itself forbids, since drafters need not know of it. Nothing after such a token
-can be decided, so its row may stay unchanged; it must neither fail nor change another row. The same holds after a stop
-id.
+A path may hold tokens that the processor itself forbids, since drafters need not know it. Nothing after such a token
+can be decided, so its row may stay unchanged; `apply` must neither fail nor change another row. The same holds after a
+stop id.
 
-In a target, rank 0 alone calls `advance` between steps and `apply` once or more per step. In a drafter, the committed
-text is what the drafter knows, and a path is what it drafts after that, guessed verdicts included. Sessions without
-processors skip all of this.
+In a target, only rank 0 calls `advance` between steps and `apply` once or more per step. In a drafter, the committed
+text is what the drafter has received, and a path is what it drafts after that, predicted verdicts included. Sessions
+without processors skip all of this.
 
 Penalties: repetition applies to prompt and generated tokens, as in transformers; frequency and presence only to
 generated ones, as in OpenAI's API. `chain_of` applies masks, then bias, then penalties, in vLLM's order. To add a kind,
@@ -42,17 +42,16 @@ Path = tuple[int, ...]
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of one session."""
+    """Changes the logits of one session's rows."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Receives newly committed tokens, in order; never the prompt, which the Open holds."""
+        """Receives newly committed tokens, in order; never the prompt, which the Open contains."""
         ...
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
         """Changes `logits` in place: float32, (rows, vocabulary), on the model's device, one row per path.
 
-        A forbidden token is set to -inf. It must not wait for the device: numbers it needs there go through
-        `to_device`.
+        Sets forbidden tokens to -inf. It must not wait for the device: it copies numbers there with `to_device`.
         """
         ...
 
@@ -65,20 +64,20 @@ The Open may hold generated tokens already: they come by `advance`.
 
 
 class ProcessorChain:
-    """All processors of one session, in order."""
+    """All processors of one session, applied in order."""
 
     def __init__(self, request: Open, processors: Sequence[LogitsProcessor]) -> None:
         self._processors = processors
-        self._length = request.prompt_len  # length of the known text
+        self._length = request.prompt_len  # number of committed tokens, prompt included
 
     def follow(self, text: Sequence[int], length: int | None = None) -> None:
-        """Commits the text up to `length`, prompt included, or all of it."""
+        """Commits the text, prompt included, up to `length`; None: all of it."""
         end = len(text) if length is None else length
         assert end >= self._length, "what was decided is never taken back"
         self.advance(text[self._length : end])
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Commits tokens after those already known."""
+        """Commits further tokens."""
         if tokens:
             for processor in self._processors:
                 processor.advance(tokens)
@@ -86,11 +85,11 @@ class ProcessorChain:
 
     @property
     def length(self) -> int:
-        """Length of the known text, prompt included."""
+        """Number of committed tokens, prompt included."""
         return self._length
 
     def path(self, text: Sequence[int]) -> Path:
-        """Returns the part of a longer text after the committed one."""
+        """Returns the part of `text` after the committed tokens."""
         return tuple(text[self._length :])
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
@@ -103,7 +102,7 @@ class ProcessorChain:
 
 
 def paths_of(draft: DraftTree) -> list[Path]:
-    """Returns the paths of a block's rows: after the committed text, then after each node."""
+    """Returns the path of each of a block's rows: first the empty path, then the path to each node."""
     paths: list[Path] = [()]
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
         paths.append((*paths[parent + 1], token))
@@ -111,12 +110,14 @@ def paths_of(draft: DraftTree) -> list[Path]:
 
 
 class Penalties:
-    """Counts tokens on the device; each step copies only new ones."""
+    """Applies repetition, frequency and presence penalties. Token counts stay on the device; steps copy only new
+    tokens.
+    """
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         self._sampling = sampling
         self._prompt = sorted(set(prompt)) if sampling.repetition_penalty != 1.0 else []
-        self._fresh: list[int] = []  # generated, not counted yet
+        self._fresh: list[int] = []  # generated tokens that are not counted yet
         self._counts: Tensor | None = None  # counts of generated tokens, (vocabulary,)
         self._in_prompt: Tensor | None = None  # (vocabulary,)
 
@@ -158,14 +159,14 @@ def make_penalties(request: Open) -> Penalties | None:
 
 
 class AllowedTokens:
-    """Forbids all tokens but some."""
+    """Forbids all tokens except the given ones."""
 
     def __init__(self, allowed: Sequence[int]) -> None:
         self._allowed = allowed
         self._forbidden: Tensor | None = None  # (vocabulary,)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Does nothing."""
+        """Does nothing: the mask is the same after every token."""
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
         if self._forbidden is None:
@@ -182,7 +183,7 @@ class LogitBias:
         self._on_device: tuple[Tensor, Tensor] | None = None  # ids and values, (tokens,)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Does nothing."""
+        """Does nothing: the bias is the same after every token."""
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
         if self._on_device is None:
@@ -194,11 +195,11 @@ class LogitBias:
 
 
 class BadWords:
-    """Forbids the last token of a sequence wherever the generated text ends in all tokens before it."""
+    """Forbids a sequence's last token wherever the generated text ends in all its other tokens."""
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._words = words
-        self._reach = max(map(len, words)) - 1  # tokens to look back at
+        self._reach = max(map(len, words)) - 1  # most preceding tokens that a sequence can match
         self._tail: Path = ()
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -219,11 +220,11 @@ class BadWords:
 
 
 class MinimumLength:
-    """Forbids stop ids until enough tokens are generated."""
+    """Forbids stop ids until the minimum number of tokens is generated."""
 
     def __init__(self, stop_ids: Sequence[int], missing: int) -> None:
         self._stop_ids = stop_ids
-        self._missing = missing  # tokens
+        self._missing = missing  # tokens still to be generated
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._missing -= len(tokens)
@@ -234,7 +235,7 @@ class MinimumLength:
 
 
 def forbid(logits: Tensor, rows: Sequence[int], ids: Sequence[int]) -> None:
-    """Sets single tokens of single rows to -inf, in place."""
+    """Sets the logits at (row, id) pairs to -inf, in place."""
     if rows:
         at, tokens = to_device([rows, ids], logits.device)
         logits.index_put_((at, tokens), logits.new_full((), -torch.inf))
@@ -264,10 +265,9 @@ MAKERS: tuple[Maker, ...] = (make_allowed, make_bad_words, make_minimum_length, 
 
 
 def chain_of(request: Open, makers: tuple[Maker, ...] = MAKERS) -> ProcessorChain | None:
-    """Returns a session's processors; None for a request whose logits stay unchanged.
+    """Returns a session's processors; None if the request leaves logits unchanged.
 
-    An engine or drafting method whose processors need more than the Open, such as a tokenizer, passes makers of its
-    own.
+    An engine or drafting method whose processors need more than the Open, such as a tokenizer, passes its own `makers`.
     """
     processors = [processor for maker in makers if (processor := maker(request)) is not None]
     return ProcessorChain(request, processors) if processors else None

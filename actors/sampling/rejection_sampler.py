@@ -1,6 +1,6 @@
-"""The two acceptance rules for all blocks of a step, beside the logits, with one copy to the host.
+"""Applies the two acceptance rules to all blocks of a step, where the logits are, with one copy to the host.
 
-Both are exact; greedy decoding is the special case of both. Text after a stop id is cut elsewhere.
+Both are exact; greedy decoding is the special case of both. Other code cuts the text after a stop id.
 
 * Gumbel coupling (`coupled`): the target draws every position itself, as argmax(logits + Gumbel noise), with noise that
   the drafter used too. A draft token is accepted if it equals the target's own draw, so a tree is walked from its root
@@ -28,8 +28,8 @@ from actors.sampling.processors import ProcessorChain, paths_of
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling
 
-NOT_FINITE = -1  # replaces the token if logits are not finite
-AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers processed together: as many as stay in a cache, or fit in memory
+NOT_FINITE = -1  # stands for the token if logits are not finite
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers per group: as many as fit a CPU's cache or GPU memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DrawAddress:
 
 @dataclass(frozen=True, slots=True)
 class BlockDecision:
-    """The accepted nodes on `path`, from the root, and `next_token`, the recovered or bonus token.
+    """The accepted nodes, as a `path` from the root, and `next_token`, the recovered or bonus token.
 
     If `is_finite` is false, logits were NaN or +inf, or a row had only -inf: nothing is decided.
     """
@@ -60,15 +60,15 @@ NOT_DECIDED = BlockDecision((), 0, is_finite=False)
 
 
 def offsets(draft: DraftTree) -> list[int]:
-    """Returns the positions of the tokens to draw, relative to the first; a node's successor is one after the node."""
+    """Returns the positions of a block's draws relative to its first: 0, then one after each node."""
     return [0, *[depth + 1 for depth in draft.depths]]
 
 
 def match(own: Sequence[int], draft: DraftTree) -> BlockDecision:
-    """Accepts nodes by the target's own tokens: from each accepted node to the child that equals the next token."""
+    """Accepts nodes that equal the target's own draws, walking from the root to the matching child each time."""
     path: list[int] = []
     last = -1
-    for node, parent in enumerate(draft.parents):  # a node's children come after it
+    for node, parent in enumerate(draft.parents):  # children have higher indices than their parents
         if parent == last and draft.tokens[node] == own[last + 1]:
             path.append(node)
             last = node
@@ -76,7 +76,7 @@ def match(own: Sequence[int], draft: DraftTree) -> BlockDecision:
 
 
 def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> dict[int, float]:
-    """Returns the distribution that one draft token was drawn from, by token id; a point mass if none was sent."""
+    """Returns the distribution from which a draft token was drawn, by token id; a point mass if none was sent."""
     if draft_probs is None:
         return {token: 1.0}
     total = sum(draft_probs.weights[offset])
@@ -86,12 +86,12 @@ def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> di
 
 @dataclass(frozen=True, slots=True)
 class PendingBlock:
-    """One session's block: draft tokens to accept, maybe none, and one further token."""
+    """One session's block: any number of draft tokens to accept or reject, and one further token to draw."""
 
     rule: Acceptance
     sampling: Sampling
-    draft: DraftTree  # a chain under rejection sampling
-    chain: ProcessorChain | None  # of the session, which knows the text before the draft; None: logits stay unchanged
+    draft: DraftTree  # always a chain under rejection sampling
+    chain: ProcessorChain | None  # the session's, advanced to the block's start; None: logits stay unchanged
     at: DrawAddress
 
     @property
@@ -111,9 +111,9 @@ _Kind = tuple[tuple[float, int, float, float], Acceptance, bool]
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    """Decisions of some blocks on the device: `numbers`, int64, and how to read them on the host.
+    """Decisions of some blocks as int64 `numbers` on the device; `read` decodes them on the host.
 
-    None stands for an unsure decision.
+    `read` returns None for a block whose candidates did not suffice.
     """
 
     numbers: Tensor
@@ -123,9 +123,9 @@ class _OnDevice:
 def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision]:
     """Decides all blocks; their logits are concatenated, (sum of the blocks' positions, vocabulary).
 
-    A block with a row whose largest logit is not finite stays undecided: a maximum propagates NaN, and only models'
-    masks produce -inf. The flag travels in place of the token, so it costs no further copy. The few blocks for which
-    the likeliest candidates do not suffice are decided again thoroughly.
+    A block with a row whose largest logit is not finite stays undecided: a maximum propagates NaN, and -inf alone is
+    what models' masks write. The flag replaces the token, so it costs no further copy. The few blocks for which the
+    likeliest candidates do not suffice are decided again with all tokens.
     """
     row_ranges = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
     decisions: list[BlockDecision | None] = [None] * len(blocks)
@@ -143,14 +143,14 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision
 
 
 def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tensor) -> list[list[int]]:
-    """Groups blocks with the same rule and parameters, within the memory limit; returns their indices."""
-    most = max(1, AT_ONCE[logits.device.type] // logits.shape[1])  # positions
+    """Groups the blocks at `indices` by rule and parameters, within the memory limit; returns each group's indices."""
+    most = max(1, AT_ONCE[logits.device.type] // logits.shape[1])  # most positions per group
     groups: dict[tuple[_Kind, int], list[int]] = defaultdict(list)
-    before: Counter[_Kind] = Counter()  # positions
+    before: Counter[_Kind] = Counter()  # positions grouped so far
     for index in indices:
         block = blocks[index]
         kind = block.kind
-        if block.sampling.greedy and block.chain is None:  # one pass over the unprocessed logits
+        if block.sampling.greedy and block.chain is None:  # needs no copy of the logits, so group size is unlimited
             groups[kind, 0].append(index)
             continue
         groups[kind, before[kind] // most].append(index)
@@ -159,7 +159,7 @@ def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tenso
 
 
 def _read(answers: Sequence[_OnDevice]) -> list[list[BlockDecision | None]]:
-    """Reads all decisions in one copy to the host."""
+    """Reads all groups' decisions in one copy to the host."""
     if not answers:
         return []
     sizes = [len(answer.numbers) for answer in answers]
@@ -169,19 +169,19 @@ def _read(answers: Sequence[_OnDevice]) -> list[list[BlockDecision | None]]:
 
 
 def _rows(logits: Tensor, row_ranges: Sequence[range]) -> Tensor:
-    """Returns the logits of some blocks; a view if they are adjacent."""
+    """Returns the logits of some blocks; a view if the blocks are adjacent."""
     if all(before.stop == after.start for before, after in pairwise(row_ranges)):
         return logits[row_ranges[0].start : row_ranges[-1].stop]
     return logits.index_select(0, to_device([list(chain(*row_ranges))], logits.device)[0])
 
 
 def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool) -> _OnDevice:
-    """Decides blocks with the same parameters."""
+    """Decides blocks with the same rule and parameters."""
     sampling = blocks[0].sampling
     if sampling.greedy and blocks[0].chain is None:
         largest, own = logits.max(dim=-1)  # argmax takes four times as long in bfloat16
         return _match(blocks, own, torch.isfinite(largest), None)
-    finite = torch.isfinite(logits.amax(dim=-1))  # on the model's own logits, since processors write -inf over NaN
+    finite = torch.isfinite(logits.amax(dim=-1))  # before processing: processors write -inf over NaN
     if blocks[0].chain is not None:
         parts = torch.split(logits, [block.positions for block in blocks])
         logits = torch.cat([_processed(part, block) for part, block in zip(parts, blocks, strict=True)])
@@ -208,7 +208,7 @@ def _draw(scores: Tensor, keys: Tensor, candidates: Tensor | None) -> Tensor:
 
 
 def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Tensor | None) -> _OnDevice:
-    """Accepts drafts that equal the target's own tokens, (positions,)."""
+    """Accepts draft tokens that equal the target's own, (positions,)."""
     total = len(own)
     own = torch.where(finite, own, NOT_FINITE)
 
@@ -218,7 +218,7 @@ def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Te
         for block in blocks:
             end = begin + block.positions
             tokens = numbers[begin:end]
-            is_sure = all(numbers[total + begin : total + end])  # the maximum of nothing, if all are accepted
+            is_sure = all(numbers[total + begin : total + end])  # empty, hence sure, for matching without filters
             if NOT_FINITE in tokens:
                 decisions.append(NOT_DECIDED)
             else:
@@ -230,13 +230,13 @@ def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Te
 
 
 class _Grid:
-    """Blocks of different lengths as rows of a grid as wide as the longest."""
+    """Arranges blocks as rows of a grid, padded to the longest block."""
 
     def __init__(self, blocks: Sequence[PendingBlock]) -> None:
         self.rows = len(blocks)
         self.drafts = max(len(block.draft) for block in blocks)
         begins = accumulate((block.positions for block in blocks), initial=0)
-        # Beyond a block's end, its last position is repeated.
+        # After a block's end, its last position is repeated as padding.
         self.row_at = [
             begin + min(i, len(block.draft))
             for begin, block in zip(begins, blocks, strict=False)
@@ -246,7 +246,7 @@ class _Grid:
 
 
 def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite: Tensor) -> _OnDevice:
-    """Accepts with min(1, target_probs / draft_probs); draws only at the first position after the accepted ones."""
+    """Accepts with min(1, target_probs / draft_probs); draws only at the first position after the accepted tokens."""
     assert all(block.draft.is_chain for block in blocks), "the ratio rule decides about chains"
     device = target.logits.device
     grid = _Grid(blocks)
@@ -258,12 +258,12 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
     target_probs = torch.softmax(target.logits.to(torch.float64), dim=-1)
     stands = bounds.view(grid.rows, -1) < target_probs[row_at[:, :-1], drafts.view(grid.rows, -1)]
     accepted = stands.cumprod(dim=1).sum(dim=1)
-    here = row_at[row, accepted]  # (rows,) positions: the first rejected draft token, or the one after the last
+    here = row_at[row, accepted]  # (rows,): position of the first rejected draft token, or after the last one
     target_rows = target_probs[here]  # (rows, vocabulary)
     draft_ids = ids.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
     draft_probs = probs.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
     residual = target_rows.scatter_add(1, draft_ids, -draft_probs).clamp_min(0)
-    # With equal distributions, the residual is only rounding error and has no mass to sample from.
+    # If the distributions are equal, the residual is only rounding error and has no mass to sample from.
     left = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target_rows)
     candidates = None if target.candidates is None else target.candidates[here]
     token = _draw(left.log(), keys.view(grid.rows, -1)[row, accepted], candidates)
@@ -287,8 +287,8 @@ class _RatioInputs:
     """Inputs of rejection sampling for every cell of the grid.
 
     `bounds`, (blocks, drafts): a draft token is accepted if its target probability exceeds its bound. `keys`, (blocks,
-    drafts + 1): key of the draw if all drafts before are accepted. `ids` and `probs`, (blocks, drafts + 1, width): the
-    distribution the draft token was drawn from.
+    drafts + 1): key of the draw if all earlier draft tokens are accepted. `ids` and `probs`, (blocks, drafts + 1,
+    width): the distribution from which the draft token was drawn.
     """
 
     def __init__(self, blocks: Sequence[PendingBlock]) -> None:

@@ -1,7 +1,7 @@
 """Log probabilities of tokens under the model's unmodified logits at temperature 1, and near ties of decisions.
 
-An audit asks for a decision's margin, the smallest error of logits that would have decided another token, where
-non-speculative decoding disagrees with what was committed.
+An audit compares committed tokens with non-speculative decoding. Where they differ, it asks for the decision's margin:
+the smallest error of the logits that would have decided another token.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[To
         _numbers(some, own, width)
         for some, own in zip(torch.split(logits, ROWS_AT_ONCE), torch.split(ids, ROWS_AT_ONCE), strict=True)
     ]
-    rows = torch.cat(parts).tolist()  # the one copy to the host
+    rows = torch.cat(parts).tolist()  # the only copy to the host
     return [_score(row, min(top, width), width) for row, top in zip(rows, tops, strict=True)]
 
 
 def decided_scores(
     blocks: Sequence[PendingBlock], decisions: Sequence[BlockDecision], tops: Sequence[int | None], logits: Tensor
 ) -> list[tuple[TokenScore, ...]]:
-    """Scores the committed tokens of all blocks at once; none for a block whose `top` is None.
+    """Scores the committed tokens of all blocks at once; returns no scores for a block whose `top` is None.
 
     The blocks' logits are concatenated.
     """
@@ -58,7 +58,9 @@ def decided_scores(
 
 
 def _numbers(logits: Tensor, ids: Tensor, width: int) -> Tensor:
-    """Returns each token's log probability and rank, then alternatives, then theirs: float64, (rows, 2 + 2 * width)."""
+    """Returns per token: log probability, rank, ids of alternatives, their log probabilities; (rows, 2 + 2 * width),
+    float64.
+    """
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     own = log_probs.gather(1, ids.unsqueeze(1))
     ranks = (log_probs > own).sum(dim=1, keepdim=True) + 1
@@ -72,22 +74,21 @@ def _score(row: Sequence[float], top: int, width: int) -> TokenScore:
 
 
 class _Edges(NamedTuple):
-    """Distance of each token from being admitted or excluded by top-k, top-p and min-p, (vocabulary,)."""
+    """Error of logits, per token, (vocabulary,), at which top-k, top-p and min-p admit or exclude it."""
 
     enters: Tensor
     leaves: Tensor
 
     def within(self, other: "_Edges") -> "_Edges":
-        """Combines two restrictions."""
+        """Combines two filters: tokens must pass both."""
         return _Edges(torch.maximum(self.enters, other.enters), torch.minimum(self.leaves, other.leaves))
 
 
 def margin(logits: Tensor, sampling: Sampling, chain: ProcessorChain | None, at: DrawAddress, rival: int) -> float:
-    """Returns the least error of logits relative to each other, (vocabulary,), that would decide `rival`; 0 if it wins
-    anyway.
+    """Returns how far `logits`, (vocabulary,), must shift against each other to decide `rival`; 0 if it wins anyway.
 
-    The error is in logits, at any temperature. With restrictions the nearest way is not always found, so the result is
-    right up to a small factor.
+    The shift is in logits, at any temperature. With top-k, top-p or min-p the smallest shift is not always found, so
+    the result is exact up to a small factor.
     """
     logits = logits.to(torch.float32)
     if chain is not None:
@@ -97,12 +98,12 @@ def margin(logits: Tensor, sampling: Sampling, chain: ProcessorChain | None, at:
     ids = torch.arange(len(logits), device=logits.device)
     scores = logits + sampling.temperature * gumbel(at.key(0, Purpose.DRAW), ids)
     edges = _edges(logits, sampling)
-    ahead = torch.minimum(scores - scores[rival], edges.leaves).max()  # each other token is overtaken or excluded
+    ahead = torch.minimum(scores - scores[rival], edges.leaves).max()  # every other token must be overtaken or excluded
     return _finite(torch.maximum(ahead, edges.enters[rival]))
 
 
 def _finite(error: Tensor) -> float:
-    """Bounds values of models with non-finite logits."""
+    """Converts to a float of at least 0; NaN and infinity, from non-finite logits, become the float32 maximum."""
     return max(0.0, float(torch.nan_to_num(error, nan=torch.finfo(torch.float32).max)))
 
 
@@ -122,18 +123,18 @@ def _edges(logits: Tensor, sampling: Sampling) -> _Edges:
 
 
 def _around(logits: Tensor, last: Tensor, first_out: Tensor) -> _Edges:
-    """Returns the edges of a restriction that keeps values from `last` on; `first_out` is the next below."""
+    """Returns the edges of a filter that keeps logits from `last` up; `first_out` is the largest excluded one."""
     return _Edges((last - logits).clamp_min(0), (logits - first_out).clamp_min(0))
 
 
 def _top_p_edges(logits: Tensor, filtered: Tensor, sampling: Sampling) -> _Edges:
-    """Returns top-p's edges: a token passes its neighbors, or the probability of likelier ones crosses top_p."""
+    """Returns top-p's edges: a token overtakes its neighbors, or the likelier tokens' total probability crosses top_p."""
     temperature = sampling.temperature
     ranked, ids = filtered.sort(descending=True)
     probs = torch.softmax((ranked - ranked[0]) / temperature, dim=-1)
-    before = torch.empty_like(probs).scatter(0, ids, probs.cumsum(0) - probs)  # the probability of all likelier tokens
+    before = torch.empty_like(probs).scatter(0, ids, probs.cumsum(0) - probs)  # probability of all likelier tokens
     last = torch.where(before < sampling.top_p, filtered, torch.inf).min()
     first_out = torch.where(filtered < last, filtered, -torch.inf).max()
     steps = _around(logits, last, first_out)
-    shift = temperature * torch.log(before / sampling.top_p)  # the probability of all likelier tokens
+    shift = temperature * torch.log(before / sampling.top_p)  # approximate logit error that moves `before` to top_p
     return _Edges(torch.minimum(steps.enters, shift.clamp_min(0)), torch.minimum(steps.leaves, (-shift).clamp_min(0)))
