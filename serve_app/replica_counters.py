@@ -66,13 +66,13 @@ HELP = {
 
 
 def attention_counts(reports: Sequence[AttentionReport]) -> Counts:
-    """Counts a replica's ranks that use the slow attention fallback."""
+    """Counts a replica's ranks on the slow attention fallback, by backend."""
     slow = Counter(report.chosen for report in reports if report.is_fallback)
     return {"slipstream_attention_fallbacks": slow}
 
 
 def target_counts(target: TargetReplica, method: str) -> Counts:
-    """Returns a target replica's counts; `method` is its drafters' method."""
+    """Returns a target replica's counts; `method` is the drafting method."""
     scheduler = target.scheduler
     return {
         "slipstream_dropped_blocks": dict(scheduler.counts.dropped),
@@ -96,7 +96,7 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
 
 
 def _positions(tally: AcceptanceStats, method: str) -> dict[tuple[str, ...], float]:
-    """Returns position counts by label. Positions that acceptance reached are accepted or rejected."""
+    """Returns counts of block positions by label, for positions whose predecessors were all accepted."""
     counts_by_label: dict[tuple[str, ...], float] = {}
     for drafter, kinds in tally.counts.items():
         for kind, counts in kinds.items():
@@ -121,12 +121,12 @@ def drafter_counts(drafter: Drafter) -> Counts:
 
 
 def version_counts(counts: Mapping[str, int]) -> Counts:
-    """Returns what became of a learned draft's versions at a drafter."""
+    """Returns a drafter's counts of events with learned versions of its draft."""
     return {"slipstream_draft_versions": counts}
 
 
 def audit_counts(audits: Audits) -> Counts:
-    """Returns a router's audit outcomes."""
+    """Returns a router's audits by outcome."""
     return {"slipstream_audits": dict(audits.counts)}
 
 
@@ -136,7 +136,7 @@ def example_counts(examples: Mapping[str, int]) -> Counts:
 
 
 def routed_counts(routed: Mapping[str, int]) -> Counts:
-    """Returns how often a router chose targets, by reason."""
+    """Returns a router's assignments to targets, by reason."""
     return {"slipstream_routed_sessions": routed}
 
 

@@ -1,7 +1,7 @@
-"""The router: keeps every session's ledger, assigns a target and a drafter, and commits what the target decides.
+"""The router: keeps every session's ledger, assigns a target and a drafter, and commits the target's decisions.
 
 Many sessions are in flight at once, so one can be drafted while another is verified. The router takes no part in a
-round: blocks go from drafter to target, and verdicts come back to both. It knows nothing of text or HTTP.
+round: blocks go from drafter to target, and verdicts come back to drafter and router. It handles no text and no HTTP.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ CUT_SHORT_MESSAGE = "this server stopped before the answer was complete; send th
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Fingerprints that peers must share to exchange tokens."""
+    """Fingerprints that peers must share before they exchange tokens."""
 
     vocabulary: str
     target_model: str
@@ -62,22 +62,22 @@ class RouterLimits:
 
 @dataclass(frozen=True, slots=True)
 class RouterActivity:
-    """The router's current state and counters."""
+    """Current state and counters of the router."""
 
-    seeking: int  # sessions without a target
-    breakers: Mapping[str, bool]  # breaker states by drafter address
-    opened: Mapping[tuple[str, str], int]  # counts by address and cause
+    seeking: int  # number of sessions without a target
+    breakers: Mapping[str, bool]  # True if a breaker is open, by drafter address
+    opened: Mapping[tuple[str, str], int]  # times that breakers opened, by address and cause
 
 
 @dataclass(eq=False)
 class ClientAssignment(Assignment):
-    """A session and the queue of its client."""
+    """A session, and the queue from which its client reads."""
 
     out: asyncio.Queue[CommittedTokens | Ended | Failed] = field(default_factory=asyncio.Queue)
 
 
 class Router:
-    """Implements `serve_app.api.generation.Generator`."""
+    """Generates by routing sessions; implements `serve_app.api.generation.Generator`."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class Router:
         limits: RouterLimits,
         audits: Audits,
         clock: Callable[[], float] = time.monotonic,
-        credentials: Credentials | None = None,  # presented to targets and drafters
+        credentials: Credentials | None = None,  # sent to targets and drafters
         tracer: SessionSpans = NO_TRACING,
-        examples: Callable[[Example], None] | None = None,  # takes ended sessions that drafts may learn from
+        examples: Callable[[Example], None] | None = None,  # receives ended sessions from which drafts may learn
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
@@ -106,9 +106,9 @@ class Router:
         self.sessions: SessionRouter[ClientAssignment] = SessionRouter(
             self.peer_id, limits.target_wait_s, limits.prefixes
         )
-        self._targets: dict[str, Link] = {}  # by address
+        self._targets: dict[str, Link] = {}  # connections by address
         self._drafters: dict[str, Link] = {}
-        self._present: frozenset[str] = frozenset()  # addresses listed by membership
+        self._present: frozenset[str] = frozenset()  # addresses that membership lists
 
     # ------------------------------------------------------------ one session
 
@@ -147,7 +147,7 @@ class Router:
             self._offer_example(assignment.session)
 
     def _offer_example(self, session: Session) -> None:
-        """Passes an ended session on as an example, if its request agreed."""
+        """Offers an ended session as an example, if its request allowed that."""
         source = session.generation.learn_from
         if self._examples is not None and source is not None and session.committed:
             self._examples(Example(session.generation.prompt, session.committed, source))
@@ -167,7 +167,7 @@ class Router:
     # ------------------------------------------------------------ messages of peers
 
     def _receive(self, address: str, frame: Decoded) -> None:
-        """Handles all messages of a target or drafter that arrived together."""
+        """Handles all messages that arrived together from a target or drafter."""
         now = self._clock()
         for message in frame.messages:
             if isinstance(message, Refusal):
@@ -193,7 +193,7 @@ class Router:
     # ------------------------------------------------------------ membership
 
     async def run(self) -> None:
-        """Follows membership, places waiting sessions, and audits while idle, until cancelled."""
+        """Follows membership, places waiting sessions, and audits when idle, until cancelled."""
         while True:
             members = await self._membership.current()
             self._present = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
@@ -216,48 +216,48 @@ class Router:
         return frozenset(a for links in (self._targets, self._drafters) for a, link in links.items() if link.is_up)
 
     def drain(self, within_s: float | None = None) -> None:
-        """Refuses new sessions, and ends those still running after `within_s`."""
+        """Refuses new sessions; ends those still running after `within_s`, if given."""
         self._draining = True
         self._send(self.audits.stop())
         if within_s is not None:
             self.end_after(within_s)
 
     def end_after(self, delay_s: float) -> None:
-        """Ends all sessions after a delay unless `go_on` is called first. A second call does not move the deadline."""
+        """Ends all sessions after `delay_s` unless `go_on` is called first. Further calls keep the first deadline."""
         if self._end is None:
             self._end = asyncio.get_running_loop().call_later(delay_s, self._end_sessions)
 
     def go_on(self) -> None:
-        """Cancels `end_after`, for a router that is not stopping after all."""
+        """Cancels `end_after` if the router is not stopping after all."""
         if self._end is not None and not self._draining and not self._ended:
             self._end.cancel()
             self._end = None
 
     def _end_sessions(self) -> None:
-        """Fails all running sessions; nothing is served afterwards."""
+        """Fails all running sessions and refuses new ones from now on."""
         self._draining = self._ended = True
         for assignment in list(self.sessions):
             assignment.out.put_nowait(Failed(DrainingError(CUT_SHORT_MESSAGE)))
 
     @property
     def has_ended(self) -> bool:
-        """True once the time for running sessions is over."""
+        """True once running sessions have been ended."""
         return self._ended
 
     @property
     def is_ready(self) -> bool:
-        """True if new sessions are accepted: a target is reachable and the router is not draining."""
+        """True if the router accepts sessions: it reaches a target and is not draining."""
         return not self._draining and not self.reachable.isdisjoint(self._targets)
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Peers that refuse this router, and their reasons."""
+        """Reasons of the peers that refuse this router, by address."""
         links = [*self._targets.values(), *self._drafters.values()]
         return {link.address: link.refused for link in links if link.refused is not None}
 
     @property
     def activity(self) -> RouterActivity:
-        """Returns the router's state and counters."""
+        """Returns the router's current state and counters."""
         seeking = sum(one.session.phase is Phase.SEEKING for one in self.sessions)
         breakers = self.sessions.breakers
         return RouterActivity(seeking, breakers.are_open(self._clock()), dict(breakers.opened))
@@ -273,7 +273,7 @@ class Router:
         role: PeerRole,
         peer_of: Callable[[ClientAssignment], str | None],
     ) -> None:
-        """Dials new peers, and disconnects departed ones after their last session."""
+        """Connects to new peers; disconnects peers that have left once no session uses them."""
         present = {endpoint.address for endpoint in endpoints}
         for address in present - links.keys():
             links[address] = self._dial(address, role)
@@ -283,7 +283,7 @@ class Router:
                 await links.pop(address).close()
 
     def _place_sessions(self) -> None:
-        """Assigns waiting sessions to connected peers that are not leaving."""
+        """Assigns waiting sessions to connected peers that membership lists."""
         pools = ((self.sessions.targets, self._targets), (self.sessions.drafters, self._drafters))
         for peers, links in pools:
             for address, link in links.items():
@@ -308,5 +308,5 @@ class Router:
         )
 
     def _hello(self, live: tuple[LiveSession, ...]) -> Hello:
-        """Lists the live sessions at a peer, which frees all others of this router's older streams."""
+        """Lists the live sessions at a peer; the peer frees all other sessions of this router's older streams."""
         return Hello(self.peer_id, self._identity.vocabulary, self._identity.target_model, live)

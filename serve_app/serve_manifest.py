@@ -1,9 +1,9 @@
-"""A configuration as Serve's deployment data: the content of a file for `serve deploy`. Pure.
+"""Converts a configuration into Serve's deployment data, the content of a file for `serve deploy`. Pure.
 
 The command line, KubeRay and `serve deploy` all use it. Serve derives one version from an application's arguments and
-replaces every replica when it changes. What is below `deployments` is not part of it: bounds concern Serve's controller
-only, `user_config` is passed to running replicas, and other `ray_actor_options` replace the replicas of their
-deployment only. Therefore a section that concerns one deployment is an environment variable of its processes, and only
+replaces every replica when it changes. Options below `deployments` do not count: bounds concern only Serve's
+controller, `user_config` is passed to running replicas, and other `ray_actor_options` replace the replicas of their own
+deployment. Therefore a section that concerns one deployment is an environment variable of its processes, and only
 those replicas are replaced when it changes.
 """
 
@@ -21,19 +21,19 @@ from cluster.placement import AUTOSCALING_POLICY, actor_options, bounds, scaling
 
 Json = dict[str, Any]
 
-# Other names than the variables that override a file's keys, which a node may have set.
-DRAFT = "SLIPSTREAM_DRAFT_SECTION"  # drafters' section
-SERVER = "SLIPSTREAM_SERVER_SECTION"  # routers' section
+# These differ from the variables that override a file's keys, which a node may have set.
+DRAFT = "SLIPSTREAM_DRAFT_SECTION"  # holds the section of drafters
+SERVER = "SLIPSTREAM_SERVER_SECTION"  # holds the section of routers
 ROUTER_OPTIONS = {"num_cpus": 0.1}
-ROUTER_SHUTDOWN_S = 5  # after `server.drain_s`, to end the remaining requests with an error
-DRAFTERS_ONLY = "set for drafters only"  # stands for a model that only other deployments load
-SMALLEST_MIXED_POOL = {"max": 2}  # stands for a mixed pool's bounds: its smallest size
+ROUTER_SHUTDOWN_S = 5  # seconds after `server.drain_s` to end remaining requests with an error
+DRAFTERS_ONLY = "set for drafters only"  # replaces the draft model for deployments that do not load it
+SMALLEST_MIXED_POOL = {"max": 2}  # replaces the bounds of a mixed pool, whose smallest size is 2
 POOL_KEYS = {"replicas", "resources", "cache", "max_sessions"}
-DRAFTER_ONLY_METHODS = {"draft_model", "ngram", "layer_skip", "suffix"}  # options without effect on a target
+DRAFTER_ONLY_METHODS = {"draft_model", "ngram", "layer_skip", "suffix"}  # their options have no effect on targets
 
 
 def shared_config(config: SlipstreamConfig) -> Json:
-    """Returns the configuration that all deployments receive, without default values.
+    """Returns the configuration that all deployments receive, without values that equal the defaults.
 
     Targets also need the drafting method if it reads hidden states; targets and drafters also need the log format.
     """
@@ -53,7 +53,7 @@ def shared_config(config: SlipstreamConfig) -> Json:
 
 
 def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
-    """Returns each deployment's own part, by name, as options of `serve deploy`."""
+    """Returns the part of each deployment, by name, as options of `serve deploy`."""
     learning = config.draft.learning
     drafts = _environment_of(DRAFT, config.draft, "replicas")
     trainer = (
@@ -77,10 +77,10 @@ def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
 
 
 def router_sizes(server: ServerConfig) -> Json:
-    """Returns the number of routers, the requests Serve sends to each at once, and the time each has to end."""
+    """Returns options: the number of routers, the requests Serve sends to each, and each router's time to end."""
     return {
         "num_replicas": server.routers,
-        # Above the router's own limit, which answers 429: what Serve holds back would wait unseen at its proxy.
+        # Twice the router's own limit: the router answers 429, whereas Serve's proxy would make requests wait unseen.
         "max_ongoing_requests": 2 * server.max_requests,
         "max_queued_requests": server.max_requests,
         "graceful_shutdown_timeout_s": server.drain_s + ROUTER_SHUTDOWN_S,
@@ -88,10 +88,11 @@ def router_sizes(server: ServerConfig) -> Json:
 
 
 def _placed(draft: DraftPool) -> Json:
-    """Returns a placement on nodes with the labels of all deployments.
+    """Returns options that place drafters on nodes with their labels.
 
-    Serve builds an application on such a node. If no node has the drafters' labels yet, it would build none; with an
-    alternative, even of the same labels, it builds on any node.
+    Serve builds an application on a node with the labels of all deployments. If no node has the drafters' labels yet,
+    it
+    would build none; with an alternative, even of the same labels, it builds on any node.
     """
     options = actor_options(draft.resources)
     labels = draft.resources.labels
@@ -100,12 +101,12 @@ def _placed(draft: DraftPool) -> Json:
 
 def _environment_of(variable: str, section: BaseModel, but: str) -> Json:
     given = section.model_dump(mode="json", exclude_defaults=True, exclude={but})
-    value = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would expand ${NAME} as a node's variable
+    value = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would expand ${NAME} as a variable
     return {"runtime_env": {"env_vars": {variable: value}}}
 
 
 def with_own_part(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:
-    """Merges a deployment's own section into the common configuration."""
+    """Returns the shared configuration with the sections of this deployment, from its environment."""
     apart: dict[str, BaseModel] = {}
     if DRAFT in environment:
         apart["draft"] = DraftPool.model_validate_json(environment[DRAFT])
@@ -115,7 +116,7 @@ def with_own_part(config: SlipstreamConfig, environment: Mapping[str, str]) -> S
 
 
 def deployed_drain_s(application: Mapping[str, Any]) -> float | None:
-    """Returns the drain time in Serve's record of an application, if it has one."""
+    """Returns the drain time from Serve's record of an application, or None if it has no routers."""
     routers = [one for one in application.get("deployments", []) if one["name"] == "Router"]
     timeout_s: float | None = routers[0].get("graceful_shutdown_timeout_s") if routers else None
     return None if timeout_s is None else max(0.0, timeout_s - ROUTER_SHUTDOWN_S)
@@ -131,13 +132,13 @@ def application(
     route_prefix: str = "/",
     more: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Json:
-    """Returns one application's data; `more` overrides options by deployment."""
+    """Returns the deployment data of one application; `more` overrides options by deployment."""
     apart = deployment_parts(config)
     return {
         "name": name,
         "route_prefix": route_prefix,
         "import_path": IMPORT_PATH,
-        # The policy sees both pools. Without it the draft pool would keep its initial size.
+        # The policy scales both pools. Without it the draft pool would keep its initial size.
         "autoscaling_policy": dict(AUTOSCALING_POLICY),
         "deployments": [{"name": one, **_with(apart[one], more.get(one, {}))} for one in apart],
         "args": shared_config(config),
@@ -145,18 +146,18 @@ def application(
 
 
 def _with(options: Mapping[str, Any], more: Mapping[str, Any]) -> Json:
-    """Merges options; environment variables are joined."""
+    """Merges options by name; `ray_actor_options` are merged in turn."""
     of_processes = {**options.get("ray_actor_options", {}), **more.get("ray_actor_options", {})}
     return {**options, **more, **({"ray_actor_options": of_processes} if of_processes else {})}
 
 
 def serve_file(applications: Iterable[Json], http_options: Mapping[str, Any], **more: Any) -> Json:
-    """Returns everything that one Ray cluster serves."""
+    """Returns the deployment data of all applications on one Ray cluster."""
     return {**more, "http_options": dict(http_options), "applications": list(applications)}
 
 
 def http_options(config: SlipstreamConfig) -> Json:
-    """Returns the address of Serve's proxies and their keep-alive. Raises ConfigError for port 0."""
+    """Returns address and keep-alive time of Serve's proxies. Raises ConfigError for port 0."""
     server = config.server
     if server.port == 0:
         raise ConfigError("server.port is 0, any free port, which each node would choose for itself; give a number")
@@ -164,5 +165,5 @@ def http_options(config: SlipstreamConfig) -> Json:
 
 
 def whole_file(config: SlipstreamConfig) -> Json:
-    """Returns a file for `serve deploy` on any Ray cluster, with a proxy on each node that has a router."""
+    """Returns a file for `serve deploy` on any Ray cluster, with a proxy on each node that runs a router."""
     return serve_file([application(config)], http_options(config), proxy_location="EveryNode")

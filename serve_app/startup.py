@@ -1,7 +1,7 @@
-"""Replica start-up: downloads, model loading and measurement, engine choice, addresses and logging.
+"""Starts replicas: downloads, loads and measures models, selects engines, addresses and logging.
 
-Slow work runs in a thread or a rank and is awaited with a limit, since Serve waits forever for a start that hangs but
-replaces one that fails.
+Slow work runs in a thread or a rank and is awaited with a time limit: Serve would wait forever for a start that hangs,
+but replaces a replica whose start fails.
 """
 
 import asyncio
@@ -51,10 +51,10 @@ log = logging.getLogger(__name__)
 
 
 class WatchedEngine(Engine, Protocol):
-    """A replica's engine, with its measured step costs and a way to notice its failure."""
+    """A replica's engine, with measured step costs and a way to notice its failure."""
 
     step_cost: ForwardCost
-    reports: tuple[RankReport, ...]  # reports of the project's own ranks
+    reports: tuple[RankReport, ...]  # reports of our own ranks; vLLM has none
     pids: tuple[int, ...]
 
     async def watch(self) -> NoReturn:
@@ -66,13 +66,13 @@ class WatchedEngine(Engine, Protocol):
 class StartedEngine:
     engine: WatchedEngine
     limits: VerificationLimits
-    memory: SessionMemory | None = None  # None: the scheduler's own estimate
+    memory: SessionMemory | None = None  # None: the scheduler estimates it
 
 
 def engine_of(pool: TargetPool, replica: int) -> str:
     """Returns the engine for the replica with this rank in its pool.
 
-    Serve counts ranks from 0 and frees one when its replica has ended. A replica that starts before that, as in an
+    Serve counts ranks from 0 and frees a rank when its replica has ended. A replica that starts before that, as in an
     update, gets another rank, so a mixed pool may drift to one engine.
     """
     if pool.engine == "mixed":
@@ -101,7 +101,7 @@ async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) 
         ranks=pool.tensor_parallel,
         capture=capture,
     )
-    run_on(pool.resources_per_rank.cpu_affinity)  # one core for verdicts and plans between two forwards
+    run_on(pool.resources_per_rank.cpu_affinity)  # a single core computes verdicts and plans between two forwards
     ranks = await RankGroup.start(spec, get_current_placement_group())
     limits = _limits(
         config,
@@ -144,7 +144,7 @@ def _limits(config: SlipstreamConfig, vocabulary: int, **of_engine: Any) -> Veri
 
 
 def start_trainer(config: SlipstreamConfig, should_stop: Callable[[], bool]) -> Trainer:
-    """Returns a trainer of the configured draft. Raises ConfigError or ModelError."""
+    """Returns a trainer for the configured draft. Raises ConfigError or ModelError."""
     learning = config.draft.learning
     assert learning is not None, "a trainer starts only where the draft learns"
     assert config.draft.model is not None, "what learns is a model"
@@ -166,9 +166,9 @@ Started = TypeVar("Started")
 
 
 async def started_within(limit_s: float, key: str, starting: Awaitable[Started]) -> Started:
-    """Returns the started part. Raises EngineError, naming the configuration's `key`, if the start hangs.
+    """Awaits a start and returns its result. After `limit_s` raises EngineError that names the configuration `key`.
 
-    Work on a thread continues, so the process must end.
+    Work on a thread continues after the limit, so the process must end.
     """
     try:
         async with asyncio.timeout(limit_s) as limit:
@@ -183,11 +183,11 @@ async def started_within(limit_s: float, key: str, starting: Awaitable[Started])
 
 
 LOOPBACK = "127.0.0.1"
-ZONE_LABEL = "ray.io/availability-zone"  # Ray takes it from RAY_NODE_ZONE
+ZONE_LABEL = "ray.io/availability-zone"  # Ray sets it from RAY_NODE_ZONE
 
 
 def location() -> dict[str, str]:
-    """Returns the replica's location, so that drafters are chosen near their targets."""
+    """Returns the replica's node and zone, so that drafters near their targets are chosen."""
     context = ray.get_runtime_context()
     return {NODE: context.get_node_id(), ZONE: str(context.get_node_labels().get(ZONE_LABEL, ""))}
 
@@ -195,7 +195,7 @@ def location() -> dict[str, str]:
 def listening_host(trust: TrustConfig) -> str:
     """Returns the address to listen on: loopback on a single machine without credentials, else the node's.
 
-    Several machines without credentials are refused by the server.
+    With several machines and no credentials, the server refuses to start.
     """
     here = ray.util.get_node_ip_address()
     machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -207,14 +207,14 @@ SERVE = "ray.serve"
 
 
 def log_under_serve(packages: Iterable[str] = PACKAGES, parent: str = SERVE) -> None:
-    """Adds our loggers to Serve's handlers. Call it in a replica, after Serve has set up its logger."""
+    """Passes our log records to Serve's handlers. Call it in a replica, once Serve has set up its logger."""
     for package in packages:
         logging.getLogger(package).parent = logging.getLogger(parent)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
-    """The target's local checkpoint; a drafter has all but its weights."""
+    """The target's local checkpoint; drafters have all files but its weights."""
 
     folder: Path
     tokens: Mapping[int, str]
@@ -223,33 +223,33 @@ class TargetFiles:
 
 
 def _target_files(model: str, with_weights: bool) -> TargetFiles:
-    """Downloads missing files, and reads what identifies the checkpoint."""
+    """Downloads missing files, and reads the checkpoint's identity."""
     folder = local_folder(model, with_weights)
     tokens = vocabulary(folder)
     return TargetFiles(folder, tokens, vocabulary_fingerprint(tokens), checkpoint_fingerprint(folder))
 
 
 async def start_target(config: SlipstreamConfig, engine: str) -> tuple[TargetFiles, StartedEngine]:
-    """Starts the target's engine. Raises ModelError for an unsupported model and EngineError for a failed start."""
+    """Starts the target's engine. Raises ModelError for an unsupported model, EngineError for a failed start."""
     files = await asyncio.to_thread(_target_files, config.model.target, with_weights=True)
     return files, await start_engine(config, files.folder, files.tokens, engine)
 
 
 @dataclass(frozen=True, slots=True)
 class StartedDrafter:
-    """A loaded drafting method and the figures of its passes and of its draft."""
+    """A loaded drafting method with its limits, costs and acceptance."""
 
     files: TargetFiles
     method: DraftingMethod
     limits: DrafterLimits
     costs: DraftCost
-    first_token_acceptance: float | None  # published, or measured when the version was learned
+    first_token_acceptance: float | None  # published with the draft, or measured when the version was learned
     learned: LearnedDraft | None = None
     version: int = CONFIGURED
 
 
 def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
-    """Loads the drafting method and measures it. Raises ModelError if it does not fit the target."""
+    """Loads and measures the drafting method. Raises ModelError if it does not fit the target."""
     files = _target_files(config.model.target, with_weights=False)
     states = states_format(config.draft, files.folder)
     bounds = state_bounds(config.draft, files.folder)
@@ -274,7 +274,7 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
 
 
 def learned_draft(draft: DraftPool, target: str) -> LearnedDraft | None:
-    """Returns the versions of a draft that learns for the target with this fingerprint; None if it does not learn."""
+    """Returns the draft's learned versions for the target with this fingerprint; None if the draft does not learn."""
     if draft.learning is None:
         return None
     assert draft.model is not None, "a method that learns has a model"
@@ -292,7 +292,7 @@ def _created(draft: DraftPool, setup: DraftSetup, version: Version | None) -> tu
 
 
 def _create_current(learned: LearnedDraft, create: _Create) -> tuple[DraftingMethod, Version | None]:
-    """Creates the method with the current version, or else with the configured draft."""
+    """Creates the method with the current version; if that fails, with the configured draft."""
     try:
         if (number := learned.current()) != CONFIGURED:
             return create(learned.find(number))

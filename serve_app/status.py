@@ -1,10 +1,10 @@
-"""`slipstream status`: the state of a running deployment, as terminal tables.
+"""`slipstream status`: shows a running deployment's state as terminal tables.
 
-`endpoint_status` reads the HTTP endpoint and `ray_status` what replicas answer to `inspect`. `watch` implements
+`endpoint_status` reads the HTTP endpoint; `ray_status` reads the replicas' answers to `inspect`. `watch` implements
 `slipstream status --watch`, the live page's content in a terminal.
 
-The pool sizes are those that the scaling policy computes from each replica's latest report; Serve's controller, which
-decides, averages over seconds.
+The scaling policy computes the shown pool sizes from each replica's latest report; Serve's controller, which decides,
+averages over seconds.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ from serve_app.operations.ray_cluster import ClusterError, broadcast, connected,
 from serve_app.tables import shown, table
 
 Inspected = Sequence[Mapping[str, Any]]
-Bounds = Mapping[str, tuple[int, int]]  # (least, most) replicas by deployment, for pools only
+Bounds = Mapping[str, tuple[int, int]]  # (least, most) replicas by deployment, pools only
 
 
 def deployed_bounds(details: Mapping[str, Any]) -> Bounds:
-    """Reads the bounds from Serve's details of an application.
+    """Reads the pools' bounds from Serve's details of an application.
 
-    Raises ClusterError if a pool is missing, which means that it has ended.
+    Raises ClusterError if a pool is missing, since the application has then ended.
     """
     deployments = details.get("deployments", {})
     if missing := [name for name in POOLS if name not in deployments]:
@@ -57,7 +57,7 @@ def deployed_bounds(details: Mapping[str, Any]) -> Bounds:
 
 
 def pools_table(targets: Inspected, drafters: Inspected, bounds: Bounds) -> Table:
-    """Tabulates the pools from what replicas answer to `inspect`; targets report the scaling settings of both."""
+    """Tabulates the pools from replicas' answers to `inspect`; targets report the scaling settings of both pools."""
     result = table("Pools", "pool", "replicas", "bounds", "needed", "why")
     if not targets:
         return result
@@ -79,11 +79,11 @@ def _add(pools: Table, name: str, bounds: tuple[int, int], replicas: Inspected, 
 
 
 REMEDIES = ("resynced", "replaced", "non_speculative", "given up")
-POSITIONS = 6  # number of positions in a block that are shown
+POSITIONS = 6  # number of block positions shown
 
 
 def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates drafters with their load checks; a warning stays for the life of the drafter."""
+    """Tabulates drafters with their load checks; a warning remains until the drafter ends."""
     result = table("Drafters", "drafter", "address", "method", "expected", "accepted", "check at load")
     for one in drafters:
         check = one["load_check"]
@@ -95,9 +95,9 @@ def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates what routers did about drafters whose blocks became bad.
+    """Tabulates how routers reacted to drafters whose blocks became bad.
 
-    Remedies are counted in sessions; "given up" counts the times that a drafter was given up.
+    Counts sessions per remedy; "given up" counts how often a drafter was given up.
     """
     result = table("Blocks that became bad", "drafter", *REMEDIES)
     counts: Counter[tuple[str, str]] = Counter()
@@ -109,7 +109,7 @@ def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates sessions that left a target or a drafter before their end, planned or because it was lost."""
+    """Tabulates sessions that left a target or drafter before they ended, as planned or because it was lost."""
     result = table("Sessions that moved", "pool", PLANNED, LOST)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
@@ -120,7 +120,7 @@ def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def acceptance_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates the acceptance of each position of a block, given those before it, by kind of block."""
+    """Tabulates acceptance by position in a block, given that all before it were accepted, by kind of block."""
     positions = [str(position) for position in range(1, POSITIONS + 1)]
     result = table("Acceptance by position", "drafter", "method", "context", "prefix", "blocks", *positions)
     methods = {one["name"]: one["method"] for one in drafters}
@@ -149,7 +149,7 @@ VERSION = "prompt_version"
 
 
 def versions_table(exposition: str) -> Table | None:
-    """Sums counters by version over all routers; None if no client has named a version."""
+    """Sums counters by prompt version over all routers; returns None if no client has named a version."""
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples if family.name.startswith(FAMILY) else ():
@@ -183,7 +183,7 @@ State = dict[str, Any]
 
 
 async def watch(url: str, key: str | None, console: Console) -> None:
-    """Shows the state until interrupted. Raises EndpointError if nothing answers."""
+    """Shows the state until interrupted. Raises EndpointError if the endpoint does not answer."""
     async with ChatEndpoint.at(url, key) as endpoint:
         with Live(console=console, auto_refresh=False) as live:
             while True:
@@ -229,7 +229,7 @@ def _percent(share: float | None) -> str:
 
 
 async def endpoint_status(url: str) -> Group:
-    """Returns health, model, counters and versions of prompts. Raises EndpointError if nothing answers."""
+    """Returns health, model, counters and prompt versions. Raises EndpointError if the endpoint does not answer."""
     async with ChatEndpoint.at(url) as endpoint:
         health = await endpoint.health()
         model = await endpoint.model()
@@ -240,9 +240,9 @@ async def endpoint_status(url: str) -> Group:
 
 
 def ray_status(address: str, application: str) -> Group | str:
-    """Returns the deployments of all applications on the cluster, or why there are none.
+    """Returns tables of all applications on the cluster, or the reason why there are none.
 
-    For `application`, the tables of its replicas' counters are included.
+    Includes the tables of replica counters for `application`.
     """
     try:
         with connected(address):
@@ -276,7 +276,7 @@ def _counted(application: str) -> Group | str:
 
 
 def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates counters since replicas began, from what they answer to `inspect`."""
+    """Sums counters since the replicas began, from their answers to `inspect`."""
     result = table("Since the replicas began", "what", "value")
     drafting = sum((Counter(one["counts"]) for one in drafters), Counter[str]())
     passes = drafting["passes"] + drafting["passes_ahead"]
@@ -306,12 +306,12 @@ def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapp
 
 
 def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates each target replica's attention backend and measured gain of speculation."""
+    """Tabulates each target replica's attention backend and measured gain from speculation."""
     result = table("Targets", "pid", "attention", "non-speculative tokens/s", "gain by speculation", "speculation")
     for target in targets:
         speculation = target["speculation"]
         is_on = "on" if speculation["on"] else "off"
-        reports = dict.fromkeys(_attention(report) for report in target["attention"])  # equal reports once
+        reports = dict.fromkeys(_attention(report) for report in target["attention"])  # removes duplicates
         measured = shown(speculation["non_speculative_rate"], ".1f"), shown(speculation["gain"])
         result.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
     return result
@@ -329,7 +329,7 @@ def audits_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _attention(report: Mapping[str, Any]) -> str:
-    """Describes the chosen backend and each one that was tried; on a CPU there is no choice."""
+    """Describes the chosen backend and all tried ones; on a CPU none is tried."""
     slow = (
         " (SLOW: on a GPU, only where nothing else works)" if report["tried"] and report["chosen"] == "gathered" else ""
     )

@@ -1,8 +1,8 @@
 """Metrics of a whole deployment in one response, from any of its routers.
 
-`AggregateMetrics` asks every replica for its families and merges them. `pack_families` encodes families for the way
+`AggregateMetrics` asks every replica for its families and merges them. `pack_families` encodes families to send them
 between processes. `VllmNames` repeats families under vLLM's names, for dashboards, autoscalers and load generators made
-for vLLM; it reads them again at collection, so nothing is measured twice.
+for vLLM; it reads the families again at collection, so nothing is measured twice.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from cluster.telemetry import packed, unpacked
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 2.0  # time for other processes to answer; slower ones are left out
+ANSWER_S = 2.0  # seconds for other processes to answer; slower ones are left out
 
 Gather = Callable[[], Awaitable[Sequence[Sequence[Metric]]]]
 """Collects the families of all replicas of one deployment; each replica adds its own labels."""
 
 
 class AggregateMetrics:
-    """Produces the response to Prometheus at `/metrics`."""
+    """Produces the response at `/metrics` for Prometheus."""
 
     def __init__(self, pools: Iterable[Gather]) -> None:
         self._pools = tuple(pools)
@@ -79,7 +79,7 @@ FAMILIES = TypeAdapter(list[_Family])
 
 
 def pack_families(families: Iterable[Metric]) -> bytes:
-    """Encodes families compactly: names and labels repeat, so they compress well."""
+    """Encodes and compresses families; repeated names and labels compress well."""
     return packed([_Family(one.name, one.documentation, one.type, _samples(one)) for one in families])
 
 
@@ -88,7 +88,7 @@ def _samples(family: Metric) -> list[tuple[str, dict[str, str], float]]:
 
 
 def unpack_families(message: bytes) -> list[Metric]:
-    """Reverses `pack_families`; raises ValueError for anything else."""
+    """Reverses `pack_families`; raises ValueError for any other message."""
     return [_metric(family) for family in unpacked(message, FAMILIES)]
 
 
@@ -120,7 +120,7 @@ NAMES: Mapping[str, str] = {
 
 
 class VllmNames(Collector):
-    """Families of a registry that vLLM has too, under vLLM's names and with its label for the model."""
+    """Repeats the families that vLLM has too, under vLLM's names and with its model label."""
 
     def __init__(self, source: Collector, model: str, names: Mapping[str, str] = NAMES) -> None:
         self._source = source
@@ -134,7 +134,7 @@ class VllmNames(Collector):
 
 
 def renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
-    """Returns the family under another name, with further labels."""
+    """Returns the family under another name, with additional labels."""
     metric = Metric(name, family.documentation, family.type)
     metric.samples = [
         Sample(name + sample.name.removeprefix(family.name), {**sample.labels, **labels}, sample.value)
@@ -144,5 +144,5 @@ def renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
 
 
 def with_labels(families: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
-    """Adds labels to families."""
+    """Adds labels to all samples of the families."""
     return (renamed(family, family.name, labels) for family in families)

@@ -1,4 +1,4 @@
-"""Metrics of a process's current state, and vLLM's counters of an engine: families made at collection time.
+"""Families of a process's current state, and vLLM's counters of an engine, made at collection time.
 
 Share of the time that speculation was on, by replica:
 
@@ -21,7 +21,7 @@ from serve_app.router import RouterActivity
 
 
 def target_levels(activity: TargetActivity, preempted: int, model: str) -> Iterator[Metric]:
-    """Yields the families of a target replica."""
+    """Yields a target replica's families."""
     yield _gauge("slipstream_speculation_on", "Whether drafts are requested", float(activity.speculates))
     yield _gauge("slipstream_speculation_gain", "Throughput relative to non-speculative decoding", activity.gain)
     non_speculative = "slipstream_non_speculative_tokens_per_second"
@@ -45,13 +45,13 @@ def target_levels(activity: TargetActivity, preempted: int, model: str) -> Itera
 
 
 def drafter_levels(sessions: Mapping[str, float], pass_s: Mapping[str, float]) -> Iterator[Metric]:
-    """Yields the families of a drafter."""
+    """Yields a drafter's families."""
     yield _gauge("slipstream_drafter_sessions", "Sessions drafted for", sessions["sessions"])
     yield _counter("slipstream_drafting_seconds", "Time in passes, requested or ahead of verdicts", pass_s, "cause")
 
 
 def version_levels(summary: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yields the families of a drafter whose draft learns."""
+    """Yields the additional families of a drafter whose draft learns."""
     yield _gauge(
         "slipstream_draft_version", "Version of the learned draft in use; 0: the configured one", summary["version"]
     )
@@ -61,7 +61,7 @@ def version_levels(summary: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def trainer_levels(status: TrainerStatus) -> Iterator[Metric]:
-    """Yields the families of a trainer."""
+    """Yields the trainer's families."""
     yield _gauge("slipstream_learning_examples", "Examples in the store", float(status.examples))
     yield _gauge("slipstream_learning_new_examples", "Examples since the last training", float(status.new_examples))
     yield _gauge("slipstream_training", "Whether a training runs", float(status.phase in ("training", "evaluating")))
@@ -74,7 +74,7 @@ def trainer_levels(status: TrainerStatus) -> Iterator[Metric]:
 
 
 def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:
-    """Yields the families of a router, in addition to its measurements of requests."""
+    """Yields a router's families, in addition to its measurements of requests."""
     yield _gauge(
         f"{PREFIX}num_requests_waiting", "Sessions that wait for a cache slot", activity.seeking, {MODEL: model}
     )

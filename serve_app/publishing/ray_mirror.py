@@ -1,8 +1,8 @@
-"""Mirror of a process's families in Ray's metrics: each sample's value, every few seconds.
+"""Mirrors a process's families in Ray's metrics: copies each sample's value every few seconds.
 
-Ray allows no colon in names, so `vllm:x` becomes `vllm_x`, and it prefixes each name with `ray_`. Ray's histograms take
-single observations in the hot path. Prometheus' client counts them more cheaply, and its buckets, sums and counts are
-mirrored. For Ray these are gauges; for queries they are equivalent.
+Ray allows no colon in names, so `vllm:x` becomes `vllm_x`, and it prefixes each name with `ray_`. Ray's histograms
+would take single observations in the hot path. Prometheus' client counts them more cheaply, and its buckets, sums and
+counts are mirrored as gauges, which queries can use in the same way.
 """
 
 import time
@@ -13,18 +13,18 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 from ray.serve import metrics
 
-PERIOD_S = 5.0  # Ray itself reports every ten seconds
-TOTAL = "_total"  # suffix that Ray itself adds to names of counters
-CREATED = "_created"  # not mirrored
+PERIOD_S = 5.0  # seconds; Ray itself reports every ten seconds
+TOTAL = "_total"  # suffix that Ray adds to the names of counters
+CREATED = "_created"  # suffix of creation times, which are not mirrored
 
 
 def ray_name(name: str) -> str:
-    """Returns the name under which a sample is given to Ray."""
+    """Returns the name of a sample in Ray's metrics, without Ray's prefix."""
     return name.replace(":", "_")
 
 
 class RayMirror:
-    """Mirror of one process; must be created in it, so that Serve can identify the replica."""
+    """Mirror of one process's metrics; must be created in the process, so that Serve can identify the replica."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class RayMirror:
         gauge: Callable[[str, str, tuple[str, ...]], Any] = metrics.Gauge,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`collect` returns the current families."""
+        """`collect` returns the process's current families."""
         self._collect = collect
         self._counter = counter
         self._gauge = gauge
@@ -44,7 +44,7 @@ class RayMirror:
         self._due = clock()
 
     def publish(self) -> None:
-        """Gives Ray the current values. Does nothing until PERIOD_S has passed, so it may be called at any rate."""
+        """Passes the current values to Ray, at most once per PERIOD_S; call it as often as you like."""
         now = self._clock()
         if now < self._due:
             return
