@@ -255,7 +255,7 @@ class _Training:
         return min(1.0, (step + 1) / self._options.warmup_steps)
 
     def _rows_of_step(self) -> list[Row]:
-        """Returns a step's rows: recent rows once per epoch, and replay rows, all of which are used before any repeats."""
+        """Returns a step's rows: recent rows once per epoch, and replay rows, none repeated before all are used."""
         epoch, index = divmod(self._step, self._steps_per_epoch)
         batch = self._options.batch
         order = np.random.default_rng((self._options.seed, epoch, 0)).permutation(len(self._rows))
@@ -364,7 +364,7 @@ class _TrainingPass:
         return own, head, int(agreed.sum())
 
     def _targets(self, distance: int) -> tuple[Tensor, Tensor]:
-        """Returns which of `_begins` have a trainable prediction at this distance, as indices, and their label columns."""
+        """Returns which of `_begins` have a trainable prediction at this distance (indices), and their labels."""
         labels = self._labels[self._begins + distance]
         kept = ((labels >= 0) & (labels < self._draft.head_columns)).nonzero()[:, 0]
         return kept, labels[kept]

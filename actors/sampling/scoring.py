@@ -128,7 +128,7 @@ def _around(logits: Tensor, last: Tensor, first_out: Tensor) -> _Edges:
 
 
 def _top_p_edges(logits: Tensor, filtered: Tensor, sampling: Sampling) -> _Edges:
-    """Returns top-p's edges: a token overtakes its neighbors, or the likelier tokens' total probability crosses top_p."""
+    """Returns top-p's edges: a token overtakes its neighbors, or the likelier tokens' probability crosses top_p."""
     temperature = sampling.temperature
     ranked, ids = filtered.sort(descending=True)
     probs = torch.softmax((ranked - ranked[0]) / temperature, dim=-1)

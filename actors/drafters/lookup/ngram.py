@@ -256,7 +256,7 @@ MAX_SIDE_ROOTS = 4  # most siblings of the main path for which continuations are
 
 
 def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int) -> tuple[int, ...]:
-    """Returns the tokens after the latest earlier occurrence of the longest suffix of `shortest` to `longest` tokens."""
+    """Returns the tokens after the latest earlier occurrence of the longest suffix (`shortest` to `longest` tokens)."""
     text = np.asarray(tokens, dtype="<i4").tobytes()  # searched as bytes: contexts are long, and this runs every round
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         end = _latest(text, text[-TOKEN_BYTES * size :])

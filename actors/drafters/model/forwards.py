@@ -171,7 +171,7 @@ class DraftForwards:
         return read
 
     def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:
-        """Builds the rows of the next forward, shortest first; adds the page copies that must precede it to `copies`."""
+        """Builds the rows of the next forward, shortest first; appends the page copies to make first to `copies`."""
         fed: list[_Fed] = []
         budget = self._pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
