@@ -1,4 +1,4 @@
-"""Drafters that miss blocks or whose blocks became bad: reports from verdicts, recovery steps, counts and logs.
+"""Drafters that miss blocks or whose blocks became bad: targets' reports, recovery steps, counts and logs.
 
 The target detects bad blocks per session and has the drafter open the session again (`Verdict.collapse`). If that does
 not help, the session moves to another drafter, once. After that, or without another drafter, the session continues
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class RecoveryStep(Enum):
-    """Steps, in order; the last one concerns not a session but its drafter."""
+    """Recovery steps, in order. The last one concerns a drafter, the others one of its sessions."""
 
     RESYNCED = "resynced"
     REPLACED = "replaced"
@@ -36,7 +36,7 @@ STEP_MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """A target's report on a session's drafter."""
+    """A target's report that a drafter's blocks for a session became bad."""
 
     session: str
     drafter: str
@@ -44,14 +44,14 @@ class Complaint:
 
 
 def next_remedy(collapse: Collapse, was_replaced: bool, has_other: bool) -> RecoveryStep:
-    """Returns the next step for a session; `has_other`: another drafter accepts sessions."""
+    """Returns the next step for a session; `has_other`: whether another drafter accepts sessions."""
     if not collapse.is_resynced:
         return RecoveryStep.RESYNCED
     return RecoveryStep.REPLACED if has_other and not was_replaced else RecoveryStep.NON_SPECULATIVE
 
 
 class RecoveryLog:
-    """Counts and logs every step, by drafter address."""
+    """Counts and logs recovery steps by drafter address."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, RecoveryStep]] = Counter()
@@ -70,7 +70,7 @@ class RecoveryLog:
         )
 
     def by_step(self) -> dict[tuple[str, str], int]:
-        """Returns the counts by drafter and name of the step."""
+        """Returns the counts by drafter and step name."""
         return {(drafter, step.value): count for (drafter, step), count in self.counts.items()}
 
     def given_up(self, drafter: str) -> None:
@@ -79,22 +79,22 @@ class RecoveryLog:
         log.warning("drafter %s: blocks became bad in several sessions; it gets no new sessions for a while", drafter)
 
 
-GOOD_SESSION_TOKENS = 8  # draft tokens accepted in a session that count as good drafting
+GOOD_SESSION_TOKENS = 8  # least draft tokens accepted in a session that ended well
 
 
 class DrafterWatch:
     """Watches all drafters of a router. Recording a verdict is cheap, because it is on the path of every round."""
 
     def __init__(self, breakers: CircuitBreakers) -> None:
-        self.given_up: Counter[str] = Counter()  # times that a drafter was silent too long
+        self.given_up: Counter[str] = Counter()  # times that a drafter was given up as silent
         self._breakers = breakers
         self._answered: dict[str, Session] = {}  # sessions whose drafters were asked for blocks since the last tick
-        self._complaints: list[Complaint] = []  # from targets, since the last tick
+        self._complaints: list[Complaint] = []  # complaints from targets since the last tick
         self._complained_of: dict[str, str] = {}  # by session: the latest drafter whose blocks became bad
 
     @property
     def has_news(self) -> bool:
-        """True if there is anything to process."""
+        """True if there are answers or complaints to process."""
         return bool(self._answered or self._complaints)
 
     def on_verdict(self, session: Session, verdict: Verdict) -> None:
@@ -122,7 +122,7 @@ class DrafterWatch:
         return complaints
 
     def silent(self, now: float) -> Iterator[str]:
-        """Yields the drafters that are given up now; move a drafter's sessions before asking for the next one."""
+        """Yields the drafters that are given up now; move each one's sessions before taking the next."""
         answered = list(self._answered.items())
         self._answered = {}
         for name, session in answered:

@@ -1,13 +1,13 @@
 """The ledger of one request: its committed tokens, its target and drafter, and what to do when they fail.
 
-Events in, commands out; nothing here waits, sends or reads a clock. The rules that it keeps:
+Events in, commands out; nothing here waits, sends or reads a clock. It keeps these rules:
 
 * only a verdict of the current attempt, at exactly the ledger's length and hash, is committed;
 * a committed token is never taken back, and the ledger suffices to open the session anywhere;
 * a lost drafter costs speed; a lost target costs a new attempt, at most twice without progress in between;
 * a target that leaves as planned is no loss: it costs a new attempt too, any number of times.
 
-It knows nothing of text, of streams, or of how a peer was chosen.
+It does not depend on text, streams, or how peers are chosen.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ from protos.messages import (
 from protos.prefix import Prefix
 
 MAX_REOPENS = 2  # a request that crashes targets must not crash them all
-# Tokens between two losses that show that the request did not cause the earlier one. A request that causes failures, by
-# what a step of it does or by its length, fails again within a few tokens.
+# Tokens between two losses that show that the request did not cause the earlier one. A request that causes failures by
+# the content of a step or by its length fails again within a few tokens.
 PROGRESS_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Parameters of one session's generation, all resolved."""
+    """Parameters of one session's generation, with all defaults resolved."""
 
     session: str
     prompt: tuple[int, ...]
@@ -66,10 +66,10 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
     wants_rejected: bool = False  # whether `CommittedTokens` contains rejected draft tokens
-    learn_from: Source | None = None  # the origin of the example that the session becomes; None: it becomes none
+    learn_from: Source | None = None  # origin of the example that the session becomes; None: it becomes none
 
     def open_with(self, tokens: Sequence[int], attempt: int) -> Open:
-        """Returns the Open that continues after `tokens`, with all that the text depends on and nothing else."""
+        """Returns the Open that continues after `tokens`, with only the parameters that the text depends on."""
         return Open(
             session=self.session,
             attempt=attempt,
@@ -110,16 +110,16 @@ class CommittedTokens:
 
     tokens: tuple[int, ...]
     accepted: int
-    drafted: int  # tokens in the block that was verified
-    scores: tuple[TokenScore, ...] = ()  # of the tokens, if requested
-    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens from the second on; only with the first tokens
-    cached: int = 0  # prompt tokens that the target had cached; only with the first tokens
+    drafted: int  # number of tokens in the verified block
+    scores: tuple[TokenScore, ...] = ()  # scores of the tokens, if requested
+    prompt_scores: tuple[TokenScore, ...] = ()  # scores from the prompt's second token on; only with the first tokens
+    cached: int = 0  # number of prompt tokens that the target had cached; only with the first tokens
     rejected: tuple[int, ...] = ()  # draft tokens after the accepted ones, if requested
 
 
 @value
 class Ended:
-    """The session is over."""
+    """The session has ended normally."""
 
     finish: Finish
 
@@ -138,7 +138,7 @@ Command = ToTarget | ToDrafter | Event
 
 
 class Phase(Enum):
-    SEEKING = "seeking"  # has no target
+    SEEKING = "seeking"  # without a target
     RUNNING = "running"
     DONE = "done"
 
@@ -148,14 +148,14 @@ class Counts:
     """Verification totals of a session."""
 
     verifies: int = 0  # verdicts committed
-    blocks: int = 0  # those with a block
+    blocks: int = 0  # committed verdicts on a block
     drafted: int = 0
     accepted: int = 0
     void: int = 0  # verdicts ignored
 
 
 class Session:
-    """The ledger's state machine."""
+    """The ledger's state machine: methods take events and return commands."""
 
     def __init__(self, generation: Generation, token_key: bytes = b"") -> None:
         """Creates a session; without `token_key`, which is secret, any drafter may take part in it."""
@@ -165,7 +165,7 @@ class Session:
         self.phase = Phase.SEEKING
         self.attempt = 0
         self.failures = 0  # targets lost in a row without progress in between
-        self._lost_at = 0  # length of the ledger at the latest loss
+        self._lost_at = 0  # length of the ledger, in tokens, at the latest loss
         self.target: str | None = None
         self.drafter: str | None = None
         self.has_drafted = False  # whether this drafter ever had a block in time, or answered that it has none
@@ -192,7 +192,7 @@ class Session:
     # ------------------------------------------------------------ assignment
 
     def assign_target(self, address: str) -> list[Command]:
-        """Opens the session on a target under a new attempt; its drafter is opened again too."""
+        """Opens the session on a target under a new attempt, and again on its drafter."""
         assert self.phase is Phase.SEEKING
         self.phase = Phase.RUNNING
         self.target = address
@@ -225,7 +225,7 @@ class Session:
         return [ToTarget(left, Close(self.generation.session, self.attempt))]
 
     def take_answers(self) -> list[DraftAnswer]:
-        """Returns what came of the blocks requested from its drafter since the previous call."""
+        """Returns the outcomes of block requests to its drafter since the previous call."""
         answers = self._answers
         self._answers = []
         return answers
@@ -246,7 +246,7 @@ class Session:
         raise AssertionError(f"nobody sends a router a {type(message).__name__}")
 
     def on_verdict(self, source: str, verdict: Verdict) -> list[Command]:
-        """Commits what the current attempt decided at exactly this length and hash; any other verdict is void."""
+        """Commits a verdict of the current attempt at exactly this length and hash; counts any other as void."""
         current = self.phase is Phase.RUNNING and verdict.attempt == self.attempt and source == self.target
         here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
         if not (current and here and verdict.tokens):
@@ -279,27 +279,28 @@ class Session:
         return commands
 
     def on_drafter_resync(self, source: str) -> list[Command]:
-        """Sends the ledger again to a drafter that cannot follow."""
+        """Sends the ledger again to a drafter whose tokens differ from the target's."""
         return self._open_drafter() if source == self.drafter else []
 
     def on_drafter_gone(self, source: str) -> list[Command]:
-        """Removes a drafter that is lost; the target continues alone until another is assigned."""
+        """Removes a lost drafter; the target continues without one until another is assigned."""
         if source == self.drafter:
             self.drafter = None
         return []
 
     def on_drafter_refusal(self, source: str, refusal: Refusal) -> list[Command]:
-        """Leaves a full drafter for another; continues without any if the drafter finds the request invalid."""
+        """Leaves a full drafter for another; ends speculation if the drafter finds the request invalid."""
         if source == self.drafter and refusal.reason is RefusalReason.INVALID:
             self.drafts = False
         if source != self.drafter:
             return []
-        return self.leave_drafter()  # it may have accepted a later Open that crossed its refusal
+        return self.leave_drafter()  # the drafter may have accepted a later Open that crossed its refusal
 
     def on_target_gone(self, source: str, is_planned: bool = False) -> list[Command]:
-        """Seeks another target. A target that was lost is avoided from now on, and too many losses fail the session.
+        """Seeks another target. A lost target is avoided from now on; too many losses without progress fail the
+        session.
 
-        If machines fail one after the other, a long request may lose any number of targets without being the cause.
+        A long request may lose any number of targets to failing machines without being the cause.
         """
         if self.phase is not Phase.RUNNING or source != self.target:
             return []
@@ -328,7 +329,7 @@ class Session:
             return []
         self.target = None
         if refusal.reason is RefusalReason.OVERLOADED:
-            self.phase = Phase.SEEKING  # no failure: another target, or this one later, accepts it
+            self.phase = Phase.SEEKING  # not a failure: another target, or this one later, accepts the session
             return []
         is_nonfinite = refusal.reason is RefusalReason.NONFINITE_LOGITS
         error = NonFiniteLogitsError(refusal.message) if is_nonfinite else RequestError(refusal.message)

@@ -10,17 +10,17 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A replica's address and place."""
+    """A replica's address and location."""
 
     replica: str
     address: str  # host:port of its gRPC server
-    node: str = ""  # empty if unknown
+    node: str = ""  # Ray node of the replica; empty if unknown
     zone: str = ""  # zone of the node; empty if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Both pools at one moment."""
+    """The members of both pools at one moment."""
 
     targets: tuple[Endpoint, ...]
     drafters: tuple[Endpoint, ...]

@@ -19,7 +19,7 @@ COSTS = "costs"  # costs measured at startup, as JSON: `ForwardCost` of a target
 
 
 class ServeMembership:
-    """Reads both pools from their deployment handles. It makes no call, because the controller pushes changes."""
+    """Reads both pools from their deployment handles. It makes no remote call: the controller pushes changes."""
 
     def __init__(self, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]) -> None:
         self._targets = targets
@@ -30,7 +30,8 @@ class ServeMembership:
 
 
 def addresses(handle: DeploymentHandle[Any]) -> frozenset[str]:
-    """Returns the addresses of one pool's running replicas, without a call; none before the controller's first push.
+    """Returns the addresses of one pool's running replicas, without a remote call; none before the controller's first
+    push.
 
     The first use of a handle makes the controller push changes to it.
     """
@@ -38,7 +39,7 @@ def addresses(handle: DeploymentHandle[Any]) -> frozenset[str]:
 
 
 def running_replicas(handle: DeploymentHandle[Any]) -> frozenset[str]:
-    """Returns the ids of the replicas that Serve sends requests to, without a call."""
+    """Returns the ids of the replicas that Serve sends requests to, without a remote call."""
     return frozenset(str(replica.replica_id) for replica in _replicas(handle))
 
 

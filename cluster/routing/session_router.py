@@ -1,7 +1,7 @@
 """Placement of a router's sessions: chooses their targets and drafters, and replaces those that fail.
 
-`SessionRouter` serves the router and the simulator: callers pass the time in and carry out what is `Ready`. Replicas
-are chosen from each router's own knowledge of them:
+`SessionRouter` serves the router and the simulator: callers pass the time in and carry out what is `Ready`. A router
+chooses replicas by its own records of them:
 
 * `Peers` ranks one pool by the number of the router's sessions on each replica;
 * `PrefixAffinity` records the prefixes that each target has computed. Targets share cache pages between sessions that
@@ -32,24 +32,24 @@ from cluster.routing.membership import Endpoint
 from cluster.speculation.circuit_breaker import CircuitBreakers
 from protos.messages import Leaving, LiveSession, Message, Refusal, RefusalReason, Verdict
 
-MAX_HASHED_PAGES = 4096  # pages of a text that are hashed; its beginning is enough to place it
-TOKENS_PER_SESSION = 128  # cached tokens that outweigh one more session
+MAX_HASHED_PAGES = 4096  # most pages hashed per text; its beginning is enough to place it
+TOKENS_PER_SESSION = 128  # cached tokens that count as much as one session of load
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
-    """Size of a router's record, and its weight against load."""
+    """Size of a router's prefix record, and its weight against load."""
 
     page_size: int = 16  # tokens per page of the targets' caches
-    max_extra_sessions: float = 4.0  # extra sessions that a target may have over the least loaded one
+    max_extra_sessions: float = 4.0  # most extra sessions that a target may have over the least loaded one
     pages_per_target: int = 1 << 15  # most recent pages recorded per target
 
 
 def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b"") -> list[bytes]:
     """Returns one key for each whole page that a target may share.
 
-    The last token is never in one, because a target computes it in any case. Targets share pages only between sessions
-    with the same salt.
+    No page contains the last token, because a target always computes it. Targets share pages only between sessions with
+    the same salt.
     """
     keys: list[bytes] = []
     parent = salt
@@ -60,7 +60,7 @@ def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b
 
 
 class PrefixAffinity:
-    """The record of one router."""
+    """One router's record of the prefixes that each target has cached."""
 
     def __init__(self, key: bytes, options: PrefixOptions) -> None:
         self._key = key
@@ -68,13 +68,13 @@ class PrefixAffinity:
         self._pages: dict[str, OrderedDict[bytes, None]] = {}  # by target, least recently used first
 
     def keys(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
-        """Returns the keys of a text's pages, as the other methods take them."""
+        """Returns the keys of a text's pages, for the other methods."""
         return page_keys(self._key, tokens, self._options.page_size, salt)
 
     def matches(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Returns, by target, the number of the text's tokens that it is likely to have cached.
 
-        Targets without any are left out.
+        Omits targets that have none.
         """
         matches = {}
         for target, pages in self._pages.items():
@@ -84,10 +84,10 @@ class PrefixAffinity:
         return matches
 
     def worth(self, keys: Sequence[bytes]) -> dict[str, float]:
-        """Returns, by target, the number of extra sessions that this text outweighs there.
+        """Returns, by target, how many extra sessions the cached part of this text outweighs.
 
-        The target with the longest cached prefix gets at most `max_extra_sessions`. The others get less by what they
-        lack, so a target with only the common beginning of many texts does not count like one with the whole text.
+        The target with the longest cached prefix gets at most `max_extra_sessions`. Others get less by the tokens that
+        they lack, so a target with only the common beginning of many texts does not count like one with the whole text.
         """
         matches = self.matches(keys)
         best = max(matches.values(), default=0)
@@ -117,9 +117,9 @@ class Candidate:
     """A connected replica as the router sees it."""
 
     address: str
-    sessions: int  # of this router
-    turn: int = 0  # place among equally loaded candidates
-    worth: float = 0.0  # extra sessions that it may have and still be preferred for the session in question
+    sessions: int  # sessions of this router
+    turn: int = 0  # rank among equally loaded candidates
+    worth: float = 0.0  # extra sessions up to which it is still preferred for the session in question
 
     @property
     def rank(self) -> tuple[float, int, str]:
@@ -128,7 +128,7 @@ class Candidate:
 
 
 def turn(router: str, address: str) -> int:
-    """Returns a replica's place among equally loaded ones, which differs between routers.
+    """Returns a replica's rank among equally loaded ones, which differs between routers.
 
     A router knows only its own sessions. If ties were broken by address, all routers would give their first session to
     the same replica while others are idle.
@@ -137,7 +137,7 @@ def turn(router: str, address: str) -> int:
 
 
 def choose(candidates: Iterable[Candidate], avoid: frozenset[str] = frozenset()) -> str | None:
-    """Returns the least loaded candidate, with ties broken by `turn`; one in `avoid` only if nothing else is left.
+    """Returns the least loaded candidate, with ties broken by `turn`; one in `avoid` only if there is no other.
 
     Returns None if there is no candidate at all.
     """
@@ -146,15 +146,14 @@ def choose(candidates: Iterable[Candidate], avoid: frozenset[str] = frozenset())
 
 
 class Peers:
-    """One pool as a router sees it: the replicas that accept sessions, and the number of the router's sessions on
-    each."""
+    """A router's view of one pool: the replicas that accept sessions, and the number of its sessions on each."""
 
     def __init__(self, router: str) -> None:
-        self.leaving: set[str] = set()  # announced that they end soon: they accept no more sessions, but may have some
+        self.leaving: set[str] = set()  # announced that they end soon; they may keep sessions, but accept none
         self._router = router
         self._sessions: Counter[str] = Counter()
-        self._up: dict[str, Candidate] = {}  # by address
-        self._ranked: list[tuple[float, int, str]] = []  # their ranks, lowest first
+        self._up: dict[str, Candidate] = {}  # replicas that accept sessions, by address
+        self._ranked: list[tuple[float, int, str]] = []  # ranks of the replicas in `_up`, lowest first
 
     def __bool__(self) -> bool:
         return bool(self._up)
@@ -172,7 +171,7 @@ class Peers:
         insort(self._ranked, one.rank)
 
     def down(self, address: str) -> None:
-        """Marks a replica as accepting no more sessions; it may still have some."""
+        """Marks a replica as accepting no more sessions; it may keep existing ones."""
         one = self._up.pop(address, None)
         if one is not None:
             del self._ranked[bisect_left(self._ranked, one.rank)]
@@ -183,7 +182,7 @@ class Peers:
         self.leaving.add(address)
 
     def gone(self, address: str) -> None:
-        """Records that the replica's stream broke; a replica that comes back at this address counts as a new one."""
+        """Records that the replica's stream broke; a replica that returns at this address counts as new."""
         self.down(address)
         self.leaving.discard(address)
 
@@ -193,7 +192,7 @@ class Peers:
             if address is not None:
                 self._sessions[address] += change
                 if not self._sessions[address]:
-                    del self._sessions[address]  # replicas that are gone for good are not kept
+                    del self._sessions[address]  # drop counters of replicas that are gone for good
                 if address in self._up:
                     self.up(address)
 
@@ -203,8 +202,7 @@ class Peers:
         avoid: frozenset[str] = frozenset(),
         worth: Mapping[str, float] = NO_WORTH,
     ) -> str | None:
-        """Returns a replica that accepts sessions now: the least loaded, after its `worth` in sessions is
-        subtracted."""
+        """Returns the replica, among those accepting sessions now, with the least load minus `worth`, in sessions."""
         return choose([*self._contenders(takes, avoid), *self._favoured(takes, worth)], avoid)
 
     def spare(self, avoid: frozenset[str]) -> str | None:
@@ -227,17 +225,17 @@ class Peers:
 
 
 SAME_NODE_WORTH = (
-    4.0  # extra sessions for which a drafter on the target's node is still preferred: its drafts arrive sooner
+    4.0  # extra sessions up to which a drafter on the target's node is preferred: its drafts arrive sooner
 )
 SAME_ZONE_WORTH = 2.0
 
 
 class Locality:
-    """Distances of the current drafters from the current targets, by node and zone."""
+    """Preferences for drafters near each target, by node and zone."""
 
     def __init__(self) -> None:
         self._targets: dict[str, Endpoint] = {}  # targets, by address
-        self._by_node: dict[str, list[str]] = {}  # addresses of drafters
+        self._by_node: dict[str, list[str]] = {}  # drafter addresses
         self._by_zone: dict[str, list[str]] = {}
 
     def follow(self, targets: Iterable[Endpoint], drafters: Iterable[Endpoint]) -> None:
@@ -252,8 +250,7 @@ class Locality:
         self._by_zone = {zone: addresses for zone, addresses in by_zone.items() if zone}
 
     def worth(self, target: str | None) -> dict[str, float]:
-        """Returns, by drafter address, the extra sessions that a drafter may have and still be preferred for this
-        target."""
+        """Returns, by drafter address, the extra sessions up to which a drafter is still preferred for this target."""
         endpoint = self._targets.get(target or "")
         if endpoint is None:
             return {}
@@ -261,8 +258,8 @@ class Locality:
         return near | dict.fromkeys(self._by_node.get(endpoint.node, ()), SAME_NODE_WORTH)
 
 
-KEY_BYTES = 32  # length of the key of page hashes, which each router draws
-FULL_PAUSE_S = 1.0  # pause before a target that reported that it is full is tried again
+KEY_BYTES = 32  # length of the page hashes' key, which each router draws
+FULL_PAUSE_S = 1.0  # pause before a target that reported to be full is tried again
 
 
 class TargetChoice:
@@ -272,13 +269,13 @@ class TargetChoice:
         self.routed: Counter[str] = Counter()  # by reason: `prefix` if the target has part of the text, else `load`
         self._targets = targets
         self._prefixes = PrefixAffinity(secrets.token_bytes(KEY_BYTES), options)
-        self._prompts: dict[str, Sequence[bytes]] = {}  # page keys, by session
-        self._full_until: dict[str, float] = {}  # by address, for targets that reported that they are full
+        self._prompts: dict[str, Sequence[bytes]] = {}  # page keys of prompts, by session
+        self._full_until: dict[str, float] = {}  # by address of a target that reported to be full
 
     def choose(self, session: Session, now: float) -> str | None:
         """Returns a target that accepts sessions now, or None.
 
-        One on which the session failed only as a last resort.
+        Returns one on which the session failed only as a last resort.
         """
         worth = self._prefixes.worth(self._prompt(session))
         return self._targets.choose(lambda target: self._has_room(target, now), session.failed_targets, worth)
@@ -292,7 +289,7 @@ class TargetChoice:
         self._full_until[target] = now + FULL_PAUSE_S
 
     def on_move(self, session: Session, left: str | None) -> None:
-        """Records a session's move: its new target will have the prompt cached, `left` has all committed tokens."""
+        """Records a session's move: its new target will cache the prompt, `left` has cached all committed tokens."""
         if left is not None and left in self._targets:
             self._prefixes.record(left, self._keys(session, session.tokens))
         if session.target is not None:
@@ -305,7 +302,7 @@ class TargetChoice:
         self._prompts.pop(session.generation.session, None)
 
     def on_target_gone(self, target: str) -> None:
-        """Drops a target whose cache is gone with it."""
+        """Drops the record of a target whose cache is lost."""
         self._prefixes.forget(target)
 
     def _has_room(self, target: str, now: float) -> bool:
@@ -325,20 +322,20 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PREFIX_OPTIONS = PrefixOptions()
 GONE_MESSAGE = "%s %s; %d sessions continue elsewhere or without it"
-PLANNED = "planned"  # reasons for a handover: the peer announced that it leaves
+PLANNED = "planned"  # reasons for a handover: the peer announced that it leaves, or was lost
 LOST = "lost"
 
 
 @dataclass(eq=False)
 class Assignment:
-    """A session from its arrival to its end."""
+    """A session's peers and placement, from its arrival to its end."""
 
     session: Session
     seeking_since: float  # time of its arrival or of the loss of its target
     counted_target: str | None = None  # peers whose session counts include it
     counted_drafter: str | None = None
-    was_replaced: bool = False  # True: it left a drafter whose blocks had become bad
-    served_by: frozenset[str] = frozenset()  # all targets that it was assigned to
+    was_replaced: bool = False  # whether it left a drafter whose blocks had become bad
+    served_by: frozenset[str] = frozenset()  # all targets that it was ever assigned to
 
     @property
     def name(self) -> str:
@@ -350,7 +347,7 @@ F = TypeVar("F", bound=Assignment)
 
 @dataclass(slots=True)
 class Ready(Generic[F]):
-    """What the caller has to do next: deliver events to clients, then send messages."""
+    """Work for the caller: deliver events to clients, then send messages."""
 
     events: list[tuple[F, Event]] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
@@ -359,24 +356,24 @@ class Ready(Generic[F]):
 class SessionRouter(Generic[F]):
     """Gives every session a target and a drafter, and replacements when they fail.
 
-    The caller keeps `targets` and `drafters` current: the replicas that may be given sessions.
+    The caller keeps `targets` and `drafters` current: the replicas that accept sessions.
     """
 
     def __init__(self, router: str, target_wait_s: float, prefixes: PrefixOptions = DEFAULT_PREFIX_OPTIONS) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
-        self.remedies = RecoveryLog()  # against drafters whose blocks became bad
+        self.remedies = RecoveryLog()  # recovery from drafters whose blocks became bad
         self.locality = Locality()
         self._choice = TargetChoice(self.targets, prefixes)
-        self.routed = self._choice.routed  # sessions by the reason for their target
-        self.handovers: Counter[tuple[str, str]] = Counter()  # moved sessions, by the pool they left and the reason
+        self.routed = self._choice.routed  # session counts, by why the target was chosen
+        self.handovers: Counter[tuple[str, str]] = Counter()  # counts of moved sessions, by the pool left and reason
         self._target_wait_s = target_wait_s
         self._ready: Ready[F] = Ready()  # collected by the call under way
-        self._assignments: dict[str, F] = {}  # by session
-        self._waiting: dict[str, F] = {}  # those that may lack a target or a drafter
-        self.breakers = CircuitBreakers()  # one for each drafter
+        self._assignments: dict[str, F] = {}  # by session name
+        self._waiting: dict[str, F] = {}  # sessions that may lack a target or a drafter
+        self.breakers = CircuitBreakers()  # one breaker per drafter
         self._watch = DrafterWatch(self.breakers)
-        self.given_up = self._watch.given_up  # times that a drafter was silent too long
+        self.given_up = self._watch.given_up  # times that a drafter was given up as silent
 
     def __len__(self) -> int:
         return len(self._assignments)
@@ -393,8 +390,7 @@ class SessionRouter(Generic[F]):
         return bool(self._waiting) or self._watch.has_news
 
     def are_targets_full(self, now: float) -> bool:
-        """Returns True if there are targets and each has just reported that it is full, so that a new session would
-        wait."""
+        """Returns True if there are targets and each has just reported that it is full; a new session would wait."""
         return self._choice.are_full(now)
 
     # ------------------------------------------------------------ sessions
@@ -419,8 +415,7 @@ class SessionRouter(Generic[F]):
         self._choice.forget(assignment.session)
 
     def tick(self, now: float) -> Ready[F]:
-        """Leaves silent and bad drafters, places waiting sessions, and fails those that have waited too long for a
-        target."""
+        """Leaves silent and bad drafters, places waiting sessions, and fails those without a target for too long."""
         self._leave_silent(now)
         self._handle_complaints(now)
         for peer in [*self.targets.leaving]:
@@ -454,7 +449,7 @@ class SessionRouter(Generic[F]):
         self._carry_out(assignment, commands)
 
     def unreadable(self, target: str, session: str, attempt: int, now: float) -> Ready[F]:
-        """Handles a malformed message from a target about a session: the session leaves the target."""
+        """Handles a malformed message from a target about a session: moves the session to another target."""
         assignment = self._assignments.get(session)
         if assignment is not None and assignment.session.target == target:
             assignment.seeking_since = now
@@ -465,7 +460,7 @@ class SessionRouter(Generic[F]):
     def gone(self, peer: str, now: float) -> Ready[F]:
         """Handles the broken stream of a target or drafter.
 
-        A peer that announced its leaving is not counted as lost.
+        A peer that announced that it leaves is not counted as lost.
         """
         is_planned = peer in self.targets.leaving
         self.targets.gone(peer)
@@ -537,7 +532,7 @@ class SessionRouter(Generic[F]):
             self.handovers["target", PLANNED] += 1
 
     def _place(self, assignments: Iterable[F], now: float) -> None:
-        """Gives sessions the target and the drafter that they lack, if there are any."""
+        """Gives sessions the targets and drafters that they lack, if any accepts them."""
         for assignment in assignments:
             session = assignment.session
             if session.phase is Phase.SEEKING and (target := self._choice.choose(session, now)):
@@ -588,13 +583,13 @@ class SessionRouter(Generic[F]):
             self._move_off(left, now)
 
     def _leaves(self, peer: str, now: float) -> None:
-        """Handles a peer's announcement that it ends soon, which is no failure of the peer or of its sessions."""
+        """Handles a peer's announcement that it ends soon, which counts as no failure."""
         self.targets.leaves(peer)
         self.drafters.leaves(peer)
         self._move_off(peer, now)
 
     def _move_off(self, address: str, now: float) -> None:
-        """Moves all sessions of a peer that leaves or was given up; those without an alternative stay."""
+        """Moves all sessions off a peer that leaves or was given up; those without an alternative stay."""
         is_planned = address in self.targets.leaving
         for assignment in self:
             session = assignment.session

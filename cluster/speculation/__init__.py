@@ -4,7 +4,7 @@ Input: measured times of steps and blocks, and which nodes of each block were ac
 each session after each verdict, the time that a step may wait for blocks, and the drafters that can be relied on. Pure;
 callers pass times in.
 
-Start with `controller`: `SpeculationController`, which a target's leader calls, holds the measurements, `Adaptive` is
-the policy, and `KillSwitch` turns speculation off where it was measured to lose. `estimators` has the estimates of
-acceptance and step cost, and `circuit_breaker` the breakers for silent or overloaded drafters.
+Start with `controller`. A target's leader calls `SpeculationController`, which holds the measurements; `Adaptive` is
+the policy, and `KillSwitch` turns speculation off where it was measured to lose. `estimators` estimates acceptance and
+step cost, and `circuit_breaker` has the breakers for silent or overloaded drafters.
 """

@@ -1,4 +1,4 @@
-"""Circuit breakers for drafters that are silent, overloaded, or whose blocks became bad.
+"""Circuit breakers for drafters that are silent or overloaded, or whose blocks became bad.
 
 A target notices silence first, step by step, and stops waiting; a mistake there is cheap. A router moves sessions,
 which costs the next drafter a prefill of their prompts, so it waits longer. Callers pass times in.
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 from protos.messages import DraftAnswer
 
-SILENT_STEPS = 3  # missed steps in a row after which a target stops waiting: single late blocks mean nothing
-PROBE_STEPS = 32  # steps until it waits once more, then twice as many, and so on: a dead drafter costs little
-MAX_MISSES = 8  # missed blocks before a router moves sessions, whose prompts another drafter must read again
+SILENT_STEPS = 3  # missed steps in a row after which a target stops waiting: single late blocks prove nothing
+PROBE_STEPS = 32  # steps until the target waits once more; doubles each time, so a dead drafter costs little
+MAX_MISSES = 8  # missed blocks before a router moves sessions, whose prompts another drafter must read
 MAX_COLLAPSES = 3  # sessions in a row whose blocks became bad before a drafter is given up
-FIRST_PAUSE_S = 1.0  # before a router tries a drafter again; doubles with each failed try
+FIRST_PAUSE_S = 1.0  # pause before a router tries a drafter again; doubles with each failed try
 MAX_PAUSE_S = 30.0
-SILENT_S = 2.0  # silence after which a drafter that drafted for the session before is given up
-FIRST_BLOCK_S = 10.0  # the same for one that has yet to read the session's prompt
+SILENT_S = 2.0  # silence after which a drafter that has drafted for the session is given up
+FIRST_BLOCK_S = 10.0  # silence after which one that may still be reading the session's prompt is given up
 
 
 class CircuitBreaker:
@@ -25,20 +25,19 @@ class CircuitBreaker:
     While closed, the drafter is used. It opens when blocks are missed for too long, when the drafter reports overload,
     or when its blocks became bad in several sessions. After a pause it is half-open, and one session passes as a probe:
     a block for it closes the breaker, silence opens it for longer. A drafter that was silent is trusted again at its
-    first block. One whose blocks became bad has blocks all the while, so its breaker closes only when a session ends
-    well.
+    first block. One whose blocks became bad keeps sending blocks, so its breaker closes only when a session ends well.
     """
 
     def __init__(self) -> None:
-        self._pause_s = FIRST_PAUSE_S  # duration of the next opening
+        self._pause_s = FIRST_PAUSE_S  # length of the next pause
         self._open_until: float | None = None  # half-open after that; None: closed
-        self._was_silent = False  # cause of the opening
+        self._was_silent = False  # cause of the latest opening
         self._was_bad = False
         self._probe: str | None = None  # the session that passes in the half-open state
         self._probe_until = 0.0
         self._misses = 0  # since the last block in time
         self._silent_since = 0.0  # time of the first miss
-        self._collapses = 0  # sessions whose blocks became bad since one ended well
+        self._collapses = 0  # sessions whose blocks became bad since a session ended well
 
     def takes(self, now: float) -> bool:
         """Returns True if a session may be given to the drafter."""
@@ -61,7 +60,7 @@ class CircuitBreaker:
     def missed(self, now: float, silence_s: float) -> bool:
         """Records a missed block.
 
-        Returns True if the breaker opens now, because none was in time for `silence_s` seconds.
+        Returns True if the breaker opens now, because no block was in time for `silence_s` seconds.
         """
         if self._misses == 0:
             self._silent_since = now
@@ -82,7 +81,7 @@ class CircuitBreaker:
         return True
 
     def ended_well(self) -> None:
-        """Records that a session ended that the drafter drafted well for to the end."""
+        """Records a session that ended with well accepted blocks of the drafter."""
         self._collapses = 0
         if self._was_bad:
             self._close()
@@ -99,7 +98,7 @@ class CircuitBreaker:
         self._pause_s = max(FIRST_PAUSE_S, self._pause_s / 2)
 
     def _open(self, now: float) -> None:
-        """Stops sessions for a while."""
+        """Opens the breaker for a pause."""
         self._misses = 0
         if self._open_until is None or now >= self._open_until:  # further refusals during a pause do not extend it
             self._open_until = now + self._pause_s
@@ -108,17 +107,17 @@ class CircuitBreaker:
 
 
 class SilentDrafters:
-    """Drafters that a target has stopped waiting for: they returned nothing that was requested, step after step."""
+    """Drafters that a target has stopped waiting for, because they answered no request for several steps in a row."""
 
     def __init__(self) -> None:
-        self._missed: Counter[str] = Counter()  # steps in a row, by drafter
+        self._missed: Counter[str] = Counter()  # missed steps in a row, by drafter
 
     def missed(self, drafters: Iterable[str]) -> None:
-        """Records that these drafters returned nothing that was requested for the step just made."""
+        """Records that these drafters answered no request for the step just made."""
         self._missed.update(drafters)
 
     def on_message(self, drafter: str) -> None:
-        """Records that the drafter returned something, or is gone."""
+        """Records that the drafter sent a message, or is gone."""
         self._missed.pop(drafter, None)
 
     def is_silent(self, drafter: str) -> bool:
@@ -135,7 +134,7 @@ class CircuitBreakers:
     """A router's breakers, by drafter address."""
 
     def __init__(self) -> None:
-        self.opened: Counter[tuple[str, str]] = Counter()  # by address and cause
+        self.opened: Counter[tuple[str, str]] = Counter()  # number of openings, by address and cause
         self._breakers: defaultdict[str, CircuitBreaker] = defaultdict(CircuitBreaker)
 
     def takes(self, address: str, now: float) -> bool:
@@ -174,11 +173,11 @@ class CircuitBreakers:
         return opens
 
     def are_open(self, now: float) -> dict[str, bool]:
-        """Returns, by address, True if no session is given to the drafter."""
+        """Returns, by address, whether the drafter is given no sessions."""
         return {address: not breaker.takes(now) for address, breaker in dict(self._breakers).items()}
 
     def ended_well(self, address: str) -> None:
-        """Records that a session ended that the drafter drafted well for to the end."""
+        """Records a session that ended with well accepted blocks of the drafter."""
         self._breakers[address].ended_well()
 
     def forget(self, address: str) -> None:

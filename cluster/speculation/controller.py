@@ -1,13 +1,13 @@
 """Speculation control of one target replica: from measured steps and blocks to each session's next draft request.
 
-The policy chooses draft lengths and waits from the value of a second. At its best, a replica commits `rate` tokens per
-second, so a second is worth `rate` tokens, and time is spent only on what brings more (Dinkelbach's method for
+The policy chooses draft lengths and waits by the value of a second. At its best, a replica commits `rate` tokens per
+second, so a second is worth `rate` tokens, and time is spent only where it brings more (Dinkelbach's method for
 maximising a ratio). It decides from measured costs (`load`) and from the results of past blocks (`stats`).
 
 Unknown costs, such as drafters that share memory, cores or network with the target, show only in the measured
 throughput. Where speculation was slower than non-speculative decoding at a load, the kill switch turns it off for a
-while, even if it should have paid. Every trial against the odds is charged to one budget, `TRIAL_SHARE`. Pure, without
-a clock.
+while, even if the estimates favour it. All trials against the estimates are charged to one budget, `TRIAL_SHARE`. Pure,
+without a clock.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ from protos.frozen import value
 
 TRIAL_TOKENS = 2  # draft length of a trial: cheap, and enough to see whether blocks have become good
 MIN_LOOKAHEAD_GAIN = (
-    0.02  # tokens per round that drafting ahead must bring: a verdict and a block per round are not free
+    0.02  # tokens per round that drafting ahead must bring, since a verdict and a block per round cost time
 )
 RESUME_RATIO = 1.15  # hysteresis: value over cost at which drafting resumes; without it, noise would toggle drafting
 
@@ -31,48 +31,48 @@ class DraftingDecision:
     """The request to a drafter after a verdict, and its expected value."""
 
     tokens: int = 0  # draft length
-    worth: float = 0.0  # tokens that the block brings, less the cost of its verification
+    worth: float = 0.0  # tokens that the block is expected to bring, less the cost of its verification
     least_chance: float = 0.0  # acceptance probability below which a token is not worth verifying
     hold_step: bool = False  # True: a step may wait for the block; False: it is used only if in time
     skip_for_s: float = 0.0  # how long the session should skip steps and wait while others go on
-    is_trial: bool = False  # True: the block or the wait should not pay and is made to measure it
+    is_trial: bool = False  # True: the block or the wait is not expected to pay and is requested to measure it
 
 
 @value
 class Awaited:
     """A block that a step could wait for."""
 
-    worth: float  # tokens
+    worth: float  # expected tokens
     in_s: float  # from the earliest start of the step to the expected arrival of the block
 
 
 class PacingPolicy(Protocol):
-    """Interface of pacing policies, which decide for the target's leader at every step."""
+    """Interface of pacing policies, which decide draft lengths and waits of a target."""
 
     def decide(
         self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
     ) -> DraftingDecision:
         """Returns the request for the session's next block, at most `limit` tokens.
 
-        `may_try` allows a request that should not pay, as a trial.
+        `may_try` allows a trial: a request that is not expected to pay.
         """
         ...
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
-        """Returns how long a step that could begin waits for further blocks; their sessions then go without them."""
+        """Returns how long a step that could begin waits for further blocks, in seconds."""
         ...
 
 
 class Adaptive:
-    """Spends time on drafts where they bring more than the time is worth."""
+    """Requests drafts, and waits for them, where they bring more tokens than the time is worth."""
 
     def decide(
         self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
     ) -> DraftingDecision:
         """Extends the draft while each further token pays; requests none if the whole block does not pay.
 
-        With `may_try`, a session that drafts are left off for tries a few tokens, and a session whose blocks are not
-        waited for waits once, to measure how long they take.
+        With `may_try`, a session without drafts tries a few tokens, and a session that does not wait for its blocks
+        waits once, to measure their delay.
         """
         if not load.speculates:
             return DraftingDecision()
@@ -82,13 +82,13 @@ class Adaptive:
         if decision.tokens:
             return DraftingDecision(decision.tokens, decision.worth, decision.least_chance, True, is_trial=True)
         if not stats.is_left_off:
-            return decision  # it has only just been left off
+            return decision  # it stopped drafting only now
         tokens = min(TRIAL_TOKENS, limit)
         hopes = [chance + bonus for chance, bonus, _ in stats.chances.outlook(replica.chances, tokens)]
         return DraftingDecision(tokens, sum(hopes), hold_step=True, is_trial=True)
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
-        """Waits while the time of all sessions costs less than the value of the blocks worth waiting for.
+        """Waits while the time of all sessions costs less than the blocks worth waiting for bring.
 
         Those are the first blocks to arrive, as many as maximise the gain. If they do not arrive when expected, the
         wait costs at most as much as they would have brought.
@@ -105,11 +105,11 @@ class Adaptive:
     def _paying(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> DraftingDecision:
         """Returns the request that pays best: a block that the next step waits for, or one used only if it is in time.
 
-        Each token brings its acceptance probability and costs its part of the step. The sessions that wait share a
-        wait's cost.
+        Each token brings its acceptance probability and costs its part of the step. Waiting sessions share the cost of
+        a wait.
         """
         draft_token_s = replica.delay.slope
-        second = load.rate * (RESUME_RATIO if stats.is_left_off else 1.0)  # value of a second in tokens
+        second = load.rate * (RESUME_RATIO if stats.is_left_off else 1.0)  # value of a second, in tokens
         waiting = second / max(1.0, load.sessions * (1 - stats.hits))
         least_chance = min(1.0, second * load.token_s[0])
         tokens = waited_for = 0
@@ -142,7 +142,7 @@ class Adaptive:
         """Returns a request that the step waits for. Each round without any block halves the expected worth.
 
         A dead drafter therefore costs little. A session that skips a step loses a token now, but one that joins without
-        a block may have none after it either. It skips for as long as its own time is worth less than the block brings.
+        a block may have none after it either. It skips while its own time is worth less than the block brings.
         """
         worth *= 0.5**stats.missed_rounds
         skips = load.rate > 0 and (1 - stats.hits) * worth > 1
@@ -154,7 +154,7 @@ class Adaptive:
 class ReferenceLoop:
     """The executable specification: draft for all sessions, verify all, commit, with one fixed draft length.
 
-    `patience` bounds the wait for a lost drafter, in seconds.
+    `patience` bounds the wait for the blocks of a lost drafter, in seconds.
     """
 
     patience: float = 2.0
@@ -170,14 +170,14 @@ class ReferenceLoop:
 
 
 TRIAL_SHARE = (
-    0.01  # share of the time, about, lost to trials that lose and to non-speculative steps where speculation wins
+    0.01  # approximate share of time spent on losing trials, and on non-speculative steps where speculation wins
 )
 GAIN_MEMORY = 0.02  # weight of the latest step: about fifty show a gain of 1.25 although single steps differ by 0.8
-MIN_ERROR_SHARE = 0.5  # share of the error kept at a full memory: without it, a gain of 5 % was turned off too often
+MIN_ERROR_SHARE = 0.5  # share of the error kept at full memory: without it, gains of 5 % were often taken for losses
 MIN_LOSS_STEPS = 12  # decayed steps before a loss is accepted: a short benchmark at 16 sessions has a hundred steps
 LOOK_STEPS = 8  # non-speculative steps of one look at their current cost; the first look follows as many others
 MIN_LOOKS = 2  # looks before a loss is accepted: eight lucky steps once turned speculation off for half a run
-MAX_PAUSE_STEPS = 8192  # steps, some minutes: after that the drafters or the load may have changed
+MAX_PAUSE_STEPS = 8192  # some minutes of steps: after that the drafters or the load may have changed
 
 
 def octave(count: int) -> int:
@@ -187,12 +187,12 @@ def octave(count: int) -> int:
 
 @dataclass(slots=True)
 class _AtLoad:
-    """Measurements at one load."""
+    """Measured gain of speculation at one load, and the schedule of non-speculative steps there."""
 
-    brought: Pairs = Pairs()  # seconds of steps, and of non-speculative decoding for the same tokens
-    steps: int = 0  # since the last look
-    looks: int = 0  # at the cost of non-speculative steps
-    off_for: int = 0  # remaining steps to make without speculation
+    brought: Pairs = Pairs()  # seconds of speculative steps, and of non-speculative decoding for the same tokens
+    steps: int = 0  # speculative steps since the last look
+    looks: int = 0  # looks at the cost of non-speculative steps
+    off_for: int = 0  # remaining steps without speculation
     pause: int = 0  # steps of the latest pause; 0: no recent loss
 
     @property
@@ -213,20 +213,21 @@ class _AtLoad:
     def looks_after(self) -> float:
         """Speculative steps before the next look at non-speculative ones, so that looks cost about `TRIAL_SHARE`.
 
-        A look costs the gain that speculation would have brought. A close call is therefore looked at often, and an
-        apparent loss at once. The first looks come sooner, because the pace of the first steps is not typical.
+        A look costs the gain that speculation would have brought. So looks are frequent when the gain is near 1, and
+        immediate at an apparent loss. The first looks come sooner, because the pace of the first steps is not typical.
         """
         spared = min(float(LOOK_STEPS) ** min(self.looks, 3), 1 / TRIAL_SHARE)
         return max(LOOK_STEPS, LOOK_STEPS * (self.best_gain - 1) * spared)
 
     @property
     def next_pause(self) -> int:
-        """Steps to leave speculation off, so that over them the cost of its trial comes to `TRIAL_SHARE`.
+        """Steps to leave speculation off, so that its trial costs `TRIAL_SHARE` of them.
 
-        The pause at least doubles each time speculation loses again. It is then less likely to have begun to pay, and a
-        trial costs several percent more than its steps show, because drafters have to read what they missed.
+        The pause at least doubles each time speculation loses again, since it is then less likely to have begun to pay.
+        A trial costs several percent more than its steps show, because drafters have to read the tokens that they
+        missed.
         """
-        lost = self.brought.weight * (1 - self.brought.ratio)  # in non-speculative steps
+        lost = self.brought.weight * (1 - self.brought.ratio)  # measured in non-speculative steps
         return int(min(max(lost / TRIAL_SHARE, 2 * self.pause, LOOK_STEPS), MAX_PAUSE_STEPS))
 
     def rest(self, steps: int) -> None:
@@ -237,26 +238,26 @@ class _AtLoad:
 
 
 class KillSwitch:
-    """Gates speculation by load: the number of concurrent sessions, in octaves.
+    """Turns speculation on and off by load: the number of concurrent sessions, in octaves.
 
     Trials of single sessions share one budget.
     """
 
     def __init__(self) -> None:
         self._loads: defaultdict[int, _AtLoad] = defaultdict(_AtLoad)
-        self._owed = 0.0  # rounds, of any sessions, until the latest trials are paid for
+        self._owed = 0.0  # decisions, of any sessions, until the latest trials are paid for
 
     def is_on(self, sessions: int) -> bool:
         """Returns True if drafts should be requested at this load."""
         return self._at(sessions).off_for == 0
 
     def gain(self, sessions: int) -> float:
-        """Returns speculative over non-speculative throughput; 1 while unknown."""
+        """Returns the ratio of speculative to non-speculative throughput; 1 while unknown."""
         return self._at(sessions).brought.ratio
 
     @property
     def may_try(self) -> bool:
-        """True if a session may start a trial of blocks that should not pay."""
+        """True if a session may start a trial of blocks that are not expected to pay."""
         return self._owed <= 0
 
     def round(self, sessions: int, is_trial: bool) -> None:
@@ -285,7 +286,7 @@ class KillSwitch:
             if at.looks < MIN_LOOKS:
                 at.brought = Pairs()
             if at.brought.weight >= MIN_LOSS_STEPS:
-                at.pause //= 2  # it has not lost
+                at.pause //= 2  # speculation has not lost
             at.rest(LOOK_STEPS)
 
     def _at(self, sessions: int) -> _AtLoad:
@@ -293,22 +294,22 @@ class KillSwitch:
 
 
 DELAY_MEMORY = 0.01  # weight of the latest block's delay: delays are noisy, and those of all sessions count
-# Rounds without a wait after which a session waits for a block once: otherwise blocks that were slow once would be
+# Rounds after which a session waits for a block once: otherwise blocks that were slow once would be
 # taken to be slow forever. Waiting in one of a hundred rounds held every sixth step of sixteen sessions and lost 4 %.
 MAX_UNAWAITED_ROUNDS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Contents of a step that its time depends on."""
+    """Properties of a step that its duration depends on."""
 
     rows: int
-    tokens: int  # over all rows
-    decoding: int  # sessions that it could have decided for: those past their prompts, and those that waited
+    tokens: int  # tokens over all rows
+    decoding: int  # sessions past their prompts, whether in the step or waiting
     prompts: int = 0  # rows that feed prompts
     prompt_tokens: int = 0  # tokens of those rows
-    is_drafted_for: bool = False  # True if drafters were asked for blocks for it
-    is_open_to_drafts: bool = False  # True if the request of any of its sessions allows drafts
+    is_drafted_for: bool = False  # True if drafters were asked for blocks for this step
+    is_open_to_drafts: bool = False  # True if any of its sessions allows drafts
 
 
 class SpeculationController:
@@ -317,21 +318,21 @@ class SpeculationController:
     def __init__(self, policy: PacingPolicy, profile: ForwardCost | None) -> None:
         self.load = Load(StepCost.profiled(profile))
         self.acceptance = AcceptanceCounts()  # all blocks since startup
-        self.chosen: Counter[int] = Counter()  # number of requests by draft length
-        self.blocks_timed = 0  # blocks that arrived after they were requested
-        self.block_delay_s = 0.0  # sum of their delays
+        self.chosen: Counter[int] = Counter()  # number of draft requests, by draft length
+        self.blocks_timed = 0  # number of blocks that arrived after their request
+        self.block_delay_s = 0.0  # sum of their delays since the requesting verdicts
         self._policy = policy
         self._gate = KillSwitch()
         self._chances = Chances()  # over all sessions' blocks
-        # seconds over tokens, by octave of the number of sessions, which are drafted for together
+        # block delay (s) over tokens, by octave of the number of sessions, which are drafted for together
         self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
-        self._was_drafted_for = False  # whether the latest step was
+        self._was_drafted_for = False  # whether drafters were asked for blocks for the latest step
 
     def step_made(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
         """Records a step that computed for `seconds` and committed `committed` tokens of sessions past their prompts.
 
         `took_s` starts when the step could have begun, so it includes the wait before the step. A step after one that
-        was drafted for counts as speculative too, because drafters may still be at work beside it.
+        was drafted for counts as speculative too, because drafters may still be at work.
         """
         speculates = step.is_drafted_for or self._was_drafted_for
         self._was_drafted_for = step.is_drafted_for
@@ -346,7 +347,7 @@ class SpeculationController:
     def block_verified(self, requested: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
         """Records the accepted nodes of a block with `drafted` of the `requested` nodes.
 
-        `room` is the number of tokens that the session's length limit left for it.
+        `room` is the number of draft tokens that the session's length limit allowed.
         """
         self._chances = self._chances.after(requested, drafted, accepted)
         self.acceptance = self.acceptance.after(min(requested, room), len(accepted))
@@ -375,8 +376,7 @@ class SpeculationController:
         return decision
 
     def _speculated(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
-        """Passes the gate the whole time of a speculative step and the time of non-speculative steps for the same
-        work."""
+        """Reports to the kill switch a speculative step's whole time and the non-speculative time for the same work."""
         load = self.load
         cost = load.step
         token_s = cost.non_speculative_s(step.decoding) / step.decoding
@@ -396,7 +396,7 @@ class SpeculationController:
     def _non_speculative_s(self, step: StepShape) -> float:
         """Returns the duration of a non-speculative step over the same prompts plus one token per other session.
 
-        0 if it is unknown.
+        Returns 0 if it is unknown.
         """
         if not step.prompts:
             return self.load.step.non_speculative_s(step.decoding)

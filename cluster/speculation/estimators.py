@@ -2,8 +2,8 @@
 
 A block's nodes come in falling order of probability, so node k of any tree is its k-th likeliest, and its acceptance
 rate is the value of a k-th token. In a chain, k is the position. The statistics are kept three times: per session, over
-some tens of blocks; per replica, for sessions that little is known of; and as the replica's counts since startup, for
-planning a fleet.
+some tens of blocks; per replica, for sessions with few blocks; and as the replica's counts since startup, for planning
+a fleet.
 
 A profile at startup gives the shape of step cost over rows and tokens; live steps give its scale. Live steps are much
 alike, so a curve fitted to them alone would not predict other sizes, in particular the non-speculative steps that
@@ -32,8 +32,7 @@ def blend(old: float, new: float, memory: float) -> float:
 
 @value
 class Mean:
-    """A mean over equally weighted measurements until their weight falls to `memory`, and exponentially weighted after
-    that."""
+    """A mean with equal weights until a measurement weighs only `memory`, and exponentially weighted after that."""
 
     count: int = 0
     value: float = 0.0
@@ -44,7 +43,7 @@ class Mean:
 
 @value
 class Pairs:
-    """Pairs of measurements x and y made together: decayed sums, their ratio, and the line through them."""
+    """Statistics of paired measurements x and y: decayed sums, their ratio, and a least-squares line."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -80,7 +79,7 @@ class Pairs:
     def slope(self) -> float:
         """Slope of the least-squares line, clamped so that neither it nor the value at x = 0 is negative.
 
-        Durations neither fall nor begin below 0. The slope is 0 while all x are the same.
+        Durations neither fall with x nor start below 0. The slope is 0 while all x are the same.
         """
         spread = self.weight * self.x_squares - self.x**2
         if spread <= MIN_SPREAD * self.x_squares:
@@ -94,12 +93,12 @@ class Pairs:
         return max(0.0, self.y - self.slope * self.x) / self.weight if self.weight else 0.0
 
 
-MAX_POSITIONS = 16  # nodes of a block that are counted separately: no request is longer
-ACCEPTANCE_MEMORY = 0.06  # weight of the latest block; a text is as predictable as its last paragraph
+MAX_POSITIONS = 16  # most nodes of a block that are counted separately; requests are no longer
+ACCEPTANCE_MEMORY = 0.06  # weight of the latest block: a text is as predictable as its last paragraph
 REPLICA_STRENGTH = 3.0  # weight of PRIOR in blocks: a replica's first blocks soon outweigh it
 SESSION_STRENGTH = 8.0  # weight of other sessions in blocks: with half of all blocks good, four bad ones prove nothing
 PRIOR = tuple(0.5**position for position in range(1, MAX_POSITIONS + 1))  # optimistic, so that blocks are tried
-MIN_REACHED = 32  # times that a position must be reached before its rate is published: an error below 0.09
+MIN_REACHED = 32  # blocks that must reach a position before its rate is published: an error below 0.09
 
 
 @value
@@ -111,13 +110,13 @@ class Chances:
     """
 
     requested: tuple[float, ...] = ()
-    drafted: tuple[float, ...] = ()  # for the same nodes, as is the next
+    drafted: tuple[float, ...] = ()  # same nodes as `requested`; so is `accepted`
     accepted: tuple[float, ...] = ()
 
     def after(self, requested: int, drafted: int, accepted: Container[int]) -> "Chances":
         """Returns the counts after a verified block with these nodes accepted.
 
-        Nodes that have not been requested for long are forgotten, and so are tried again.
+        Counts of nodes that are not requested for long decay, so these nodes are tried again.
         """
         new = (0.0,) * (min(requested, MAX_POSITIONS) - len(self.requested))
         return Chances(
@@ -127,11 +126,11 @@ class Chances:
         )
 
     def outlook(self, others: "Chances", positions: int) -> list[tuple[float, float, float]]:
-        """Returns what to expect of the first nodes of the next block, one triple for each node.
+        """Returns expectations for the first nodes of the next block, one triple for each node.
 
         The triple holds the cumulative acceptance probability, its standard error (an exploration bonus, since a few
         rejections in a row prove nothing), and the probability that the node is drafted at all. `others` holds the
-        counts over all sessions, which stand in where little is known.
+        counts over all sessions, which stand in while this session has few blocks.
         """
         counts = others.requested, others.drafted, others.accepted, self.requested, self.drafted, self.accepted
         seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, MAX_POSITIONS))
@@ -155,20 +154,20 @@ class ReplicaStats:
     """Statistics over all sessions of a replica."""
 
     chances: Chances = Chances()
-    delay: Pairs = Pairs()  # seconds from a verdict to its block over the block's tokens, without hits
+    delay: Pairs = Pairs()  # seconds from a verdict to its block over the block's tokens, blocks sent ahead excluded
 
 
 @dataclass(slots=True)
 class SessionStats:
-    """Results of a session's blocks, their delays, and whether drafts are left off."""
+    """Results of a session's blocks, their delays, and whether the session goes without drafts."""
 
     chances: Chances = Chances()
-    delay_s: float = 0.0  # from a verdict to the arrival of the next block, without hits; decayed
-    hits: float = 0.5  # share of verdicts for which a block was there already; decayed
-    missed_rounds: int = 0  # rounds without a block since one last arrived
+    delay_s: float = 0.0  # seconds from a verdict to the next block, without hits; decayed
+    hits: float = 0.5  # share of verdicts whose next block had already arrived; decayed
+    missed_rounds: int = 0  # rounds without a block since the latest one
     unawaited: int = 0  # rounds in a row with blocks that were not worth a wait
-    is_left_off: bool = False  # True: blocks were found not to pay
-    is_on_trial: bool = False  # True: they are tried nevertheless, and may be tried once more
+    is_left_off: bool = False  # True: no blocks are requested, because they did not pay
+    is_on_trial: bool = False  # True: blocks are tried nevertheless, and may be tried once more
 
     def block_verified(self, requested: int, drafted: int, accepted: Sequence[int]) -> None:
         """Records the accepted nodes of a block with `drafted` of the `requested` nodes."""
@@ -177,7 +176,7 @@ class SessionStats:
             self.is_on_trial = self.is_left_off
 
     def nothing_drafted(self, requested: int) -> None:
-        """Records that the drafter had no block to offer: counted as requested, with no node drafted."""
+        """Records that the drafter had no block: counts as a requested block without any node."""
         self.chances = self.chances.after(requested, 0, ())
 
     def block_arrived(self, delay_s: float) -> None:
@@ -186,7 +185,7 @@ class SessionStats:
         self.missed_rounds = 0
 
     def verdict_sent(self, hit: bool) -> None:
-        """Records a verdict that asked for a block; `hit`: the block was there already."""
+        """Records a verdict that requested a block; `hit`: the block had already arrived."""
         self.hits = blend(self.hits, hit, ACCEPTANCE_MEMORY)
         if hit:
             self.missed_rounds = 0
@@ -198,7 +197,7 @@ class SessionStats:
     def request_sent(self, is_sent: bool, is_awaited: bool, is_trial: bool) -> None:
         """Records whether a block is requested now, whether it is worth a wait, and whether the request is a trial.
 
-        A trial has two blocks, because the first may meet a drafter that is not ready. It continues while blocks are
+        A trial has two blocks, because the drafter may not be ready for the first. It continues while blocks are
         accepted.
         """
         if is_sent:
@@ -212,15 +211,17 @@ class SessionStats:
 
 @value
 class AcceptanceCounts:
-    """Counts of blocks by position since startup, as far as was ever requested and below MAX_POSITIONS."""
+    """Block counts per draft position since startup, up to the longest draft requested so far (at most MAX_POSITIONS
+    positions).
+    """
 
     reached: tuple[int, ...] = ()  # blocks requested to this position or further, with all positions before it accepted
-    accepted: tuple[int, ...] = ()  # those with this position accepted too
+    accepted: tuple[int, ...] = ()  # blocks among `reached` with this position accepted too
 
     def after(self, requested: int, accepted: int) -> "AcceptanceCounts":
         """Returns the counts after a verified block.
 
-        One that ended early, in doubt, counts as rejected where it ended.
+        A block that the drafter ended early counts as rejected where it ended.
         """
         positions = range(min(requested, MAX_POSITIONS))
         reached = tuple([int(position <= accepted) for position in positions])
@@ -232,8 +233,7 @@ class AcceptanceCounts:
         return AcceptanceCounts(_sums(self.reached, other.reached), _sums(self.accepted, other.accepted))
 
     def by_position(self) -> tuple[float, ...]:
-        """Returns the acceptance probability of each position given those before it, up to the first with too few
-        blocks."""
+        """Returns each position's acceptance probability given earlier ones, up to the first with too few blocks."""
         rates: list[float] = []
         for reached, accepted in zip(self.reached, self.accepted, strict=True):
             if reached < MIN_REACHED:
@@ -246,30 +246,30 @@ def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([a + b for a, b in zip_longest(one, other, fillvalue=0)])
 
 
-COST_MEMORY = 0.05  # weight of the latest step: about twenty steps or one second
+COST_MEMORY = 0.05  # weight of the latest step: about twenty steps count, or one second
 # Weight of the latest non-speculative step: the steps of one look outweigh all earlier ones. The cost of drafters on
 # the target's own machine changes within seconds; with older looks, a loss of 5 % was taken for a gain of 5 %.
 NON_SPECULATIVE_MEMORY = 0.15
 COMPARED_STEPS = 8  # non-speculative steps in a row compared with the speculative ones before; later ones set the pace
-UNPROFILED_COST = ForwardCost(by_tokens=((1, 1.0),))  # without a profile, further tokens are taken to cost nothing
+UNPROFILED_COST = ForwardCost(by_tokens=((1, 1.0),))  # without a profile, further tokens are assumed to cost nothing
 
 
 def pace_after(pace: Mean, ratio: float, memory: float = COST_MEMORY) -> Mean:
     """Returns the pace, as a multiple of the profile's shape, after one more step or pass.
 
-    A measurement counts for at most twice the current pace, so a step that hung has little effect.
+    A measurement counts for at most twice the current pace, so a hanging step has little effect.
     """
     return pace.after(min(ratio, 2 * pace.value or ratio), memory)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step by its rows and tokens; 0 while nothing is known."""
+    """Duration of a step, in seconds, by its rows and tokens; 0 while unknown."""
 
     shape: ForwardCost
     pace: Mean  # speculative steps as a multiple of the shape, without the wait before them
-    plain: Mean = Mean()  # non-speculative steps as a multiple of that, from one step's end to the next
-    prompts: Mean = Mean()  # the same for non-speculative steps that feed prompts: a profile has short rows
+    plain: Mean = Mean()  # non-speculative steps as a multiple of `pace`, from one step's end to the next
+    prompts: Mean = Mean()  # the same for non-speculative steps with prompts, since a profile has short rows
     non_speculative_run: int = COMPARED_STEPS  # non-speculative steps since the last speculative one
 
     @classmethod
@@ -321,7 +321,7 @@ class StepCost:
     def non_speculative_cost(self) -> ForwardCost | None:
         """Current cost of steps of one token per row while no drafter works, including the time between steps.
 
-        None until such a step was compared with speculative ones.
+        None until such a step has been compared with speculative ones.
         """
         return self.shape.times(self._non_speculative_scale * self.pace.value) if self.plain.count else None
 
@@ -335,8 +335,8 @@ class Load:
     """The replica's current load and the value of a second."""
 
     step: StepCost = field(default_factory=lambda: StepCost.profiled(None))
-    sessions: int = 1  # sessions that are decoding
-    gain: float = 1.0  # recent throughput over that of non-speculative decoding
+    sessions: int = 1  # number of decoding sessions
+    gain: float = 1.0  # recent throughput as a multiple of that of non-speculative decoding
     speculates: bool = True  # False while speculation is known to lose
 
     @cached_property
@@ -347,7 +347,7 @@ class Load:
 
     @cached_property
     def rate(self) -> float:
-        """Tokens per second at the better of the two modes: the value of a second."""
+        """Tokens per second with or without speculation, whichever is faster: the value of a second."""
         return max(1.0, self.gain) * self.non_speculative_rate
 
     @cached_property
