@@ -5,13 +5,13 @@ counts of equal, nearly tied and different results, and an alarm for each differ
 
 `Replay` is one audit. It decides an ended request again, one token per step, and needs no ledger of its own: until
 non-speculative decoding gives another token, its text is a prefix of the committed one, so an audit that had to leave
-its target continues elsewhere from there. At another token the audit asks for its margin. After a near tie it continues
+its target continues elsewhere from there. At another token the audit requests its margin. After a near tie it continues
 with the committed token, because only then do both texts agree afterwards. Any other margin is a difference, and the
 audit ends after recording how non-speculative decoding continues.
 
 `Audits` selects requests and targets. One audit runs at a time, on a target without other sessions of this router. The
-target refuses it while it serves other routers' sessions, and ends it as soon as a request arrives; it then waits and
-continues where it stopped. Callers pass the time in and send the returned messages.
+target refuses the audit while it serves other routers' sessions, and ends it as soon as a request arrives; the audit
+then waits and continues where it stopped. Callers pass the time in and send the returned messages.
 """
 
 from collections import Counter, deque
@@ -39,9 +39,9 @@ class Difference:
 
     session: str
     prompt_len: int
-    position: int  # index in the answer of the first token that differs
-    margin: float | None  # lead of the token of non-speculative decoding, in logits
-    committed: tuple[int, ...]  # tokens from that position on, as are `plain`
+    position: int  # index of the first differing token in the answer
+    margin: float | None  # lead of the non-speculative token, in logits
+    committed: tuple[int, ...]  # committed tokens from that position on; `plain` are the non-speculative ones
     plain: tuple[int, ...]
     sampling: Sampling
     seed: int
@@ -53,7 +53,7 @@ class Difference:
 
 
 class Progress(Enum):
-    """State of the audit after a verdict."""
+    """What an audit does next after a verdict."""
 
     CONTINUES = "continues"
     REOPENS = "reopens"
@@ -69,7 +69,7 @@ def is_repeatable(generation: Generation) -> bool:
 
 
 class Replay:
-    """An audit from beginning to end, on one or more targets."""
+    """One audit from beginning to end, on one or more targets."""
 
     def __init__(
         self, generation: Generation, committed: tuple[int, ...], served_by: frozenset[str], near_tie: float
@@ -78,19 +78,19 @@ class Replay:
         self.served_by = served_by
         self.attempt = 0
         self.failures = 0  # targets lost so far
-        self.near_ties: list[float] = []  # their margins
+        self.near_ties: list[float] = []  # margins of near ties so far, in logits
         self._generation = generation
         self._committed = committed
         self._near_tie = near_tie
         self._agreed = 0  # committed tokens confirmed so far
-        self._plain: tuple[int, ...] = ()  # tokens of non-speculative decoding from there on, if they differ
+        self._plain: tuple[int, ...] = ()  # non-speculative tokens after the agreed ones, if they differ
         self._rival: int | None = None  # the token that the next verdict's margin is measured against
         self._margin: float | None = None
         self._prefix = Prefix(generation.hash_key)  # tokens that the target has
 
     @property
     def tokens(self) -> int:
-        """Number of tokens held, prompt included."""
+        """Number of tokens of the request, prompt and answer."""
         return len(self._generation.prompt) + len(self._committed)
 
     @property
@@ -120,7 +120,7 @@ class Replay:
         )
 
     def receive(self, verdict: Verdict) -> Progress:
-        """Applies a target's verdict; ignores one of another attempt or for other tokens."""
+        """Applies a target's verdict; ignores one for another attempt or other tokens."""
         here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
         if verdict.attempt != self.attempt or not here:
             return Progress.CONTINUES
@@ -168,10 +168,12 @@ class Replay:
         return self._ended_or(Progress.CONTINUES)
 
     def _weigh(self, verdict: Verdict, rival: int) -> Progress:
-        """Decides between near tie and difference; the target computed the margin over the whole prefix at once."""
+        """Decides between a near tie and a difference by the margin, which the target computed over the whole prefix at
+        once.
+        """
         (token,) = verdict.tokens
         plain = self._plain[0]
-        if token == rival and token != plain:  # it agrees with the committed token: measure the other one
+        if token == rival and token != plain:  # it agrees with the committed token: measure against the other one
             self._rival = plain
             return Progress.REOPENS
         self._rival = None
@@ -189,7 +191,7 @@ class Replay:
         return Progress.ENDED if self._agreed == len(self._committed) else progress
 
 
-REFUSED_PAUSE_S = 1.0  # after a target refused because it had requests to serve
+REFUSED_PAUSE_S = 1.0  # pause after a target refused an audit because it had requests to serve
 OUTCOMES = ("equal", "near_tie", "differs", "rejection", "dropped", "failed")
 """Outcomes of the chosen requests.
 
@@ -200,7 +202,7 @@ decide it.
 
 
 def is_chosen(session: str, share: float) -> bool:
-    """Returns True for a share of all sessions, chosen by a hash of the name."""
+    """Returns True for the given share of all sessions, chosen by a hash of the name."""
     drawn = int.from_bytes(blake2b(session.encode(), digest_size=8).digest())
     return drawn < share * 2**64
 
@@ -216,7 +218,7 @@ class Audits:
         self._alarm = alarm
         self._waiting: deque[Replay] = deque()
         self._running: Replay | None = None
-        self._target = ""  # of the running audit
+        self._target = ""  # target of the running audit
         self._not_before = 0.0  # earliest time of the next try
 
     @property
@@ -251,7 +253,7 @@ class Audits:
         self._waiting.append(replay)
 
     def tick(self, targets: Peers, now: float) -> list[Send]:
-        """Starts or continues the first audit for which a target has nothing else to do."""
+        """Starts or continues the first audit for which there is a target without sessions of this router."""
         if self._running is not None or now < self._not_before:
             return []
         for replay in self._waiting:
@@ -291,7 +293,7 @@ class Audits:
     def gone(self, target: str) -> None:
         """Handles a target's broken stream.
 
-        Gives an audit up after several, so that it cannot bring all targets down.
+        Gives an audit up after several broken streams, so that it cannot bring all targets down.
         """
         replay = self._running
         if replay is None or target != self._target:

@@ -1,8 +1,8 @@
-"""Sizes of the target pool and the draft pool: pure, from the replicas' reports.
+"""Decides the sizes of the target pool and the draft pool, from the replicas' reports alone. Pure.
 
 Input: `TargetReport` and `DraftReport` metrics, the pools' current sizes and bounds, and the settings that target
 replicas report. Output: a size for each pool, with the reason for it. A pool's need is a number of replicas and may be
-fractional; the largest need counts. A new size is followed once the need has lasted long enough: briefly upwards, long
+fractional; the largest need counts. A new size is adopted once the need has lasted long enough: briefly upwards, long
 downwards.
 
 Ray Serve calls the policies below, for the whole application or for one deployment. Serve's controller pickles them by
@@ -22,23 +22,23 @@ from typing import Any, Protocol, TypeVar
 class TargetReport:
     """Report of one target replica. Counts are current; shares and times cover the time since the previous report."""
 
-    running: float = 0.0  # sessions in the cache
-    queued: float = 0.0  # sessions that wait for a place in it
-    drafted: float = 0.0  # running sessions with a drafter that is asked for tokens
+    running: float = 0.0  # number of sessions in the cache
+    queued: float = 0.0  # number of sessions that wait for admission to the cache
+    drafted: float = 0.0  # running sessions with a drafter from which tokens are requested
     undrafted: float = 0.0  # running sessions that want drafts but have no drafter
     waiting: float = 0.0  # share of the time with sessions that was spent in no step, usually waiting for blocks
     cache: float = 0.0  # share of the pages that sessions hold
-    unread: float = 0.0  # sessions that have yet to get their first token
+    unread: float = 0.0  # sessions without their first token
     first_token_s: float = 0.0  # mean time to the first token; sessions without one count with their time so far
-    backlog_s: float = 0.0  # estimated time to compute the prompts of `unread`
-    gain: float = 1.0  # throughput over that of non-speculative decoding; 1: none, or unknown
+    backlog_s: float = 0.0  # estimated time to compute the prompts of `unread` sessions
+    gain: float = 1.0  # throughput with speculation over throughput without; 1: no gain, or unknown
 
 
 @dataclass(frozen=True)
 class DraftReport:
     """Report of one drafter on the time since its previous report."""
 
-    shared: float = 0.0  # share of the time in requested passes, beyond what a single session would take
+    shared: float = 0.0  # share of the time that requested passes took beyond passes for one session
     late: float = 0.0  # share of the requested blocks that were late
 
 
@@ -46,13 +46,13 @@ Report = TypeVar("Report", TargetReport, DraftReport)
 
 
 def reported(kind: type[Report], metrics: Mapping[str, Mapping[Any, float]]) -> list[Report]:
-    """Builds reports from metrics by name and replica, for the replicas that have reported all of theirs."""
+    """Builds reports from metrics by name and replica, for replicas that have reported every metric of the kind."""
     names = [field.name for field in fields(kind)]
     return [kind(**{name: metrics[name][replica] for name in names}) for replica in tellers(names, metrics)]
 
 
 def tellers(names: Iterable[str], metrics: Mapping[str, Mapping[Any, float]]) -> list[Any]:
-    """Returns the replicas that have reported all of these names, in a stable order."""
+    """Returns the replicas that have reported all of these metrics, in a stable order."""
     told = [metrics.get(name, {}) for name in names]
     return sorted(set.intersection(*(set(values) for values in told)), key=str)
 
@@ -77,7 +77,7 @@ def share(part: float, whole: float) -> float:
 
 @dataclass(frozen=True)
 class StabilizationWindow:
-    """Sizes that a pool needed so far, by level: a need for three counts for two and for one, too.
+    """A pool's needs so far, by level: a need for three replicas counts for levels two and one, too.
 
     This damps noise. The size grows to the smallest need throughout the upward delay, and shrinks to the largest need
     within the downward delay.
@@ -99,7 +99,7 @@ class StabilizationWindow:
         )
 
     def size(self, present: int, now: float, up_delay_s: float, down_delay_s: float) -> int:
-        """Returns the size to have now."""
+        """Returns the size that the pool should have now."""
         least = max((level for level, since in self.since.items() if now - since >= up_delay_s), default=0)
         most = max((level for level, last in self.last.items() if now - last <= down_delay_s), default=0)
         return min(max(present, least), most)
@@ -107,9 +107,7 @@ class StabilizationWindow:
 
 DEFAULT_UTILISATION = 0.5  # default utilisation: a pool can take twice its load while further replicas start
 MAX_CACHE_SHARE = 0.8  # share of the pages that sessions may hold: beyond it, a long session preempts others
-MAX_LOST_SHARE = (
-    0.125  # share of blocks, or of a target's time, that may be lost: below it, drafters take more sessions
-)
+MAX_LOST_SHARE = 0.125  # share of blocks, or of a target's time, whose loss is tolerated before drafters are added
 # Margin over the need before a pool shrinks: fewer replicas are slower, so sessions last longer and more run at once.
 RESERVE_SHARE = 0.25
 
@@ -118,7 +116,7 @@ RESERVE_SHARE = 0.25
 class TargetScaling:
     """Rules by which the target pool follows its load."""
 
-    sessions_per_replica: float  # per replica without speculation
+    sessions_per_replica: float  # without speculation; multiplied by the measured gain, up to `max_sessions`
     max_sessions: float  # capacity of a replica
     first_token_s: float  # time to first token beyond which waiting prompts call for another replica
     up_delay_s: float
@@ -137,7 +135,7 @@ class DraftScaling:
 
 @dataclass(frozen=True)
 class Need:
-    """The need of one pool."""
+    """The number of replicas that one pool needs, and why."""
 
     replicas: float
     why: str
@@ -149,7 +147,7 @@ class Need:
 
 
 def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need | None:
-    """Returns the target pool's demand with `present` replicas; None until one of them has reported."""
+    """Returns the target pool's need with `present` replicas; None until one of them has reported."""
     if not reports:
         return None
     return _largest(_session_need(reports, scaling), _cache(reports), _prompts(reports, scaling, present))
@@ -158,7 +156,7 @@ def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present
 def draft_need(
     targets: Sequence[TargetReport], drafters: Sequence[DraftReport], scaling: DraftScaling, present: int
 ) -> Need | None:
-    """Returns the draft pool's demand with `present` replicas; None until a target has reported the demand.
+    """Returns the draft pool's need with `present` replicas; None until a target has reported the demand.
 
     Sessions without a drafter, because there is none or because drafters refused them, count like those with one. So a
     pool can grow from zero, and one that sheds sessions grows.
@@ -186,7 +184,7 @@ def draft_need(
 
 
 def coupled_need(targets: int | None, per_target: float) -> Need | None:
-    """Returns the demand of a draft pool that follows the size of the target pool; None while that is unknown."""
+    """Returns the need of a draft pool that follows the size of the target pool; None while that is unknown."""
     if targets is None:
         return None
     return Need(per_target * targets, f"{per_target:g} for each of {targets} target replicas")
@@ -215,9 +213,9 @@ def _cache(reports: Sequence[TargetReport]) -> Need:
 
 
 def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need:
-    """Returns the need by the time to first token, at most one replica for each prompt that waits at the same time.
+    """Returns the need by the time to first token, at most one replica per prompt that waits at the same time.
 
-    Replicas are given back once the time is so short that fewer keep it within bounds.
+    Releases replicas once the time is so short that fewer replicas keep it within bounds.
     """
     unread = sum(report.unread for report in reports)
     wait_s = max(max(report.first_token_s, report.backlog_s) for report in reports)
@@ -238,9 +236,9 @@ class Pool:
 
 @dataclass(frozen=True)
 class PoolDecision:
-    """The size that a pool should have."""
+    """The decided size of a pool, and its reason."""
 
-    size: int  # now
+    size: int  # size to have now
     wished: int  # size to have once the need has lasted long enough
     why: str
     wishes: StabilizationWindow = field(default_factory=StabilizationWindow)
@@ -260,8 +258,7 @@ def decide_drafters(
     target_size: int | None,
     now: float,
 ) -> PoolDecision:
-    """Decides the size of the draft pool after that of the target pool; `target_size` is None if that pool is not
-    visible."""
+    """Decides the size of the draft pool, given that of the target pool; `target_size` is None if unknown."""
     if scaling.per_target is None:
         need = draft_need(targets, reports, scaling, pool.size)
     else:
@@ -283,7 +280,7 @@ def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_d
     return PoolDecision(min(max(size, pool.least), pool.most), wished, need.why, wishes)
 
 
-Settings = Mapping[str, Mapping[str, float | None]]  # by pool and name
+Settings = Mapping[str, Mapping[str, float | None]]  # by pool and setting name
 Scaling = TypeVar("Scaling", TargetScaling, DraftScaling)
 
 
@@ -296,8 +293,8 @@ def as_numbers(settings: Settings) -> dict[str, float]:
 def told(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, float]]) -> Scaling | None:
     """Returns the settings of one pool from metrics by name and replica.
 
-    None until a replica has reported all settings that are not None by default. While an update runs, replicas report
-    different settings, and any of them will do.
+    Returns None until a replica has reported all settings whose default is not None. While an update runs, replicas
+    report different settings; any of them is used.
     """
     names = {field.name: _name(pool, field.name) for field in fields(kind)}
     always = [names[field.name] for field in fields(kind) if field.default is not None]
@@ -314,7 +311,7 @@ def _name(pool: str, name: str) -> str:
 
 TARGET = "target"
 DRAFT = "draft"
-POOLS = {"Target": TARGET, "Drafter": DRAFT}  # by deployment
+POOLS = {"Target": TARGET, "Drafter": DRAFT}  # pool by deployment name
 
 
 class Observed(Protocol):

@@ -58,7 +58,7 @@ def _message(fault: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _keys(sections: list[str], model: type[BaseModel]) -> list[str]:
-    """Returns the keys of a section, given the path of section names to it."""
+    """Returns the keys of a section, given the path of section names that leads to it."""
     names = iter(sections)
     for name in names:
         annotation = model.model_fields[name].annotation
@@ -464,7 +464,7 @@ class SlipstreamConfig(Section):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """All names of the model, its main name first."""
+        """All API names of the model, its main name first."""
         return tuple(dict.fromkeys((self.model.name, *self.server.served_names)))
 
     @model_validator(mode="after")
@@ -564,7 +564,7 @@ def _override(data: dict[str, Any], keys: list[str], value: str, name: str) -> N
 
 
 def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path) -> None:
-    """Makes local folders absolute; keeps anything that is not a folder, as a Hugging Face id."""
+    """Makes local folders absolute; keeps any other value, as a Hugging Face id."""
     part = data.get(section)
     if not isinstance(part, dict) or not isinstance(part.get(key), str):
         return
@@ -576,7 +576,7 @@ def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path)
 
 
 def _make_absolute(data: dict[str, Any], section: str, key: str, base: Path) -> None:
-    """Makes a value absolute that can only be a path."""
+    """Makes a path absolute; the value cannot be anything else."""
     part = data.get(section)
     if isinstance(part, dict) and isinstance(part.get(key), str):
         part[key] = str(base / Path(part[key]).expanduser())

@@ -78,7 +78,7 @@ class LayerSkipOptions(Section):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Layer ids, from 0."""
+        """Ids of the target's layers that draft, from 0."""
         return tuple(range(self.layers)) if isinstance(self.layers, int) else self.layers
 
 
@@ -252,7 +252,7 @@ class TrustConfig(Section):
 
     @property
     def is_off(self) -> bool:
-        """True if nothing is configured."""
+        """True if no authentication is configured and `insecure` is not set."""
         return self.certificates is None and self.token_file is None and not self.insecure
 
 

@@ -1,4 +1,4 @@
-"""Times of forward passes and messages, measured or given: values that can be published, saved and loaded.
+"""Durations of forward passes and messages, measured or given: values that can be published, saved and loaded.
 
 Replicas publish what they measured at startup; the simulator and `slipstream plan` use it.
 """
@@ -19,7 +19,7 @@ class _Cost(BaseModel):
 
 
 class ForwardCost(_Cost):
-    """Seconds of one forward pass: a piecewise linear curve over its tokens, plus a constant for each row."""
+    """Seconds of one forward pass: a piecewise linear curve over its tokens, plus a constant per row."""
 
     by_tokens: tuple[tuple[int, float], ...] = Field(min_length=1, description="(tokens, seconds), tokens rising")
     per_row_s: float = Field(0.0, ge=0)
@@ -38,7 +38,7 @@ class ForwardCost(_Cost):
         return cls(by_tokens=((0, base_s), (1, base_s + per_token_s)), per_row_s=per_row_s)
 
     def times(self, factor: float) -> Self:
-        """Returns the same shape, slower by `factor`."""
+        """Returns the cost with all durations multiplied by `factor`."""
         points = tuple((tokens, factor * seconds) for tokens, seconds in self.by_tokens)
         return type(self)(by_tokens=points, per_row_s=factor * self.per_row_s)
 
@@ -67,7 +67,7 @@ class ForwardCost(_Cost):
 class DraftCost(_Cost):
     """Seconds of one drafting pass: its successive forward passes, plus a constant.
 
-    A forward pass predicts up to `tokens_per_forward` tokens in each row; each one after the first costs `further`
+    A forward pass predicts up to `tokens_per_forward` tokens in each row; each token after the first costs `further`
     more. Both curves are over rows.
     """
 
@@ -77,7 +77,7 @@ class DraftCost(_Cost):
     tokens_per_forward: int = Field(1, ge=1)
 
     def times(self, factor: float) -> Self:
-        """Returns the same shape, slower by `factor`."""
+        """Returns the cost with all durations multiplied by `factor`."""
         slower = {
             "forward": self.forward.times(factor),
             "further": self.further.times(factor),
@@ -94,14 +94,15 @@ class DraftCost(_Cost):
         return -(-tokens // self.tokens_per_forward)
 
     def forward_s(self, rows: float, tokens: int) -> float:
-        """Returns the seconds of one forward pass over `rows` rows that predicts as much of a block of `tokens` as it
-        can."""
+        """Returns the seconds of one forward pass over `rows` rows that predicts as much as it can of a block of
+        `tokens`.
+        """
         further = max(0, min(tokens, self.tokens_per_forward) - 1)
         return self.forward.seconds(rows, rows) + further * self.further.seconds(rows, rows)
 
 
 class CostModel(_Cost):
-    """All costs in time, and the drafts' acceptance if it was measured with them."""
+    """All durations of a deployment, and the drafts' acceptance if it was measured with them."""
 
     target: ForwardCost
     draft: DraftCost
@@ -123,7 +124,7 @@ class CostModel(_Cost):
     def non_speculative_s(self, rows: float) -> float:
         """Returns the seconds of a target's step of one token per row while no drafter works.
 
-        Drafters on the target's own machine take from its cores, caches and memory.
+        Such steps may be shorter, because drafters on the target's own machine use its cores, caches and memory.
         """
         return (self.non_speculative or self.target).seconds(rows, rows)
 

@@ -26,7 +26,7 @@ MAX_DRAFTERS = 64  # most recent drafters that are kept
 
 @value
 class BlockKind:
-    """Features that blocks are counted by, besides their drafter."""
+    """Features by which blocks are counted, besides their drafter."""
 
     context: int  # tokens before the block, rounded down to a power of two
     is_prefix_cached: bool  # whether the session began on cached pages
@@ -38,10 +38,10 @@ def kind_of(length: int, is_prefix_cached: bool) -> BlockKind:
 
 
 class AcceptanceStats:
-    """Counts by drafter and kind. They only grow, until a drafter is dropped for more recent ones."""
+    """Acceptance counts by drafter and block kind. They only grow, until a drafter is dropped for more recent ones."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[str, dict[BlockKind, AcceptanceCounts]] = OrderedDict()  # most recent last
+        self._counts: OrderedDict[str, dict[BlockKind, AcceptanceCounts]] = OrderedDict()  # most recent drafter last
 
     def block_verified(self, drafter: str, kind: BlockKind, requested: int, accepted: int) -> None:
         """Records a block of up to `requested` tokens with `accepted` accepted ones."""
@@ -71,9 +71,9 @@ HISTORY_BLOCKS = 128  # approximate number of blocks in the history
 MIN_USUAL_ACCEPTANCE = (
     0.25  # usual acceptance below which the test is off: a draft that was always poor raises no alarm
 )
-HARDER_TEXT_SHARE = 0.85  # share of the usual acceptance that texts which become harder may fall to
+HARDER_TEXT_SHARE = 0.85  # least share of the usual acceptance that harder texts are assumed to keep
 COLLAPSED_SHARE = (
-    0.15  # share of that left to a drafter that is out of step, since some of its tokens are right by chance
+    0.15  # share of that kept by a drafter that is out of step, since some of its tokens are right by chance
 )
 
 
@@ -87,9 +87,9 @@ class CusumDetector:
     HARDER_TEXT_SHARE as often as usual, or HARDER_TEXT_SHARE as often. It never falls below 0. A collapse is concluded
     at -log(FALSE_ALARM_RATE). If the usual rate were known exactly, the mean number of blocks before a false alarm
     would be at least 1 / FALSE_ALARM_RATE, as long as blocks are good at least HARDER_TEXT_SHARE as often as usual
-    (Lorden 1971). The rate is estimated; simulated sessions keep to that bound at every constant acceptance. An
-    acceptance of 0.2 comes closest, with 9e-5 alarms per block in the first hundred blocks; from 0.8 on there is less
-    than one in a million. A fall from 0.8 to 0.1 is detected after 12 blocks, one to 0.2 after 17 (medians).
+    (Lorden 1971). The rate is estimated; simulated sessions keep that bound at every constant acceptance. An acceptance
+    of 0.2 comes closest, with 9e-5 alarms per block in the first hundred blocks; from 0.8 on there is less than one in
+    a million. A fall from 0.8 to 0.1 is detected after 12 blocks, one to 0.2 after 17 (medians).
     """
 
     history: Mean = Mean()  # share of good blocks
@@ -98,12 +98,12 @@ class CusumDetector:
 
     @property
     def is_collapsed(self) -> bool:
-        """True if blocks are good so much less often than before that the drafter's state must be wrong."""
+        """True if blocks are good so much less often than usual that the drafter's state must be wrong."""
         return self.evidence >= -math.log(FALSE_ALARM_RATE)
 
     @property
     def is_proven(self) -> bool:
-        """True if there is a history to compare with."""
+        """True if the history has enough good blocks to compare with."""
         return self._proven >= MIN_GOOD_BLOCKS
 
     @property
@@ -112,7 +112,7 @@ class CusumDetector:
         return (self._proven + 0.5) / (self._blocks + 1)
 
     def after(self, accepted: int) -> "CusumDetector":
-        """Returns the drift after a verified block. While there is evidence, blocks do not enter the history."""
+        """Returns the detector after a verified block. While there is evidence, blocks do not enter the history."""
         good = accepted > 0
         history = self.history if self.evidence else self.history.after(good, 1 / HISTORY_BLOCKS)
         evidence = self._evidence_after(good)
@@ -120,7 +120,7 @@ class CusumDetector:
         return CusumDetector(history, evidence, latest)
 
     def anew(self) -> "CusumDetector":
-        """Returns the drift with the history kept and the evidence reset."""
+        """Returns the detector with its history kept and its evidence reset."""
         return replace(self, evidence=0.0, latest=Mean())
 
     @property
@@ -144,10 +144,8 @@ class CusumDetector:
 CHECKED_TOKENS = (
     64  # first tokens of blocks that are checked: an error of at most 0.06, in a second or two on a fast pair
 )
-WARNING_SHARE = 0.5  # share of the expected acceptance below which it warns
-MIN_EXPECTED_ACCEPTANCE = (
-    0.2  # acceptance expected of any draft: one that is unsure everywhere is damaged rather than modest
-)
+WARNING_SHARE = 0.5  # share of the expected acceptance below which the check warns
+MIN_EXPECTED_ACCEPTANCE = 0.2  # acceptance expected of any draft: one that is unsure everywhere is probably damaged
 
 USUAL_CAUSES = (
     "usual causes: another tokenizer or chat template than the target's, a draft made for another target, "
@@ -157,12 +155,12 @@ USUAL_CAUSES = (
 
 @value
 class LoadCheck:
-    """State of the check; it is over after CHECKED_TOKENS tokens."""
+    """State of a new drafter's acceptance check, which ends after CHECKED_TOKENS tokens."""
 
-    published: float | None = None  # share of accepted first tokens stated in the draft's folder
+    published: float | None = None  # share of accepted first tokens, as stated in the draft's folder
     tokens: int = 0
     accepted: int = 0
-    confidence: float = 0.0  # sum over all tokens
+    confidence: float = 0.0  # sum of the draft's probabilities of these tokens
 
     @property
     def is_over(self) -> bool:
@@ -170,19 +168,19 @@ class LoadCheck:
 
     @property
     def expected(self) -> float | None:
-        """Expected share of accepted first tokens; None before anything was measured or published."""
+        """Expected share of accepted first tokens; None before any was published or measured."""
         if self.published is not None:
             return self.published
         return max(MIN_EXPECTED_ACCEPTANCE, self.confidence / self.tokens) if self.tokens else None
 
     @property
     def reached(self) -> float | None:
-        """Share of first tokens that were accepted; None before any."""
+        """Share of first tokens that were accepted; None before the first one."""
         return self.accepted / self.tokens if self.tokens else None
 
     @property
     def warning(self) -> str | None:
-        """Text of the warning, or None if nothing is wrong."""
+        """Text of the warning, or None if acceptance is as expected or the check is not over."""
         expected = self.expected
         reached = self.reached
         if not self.is_over or expected is None or reached is None or reached >= WARNING_SHARE * expected:
@@ -202,21 +200,20 @@ class LoadCheck:
         }
 
     def after(self, confidence: float, accepted: bool) -> "LoadCheck":
-        """Returns the check after a first token that the draft gave the probability `confidence` was accepted or
-        not."""
+        """Returns the check after one more first token, of the draft's probability `confidence`."""
         if self.is_over:
             return self
         return LoadCheck(self.published, self.tokens + 1, self.accepted + accepted, self.confidence + confidence)
 
 
-RECENT_BLOCKS = 32  # blocks of a suspected drafter, over all sessions, that may clear it
-RECOVERED_SHARE = 0.5  # share of the usual acceptance that clears it
-MAX_SUSPECTS = 64  # drafters kept: those that were replaced do not come back
+RECENT_BLOCKS = 32  # memory of a suspected drafter's blocks, over all sessions, and the number needed to clear it
+RECOVERED_SHARE = 0.5  # least share of the usual acceptance that clears a drafter
+MAX_SUSPECTS = 64  # most suspects kept: replaced drafters do not come back
 
 
 @value
 class CollapseWatch:
-    """The test of one session's blocks at its target, and the steps taken so far."""
+    """Collapse test of one session's blocks at its target, and whether the drafter was resynchronised."""
 
     drift: CusumDetector = CusumDetector()
     is_resynced: bool = False  # whether a drafter was sent a Resync for the session
@@ -235,14 +232,14 @@ class CollapseWatch:
         return Collapse(drift.usual, drift.latest.value, is_resynced=self.is_resynced)
 
     def reported(self) -> "CollapseWatch":
-        """Returns the watch after a collapse was reported and a step is under way."""
+        """Returns the watch after a collapse was reported and a recovery step is under way."""
         return CollapseWatch(self.drift.anew(), is_resynced=True, is_waiting=True)
 
     def attached(self, suspected: Mean | None = None) -> "CollapseWatch":
         """Returns the watch after a drafter attached, for the first time or again.
 
-        `suspected` is what is usual for a suspected drafter. A session without a history of its own is compared with it
-        from the first block on.
+        `suspected` is the usual acceptance of a suspected drafter. A session without a history of its own is compared
+        with it from the first block on.
         """
         drift = self.drift.anew()
         if suspected is not None and not drift.is_proven:
@@ -252,7 +249,7 @@ class CollapseWatch:
 
 @value
 class Suspicion:
-    """A drafter with a collapsed session: what was usual there, and the results of all its blocks since."""
+    """A drafter with a collapsed session: the usual acceptance there, and the results of all its blocks since."""
 
     usual: Mean
     since: Mean = Mean()
@@ -268,8 +265,8 @@ class Suspicion:
 class Suspects:
     """Drafters with a collapsed session, by name, until they draft well again.
 
-    A session that begins with a broken drafter has no good blocks to compare with. It therefore inherits what was usual
-    with that drafter before its collapse.
+    A session that begins with a broken drafter has no good blocks to compare with. It therefore inherits the drafter's
+    usual acceptance from before the collapse.
     """
 
     def __init__(self) -> None:
@@ -293,32 +290,32 @@ class Suspects:
             del self._suspicions[drafter]
 
     def usual(self, drafter: str) -> Mean | None:
-        """Returns what is usual for a suspected drafter; None for any other."""
+        """Returns the usual acceptance of a suspected drafter; None for any other."""
         suspicion = self._suspicions.get(drafter)
         return None if suspicion is None else suspicion.usual
 
 
 COMPARED_POSITIONS = 4  # first positions of a block that are compared: the draft length may differ between versions
-LEAST_BLOCKS = 128  # of each version, before it is judged
-LEAST_SESSIONS = 16  # likewise: blocks of one session are alike, so a session is the unit
+LEAST_BLOCKS = 128  # least blocks of each version before they are compared
+LEAST_SESSIONS = 16  # least sessions likewise: blocks of one session are alike, so a session is the unit
 ERRORS = 4.0  # standard errors between the versions: 6e-4 per look by Student's t at the fewest sessions
-FEW_BLOCKS_ALARM = 1e-6  # chance of so few accepted first tokens, below which fewer blocks prove a fall
+FEW_BLOCKS_ALARM = 1e-6  # binomial probability below which few accepted first tokens prove a fall, while blocks are few
 RECENT_SESSIONS = 256  # approximate number of sessions that a version is judged by
 
 
 class VersionAcceptance:
-    """Acceptance of one version's blocks: accepted positions of those that acceptance reached, by session.
+    """Acceptance of one version's blocks: the accepted share of the reached positions, counted by session.
 
     Its error is that of a ratio over independent sessions (the delta method).
     """
 
     def __init__(self) -> None:
         self.blocks = 0
-        self.first_blocks = 0  # one a session
-        self.first_accepted = 0  # those of them with an accepted token
-        self._ended = Pairs()  # of positions reached and accepted, one pair a session
+        self.first_blocks = 0  # first blocks of sessions
+        self.first_accepted = 0  # first blocks with an accepted token
+        self._ended = Pairs()  # positions reached and accepted in ended sessions, one pair per session
         self._ended_sessions = 0
-        self._open: dict[str, tuple[int, int]] = {}  # the same, of sessions that go on
+        self._open: dict[str, tuple[int, int]] = {}  # positions reached and accepted in sessions that are still open
 
     def block_verified(self, session: str, accepted: int, depth: int) -> None:
         """Records a block of `depth` positions, of which the first `accepted` were accepted."""
@@ -332,7 +329,7 @@ class VersionAcceptance:
         self.blocks += 1
 
     def close(self, session: str) -> None:
-        """Ends a session; an unknown one is ignored."""
+        """Ends a session; ignores an unknown one."""
         if found := self._open.pop(session, None):
             self._ended = self._ended.after(*found, 1 / RECENT_SESSIONS)
             self._ended_sessions += 1
@@ -344,7 +341,7 @@ class VersionAcceptance:
 
     @property
     def sessions(self) -> Pairs:
-        """Positions reached and accepted, one pair a session; their ratio is the acceptance."""
+        """Positions reached and accepted, one pair per session; their ratio is the acceptance."""
         found = self._ended
         for counts in self._open.values():
             found = found.after(*counts, 1 / RECENT_SESSIONS)
@@ -352,12 +349,12 @@ class VersionAcceptance:
 
 
 class VersionWatch:
-    """Acceptance of the version in use and of the one before, as one drafter sees them.
+    """Acceptance of the version in use and of the previous one, as one drafter sees them.
 
     The texts of the two periods differ, so the new version is worse only if it falls below HARDER_TEXT_SHARE of the
-    earlier acceptance, and by several standard errors. Of a useless version, hardly any blocks are requested; the first
-    block of each session, which is independent of the others, then decides by the binomial distribution. Blocks of a
-    version that was in use before count anew.
+    earlier acceptance, and by several standard errors. Few blocks of a useless version are requested; then the first
+    block of each session, which is independent of the others, decides by the binomial distribution. Blocks of a version
+    that returns to use are counted from zero.
     """
 
     def __init__(self, version: int = 0) -> None:
@@ -385,7 +382,7 @@ class VersionWatch:
 
     @property
     def is_worse(self) -> bool:
-        """True if the version in use is clearly worse than the one before."""
+        """True if the version in use is clearly worse than the previous one."""
         if self._before is None or not self._before.is_enough:
             return False
         if not self._used.is_enough:
@@ -396,10 +393,10 @@ class VersionWatch:
         return HARDER_TEXT_SHARE * before.ratio - used.ratio > ERRORS * error
 
     def _is_collapsed(self, before: VersionAcceptance) -> bool:
-        """Returns whether sessions' first blocks prove a fall, while there are too few for the errors of a ratio."""
+        """Returns whether sessions' first blocks prove a fall, while there are too few blocks to compare ratios."""
         count = before.first_blocks
         share = before.first_accepted / count
-        usual = HARDER_TEXT_SHARE * (share - 2 * math.sqrt(share * (1 - share) / count))  # its lower bound
+        usual = HARDER_TEXT_SHARE * (share - 2 * math.sqrt(share * (1 - share) / count))  # lower confidence bound
         tried = self._used.first_blocks
         if usual <= 0:
             return False
@@ -410,7 +407,7 @@ class VersionWatch:
         return sum(chances) < FEW_BLOCKS_ALARM
 
     def summary(self) -> dict[str, float | None]:
-        """Returns the state for display: acceptance of positions that were reached; None without blocks."""
+        """Returns the state for display: accepted share of the reached positions; None without blocks."""
         before = self._before
         return {
             "version": self.version,

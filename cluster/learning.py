@@ -1,8 +1,8 @@
 """Learning from traffic: which sessions become examples, and which trained version of the draft is promoted.
 
 Routers offer finished sessions as `Example`s. A trainer fits the draft to them, compares the candidate with the current
-version on sessions that neither has seen, and promotes it if it is better. Everything here is pure: the store, the
-trainer and the folder of versions are in `actors.learning`.
+version on sessions that neither was trained on, and promotes it if it is better. Everything here is pure: the store,
+the trainer and the folder of versions are in `actors.learning`.
 
 * `may_learn` decides on consent. Without a configuration, nothing is ever kept.
 * `sketch` maps an answer to a few hashes; two answers that share one are near-duplicates and count once.
@@ -25,7 +25,7 @@ from protos.frozen import value
 
 SHINGLE = 4  # tokens
 BANDS = 4
-HASHES_PER_BAND = 6  # answers with 90 % equal shingles share a band with probability 0.95, those with 50 % with 0.06
+HASHES_PER_BAND = 6  # answers with 90 % equal shingles share a band with probability 0.95, answers with 50 % with 0.06
 HELD_OUT = 5  # one example in this many is never trained on
 
 
@@ -38,7 +38,7 @@ class Consent(StrEnum):
 
 @value
 class Source:
-    """Where an example comes from; both may be unknown."""
+    """Origin of an example; an empty value is unknown."""
 
     key: str = ""  # name of the API key
     prompt_version: str = ""
@@ -69,7 +69,7 @@ def sketch(answer: Sequence[int]) -> tuple[int, ...]:
     """Returns one hash per band of an answer's MinHash signature (Broder, 1997), as signed 64-bit integers."""
     width = min(SHINGLE, len(answer))
     shingles = {_digest(*answer[start : start + width]) for start in range(len(answer) - width + 1)}
-    # One hash a shingle, permuted by multiplication with odd constants, replaces as many independent hashes.
+    # One hash per shingle, permuted by multiplication with odd constants, replaces as many independent hashes.
     factors = [2 * _digest(index) + 1 for index in range(BANDS * HASHES_PER_BAND)]
     least = [min((shingle * factor) % (1 << 64) for shingle in shingles) for factor in factors] if shingles else [0]
     bands = [least[first : first + HASHES_PER_BAND] for first in range(0, len(least), HASHES_PER_BAND)]
@@ -77,16 +77,16 @@ def sketch(answer: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_held_out(example: Example) -> bool:
-    """Returns True for examples that only evaluations may use."""
+    """Returns True for examples reserved for evaluation."""
     return _digest(*example.prompt, *example.answer) % HELD_OUT == 0
 
 
 @value
 class SessionScore:
-    """How a draft does on one example, teacher-forced."""
+    """Teacher-forced result of a draft on one example."""
 
-    tokens: int  # of the answer
-    agreed: int  # those that the draft's first choice equals
+    tokens: int  # tokens of the answer
+    agreed: int  # tokens that equal the draft's first choice
     verifies: int  # target steps that the answer takes with this draft
 
 
@@ -94,8 +94,8 @@ def score(agreements: Sequence[bool], draft_tokens: int, further: Sequence[Seque
     """Counts the target steps of an answer, from teacher-forced predictions of a draft.
 
     `agreements[i]` states whether the draft's first choice at position i is token i of the answer. After a forward at
-    position i, a draft may predict further tokens without another one: `further[k - 1][i]` states whether its k-th
-    is token i + k, given that those before it were right.
+    position i, a draft may predict further tokens without another one: `further[k - 1][i]` states whether its k-th is
+    token i + k, given that those before it were right.
 
     This is exact for greedy chains of `draft_tokens` without a lookahead: while the draft agrees, its own tokens are
     the target's.
@@ -109,7 +109,7 @@ def score(agreements: Sequence[bool], draft_tokens: int, further: Sequence[Seque
             if not (further[offset - 1][begin] if offset else agreements[begin]):
                 break
             accepted += 1
-        position += accepted + 1  # the last one is the target's own
+        position += accepted + 1  # the last token is the target's own
         verifies += 1
     return SessionScore(len(agreements), sum(agreements), verifies)
 
@@ -136,7 +136,7 @@ class Figures(BaseModel):
 
 
 class Comparison(BaseModel):
-    """A candidate against the current version, on the same examples."""
+    """Results of a candidate and of the current version on the same examples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -167,12 +167,12 @@ def compare(before: Sequence[SessionScore], after: Sequence[SessionScore], confi
 
 
 class State(StrEnum):
-    """What became of a version."""
+    """Promotion state of a version."""
 
-    CANDIDATE = "candidate"  # added, and not promoted yet
+    CANDIDATE = "candidate"  # added, not promoted yet
     CURRENT = "current"
-    REJECTED = "rejected"  # it was not better, or it forgot
-    REPLACED = "replaced"  # by a later version
+    REJECTED = "rejected"  # not better on recent examples, or worse on general ones
+    REPLACED = "replaced"  # a later version was promoted
     ROLLED_BACK = "rolled_back"
 
 
@@ -218,8 +218,8 @@ class Manifest(BaseModel):
     method: str  # drafting method of the weights
     target: str  # fingerprint of the target that it learned from
     examples: int
-    tokens: int  # of their answers
-    newest: int = 0  # id of the newest example that it has seen
-    seconds: float  # of training
+    tokens: int  # tokens of the examples' answers
+    newest: int = 0  # id of the newest example that it was trained on
+    seconds: float  # duration of the training
     recent: Comparison | None = None
     general: Comparison | None = None

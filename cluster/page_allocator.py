@@ -47,7 +47,7 @@ class SlotMove:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Published:
-    """Contents of a published page: its tokens, which follow those of its parents."""
+    """Contents of a published page: its tokens, which follow those of its parent pages."""
 
     key: bytes
     parent: "_Published | None"
@@ -63,7 +63,7 @@ class _Published:
 @dataclass(eq=False)
 class _Holding:
     table: list[int]
-    published: int  # number of its first pages that are published, in order
+    published: int  # number of leading pages that are published
     salt: bytes
 
 
@@ -79,22 +79,24 @@ class PageAllocator:
         self._hash_key = hash_key
         self._hash_page = hash_page
         self._sessions: dict[str, _Holding] = {}
-        self._refs = [0] * pages  # number of tables that each page is in
-        self._free = list(reversed(range(pages)))  # a stack: the last used page, whose memory is warm, is taken first
-        self._published: dict[int, _Published] = {}  # by page
-        self._index: dict[bytes, _Published] = {}  # the same, by hash
+        self._refs = [0] * pages  # number of tables that contain each page
+        self._free = list(
+            reversed(range(pages))
+        )  # a stack: the most recently used page, whose memory is warm, is taken first
+        self._published: dict[int, _Published] = {}  # by page number
+        self._index: dict[bytes, _Published] = {}  # the same entries, by hash
         self._evictable: OrderedDict[int, None] = OrderedDict()  # published and in no table, least recently used first
 
     # ------------------------------------------------------------ state
 
     @property
     def available(self) -> int:
-        """Pages that `reserve` can hand out."""
+        """Number of pages that `reserve` can hand out."""
         return len(self._free) + len(self._evictable)
 
     @property
     def cached_pages(self) -> Set[int]:
-        """Pages that `open` can find."""
+        """Number of published pages, which `open` can find."""
         return self._published.keys()
 
     def pages_for(self, length: int) -> int:
@@ -106,7 +108,7 @@ class PageAllocator:
         return tuple(self._sessions[session].table)
 
     def missing(self, session: str, length: int) -> int:
-        """Returns the pages that a session still needs for `length` positions; negative if it has more."""
+        """Returns the number of pages that a session still needs for `length` positions; negative if it has more."""
         return -(-length // self.page_size) - len(self._sessions[session].table)
 
     # ------------------------------------------------------------ sessions
@@ -146,7 +148,7 @@ class PageAllocator:
         assert 0 <= start < end, f"there is nothing to write from {start} to {end}"
         assert start <= len(table) * self.page_size, f"{session} does not reach position {start}"
         shared = [index for index in range(first, min(last, len(table))) if self._is_shared(table[index])]
-        if not shared and last <= len(table):  # as in most steps: the row ends in a page that the session has
+        if not shared and last <= len(table):  # the usual case: the row ends in a page that the session has
             holding.published = min(holding.published, first)
             return []
         missing = max(0, last - len(table))
@@ -309,7 +311,7 @@ class PageAllocator:
 
 
 class ForSession(Protocol):
-    """The part of a step's row that memory needs."""
+    """The part of a step's row that `SessionMemory` needs."""
 
     @property
     def session(self) -> str: ...
@@ -319,7 +321,7 @@ AnyRow = TypeVar("AnyRow", bound=ForSession)
 
 
 class SessionMemory(Protocol):
-    """Pages of sessions, by name; see `PageAllocator` for the methods that both have."""
+    """Pages of sessions, by name. `PageAllocator` documents the methods that it shares with this interface."""
 
     page_size: int
 
@@ -345,11 +347,11 @@ class SessionMemory(Protocol):
     def close(self, session: str) -> None: ...
 
     def held(self, session: str, length: int) -> int:
-        """Returns the number of a session's first tokens that are held now; `length` of them were fed."""
+        """Returns how many of a session's first `length` tokens, all fed, are in the cache now."""
         ...
 
     def fed(self, planned: AnyRow) -> AnyRow | None:
-        """Returns the row that a step fed for a planned one; None if nothing was fed and the row is still to come."""
+        """Returns the row that the step fed for a planned one; None if it fed nothing and the row is due again."""
         ...
 
     def check(self) -> None: ...
@@ -366,7 +368,7 @@ class OwnPages(PageAllocator):
 
 
 class EnginePages:
-    """An engine's pages. The engine admits, preempts and shares by itself, so no page is ever missing here.
+    """Pages that an engine manages. The engine admits, preempts and shares by itself, so no page is ever missing here.
 
     The engine records each step that it made. Pages are numbered from the session's first one, wherever they are.
     """
@@ -382,8 +384,9 @@ class EnginePages:
     def step_made(
         self, fed: Mapping[str, Any], held_pages: int, computed: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Records the latest step: its rows by session, the pages that sessions hold after it, and the tokens in each
-        one's pages."""
+        """Records the latest step: its rows by session, the number of pages held after it, and each session's computed
+        tokens.
+        """
         self._fed = fed
         self._held = held_pages
         self._computed = computed

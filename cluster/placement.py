@@ -6,10 +6,12 @@ from typing import Any
 from cluster.autoscaling import DEFAULT_UTILISATION, DRAFT, TARGET, DraftScaling, TargetScaling
 from cluster.config import DraftPool, Replicas, Resources, TargetPool
 
-AUTOSCALING_POLICY = {"policy_function": "cluster.autoscaling:PoolsPolicy"}  # of the application: sees both pools
-ALONE_POLICY = {"policy_function": "cluster.autoscaling:PoolAlone"}  # for a pool, if the application has none
-REPORT_S = 2.0  # between two reports of a replica; Serve's default is ten
-AVERAGING_WINDOW_S = 10.0  # averaging window of reports: a session briefly without a drafter then hardly counts
+AUTOSCALING_POLICY = {
+    "policy_function": "cluster.autoscaling:PoolsPolicy"
+}  # policy of the application, which sees both pools
+ALONE_POLICY = {"policy_function": "cluster.autoscaling:PoolAlone"}  # policy of one pool, if the application has none
+REPORT_S = 2.0  # seconds between two reports of a replica; Serve's default is ten
+AVERAGING_WINDOW_S = 10.0  # averaging window of reports, in seconds: a session briefly without a drafter hardly counts
 COORDINATOR_CPUS = 0.1  # a target's coordinator moves messages; its ranks do the work
 
 
@@ -48,7 +50,7 @@ def target_group_options(pool: TargetPool) -> dict[str, Any]:
 
 
 def scaling_settings(target: TargetPool, draft: DraftPool) -> dict[str, dict[str, float | None]]:
-    """Returns the scaling settings of both pools, which target replicas receive and report to the policy."""
+    """Returns both pools' scaling settings, which target replicas receive and report to the policy."""
     targets = TargetScaling(
         sessions_per_replica=_sessions_aimed_at(target.replicas, target.max_sessions),
         max_sessions=target.max_sessions,
@@ -72,8 +74,8 @@ def _sessions_aimed_at(replicas: Replicas, max_sessions: int) -> float:
 def bounds(replicas: Replicas) -> dict[str, Any]:
     """Returns Serve's autoscaling configuration of a pool.
 
-    A pool of fixed size has one too, because the other pool may scale by its reports. The policy applies the delays to
-    the sizes needed over them; Serve would apply only the last size.
+    A pool of fixed size needs one too, because the other pool may scale by its reports. The policy applies the delays
+    to the history of needed sizes; Serve would apply only the last size.
     """
     return {
         "min_replicas": replicas.min,

@@ -1,7 +1,7 @@
 """The whole round on one screen: draft, verify, commit. Every other schedule must produce the same tokens.
 
 The schedulers are the real ones, with a single request, messages in sequence, and nothing lost or late. The lossless
-tests and the simulator compare their committed tokens with this.
+tests and the simulator compare their committed tokens with those of this loop.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from cluster.verification.step import StepEngine
 ROUTER = "router#1"
 DRAFTER = "drafter#1"
 TARGET = "target:1"
-STEP_S = 0.01  # duration of every step
+STEP_S = 0.01  # duration of every step, in seconds
 
 
 def lock_step(

@@ -1,7 +1,7 @@
 """Recordings of actors' latest events, spans between them, and a safe encoding for answers between processes.
 
-A span is the time between two events; `spans` finds them in the recordings of all actors together. Answers travel as
-compressed JSON, which cannot execute code and is validated on arrival.
+A span is the time between two events; `spans` finds the spans in the recordings of all actors together. Answers travel
+as compressed JSON, which cannot execute code and is validated on arrival.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, TypeAdapter
 from pydantic_core import to_json
 
-MAX_UNPACKED_BYTES = 1 << 26  # bound of an answer's decompressed size
+MAX_UNPACKED_BYTES = 1 << 26  # most bytes of a decompressed answer
 
 T = TypeVar("T")
 
@@ -45,9 +45,9 @@ MICRO = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of some sessions at one moment."""
+    """One event, which concerns one or more sessions."""
 
-    order: int  # rises by one per event of this actor
+    order: int  # sequence number among this actor's events
     at_s: float
     name: str
     sessions: tuple[str, ...]
@@ -55,9 +55,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One actor's events for export; `at_s + wall_offset_s` is comparable with those of other actors.
+    """One actor's events for export; `at_s + wall_offset_s` is comparable between actors.
 
-    On one machine the monotonic clocks agree; across machines the wall clocks do, as far as they are synchronised.
+    Monotonic clocks agree on one machine; wall clocks agree across machines as far as they are synchronised.
     """
 
     wall_offset_s: float
@@ -84,7 +84,7 @@ class Timeline:
         return self._clock()
 
     def latest(self, seconds: float, names: Container[str], wall_clock: Callable[[], float] = time.time) -> Recording:
-        """Returns the events of the last `seconds` that have one of these names."""
+        """Returns the events of the last `seconds` whose names are among `names`."""
         now = self._clock()
         newest = takewhile(lambda event: event.at_s >= now - seconds, reversed(self._events))
         events = [event for event in newest if event.name in names]
@@ -113,19 +113,19 @@ Index = Annotated[int, Field(ge=0)]
 class _Columns:
     """An actor's events by column, which compress far better than a list of events.
 
-    Names and sessions are listed once.
+    Each name and session is listed once.
     """
 
     role: str
     name: str
     wall_offset_s: float
-    first: int  # order of the first event
+    first: int  # sequence number of the first event
     names: list[str]
     sessions: list[str]
     groups: list[list[Index]]  # sets of sessions that share an event
-    passed: list[int]  # by event: microseconds since the one before
-    named: list[Index]  # by event
-    grouped: list[Index]  # by event
+    passed: list[int]  # by event: microseconds since the previous one
+    named: list[Index]  # by event: index in `names`
+    grouped: list[Index]  # by event: index in `groups`
 
 
 COLUMNS = TypeAdapter(_Columns)
@@ -164,7 +164,7 @@ def _numbered(values: Iterable[T]) -> dict[T, int]:
 
 
 def unpack(message: bytes) -> Actor:
-    """Returns what `pack` was given, to the microsecond; raises ValueError for anything else."""
+    """Returns the actor that `pack` packed, to the microsecond; raises ValueError for any other message."""
     columns = unpacked(message, COLUMNS)
     events = []
     at = 0
@@ -189,7 +189,7 @@ class Stage:
     name: str
     begins: tuple[str, str]  # role and event
     ends: tuple[str, str]
-    shown_at: str  # role of the actor whose time it is
+    shown_at: str  # role of the actor for which the span is shown
 
 
 STAGES = (
@@ -224,7 +224,7 @@ class _Moment:
 
 
 def spans(actors: Iterable[Actor], stages: Sequence[Stage] = STAGES) -> list[Span]:
-    """Returns all spans with both ends recorded, by beginning; sessions that passed through one together share it."""
+    """Returns all spans with both ends recorded, by start time; sessions with the same events share a span."""
     moments = [
         _Moment(event.at_s + actor.recording.wall_offset_s, actor, event)
         for actor in actors
@@ -236,8 +236,8 @@ def spans(actors: Iterable[Actor], stages: Sequence[Stage] = STAGES) -> list[Spa
 
 
 def _spans_of(stage: Stage, moments: Iterable[_Moment]) -> list[Span]:
-    begun: dict[str, _Moment] = {}  # by session
-    together: dict[tuple[str, str, float, float], list[str]] = {}  # by actor, role, beginning and end
+    begun: dict[str, _Moment] = {}  # latest begin event by session
+    together: dict[tuple[str, str, float, float], list[str]] = {}  # sessions by actor, role, beginning and end
     for moment in moments:
         what = (moment.actor.role, moment.event.name)
         for session in moment.event.sessions:

@@ -1,6 +1,6 @@
 """Events of a session's rounds, for traces: bounded, counted, and free of tokens and texts. Pure.
 
-`actors.tracing` records them in spans of OpenTelemetry.
+`actors.tracing` records them in OpenTelemetry spans.
 """
 
 from collections import Counter, deque
@@ -63,7 +63,7 @@ class SessionEvents:
         self.latest.append(RoundEvent(at_ns, name, facts))
 
     def message(self, at_ns: int, message: Message) -> None:
-        """Records a message of the session, received or sent."""
+        """Records a message of the session, whether received or sent."""
         if isinstance(message, Verdict):
             self._count(message)
         if (event := described(message)) is not None:

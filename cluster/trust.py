@@ -2,8 +2,8 @@
 
 A certificate's name proves its holder's role. An assignment token proves to a target that the session's router assigned
 the session to a drafter: the router sends the target a key with the session's Open, and each assigned drafter a token
-with the number of the assignment and a code that only a holder of the key can compute. So a target need not be informed
-of assignments, which would arrive on another stream than the drafter's, and a later drafter excludes earlier ones.
+with the number of the assignment and a code that only a holder of the key can compute. So a target receives no messages
+about assignments, which could arrive after the drafter's own, and a later drafter excludes earlier ones.
 
 Refusals are counted by cause and logged once per peer and cause, since a hostile peer retries at full speed and must
 not fill the log.
@@ -37,19 +37,19 @@ def _proof(key: bytes, session: str, assignment: int) -> bytes:
     return blake2b(message, digest_size=PROOF_BYTES, key=key).digest()
 
 
-MAX_REMEMBERED = 1024  # latest pairs of peer and cause that are kept; a dropped one is logged again
+MAX_REMEMBERED = 1024  # most pairs of peer and cause remembered; a dropped pair is logged again
 
 
 class Refusals:
-    """Refusals of one process over its lifetime."""
+    """Counts and logs the refusals of one process."""
 
     def __init__(self, log: logging.Logger) -> None:
-        self.counts: Counter[str] = Counter()  # by cause
+        self.counts: Counter[str] = Counter()  # number of refusals by cause
         self._log = log
         self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def note(self, peer: str, cause: str, why: str = "") -> None:
-        """Counts a refusal and logs the first one of the peer and cause; `why` is only logged."""
+        """Counts a refusal and logs the first one per peer and cause; `why` appears only in the log."""
         self.counts[cause] += 1
         self.log_once(peer, cause, why)
 
@@ -63,12 +63,12 @@ class Refusals:
 
 
 def not_permitted(request: Open) -> Refusal:
-    """Returns the refusal of a request that the sender may not make; its message gives no other reason."""
+    """Returns the refusal of a request that the sender may not make; its message gives no details."""
     return Refusal(request.session, request.attempt, RefusalReason.INVALID, "not permitted")
 
 
 class PeerRole(Enum):
-    """Role of a peer towards others; a certificate may hold several."""
+    """Role of a peer in a deployment; a certificate may hold several."""
 
     ROUTER = "router"
     DRAFTER = "drafter"

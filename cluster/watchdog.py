@@ -1,12 +1,10 @@
-"""Detection of stuck work: the time limit of a piece of work follows from the measured cost of such work."""
+"""Detects stuck work by a time limit, which is a multiple of the measured cost of such work."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-TIMEOUT_FACTOR = 30.0  # times the measured cost: machines stall, and a long text costs more than a profile's short rows
-MIN_TIMEOUT_S = (
-    10.0  # lower bound of the limit: a false alarm costs a replica, and a prefill elsewhere for its sessions
-)
+TIMEOUT_FACTOR = 30.0  # limit over measured cost: machines stall, and long texts cost more than a profile's short rows
+MIN_TIMEOUT_S = 10.0  # lower bound of the limit: a false alarm costs a replica, and a new prefill for its sessions
 MAX_TIMEOUT_S = 60.0
 
 
@@ -19,9 +17,9 @@ class TimeoutPolicy:
     factor: float = TIMEOUT_FACTOR
 
     def limit_s(self, expected_s: float | None) -> float:
-        """Returns the time limit of work that is expected to take `expected_s` seconds; None if that is unknown.
+        """Returns the time limit, in seconds, of work expected to take `expected_s` seconds.
 
-        Without an expectation, the limit is `max_s`.
+        If `expected_s` is None, the limit is `max_s`.
         """
         if expected_s is None:
             return self.max_s
@@ -38,20 +36,20 @@ class Watchdog:
 
     def __init__(self, patience: TimeoutPolicy) -> None:
         self._patience = patience
-        self._work: _Work | None = None  # replaced as a whole, for readers on other threads
+        self._work: _Work | None = None  # replaced as a whole, because other threads read it
 
     def works(self, expected_s: float | None, now: float) -> float:
-        """Records that a piece of work begins; returns its time limit in seconds."""
+        """Records the start of a piece of work; returns its time limit in seconds."""
         limit_s = self._patience.limit_s(expected_s)
         self._work = _Work(now, limit_s)
         return limit_s
 
     def rests(self) -> None:
-        """Records that the work is done."""
+        """Records the end of the work."""
         self._work = None
 
     def stuck_s(self, now: float) -> float | None:
-        """Returns how long the current work has taken if it exceeds its limit; None otherwise."""
+        """Returns the seconds that the current work has taken if they exceed its limit; None otherwise."""
         work = self._work
         if work is None or now - work.began_s <= work.limit_s:
             return None

@@ -1,7 +1,7 @@
 """Packs domain messages into protobuf frames and unpacks them; `to_pb` and `from_pb` translate each message.
 
-A message that does not fit is dropped and returned as `Malformed`, so that one bad message does not affect the others
-of its frame.
+A malformed message is dropped and returned as `Malformed`, so that one bad message does not affect the others of its
+frame.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Malformed:
 
     kind: str
     session: str
-    attempt: int  # 0 for kinds that have none
+    attempt: int  # 0 for kinds without attempts
     why: str
 
 
@@ -56,7 +56,7 @@ class Decoded:
     malformed: tuple[Malformed, ...] = ()
 
 
-# Field of each message in a frame. Receivers read a frame in the order of its fields.
+# Frame field of each message type. Receivers read a frame in the order of its fields.
 _FIELD: dict[type, str] = {
     Hello: "hello",
     Welcome: "welcome",
@@ -79,8 +79,8 @@ _FIELD: dict[type, str] = {
 def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
     """Packs messages into one frame of the type for this stream and direction.
 
-    Raises KeyError for a message that frames never carry, ValueError for one that this frame type has no field for.
-    Both are bugs of the sender.
+    Raises KeyError for a message that no frame carries, ValueError for one that this frame type has no field for. Both
+    are bugs of the sender.
     """
     fields: dict[str, Any] = {}
     for message in messages:

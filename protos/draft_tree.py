@@ -23,7 +23,7 @@ _CHAIN = tuple(range(-1, MAX_BLOCK_TOKENS - 1))
 
 @value
 class DraftTree:
-    """Candidate tokens: node i is `tokens[i]` and follows node `parents[i]`, or the prefix if that is -1.
+    """Candidate tokens: node i is `tokens[i]` and follows node `parents[i]`; parent -1 stands for the prefix.
 
     Parents come before their children, and no two children of one node have the same token. A chain has the parents -1,
     0, 1, ...; only a chain may have `probs`, the distributions that its tokens were drawn from.
@@ -47,7 +47,7 @@ class DraftTree:
 
     @property
     def depths(self) -> list[int]:
-        """Depth of each node, 0 for those after the prefix."""
+        """Depth of each node; nodes directly after the prefix have depth 0."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -76,7 +76,7 @@ class DraftTree:
 
     @property
     def off_main_path(self) -> list[tuple[int, ...]]:
-        """Tokens of the paths that leave the main path with their last node."""
+        """Paths that leave the main path with their last node, as tokens."""
         main_path = self.main_path
         parents = (-1, *self.along(main_path))
         return [
@@ -91,7 +91,7 @@ class DraftTree:
         return tuple([token for token, at in zip(self.tokens, self.parents, strict=True) if at == parent])
 
     def within(self, depth: int) -> "DraftTree":
-        """Returns the nodes of depth less than `depth`."""
+        """Returns the tree of the nodes of depth less than `depth`."""
         if self.is_chain:
             return self.first(depth)
         nodes = [node for node, at in enumerate(self.depths) if at < depth]
@@ -105,13 +105,13 @@ class DraftTree:
         return len(self.tokens) if self.is_chain else 1 + max(self.depths)
 
     def first(self, count: int) -> "DraftTree":
-        """Returns the first `count` nodes, which form a tree too."""
+        """Returns the tree of the first `count` nodes."""
         if count >= len(self.tokens):
             return self
         return DraftTree(self.tokens[:count], self.parents[:count], _part(self.probs, slice(count)))
 
     def along(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Returns the nodes of the path that these tokens take, as far as it exists."""
+        """Returns the nodes on the path that spells these tokens, as far as it exists."""
         nodes: list[int] = []
         last = -1
         for node, parent in enumerate(self.parents):
@@ -123,13 +123,13 @@ class DraftTree:
         return tuple(nodes)
 
     def after(self, tokens: Sequence[int]) -> "DraftTree":
-        """Returns the subtree after these tokens; empty if they are not in the tree."""
+        """Returns the subtree after these tokens; empty if the tree does not contain them."""
         path = self.along(tokens)
         if len(path) < len(tokens):
             return NO_TREE
         if not path:
             return self
-        new_index = {path[-1]: -1}  # new index of each node that stays
+        new_index = {path[-1]: -1}  # new index of each node that is kept
         for node, parent in enumerate(self.parents):
             if parent in new_index and node not in new_index:
                 new_index[node] = len(new_index) - 1

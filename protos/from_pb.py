@@ -1,6 +1,6 @@
 """Converts protobuf messages to domain messages; raises ValueError for bad input.
 
-Everything that can be checked without knowing the session is checked here: consistent sizes, values in range.
+Checks everything that does not depend on the session: consistent sizes, values in range.
 """
 
 import math
@@ -55,11 +55,11 @@ from protos.messages import (
 )
 
 MAX_PENALTY = 2  # as in OpenAI's API; larger values could overflow logits
-REPETITION_PENALTIES = (0.01, 100.0)  # least and most; values outside could overflow logits
+REPETITION_PENALTIES = (0.01, 100.0)  # lower and upper bound; values outside could overflow logits
 MAX_BIAS = 100  # as in OpenAI's API
 MAX_SALT_CHARS = 256
 MAX_SPARSE_WIDTH = 1024
-MAX_KEY_BYTES = 64  # limit of blake2b
+MAX_KEY_BYTES = 64  # blake2b's limit
 _TRACEPARENT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -69,7 +69,7 @@ def require(condition: bool, why: str) -> None:
 
 
 def _same_fields(kind: type[Message]) -> Callable[[Any], Message]:
-    """Returns a converter for a message of two or more fields that are the same in both forms."""
+    """Returns a converter for a message whose two or more fields are the same in both forms."""
     values = attrgetter(*[field.name for field in fields(kind)])
     return lambda m: kind(*values(m))
 

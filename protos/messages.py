@@ -1,4 +1,4 @@
-"""Domain messages: what peers send to each other, as frozen values.
+"""Messages between peers, as frozen values.
 
 `speculation.proto` documents every field. `to_pb` and `from_pb` translate to and from protobuf; this module does not
 depend on it. `TokenScore` and `Scoring` describe reported log probabilities. `StatesNeeded` and `StatesFormat` describe
@@ -20,14 +20,14 @@ class TokenScore:
     """Score of one position: its token's log probability and rank, and the likeliest tokens there."""
 
     logprob: float
-    rank: int  # 1: the likeliest token
+    rank: int  # 1 is the likeliest token
     top_ids: tuple[int, ...] = ()  # likeliest first
     top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Number of likeliest tokens to report per position; None: no scores."""
+    """How many likeliest tokens to report per position; None: no scores."""
 
     top: int | None = None  # for generated tokens
     prompt_top: int | None = None  # for prompt tokens
@@ -41,12 +41,12 @@ NO_SCORING = Scoring()
 
 
 MAX_STATES_WIDTH = 1 << 18  # elements per row: eight layers of a model with hidden size 32,768
-MAX_STATES_BYTES = 1 << 20  # bytes of the rows in one message, unless it has only one row
-SCALE_BYTES = 4  # one float32 after the elements of a scaled row
+MAX_STATES_BYTES = 1 << 20  # most bytes of rows in one message, unless a single row is larger
+SCALE_BYTES = 4  # bytes of the float32 scale after the elements of a scaled row
 
 
 class StateDtype(IntEnum):
-    """Encoding of the elements of a row, little-endian."""
+    """Encoding of a row's elements, little-endian."""
 
     BFLOAT16 = 1
     FLOAT8 = 2  # e4m3, with one float32 factor for all elements of the row
@@ -65,13 +65,13 @@ class StatesNeeded:
     layers: tuple[int, ...]
     width: int
     projected_width: int | None = None
-    window: int | None = None  # number of a text's latest states that are read; None: all
+    window: int | None = None  # number of latest states that the method reads; None: all
     sees: int | None = None  # number of latest states that drafts depend on at all; None: all
 
 
 @value
 class StatesFormat:
-    """Layout of a row."""
+    """Format of a row."""
 
     width: int
     dtype: StateDtype
@@ -84,14 +84,14 @@ class StatesFormat:
 
     @property
     def rows_in_message(self) -> int:
-        """Most rows of one message."""
+        """Most rows that fit into one message."""
         return max(1, MAX_STATES_BYTES // self.row_bytes)
 
 
 PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 MAX_GRAMMAR_BYTES = 1 << 16
-PROOF_BYTES = 16  # size of an assignment token's proof
+PROOF_BYTES = 16  # bytes of an assignment token's proof
 
 
 class Acceptance(IntEnum):
@@ -110,7 +110,7 @@ class Finish(IntEnum):
 
 
 class DraftAnswer(IntEnum):
-    """Outcome of the request for a block."""
+    """Outcome of a request for a block."""
 
     NOT_ASKED = 0
     GIVEN = 1  # a block arrived in time, or the drafter reported that it has none
@@ -120,14 +120,14 @@ class DraftAnswer(IntEnum):
 class Shape(IntEnum):
     """Shapes of a block."""
 
-    CHAIN = 1  # each token follows the one before it
+    CHAIN = 1  # each token follows the previous one
     TREE = 2
 
 
 class RefusalReason(IntEnum):
     INVALID = 1
     OVERLOADED = 2
-    NONFINITE_LOGITS = 3  # any target with the same weights is expected to fail alike
+    NONFINITE_LOGITS = 3  # any target with the same weights would compute the same
 
 
 @value
@@ -153,7 +153,7 @@ class Welcome:
 
 @value
 class Sampling:
-    """Sampling parameters; the neutral values sample from the model's own distribution at temperature 1."""
+    """Sampling parameters; the default values sample from the model's own distribution at temperature 1."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -174,7 +174,7 @@ class Sampling:
 
     @property
     def filters(self) -> tuple[float, int, float, float]:
-        """Parameters that restrict a distribution after penalties."""
+        """Parameters that restrict a distribution after penalties were applied."""
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
@@ -183,12 +183,12 @@ GREEDY = Sampling(temperature=0.0)
 
 @value
 class TokenRules:
-    """Token constraints and biases of a request; the neutral values change nothing."""
+    """Token constraints and biases of a request; the default values change nothing."""
 
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias added to its logit), each token once
-    allowed: tuple[int, ...] = ()  # empty: all
+    allowed: tuple[int, ...] = ()  # allowed token ids; empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences whose last token is forbidden after the others
-    min_len: int = 0  # least number of tokens before a stop id, prompt included
+    min_len: int = 0  # least length, prompt included, before a stop id is allowed
 
     @property
     def highest_id(self) -> int:
@@ -223,11 +223,11 @@ class Open:
     draft_tokens: int
     target_address: str = ""
     audit: bool = False  # decides an ended request again; yields to every session that is not an audit
-    rival: int | None = None  # for an audit of one token: token whose margin is requested
+    rival: int | None = None  # for an audit of one token: the token whose margin is requested
     token_key: bytes = b""  # to a target: verifies drafters' assignment tokens; empty: any drafter may take part
-    assignment_token: AssignmentToken | None = None  # to a drafter: to present to the target
+    assignment_token: AssignmentToken | None = None  # to a drafter: proof to present to the target
     traceparent: str = ""  # W3C trace context of the router's span; empty: not traced
-    grammar: str = ""  # of the generated text, in llguidance's notation; empty: any text
+    grammar: str = ""  # grammar of the generated text, in llguidance's notation; empty: any text
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
     priority: int = 0  # lower numbers are admitted first
@@ -236,9 +236,9 @@ class Open:
 
     @property
     def takes_trees(self) -> bool:
-        """True if blocks may be trees: the target's own draws can decide about any tree.
+        """True if blocks may be trees: the target decides trees by its own draws.
 
-        Rejection sampling decides only about chains.
+        Rejection sampling decides only chains.
         """
         return self.sampling.greedy or self.acceptance is Acceptance.COUPLED
 
@@ -246,7 +246,7 @@ class Open:
     def measured(
         cls, session: str, tokens: tuple[int, ...], max_len: int, draft_tokens: int, sampling: Sampling = GREEDY
     ) -> "Open":
-        """Returns a session that no client asked for, which a replica opens to measure or test itself."""
+        """Returns the Open of a session that a replica runs itself, to measure or test itself."""
         return cls(session, 1, tokens, len(tokens), max_len, (), sampling, 1, 0, 0, Acceptance.COUPLED, draft_tokens)
 
 
@@ -293,7 +293,7 @@ class NoDraft:
 
 @value
 class Collapse:
-    """Reports that the acceptance of a drafter's blocks has dropped far below what was usual for the session."""
+    """Reports that a session accepts a drafter's blocks far less often than usual."""
 
     usual: float
     latest: float
@@ -312,10 +312,10 @@ class Verdict:
     finish: Finish = Finish.NONE
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     collapse: Collapse | None = None
-    margin: float | None = None  # of the committed token over the rival named in the Open
-    scores: tuple[TokenScore, ...] = ()  # of the tokens, if the Open requests them
-    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt from its second token on; only with the first tokens
-    prefix_cached: int = 0  # tokens of the Open that were in the target's cache at admission
+    margin: float | None = None  # lead of the committed token over the rival named in the Open, in logits
+    scores: tuple[TokenScore, ...] = ()  # scores of the tokens, if the Open requests them
+    prompt_scores: tuple[TokenScore, ...] = ()  # scores from the prompt's second token on; only with the first tokens
+    prefix_cached: int = 0  # number of the Open's tokens in the target's cache at admission
     rejected: tuple[int, ...] = ()  # to a router that requested it: draft tokens after the accepted ones
 
 
@@ -328,7 +328,7 @@ class DraftRequest:
     base_len: int
     prefix_hash: int
     max_tokens: int = MAX_BLOCK_TOKENS
-    hold_step: bool = True  # whether the target holds its next step for the block
+    hold_step: bool = True  # whether the target delays its next step for the block
     least_chance: float = 0.0  # least cumulative acceptance probability of a token worth verifying
     shape: Shape = Shape.CHAIN
 
@@ -379,7 +379,7 @@ class Refusal:
 
 @value
 class Leaving:
-    """The sender shuts down soon, as planned: it accepts no new sessions, and its sessions must move to other peers."""
+    """Announces the sender's planned shutdown: it accepts no new sessions, and its existing ones must move elsewhere."""
 
 
 Message = (

@@ -1,7 +1,7 @@
 """Token sequence with the rolling hash of each of its prefixes.
 
-Blocks and verdicts are addressed by (length, hash of everything before), so a message for another history can never be
-applied.
+Blocks and verdicts are addressed by length and hash of all tokens before them, so a message for another history can
+never be applied.
 """
 
 from array import array
@@ -41,7 +41,7 @@ class Prefix:
     def __init__(self, key: int, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
         self.length = 0  # number of tokens
-        self.hash = extend_hash(key & _MASK, 0)  # over all tokens
+        self.hash = extend_hash(key & _MASK, 0)  # hash of all tokens
         # _hashes[n] covers the first n tokens. An array: as int objects they would dominate a session's memory.
         self._hashes = array("Q", (self.hash,))
         self.extend(tokens)
