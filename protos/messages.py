@@ -379,7 +379,7 @@ class Refusal:
 
 @value
 class Leaving:
-    """Announces the sender's planned shutdown: it accepts no new sessions, and its existing ones must move elsewhere."""
+    """Announces the sender's planned shutdown: it accepts no new sessions; its existing ones must move elsewhere."""
 
 
 Message = (

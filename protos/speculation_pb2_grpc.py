@@ -47,7 +47,7 @@ class DraftServiceServicer:
     """
 
     def Drive(self, request_iterator, context):
-        """Router <-> drafter: sessions to draft for, and what the drafter cannot do.
+        """Router <-> drafter: sessions to draft for, and requests to reopen or refusals.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +147,7 @@ class TargetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def States(self, request_iterator, context):
-        """Drafter <-> target: hidden states of long stretches of text, apart from Verify so that no verdict waits behind them.
+        """Drafter <-> target: hidden states of long texts, on a stream of their own so that no verdict waits behind them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
