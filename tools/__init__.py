@@ -1,4 +1,4 @@
-"""Tools beside the server: bench, plan, simulate, trace, examine drafts and clusters, render manifests.
+"""Tools apart from serving: bench, plan, simulate, trace, examine drafts and clusters, render manifests.
 
 They are installed with the package and run through the `slipstream` command, which `cli.py` assembles; start there.
 `bench` measures speed, `planning` predicts it, `drafts` inspects and compares draft checkpoints, `doctor` examines a

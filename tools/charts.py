@@ -15,16 +15,16 @@ from cluster.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STYLE = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}  # text stays text, and "$" stays "$"
+STYLE = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}  # keeps text as text, and "$" as "$"
 GREY = "#b0b0b0"
-GOLDEN_ANGLE = 0.381966  # step on the hue circle (1 is the whole circle) that keeps any number of hues apart
-VISIBLE_SHARE = 0.002  # least share of the window at which a bar's colour can be recognised
+GOLDEN_ANGLE = 0.381966  # share of the hue circle between colours, which keeps any number of hues apart
+VISIBLE_SHARE = 0.002  # minimum share of the window at which a bar's colour is visible
 LEGEND_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An interval on a track of a timeline. Bars of one kind share a colour."""
+    """An interval on one track of a timeline. Bars of one kind share a colour."""
 
     track: str
     kind: str
@@ -33,20 +33,20 @@ class Bar:
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError if matplotlib is not installed; call it before work that ends in a chart."""
+    """Raises ConfigError if matplotlib is not installed; call it before any work that ends in a chart."""
     if find_spec("matplotlib") is None:
         raise ConfigError("charts need matplotlib; install it with: pip install 'slipstream-serving[plot]'")
 
 
 def svg(figure: "Figure") -> str:
-    """Renders a chart as an SVG element. Equal charts give equal text."""
+    """Renders a chart as an SVG element. Equal charts render to equal text."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": "slipstream"}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
-    return text[text.index("<svg") :]  # without the XML prolog, for embedding in HTML
+    return text[text.index("<svg") :]  # drops the XML prolog, to embed the element in HTML
 
 
 def line_chart(
@@ -56,7 +56,7 @@ def line_chart(
     y_label: str,
     size: tuple[float, float] = (7.2, 4.2),
 ) -> "Figure":
-    """Plots lines through points, and dashed horizontal levels for comparison. `size` is in inches."""
+    """Plots lines through points, and dashed horizontal lines at `levels`. `size` is in inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -109,14 +109,14 @@ def timeline(bars: Sequence[Bar], begins: float, ends: float, unit: str, grey: s
 
 
 def _colours(names: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Assigns each name a distinct color."""
+    """Assigns a distinct colour to each name."""
     from matplotlib.colors import hsv_to_rgb
 
     return {name: tuple(hsv_to_rgb(((0.58 + index * GOLDEN_ANGLE) % 1, 0.6, 0.75))) for index, name in enumerate(names)}
 
 
 def _lanes(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """Distributes bars, sorted by their beginning, over lanes without overlaps."""
+    """Distributes bars, sorted by start, over lanes so that none overlap."""
     lanes: list[list[Bar]] = []
     for bar in bars:
         free = next((lane for lane in lanes if lane[-1].ended <= bar.began), None)

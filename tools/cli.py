@@ -1,6 +1,6 @@
-"""The `slipstream` command: the commands that serve, and those of the tools.
+"""The `slipstream` command: combines the commands that serve with those of the tools.
 
-Modules that import torch or Ray are imported by the commands that need them, so that help stays quick.
+Commands import torch and Ray only when they need them, so that help stays quick.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Reference arm of the bench: Hugging Face `generate` in a separate process.
 
 The process reads one JSON line per question and writes one JSON line per answer; the first line it reads names the
-model to load. It is idle between questions.
+model to load. Between questions it is idle.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Reference:
     @classmethod
     @asynccontextmanager
     async def started(cls, config: SlipstreamConfig) -> AsyncIterator["Reference"]:
-        """Starts the process and loads the target with the cores and threads of all ranks of a replica."""
+        """Starts the process and loads the target, with the cores and threads of all ranks of a replica."""
         command = sys.executable, "-m", "tools.bench.baseline"
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES)
         reference = cls(process)
@@ -51,7 +51,7 @@ class Reference:
             await process.wait()
 
     async def ask(self, question: ChatQuestion) -> TimedAnswer:
-        """Returns one greedy answer."""
+        """Returns a greedy answer."""
         assert question.temperature == 0, "the reference decodes greedily"
         return TimedAnswer(**await self._exchange(asdict(question)))
 
@@ -66,12 +66,12 @@ class Reference:
 
 
 def main() -> None:
-    """Runs in the reference process: loads the model and answers questions."""
+    """Loads the model and answers questions; runs in the reference process."""
     from actors.engine.process import device_of, use_cpu
     from actors.models.checkpoint import load_model, local_folder
     from serve_app.api.text import TextCodec
 
-    replies = sys.stdout  # output printed by libraries must not mix with the replies
+    replies = sys.stdout  # keeps output printed by libraries out of the replies
     sys.stdout = sys.stderr
     setup = json.loads(sys.stdin.readline())
     resources = Resources.model_validate(setup["resources"])
@@ -90,7 +90,7 @@ def _generate(model: Any, codec: Any, question: ChatQuestion) -> TimedAnswer:
     from transformers.generation.streamers import BaseStreamer
 
     class Stopwatch(BaseStreamer):  # type: ignore[misc]
-        """Receives the prompt, then each token, and records the times."""
+        """Receives the prompt, then each token, and records the arrival times."""
 
         def __init__(self) -> None:
             self.seen_s: list[float] = []

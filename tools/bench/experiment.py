@@ -1,4 +1,4 @@
-"""Experiment: the same prompts and answer lengths with and without speculation, interleaved.
+"""Experiment: runs the same prompts and answer lengths with and without speculation, interleaved.
 
 Every batch of prompts runs under all arms in direct succession, and the order rotates from batch to batch, so a
 temporary slowdown of the machine affects all arms alike. Prompts come from JSON lines of prompts or messages, or from
@@ -47,10 +47,10 @@ class Prompt:
 
     kind: str
     prompt: str
-    earlier: tuple[Turn, ...] = ()  # earlier turns of the conversation that ends in the prompt
+    earlier: tuple[Turn, ...] = ()  # messages before the prompt in the same conversation
 
     def question(self, max_tokens: int, draft_tokens: int | None) -> ChatQuestion:
-        """Returns the question to ask: greedy, and ignoring EOS, so that all answers have one length."""
+        """Returns a greedy question that ignores EOS, so that all answers have the same length."""
         return ChatQuestion(self.prompt, max_tokens, True, draft_tokens, earlier=self.earlier)
 
 
@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One batch of prompts under one arm."""
+    """One batch of prompts to run under one arm."""
 
     arm: str
     concurrency: int
@@ -76,9 +76,9 @@ class Task:
 
 
 def tasks(plan: Plan, arms: Sequence[str]) -> Iterator[Task]:
-    """Yields every batch under every arm, in the order in which they run."""
+    """Yields every batch for every arm, in the order in which they run."""
     for concurrency in plan.concurrencies:
-        at_once = [arm for arm in arms if arm != GENERATE or concurrency == 1]  # `generate` has no queue
+        at_once = [arm for arm in arms if arm != GENERATE or concurrency == 1]  # `generate` takes one request at a time
         batches = prompt_batches(plan.prompts, concurrency)
         for repeat in range(plan.repeats):
             for index, prompts in enumerate(batches):
@@ -88,14 +88,14 @@ def tasks(plan: Plan, arms: Sequence[str]) -> Iterator[Task]:
 
 
 def prompt_batches(prompts: Sequence[Prompt], size: int) -> list[tuple[Prompt, ...]]:
-    """Splits prompts into at least two full batches; the last is filled up with prompts from the beginning."""
+    """Splits prompts into at least two full batches; fills the last one with prompts from the beginning."""
     count = max(2, -(-len(prompts) // size))
     supply = cycle(prompts)
     return [tuple(islice(supply, size)) for _ in range(count)]
 
 
 class Bench:
-    """Runs tasks against an endpoint and, if there is one, the reference."""
+    """Runs tasks against an endpoint, and against the reference if there is one."""
 
     def __init__(self, endpoint: ChatEndpoint, model: str, reference: Reference | None) -> None:
         self._endpoint = endpoint
@@ -150,7 +150,7 @@ class BenchReport:
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> "BenchReport":
-        """Summarizes batches; acceptance by kind covers all concurrencies together."""
+        """Summarizes batches; acceptance by kind covers all concurrencies."""
         groups: dict[tuple[int, str], list[Batch]] = {}
         for batch in batches:
             groups.setdefault((batch.concurrency, batch.arm), []).append(batch)
@@ -201,7 +201,7 @@ async def run_bench(
 
 
 def write_json(path: Path, config: dict[str, Any], plan: Plan, report: BenchReport, batches: Sequence[Batch]) -> None:
-    """Writes everything that was measured, raw runs included."""
+    """Writes all measurements, including raw runs."""
     settings = {"concurrencies": plan.concurrencies, "max_tokens": plan.max_tokens, "repeats": plan.repeats}
     prompts = [asdict(prompt) for prompt in plan.prompts]
     runs = [asdict(batch) for batch in batches]
@@ -216,10 +216,10 @@ SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Reads the prompts of a file. Raises ConfigError, naming the entry that is invalid.
+    """Reads the prompts of a file. Raises ConfigError that names an invalid entry.
 
-    Of messages, all up to the user's last one form the prompt. Of ShareGPT conversations, which people had with another
-    model, all up to the user's first one.
+    A list of messages is used up to the user's last one. A ShareGPT conversation, whose answers another model wrote, is
+    used up to the user's first message.
     """
     prompts = tuple(_prompt(entry, f"{path}, {where}") for where, entry in _entries(path))
     if len(prompts) < 2:
@@ -228,7 +228,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of one JSON list, as ShareGPT is published, or of JSON lines, with their locations."""
+    """Yields entries with their locations, from one JSON list (as ShareGPT is published) or from JSON lines."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""Measures over requests: client-side latencies, acceptance, throughput and paired speed-up. Pure.
+"""Statistics over requests: client-side latencies, acceptance, throughput and paired speed-up. Pure.
 
-TTFT: from the request to the first text. TPOT: seconds per token after that, averaged within each answer. ITL: between
-two events of a stream that brought text, over all answers; with speculation an event may bring several tokens.
+TTFT: seconds from the request to the first text. TPOT: seconds per token after that, averaged within each answer. ITL:
+seconds between two stream events with text, over all answers; with speculation an event may bring several tokens.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from serve_app.endpoint_client import Tally, TimedAnswer
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Quantiles in seconds."""
+    """Quantiles of a duration, in seconds."""
 
     p50: float
     p90: float
@@ -23,14 +23,14 @@ class Quantiles:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> "Quantiles | None":
-        """Returns the quantiles; None for no values."""
+        """Returns the quantiles, or None if there are no values."""
         found = list(seconds)
         return cls(*map(float, np.quantile(found, [0.5, 0.9, 0.99]))) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latencies of some answers; None for a measure for which no answer was long enough."""
+    """Latencies over some answers; a measure is None if every answer was too short for it."""
 
     ttft: Quantiles | None
     tpot: Quantiles | None
@@ -55,17 +55,17 @@ QUANTILES = tuple(field.name for field in fields(Quantiles))
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """One arm under one load."""
+    """Results of one arm under one load."""
 
     arm: str
-    load: float  # requests per second, or concurrent requests
+    load: float  # requests per second, or number of concurrent requests
     tokens_per_s: float
     answers: int
     failed: int
     latencies: Latencies
 
     def quantile_s(self, measure: str, quantile: str) -> float | None:
-        """Returns one quantile in seconds, such as "ttft" at "p99"."""
+        """Returns one quantile in seconds, such as measure "ttft" at "p99"."""
         found: Quantiles | None = getattr(self.latencies, measure)
         return None if found is None else float(getattr(found, quantile))
 
@@ -76,11 +76,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that were in flight together, under one arm of the experiment."""
+    """Results of requests that ran together, under one arm of the experiment."""
 
     arm: str
     concurrency: int
-    index: int  # identifies the prompts
+    index: int  # index of the batch of prompts
     repeat: int
     seconds: float
     tally: Tally
@@ -94,19 +94,19 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
-    """One arm at one concurrency."""
+    """Results of one arm at one concurrency."""
 
     arm: str
     concurrency: int
     tokens_per_s: float
-    first_token_s: float  # median
-    latency_s: float  # median
+    first_token_s: float  # median over answers
+    latency_s: float  # median over answers
     tally: Tally
 
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """Throughput of an arm relative to `base`: geometric mean of paired ratios, with its interval."""
+    """Throughput of an arm relative to `base`: geometric mean of paired ratios, with its confidence interval."""
 
     arm: str
     base: str
@@ -114,7 +114,7 @@ class Speedup:
     mean: float
     low: float
     high: float
-    equal: int  # answers with the same text under both arms
+    equal: int  # number of answers with the same text under both arms
     answers: int
 
 
@@ -138,7 +138,7 @@ def speedup(batches: Sequence[Batch], base_batches: Sequence[Batch]) -> Speedup:
     ratios: dict[int, list[float]] = {}
     for batch, base in pairs:
         ratios.setdefault(batch.index, []).append(batch.tokens_per_s / base.tokens_per_s)
-    # Repeats of the same prompts are not independent, so they count as one.
+    # Repeats of the same prompts depend on each other, so average them into one ratio.
     mean, low, high = mean_ratio([statistics.geometric_mean(repeats) for repeats in ratios.values()])
     same = [
         answer.text == base_answer.text
@@ -151,7 +151,7 @@ def speedup(batches: Sequence[Batch], base_batches: Sequence[Batch]) -> Speedup:
 
 
 def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean of at least two ratios with its 95 % interval (percentile bootstrap of the mean log-ratio)."""
+    """Returns the geometric mean of at least two ratios, and its 95 % interval (percentile bootstrap of log-ratios)."""
     assert len(ratios) >= 2, "one ratio says nothing of its own spread"
     logs = np.log(np.asarray(ratios))
     means = np.random.default_rng(0).choice(logs, (RESAMPLES, len(logs))).mean(axis=1)
@@ -161,7 +161,7 @@ def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
 
 
 def acceptance_by_kind(batches: Iterable[Batch]) -> dict[str, Tally]:
-    """Sums tokens, drafted and accepted, for each kind of prompt; blocks are not known per request."""
+    """Sums committed, drafted and accepted tokens by kind of prompt; blocks are not known per request."""
     tallies: dict[str, Tally] = {}
     for batch in batches:
         for kind, answer in zip(batch.kinds, batch.answers, strict=True):

@@ -1,6 +1,6 @@
-"""Open-loop load: requests arrive at random at a mean rate, whether or not earlier ones are answered.
+"""Open-loop load: requests arrive at random times at a mean rate, whether or not earlier ones are answered.
 
-Each arm gets the same requests at the same times, one arm after the other at each rate.
+At each rate the arms run one after the other, with the same requests at the same times.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from serve_app.endpoint_client import ChatEndpoint, EndpointError, TimedAnswer
 from tools.bench.experiment import PLAIN, SPECULATIVE, WARM_UP_TOKENS, Prompt
 from tools.bench.latencies import Latencies, LoadPoint
 
-ARMS = {SPECULATIVE: None, PLAIN: 0}  # most draft tokens; None: as the server is configured
+ARMS = {SPECULATIVE: None, PLAIN: 0}  # draft length limit by arm; None: the server's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Sweep:
 
     prompts: tuple[Prompt, ...]
     rates: tuple[float, ...]  # requests per second
-    requests: int = 60  # at each rate
+    requests: int = 60  # number of requests per rate
     max_tokens: int = 96
-    seed: int = 0  # of the arrival times
+    seed: int = 0  # seed of the arrival times
 
     @property
     def runs(self) -> int:
@@ -42,7 +42,7 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 async def run_sweep(endpoint: ChatEndpoint, model: str, sweep: Sweep, advance: Callable[[], None]) -> list[LoadPoint]:
-    """Runs rate by rate, each run after the previous one is fully answered. `advance` is called after each run."""
+    """Measures rate by rate; each run starts once the previous one is answered. `advance` is called after each run."""
     for most in ARMS.values():
         await endpoint.ask(model, sweep.prompts[0].question(WARM_UP_TOKENS, most))
     points = []
@@ -74,7 +74,7 @@ async def _run(
 
 
 def load_point(arm: str, load: float, outcomes: Sequence[TimedAnswer | EndpointError], seconds: float) -> LoadPoint:
-    """Summarizes a run of `seconds`. Raises its first failure if nothing was answered."""
+    """Summarizes a run of `seconds`. Raises the run's first failure if no request was answered."""
     answers = [outcome for outcome in outcomes if isinstance(outcome, TimedAnswer)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, EndpointError)]
     if not answers:

@@ -1,4 +1,4 @@
-"""Entry points of `slipstream bench`: runs a closed-loop or open-loop benchmark, prints it, and writes JSON and HTML.
+"""Entry points of `slipstream bench`: run a closed-loop or open-loop benchmark, print it, write JSON and HTML.
 
 The HTML report is one self-contained file with tables and charts.
 """
@@ -38,7 +38,7 @@ svg { max-width: 100%; height: auto; }
 
 
 def html_report(title: str, conditions: str, load: str, points: Sequence[LoadPoint]) -> str:
-    """Renders the report; `load` is the unit of the points' load, such as "requests/s"."""
+    """Renders the report as HTML; `load` names the unit of the points' load, such as "requests/s"."""
     body = "\n".join([_table(load, points), *_charts(load, points)])
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return (
@@ -89,7 +89,7 @@ def report_on_batches(
     json_path: Path | None,
     html_path: Path | None,
 ) -> None:
-    """Runs the experiment, prints it and writes it to files."""
+    """Runs the experiment, prints the report and writes it to files."""
     if html_path is not None:
         require_matplotlib()
     report = asyncio.run(run_bench(url, config, plan, generate, console, json_path))
@@ -108,7 +108,7 @@ def measure_rates(
     json_path: Path | None,
     html_path: Path | None,
 ) -> None:
-    """Measures the plan's prompts at each rate, prints the results and writes them to files."""
+    """Measures the plan's prompts at each request rate, prints the results and writes them to files."""
     if not rates:
         raise ConfigError("--url needs --rate: requests a second, as in --rate 1 --rate 2")
     if html_path is not None:

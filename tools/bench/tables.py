@@ -1,4 +1,4 @@
-"""Terminal tables of a bench's measures."""
+"""Terminal tables of the bench's results."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from tools.bench.latencies import MEASURES, QUANTILES, ArmSummary, LoadPoint, Sp
 
 
 def arms_sheet(concurrency: int, summaries: Sequence[ArmSummary]) -> Table:
-    """Returns each arm's speed and acceptance at one concurrency."""
+    """Tabulates each arm's speed and acceptance at one concurrency."""
     rows = "tokens/s", "time to first token, ms (median)", "latency, s (median)", *TALLY_ROWS
     columns = {
         summary.arm: (
@@ -25,7 +25,7 @@ def arms_sheet(concurrency: int, summaries: Sequence[ArmSummary]) -> Table:
 
 
 def latencies_table(load: str, points: Sequence[LoadPoint]) -> Table:
-    """Returns each arm's latencies under each load, in milliseconds at p50, p90 and p99."""
+    """Tabulates each arm's latencies under each load, in milliseconds at p50, p90 and p99."""
     names = (f"{measure.upper()}, ms" for measure in MEASURES)
     made = table("Latencies at p50, p90, p99", "arm", load, "tokens/s", "answers", "failed", *names)
     for point in points:
@@ -39,13 +39,13 @@ def _quantiles(point: LoadPoint, measure: str) -> str:
 
 
 def milliseconds(point: LoadPoint, measure: str, quantile: str) -> str:
-    """Formats one quantile, such as "ttft" at "p99"."""
+    """Formats one quantile in milliseconds, such as measure "ttft" at "p99"."""
     seconds = point.quantile_s(measure, quantile)
     return shown(None if seconds is None else 1e3 * seconds, ".0f")
 
 
 def speedups_table(speedups: Sequence[Speedup]) -> Table:
-    """Compares the arms with their baselines."""
+    """Tabulates the speed-up of arms over their baselines."""
     made = table("Speed-up: geometric mean over prompts", "arms", "at once", "95 % bootstrap interval", "equal answers")
     for speedup in speedups:
         ratio = f"{speedup.mean:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
@@ -55,7 +55,7 @@ def speedups_table(speedups: Sequence[Speedup]) -> Table:
 
 
 def kinds_table(kinds: Mapping[str, Tally]) -> Table:
-    """Returns acceptance for each kind of prompt."""
+    """Tabulates acceptance for each kind of prompt."""
     made = table("Acceptance by kind of prompt", "kind", "drafted", "accepted", "acceptance rate")
     for kind, tally in kinds.items():
         made.add_row(kind, str(tally.drafted), str(tally.accepted), shown(tally.acceptance_rate))

@@ -1,5 +1,4 @@
-"""`slipstream doctor`: what a Ray cluster lacks for a configuration, and how to fix it.
+"""`slipstream doctor`: finds what a Ray cluster lacks for a configuration, and how to fix it.
 
-`probe.py` examines every node and collects the findings as facts. `checks.py` turns facts into checks and prints them;
-start there.
+`probe.py` examines every node and collects facts. `checks.py` turns the facts into checks and prints them; start there.
 """

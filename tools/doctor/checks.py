@@ -1,4 +1,4 @@
-"""Checks what a cluster lacks for a configuration, from facts found on its nodes. Pure.
+"""Checks whether a cluster fits a configuration, from facts collected on its nodes. Pure.
 
 Each fault names the node and states how to fix it.
 """
@@ -21,7 +21,7 @@ from serve_app.operations.deploying import RAY_DRAIN, drain_s
 
 
 class ModelsNeeded(Enum):
-    """Models whose files a node must be able to read for the replicas that it may hold."""
+    """Models whose files a node must be able to read, given the replicas that it may hold."""
 
     NONE = "none"
     TARGET = "target"
@@ -30,60 +30,60 @@ class ModelsNeeded(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Findings of one node about itself."""
+    """Facts that a node's probe collected on the node itself."""
 
     node: Node
-    versions: Mapping[str, str]  # by component, including `protocol`
+    versions: Mapping[str, str]  # versions by component, including `protocol`
     shared_memory: int  # bytes of /dev/shm
-    port_fault: str | None  # why the HTTP port cannot be bound; None also if nothing would bind it
-    model_fault: str | None  # why the models cannot be served there; None also if no replica would run
+    port_fault: str | None  # why the HTTP port cannot be bound; None also if not tried
+    model_fault: str | None  # why models cannot be served here; None also if no replica would run
     server: str | None  # address of the node's trial gRPC server
-    server_role: PeerRole  # role that its credentials prove
-    server_fault: str | None  # why no server could be started
-    ray_drain_s: float  # time that Ray gives the node to finish after a stop request
-    ray_auth: str  # authentication of Ray's own ports, its RAY_AUTH_MODE
+    server_role: PeerRole  # role in the node's own credentials
+    server_fault: str | None  # why the trial server could not start
+    ray_drain_s: float  # seconds that Ray lets the node finish after a stop request
+    ray_auth: str  # RAY_AUTH_MODE, the authentication of Ray's own ports
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """A gRPC call from one node to another, on its own connection."""
+    """Result of a gRPC call from one node to another, on its own connection."""
 
-    caller: str  # node ids
+    caller: str  # node id of the caller
     called: str
-    seconds: float | None  # round trip, once connected
+    seconds: float | None  # shortest round trip in seconds, once connected
     fault: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """A node's wall clock relative to the examiner's."""
+    """Offset of a node's wall clock from the examiner's."""
 
     node_id: str
     ahead_s: float
-    error_s: float  # upper bound: half of the round trip
+    error_s: float  # maximum error in seconds: half of the round trip
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """All findings."""
+    """All facts about a cluster."""
 
     nodes: tuple[Node, ...]
     found: tuple[NodeFacts, ...]
-    silent: Mapping[str, str]  # why nodes did not answer, by node id
+    silent: Mapping[str, str]  # why a node did not answer, by node id
     calls: tuple[ProbeCall, ...]
     clocks: tuple[ClockReading, ...]
 
 
 MIB = 1 << 20
-RANK_SHARED_MEMORY = 64 * MIB  # containers have this in total by default, too little for NCCL buffers of several ranks
+RANK_SHARED_MEMORY = 64 * MIB  # a container's default, in total; too little for the NCCL buffers of several ranks
 MAX_CLOCK_GAP_S = 0.1
-MAX_CALL_S = 0.02  # round trip; a target never waits that long for a draft
+MAX_CALL_S = 0.02  # seconds for a round trip; targets never wait that long for drafts
 MATTERS = ("python", "ray", "torch", "transformers", "slipstream", "protocol")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question about the cluster: what was observed, and its faults, each with a fix."""
+    """Result of one check: what was observed, and faults with their fixes."""
 
     name: str
     seen: str
@@ -91,7 +91,7 @@ class Check:
 
 
 def judge(config: SlipstreamConfig, facts: ClusterFacts) -> list[Check]:
-    """Runs all checks. The cluster is fit if none has a fault."""
+    """Runs all checks. The cluster fits if no check has a fault."""
     names = _names(facts.nodes)
     judged: tuple[tuple[str, str, Callable[[], Iterable[str]]], ...] = (
         ("nodes", _count(facts.nodes), lambda: _silent(facts, names)),
@@ -109,7 +109,7 @@ def judge(config: SlipstreamConfig, facts: ClusterFacts) -> list[Check]:
 
 
 def _names(nodes: Iterable[Node]) -> dict[str, str]:
-    """Names nodes by address, with the beginning of the node id if several nodes share an address."""
+    """Returns each node's address, with the beginning of the node id if several nodes share the address."""
     nodes = list(nodes)
     addresses = [node.address for node in nodes]
     return {
@@ -192,9 +192,9 @@ def _tried_models(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
 
 
 def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
-    """Returns the models that a node reads.
+    """Returns which models a node must read.
 
-    Drafters read both models; targets and routers read the target's, and targets also a head that reads its states.
+    Drafters read both models; targets and routers read the target's, and targets also a head that reads hidden states.
     """
     target, drafter, router = needs(config)
     if drafter.fits(node) or (target.fits(node) and config.draft.model_method in STATE_READERS):
@@ -206,7 +206,7 @@ def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
 
 
 def _drains(config: SlipstreamConfig, found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
-    """Checks nodes that may hold a replica; the others have nothing to finish."""
+    """Checks nodes that may hold a replica; other nodes have no sessions to finish."""
     wanted = drain_s(config)
     for facts in found:
         if facts.ray_drain_s < wanted and any(need.fits(facts.node) for need in needs(config)):
@@ -224,7 +224,7 @@ def _drains_seen(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
 
 
 def _auth(config: SlipstreamConfig, found: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[str]:
-    """Skips clusters on one machine or in a trusted network, where no stranger reaches Ray's ports."""
+    """Checks Ray's token, except on one machine or in a trusted network, where no stranger reaches Ray's ports."""
     if config.trust.insecure or len({facts.node.address for facts in found}) == 1:
         return
     for facts in found:
@@ -269,7 +269,7 @@ def _calls_seen(calls: Sequence[ProbeCall]) -> str:
 
 
 def _clocks(clocks: Sequence[ClockReading], names: dict[str, str]) -> Iterator[str]:
-    """Compares with the median clock, so that one wrong clock yields one fault."""
+    """Compares each clock with the median clock, so that one wrong clock yields one fault."""
     for clock, gap in _gaps(clocks):
         if abs(gap) > MAX_CLOCK_GAP_S + clock.error_s:
             word = "ahead of" if gap > 0 else "behind"
@@ -305,7 +305,7 @@ def _count(nodes: Iterable[object]) -> str:
 
 
 def report(checks: Sequence[Check]) -> RenderableType:
-    """Renders one line per check, and below them the faults with their fixes."""
+    """Renders one line per check, followed by the faults with their fixes."""
     table = Table.grid(padding=(0, 2))
     for check in checks:
         table.add_row(check.name, "[red]wrong[/]" if check.faults else "[green]ok[/]", escape(check.seen))

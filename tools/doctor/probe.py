@@ -1,6 +1,6 @@
-"""Probe of one node: a Ray actor that reserves no resources and examines the node from inside.
+"""Examines a running Ray cluster: starts a probe on every node and collects the facts.
 
-Examination of a running Ray cluster: starts a probe on every node and collects the findings.
+A probe is a Ray actor that reserves no resources and examines its node from inside.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from tools.doctor.checks import ClockReading, ClusterFacts, ModelsNeeded, NodeFa
 log = logging.getLogger(__name__)
 
 DIAL_S = 5.0
-CALLS = 5  # the fastest counts: load on a machine is not distance
+CALLS = 5  # only the fastest counts, since load on a machine also slows calls
 DISTRIBUTIONS = {"ray": "ray", "torch": "torch", "transformers": "transformers", "slipstream": "slipstream-serving"}
 SERVING_ROLES = (PeerRole.TARGET, PeerRole.DRAFTER, PeerRole.ROUTER)  # tried in this order
 
 
 class NodeProbe:
-    """Examines one node."""
+    """Ray actor that examines its node."""
 
     def __init__(self, config: SlipstreamConfig, node: Node) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class NodeProbe:
         self._server: grpc.aio.Server | None = None
 
     async def look(self, tries_port: bool, models: ModelsNeeded) -> NodeFacts:
-        """Collects all facts that involve no other node; starts the trial server."""
+        """Collects all facts that involve no other node, and starts the trial server."""
         server: str | None = None
         server_fault: str | None = None
         try:
@@ -75,7 +75,7 @@ class NodeProbe:
         return time.time()
 
     async def call(self, called: str, address: str, role: PeerRole) -> ProbeCall:
-        """Calls the health service of another node's trial server."""
+        """Measures calls to the health service of another node's trial server."""
         if self._credentials is None:
             return ProbeCall(self._node.node_id, called, None, "the caller has no credentials")
         channel = self._credentials.dial(address, role)
@@ -95,7 +95,7 @@ class NodeProbe:
             await channel.close()
 
     async def _serve(self) -> str:
-        """Starts a server as replicas do, with the same bind address and credentials."""
+        """Starts a server in the way replicas do, with the same bind address and credentials."""
         trust = self._config.trust
         self._role, self._credentials = self._own_credentials()
         gate = AuthInterceptor(self._credentials, Refusals(log), trust.max_streams_per_host)
@@ -111,7 +111,7 @@ class NodeProbe:
     def _own_credentials(self) -> tuple[PeerRole, Credentials]:
         """Returns the first role with credentials; a pod may have the certificate of one role only.
 
-        Raises ConfigError if there are none.
+        Raises ConfigError if no role has credentials.
         """
         lacking = ""
         for role in SERVING_ROLES:
@@ -136,13 +136,13 @@ class NodeProbe:
 
         try:
             check_models(self._config, with_weights=False, with_draft=models is ModelsNeeded.BOTH)
-        except (SlipstreamError, OSError, ValueError) as error:  # transformers raises the last two
+        except (SlipstreamError, OSError, ValueError) as error:  # transformers raises OSError and ValueError
             return str(error)
         return None
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of this node's installation."""
+    """Returns the versions of Python, packages and protocol on this node."""
     found = {name: _version(distribution) for name, distribution in DISTRIBUTIONS.items()}
     return {"python": platform.python_version(), **found, "protocol": str(PROTOCOL_VERSION)}
 
@@ -155,7 +155,7 @@ def _version(distribution: str) -> str:
 
 
 def shared_memory_bytes() -> int:
-    """Returns the size of /dev/shm; 0 if there is none."""
+    """Returns the size of /dev/shm in bytes; 0 if there is none."""
     try:
         status = os.statvfs("/dev/shm")
     except FileNotFoundError:
@@ -164,34 +164,34 @@ def shared_memory_bytes() -> int:
 
 
 def ray_drain_s(environ: Mapping[str, str]) -> float:
-    """Reads Ray's drain time from the environment of `ray start`, which all processes of the node inherit."""
+    """Reads Ray's drain time from the environment of `ray start`, which all processes of a node inherit."""
     try:
         return float(environ.get(RAY_DRAIN, RAY_DRAIN_DEFAULT_S))
     except ValueError:
-        return RAY_DRAIN_DEFAULT_S  # Ray logs a warning and uses this default
+        return RAY_DRAIN_DEFAULT_S  # the value that Ray itself would use, after a warning
 
 
 def ray_auth(environ: Mapping[str, str]) -> str:
-    """Reads Ray's authentication mode in the same way; a head that finds a token sets it itself."""
+    """Reads Ray's authentication mode from the same environment; a head that finds a token sets the mode itself."""
     return environ.get("RAY_AUTH_MODE", "disabled").lower()
 
 
 K = TypeVar("K")
 
-LOOK_S = 180.0  # for all nodes together; mostly spent reading a model's files from a hub
+LOOK_S = 180.0  # seconds for all nodes together, mostly to download a model's files
 CALL_S = 60.0
 CLOCK_S = 10.0
 CLOCK_QUESTIONS = 5
-MAX_CALLED_NODES = 7  # nodes that one node calls: in a large cluster not every pair is tried
+MAX_CALLED_NODES = 7  # nodes that each node calls, since a large cluster has too many pairs
 
 
 def examine(config: SlipstreamConfig, address: str) -> ClusterFacts:
-    """Examines the cluster and leaves nothing behind. Raises ClusterError if it cannot be reached."""
+    """Examines the cluster and removes the probes. Raises ClusterError if the cluster cannot be reached."""
     with connected(address):
         nodes = tuple(alive_nodes())
         probes = {node.node_id: _probe(config, node) for node in nodes}
         router = needs(config)[-1]
-        tries_ports = not is_running()  # otherwise Serve itself listens there
+        tries_ports = not is_running()  # a running Serve already listens there
         looks = {
             node.node_id: probes[node.node_id].look.remote(
                 tries_port=tries_ports and router.fits(node), models=models_needed(config, node)
@@ -213,7 +213,7 @@ def _probe(config: SlipstreamConfig, node: Node) -> Any:
 
 
 def _answers(asked: Mapping[K, Any], within_s: float) -> tuple[dict[K, Any], dict[K, str]]:
-    """Returns the answers, and the reasons for those that are missing, by the same keys."""
+    """Returns the answers by key, and the reasons for missing answers by key."""
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=within_s)
     answered: dict[K, Any] = {}
     silent: dict[K, str] = {}
@@ -241,7 +241,7 @@ def _call(probes: Mapping[str, Any], found: Mapping[str, NodeFacts]) -> tuple[Pr
 
 
 def pairs(nodes: Sequence[NodeFacts]) -> Iterator[tuple[NodeFacts, NodeFacts]]:
-    """Yields callers and callees: all pairs of nodes, or in a large cluster each node with the next few."""
+    """Yields (caller, callee) pairs: all pairs of nodes, or in a large cluster each node with the next few."""
     count = len(nodes)
     for index, caller in enumerate(nodes):
         for step in range(1, min(count - 1, MAX_CALLED_NODES) + 1):
@@ -249,7 +249,7 @@ def pairs(nodes: Sequence[NodeFacts]) -> Iterator[tuple[NodeFacts, NodeFacts]]:
 
 
 def _clock(node_id: str, probe: Any) -> ClockReading:
-    """Reads a node's clock several times and keeps the reading with the shortest round trip."""
+    """Reads a node's clock several times, and keeps the reading with the shortest round trip."""
     best = ClockReading(node_id, 0.0, float("inf"))
     for _ in range(CLOCK_QUESTIONS):
         began = time.time()

@@ -1,6 +1,6 @@
 """Subcommands of `slipstream drafts`: `inspect` describes a draft checkpoint, `measure` compares drafts.
 
-Output of `slipstream drafts inspect`, as a terminal table and as data.
+Formats the output of `inspect` as a terminal table and as data.
 """
 
 import json
@@ -18,7 +18,7 @@ from cluster.errors import ConfigError, ModelError
 from tools.drafts.headers import DraftFacts, StatesRead
 from tools.drafts.inspection import DraftInspection
 
-DOES_NOT_FIT = 1  # exit status
+DOES_NOT_FIT = 1  # exit status if the draft does not fit
 
 drafts_app = typer.Typer(help="Look at draft checkpoints, and compare drafts.", no_args_is_help=True)
 
@@ -77,7 +77,7 @@ def measure(
     draft_tokens: Annotated[
         list[int] | None, typer.Option(min=1, max=64, help="Tokens of a chain; repeatable; default: 1 2 4 8.")
     ] = None,
-    block_len: Annotated[list[int] | None, typer.Option(min=1, max=64, hidden=True)] = None,  # its earlier name
+    block_len: Annotated[list[int] | None, typer.Option(min=1, max=64, hidden=True)] = None,  # earlier name
     nodes: Annotated[
         list[int] | None, typer.Option(min=1, max=64, help="Nodes of a tree; repeatable; default: 2 4 8 16.")
     ] = None,
@@ -137,7 +137,7 @@ def inspection_data(found: DraftInspection) -> dict[str, Any]:
 
 
 def inspection_report(found: DraftInspection) -> Group:
-    """Renders the facts, then the misfits, or if there are none, the configuration."""
+    """Renders the facts, then the mismatches, or the configuration if there are none."""
     sheet = Table(show_header=False, box=None, pad_edge=False)
     sheet.add_column(style="bold")
     sheet.add_column()
@@ -158,7 +158,7 @@ def _praise(found: DraftInspection) -> str:
 
 
 def _rows(facts: DraftFacts) -> list[tuple[str, str]]:
-    """Lists the facts that are known."""
+    """Returns the known facts as rows of a table."""
     size = facts.size
     rows = [
         ("layout", facts.layout.name),

@@ -1,4 +1,4 @@
-"""`slipstream drafts measure`: several drafts over the same texts of one target, side by side."""
+"""`slipstream drafts measure`: compares several drafts over the same texts of one target."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Drafts to measure, and the texts to measure them over."""
+    """The drafts to measure, and the texts over which to measure them."""
 
-    drafts: dict[str, SlipstreamConfig]  # by name
+    drafts: dict[str, SlipstreamConfig]  # configurations by the draft's name
     prompts: tuple[str, ...]
     temperatures: tuple[float, ...]
-    tokens: int  # generated after each prompt
+    tokens: int  # number of tokens to generate per prompt
     draft_lengths: tuple[int, ...]
     nodes: tuple[int, ...]
 
@@ -39,11 +39,11 @@ class Compared:
     """Results of a comparison."""
 
     found: list[DraftMeasures]
-    step_s: float  # of the target for one token, in seconds
+    step_s: float  # seconds for a one-token step of the target
 
 
 def named(paths: Sequence[Path], configs: Sequence[SlipstreamConfig]) -> dict[str, SlipstreamConfig]:
-    """Names configurations by their files. Raises ConfigError unless they all serve the same target."""
+    """Names configurations after their files. Raises ConfigError unless all serve the same target."""
     model = configs[0].model
     for path, config in zip(paths, configs, strict=True):
         if (config.model.target, config.model.dtype) != (model.target, model.dtype):
@@ -59,7 +59,7 @@ def named(paths: Sequence[Path], configs: Sequence[SlipstreamConfig]) -> dict[st
 
 
 def compare(comparison: Comparison, console: Console) -> Compared:
-    """Decodes every text once, then requests drafts for all of them from every method."""
+    """Decodes every text once, then requests drafts for it from every method."""
     first = next(iter(comparison.drafts.values()))
     use_cpu(first.target.resources_per_rank)
     target = MeasuredTarget(first.model, first.target.resources_per_rank, first.model.max_context)
@@ -91,7 +91,7 @@ def _measured(
     title: str,
     console: Console,
 ) -> DraftMeasures:
-    """Measures one draft with a fresh method per temperature, so that it remembers nothing of the others."""
+    """Measures one draft with a new method, which remembers no text of other temperatures."""
     longest = max(comparison.draft_lengths)
     largest = max(comparison.nodes)
     setup = target.setup(draft, max(longest, largest))
@@ -107,7 +107,7 @@ def _measured(
 
 
 def comparison_sheets(compared: Compared) -> list[Table]:
-    """Returns one sheet per temperature, with one column per draft."""
+    """Returns one table per temperature, with one column per draft."""
     temperatures = dict.fromkeys(each.temperature for each in compared.found)
     return [_sheet(compared, temperature) for temperature in temperatures]
 
@@ -148,7 +148,7 @@ def comparison_data(compared: Compared) -> dict[str, Any]:
 
 
 def comparison_chart(compared: Compared) -> "Figure":
-    """Plots tokens per verification over the size of a block."""
+    """Plots tokens per verification against block size."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for each in compared.found:
         name = f"{each.draft}, T {each.temperature:g}"

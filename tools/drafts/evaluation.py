@@ -1,9 +1,9 @@
-"""Measurement of drafts in one process: a real target and real methods, without network or Ray.
+"""Measures drafts in one process: a real target and real methods, without network or Ray.
 
 The target decodes texts once in lock step and provides hidden states for any drafting method. Each text is then
 replayed with a method at every position. Under Gumbel coupling the committed tokens do not depend on the drafts: the
-target's token is a function of the tokens before it and of the seed. So a verification is a comparison with the text,
-and many drafts are measured over one text.
+target's token is a function of the tokens before it and of the seed. So verifying a draft means comparing it with the
+text, and many drafts are measured over one text.
 """
 
 import time
@@ -40,21 +40,21 @@ from protos.prefix import Prefix
 PAGE_SIZE = 16
 STEP_TOKENS = 512
 HASH_KEY = 1
-SEED = 1000  # seed of the first prompt; later prompts count up
+SEED = 1000  # seed of the first prompt; each further prompt adds 1
 DRAFT_SEED = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedText:
-    """The target's continuation of a prompt."""
+    """A prompt with the target's continuation."""
 
-    open: Open  # for a session that begins with the prompt
-    tokens: tuple[int, ...]  # prompt included
-    states: bytes = field(default=b"", repr=False)  # encoded, of all tokens but the last; empty if unused
+    open: Open  # opens a session that begins with the prompt
+    tokens: tuple[int, ...]  # tokens of the whole text, prompt included
+    states: bytes = field(default=b"", repr=False)  # encoded hidden states of all tokens but the last; empty if unused
 
 
 class MeasuredTarget:
-    """A loaded target; `context` bounds the tokens of a text, prompt included."""
+    """A loaded target; `context` limits the tokens of a text, prompt included."""
 
     def __init__(self, model: ModelConfig, resources: Resources, context: int) -> None:
         self._model_config = model
@@ -71,7 +71,7 @@ class MeasuredTarget:
 
     @property
     def step_s(self) -> float:
-        """Median duration of a one-token step, in seconds, over all that was decoded so far."""
+        """Median duration of a one-token step in seconds, over everything decoded so far."""
         return median(self._steps)
 
     def prompt(self, text: str) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class MeasuredTarget:
         return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])
 
     def setup(self, draft: DraftPool, draft_tokens: int) -> DraftSetup:
-        """Returns the deployment facts that a method receives for this target."""
+        """Returns the facts about the deployment that a drafting method for this target receives."""
         return DraftSetup(
             self._model_config.dtype,
             self._context,
@@ -102,7 +102,7 @@ class MeasuredTarget:
         draft_tokens: int,
         acceptance: Acceptance = Acceptance.COUPLED,
     ) -> Generation:
-        """Requests `tokens` tokens after prompt number `index`. Raises ConfigError if the context is too small."""
+        """Requests `tokens` tokens after prompt number `index`. Raises ConfigError if they exceed the context."""
         if len(prompt) + tokens > self._context:
             raise ConfigError(
                 f"prompt {index} has {len(prompt)} tokens, and {tokens} are to follow, expected at most"
@@ -133,22 +133,22 @@ class MeasuredTarget:
         return lock_step(Session(generation), drafter, method, target, executor)
 
     def decode(self, generation: Generation) -> DecodedText:
-        """Decodes with minimal speculation; under Gumbel coupling the committed text is the same for any drafts."""
+        """Decodes with minimal speculation; under Gumbel coupling, any drafts give the same text."""
         tokens = list(generation.prompt)
         ends = []
         for emit in self.run(generation, NgramDraft(1, 1), trees=False):
             tokens += emit.tokens
             ends.append(time.perf_counter())
-        self._steps += [end - began for began, end in pairwise(ends)]  # without the first step, which reads the prompt
+        self._steps += [end - began for began, end in pairwise(ends)]  # omits the first step, which reads the prompt
         return DecodedText(generation.open_with(generation.prompt, attempt=1), tuple(tokens))
 
     @torch.inference_mode()
     def states(self, draft: DraftPool, texts: Sequence[DecodedText]) -> list[bytes]:
-        """Returns, for each text, the encoded states that a method reads; empty for most methods."""
+        """Returns the encoded hidden states that a method reads, one entry per text; empty for most methods."""
         spec = capture_spec(draft, self._folder, self._model_config.dtype)
         if spec is None:
             return [b""] * len(texts)
-        kept = replace(spec, is_kept=True)  # whole texts are read after they have ended
+        kept = replace(spec, is_kept=True)  # keeps states of whole texts, which are read at the end
         capture = StateCapture(kept, self._pages, PAGE_SIZE, self._device, spec.projection_on(self._device))
         runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder, capture=capture)
         return [self._captured(runner, text.tokens[:-1]) for text in texts]
@@ -163,10 +163,10 @@ class MeasuredTarget:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A method's drafts after a prefix of a text, and what the text continued with."""
+    """A method's drafts after a prefix of a text, with the text's actual continuation."""
 
-    room: int  # most tokens of a block here
-    coming: tuple[int, ...]  # the text's own next tokens
+    room: int  # limit on the tokens of a block at this position
+    coming: tuple[int, ...]  # tokens that follow in the text
     chain: DraftTree
     tree: DraftTree
     chain_s: float  # seconds to draft the chain
@@ -182,8 +182,9 @@ def replay(
 ) -> list[Replay]:
     """Requests a chain of `draft_tokens` and a tree of `nodes` tokens at each position after the prompt.
 
-    A method that reads hidden states gets those of all tokens but the last. It has none right after the prompt, which
-    the target has not read at that point.
+    A method that reads hidden states gets those of all tokens but the last. Right after the prompt it gets none and
+    drafts
+    nothing, since the target has not read the prompt at that point.
     """
     opened = text.open
     method.open(opened)
@@ -223,13 +224,13 @@ def _replay(
 
 
 def committed_by(place: Replay, draft: DraftTree, most: int) -> int:
-    """Returns how many tokens one verification of the draft's first `most` tokens would have committed."""
+    """Returns how many tokens verifying the draft's first `most` tokens would have committed."""
     accepted = len(draft.first(min(most, place.room)).along(place.coming))
     return min(accepted + 1, len(place.coming))
 
 
 def verifies(places: Sequence[Replay], most: int, *, trees: bool) -> int:
-    """Counts the verifications needed for a text with blocks of `most` tokens."""
+    """Counts the verify steps that a text takes with blocks of `most` tokens."""
     count = 0
     at = 0
     while at < len(places):
@@ -239,24 +240,24 @@ def verifies(places: Sequence[Replay], most: int, *, trees: bool) -> int:
     return count
 
 
-BEST = 4  # agreement is reported for up to this many first tokens of a tree
+BEST = 4  # agreement is reported for the first 1 to BEST tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DraftMeasures:
-    """Measures of one draft at one temperature."""
+    """Results of one draft at one temperature."""
 
     draft: str
     method: str
     temperature: float
-    positions: int  # positions where a draft was requested
-    offered: float  # share of positions with a proposal
-    agreement: tuple[float, ...]  # share where the right token is among a tree's first 1, 2, ... tokens
+    positions: int  # number of positions at which a draft was requested
+    offered: float  # share of positions at which the method proposed something
+    agreement: tuple[float, ...]  # share of positions with the correct token among the first 1, 2, ... offered
     chains: Mapping[int, float]  # tokens per verification, by draft length
     trees: Mapping[int, float]  # tokens per verification, by number of nodes
-    token_s: float | None  # seconds per token of a chain; None: it drafted nothing
-    tree_s: float | None  # seconds per tree
-    states_bytes: int  # per token, on the wire
+    token_s: float | None  # seconds per token of a chain; None if it drafted none
+    tree_s: float | None  # seconds per tree; None if it drafted none
+    states_bytes: int  # bytes of hidden states per token on the wire
 
 
 def measures(
@@ -268,7 +269,7 @@ def measures(
     nodes: Sequence[int],
     states_bytes: int,
 ) -> DraftMeasures:
-    """Computes the measures over all positions of all texts where a block has room."""
+    """Computes the results over all positions of all texts at which a block has room."""
     places = [place for text in texts for place in text if place.room > 0]
     chained = sum(len(place.chain) for place in places)
     grown = sum(len(place.tree) > 0 for place in places)
@@ -288,7 +289,7 @@ def measures(
 
 
 def _rank(place: Replay) -> float:
-    """Returns the rank of the right token among the tokens offered next, from 0; infinity if absent."""
+    """Returns the rank of the correct token among the next tokens offered, from 0; infinity if absent."""
     first = place.tree.children(-1) or place.chain.children(-1)
     return first.index(place.coming[0]) if place.coming[0] in first else float("inf")
 

@@ -1,8 +1,8 @@
 """Facts about a draft checkpoint from its headers: layout, sizes and claimed target, without loading weights.
 
 Tensors have names, shapes and dtypes, but no memory, so the functions that resolve a loaded head work on them too. A
-layout is recognized by its content and never by its name. Without a target, a head is resolved for the target that it
-claims to be made for. The facts are one value that can be shown, serialized, and compared with a target.
+layout is recognized by its content and never by its name. Without a given target, a head is resolved for the target
+that it claims. The facts are one value that can be shown, serialized, and compared with a target.
 """
 
 import re
@@ -30,29 +30,29 @@ from actors.drafters.model.forwards import MASK_KEYS
 from cluster.config import DraftPool
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
 
-ID_TABLES = ("d2t", "token_map")  # tables of the tokens that a head proposes: small, and needed to describe it
+ID_TABLES = ("d2t", "token_map")  # small tables of token ids, which are needed to describe a head
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """Size of all tensors of a checkpoint."""
+    """Total size of a checkpoint's tensors."""
 
-    parameters: int  # floating-point elements
+    parameters: int  # number of floating-point elements
     bytes: int
 
 
 def read_headers(folder: Path) -> HeadFiles:
-    """Reads a folder like `read_head`, but on the device `meta`; only the tables of draft ids keep their values.
+    """Reads a folder as `read_head` does, but on the device `meta`; only tables of token ids keep their values.
 
     Raises ModelError if the folder holds no checkpoint.
     """
-    files = read_head(folder)  # maps files into memory, which reads no weights
+    files = read_head(folder)  # maps files into memory without reading weights
     tensors = {name: tensor if _is_id_table(name) else tensor.to("meta") for name, tensor in files.tensors.items()}
     return replace(files, tensors=tensors)
 
 
 def stored_size(tensors: Mapping[str, Tensor]) -> StoredSize:
-    """Returns the size; tables of ids and masks count as bytes, not as parameters."""
+    """Returns the total size; tables of ids and masks add bytes but no parameters."""
     numbers = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     return StoredSize(
         parameters=sum(tensor.numel() for tensor in numbers),
@@ -66,10 +66,10 @@ def _is_id_table(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DraftLayout:
-    """Kind of a checkpoint, and the drafting method that uses it."""
+    """Kind of a checkpoint, and the drafting method that reads it."""
 
     name: str
-    method: str | None  # a value of draft.method; None: not supported
+    method: str | None  # value of draft.method; None if no method reads the layout
 
 
 SPECULATORS_KEY = "speculators_model_type"
@@ -79,7 +79,7 @@ LAYER_SKIP = DraftLayout("the target itself, some of whose layers can draft", "l
 UNKNOWN = DraftLayout("no draft checkpoint that is known here", None)
 MLP_SPECULATOR = DraftLayout("MLPSpeculator", "mlp_speculator")
 WITH_MTP = DraftLayout("a target with multi-token prediction of its own", "mtp")
-MTP = r"(?:model\.)?(?:mtp\.|mtp_layers\.|(?:layers\.\d+\.)?eh_proj\.)"  # prefix of names in such a module
+MTP = r"(?:model\.)?(?:mtp\.|mtp_layers\.|(?:layers\.\d+\.)?eh_proj\.)"  # prefix of tensor names in an MTP module
 
 MEDUSA: Mapping[str, DraftLayout] = MappingProxyType(
     {
@@ -105,7 +105,7 @@ WITHOUT_METHOD: Mapping[str, DraftLayout] = MappingProxyType(
 
 
 def layout_of(files: HeadFiles) -> DraftLayout:
-    """Recognizes the layout from a folder's tensors and configuration."""
+    """Recognizes a folder's layout from its tensors and configuration."""
     names = tuple(files.tensors)
     has_embedding = any(name in files.tensors for name in EMBEDDING)
     if has_embedding and _any(names, MTP):
@@ -129,7 +129,7 @@ def _is_dflash(files: HeadFiles) -> bool:
 
 
 def _eagle(files: HeadFiles) -> DraftLayout | None:
-    """Recognizes EAGLE heads by the first layer's inputs: two concatenated rows, or a projection of them."""
+    """Recognizes EAGLE heads by the first layer's input: two concatenated rows, or their projection."""
     tensors = files.renamed(EAGLE_ALIASES).tensors
     queries = tensors.get("layers.0.self_attn.q_proj.weight")
     if queries is None:
@@ -173,17 +173,17 @@ def _any(names: Iterable[str], pattern: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StatesRead:
-    """Hidden states of the target that a head reads for each token."""
+    """The target's hidden states that a head reads for each token."""
 
-    layers: tuple[int, ...]  # numbered as in `StatesNeeded`; empty: they depend on the target's depth
-    is_final: bool  # True: the last state, after the final norm; False: residual streams before any norm
-    hidden: int  # of the target
-    width: int  # elements of an unprojected row
-    projected: int | None  # elements after the head's own projection, if it has one
+    layers: tuple[int, ...]  # numbered as in `StatesNeeded`; empty if they depend on the target's depth
+    is_final: bool  # True: the state after the final norm; False: residual streams before any norm
+    hidden: int  # hidden size of the target
+    width: int  # elements of a row before projection
+    projected: int | None  # elements of a row after the head's own projection, if any
 
     @property
     def row_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes per token on the wire, by where it is projected, then by type."""
+        """Bytes per token on the wire, by the side that projects them, then by data type."""
         widths = {"drafter": self.width} | ({} if self.projected is None else {"target": self.projected})
         return {
             where: {dtype.name.lower(): StatesFormat(width, dtype).row_bytes for dtype in StateDtype}
@@ -193,27 +193,27 @@ class StatesRead:
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """Facts about one checkpoint; those that its layout leaves open are None or empty."""
+    """Facts about one checkpoint; those that its layout does not determine are None or empty."""
 
     layout: DraftLayout
     size: StoredSize
     shape: Mapping[str, int] = field(default_factory=dict)  # sizes by name
-    vocabulary: int | None = None  # vocabulary size of the target that it was made for
-    proposes: int | None = None  # size of the draft vocabulary
+    vocabulary: int | None = None  # vocabulary size of the head's target
+    proposes: int | None = None  # number of tokens that it can propose
     states: StatesRead | None = None
-    embedding: str = ""  # where it comes from
+    embedding: str = ""  # where the embedding comes from
     lm_head: str = ""
-    positions: int | None = None  # positions that it was made for
+    positions: int | None = None  # number of positions for which it was made
     rope: str = ""
-    longest_block: int | None = None  # most tokens that it predicts after a prefix; None: unlimited
-    conventions: tuple[str, ...] = ()  # one line each, as described by the head's loader
-    ends_at_positions: bool = False  # True if it drafts nothing beyond its positions
-    made_for: str = ""  # name of the target, if the checkpoint states it
+    longest_block: int | None = None  # most tokens that it predicts after a prefix; None: no limit
+    conventions: tuple[str, ...] = ()  # lines from the loader's description
+    ends_at_positions: bool = False  # True if it drafts nothing beyond `positions`
+    made_for: str = ""  # target's name, if the checkpoint states it
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Reason why a checkpoint cannot draft, or cannot draft for a target."""
+    """Reason why a checkpoint cannot draft at all, or not for a target."""
 
     what: str
     expected: str = ""
@@ -224,26 +224,26 @@ class Mismatch:
 
 
 HeadConfig = EagleConfig | DFlashConfig | MedusaConfig | MlpSpeculatorConfig
-DEPTHS = (1 << 10, 1 << 11)  # two target depths: facts that differ between them depend on the depth
+DEPTHS = (1 << 10, 1 << 11)  # two assumed target depths: facts that differ between them depend on the depth
 SAID_BY_FACTS = ("reads the target's state", "proposes ", "positions up to ", "embedding of ")
-COUNT = 3  # default number of states that an EAGLE-3 head reads
+COUNT = 3  # hidden states that an EAGLE-3 head reads by default
 
 
 def canonical_files(files: HeadFiles, method: str) -> HeadFiles:
-    """Renames tensors to the names that the method's loader uses. Raises ModelError as the loader does."""
+    """Renames tensors to the names that the method's loader uses. Raises the loader's ModelError."""
     return _CANONICAL[method](files)
 
 
 def resolved(files: HeadFiles, draft: DraftPool, target: TargetShape) -> HeadConfig:
     """Resolves a head in canonical names for a target, with the options of its method.
 
-    Raises ModelError if it does not fit.
+    Raises ModelError if the head does not fit.
     """
     return _RESOLVE[draft.method](files, target, draft)
 
 
 def presumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) -> TargetShape:
-    """Returns the target that a head in canonical names was made for; few heads state its depth."""
+    """Returns the target for which a head in canonical names was made; `depth` is used since few heads state it."""
     body = {**files.config, **(files.config.get("transformer_layer_config") or {})}
     method = draft.method
     if method == "medusa":
@@ -269,7 +269,7 @@ def head_facts(files: HeadFiles, layout: DraftLayout, draft: DraftPool) -> Draft
 
 
 def conventions_of(config: HeadConfig) -> tuple[str, ...]:
-    """Returns the loader's description of the head, without the lines that have facts of their own."""
+    """Returns the loader's description of the head, without lines that repeat other facts."""
     return tuple(line for line in config.describe() if not line.startswith(SAID_BY_FACTS))
 
 
@@ -320,7 +320,7 @@ def _described(
 
 
 def causal_facts(files: HeadFiles, layout: DraftLayout) -> DraftFacts:
-    """Collects facts about a causal language model. Raises ModelError for an unknown kind of rotary positions."""
+    """Collects facts about a causal language model. Raises ModelError for unknown rotary positions."""
     text: Mapping[str, Any] = files.config.get("text_config") or files.config
     names = {
         "hidden": "hidden_size",
@@ -355,7 +355,7 @@ def _states_read(config: HeadConfig, needs: StatesNeeded, target: TargetShape) -
 
 
 def _hidden_read(files: HeadFiles, said: int, states: int) -> int:
-    """Returns the hidden size of an EAGLE head's target; `fc` is as wide as all states that it reads."""
+    """Returns the hidden size of an EAGLE head's target; `fc` takes all states that the head reads."""
     fc = files.tensors.get("fc.weight")
     if fc is None or not said or fc.shape[-1] % said == 0:
         return said
@@ -363,7 +363,7 @@ def _hidden_read(files: HeadFiles, said: int, states: int) -> int:
 
 
 def _of_heads(files: HeadFiles, depth: int) -> TargetShape:
-    """Returns the target's shape from Medusa heads, whose last matrix is an LM head."""
+    """Returns the target's shape, derived from Medusa heads, whose last matrix is an LM head."""
     shapes = [tensor.shape for name, tensor in files.tensors.items() if name.endswith(".weight")]
     rows = [int(shape[0]) for shape in shapes]
     return TargetShape(int(shapes[0][-1]), int(files.config.get("vocab_size") or max(rows)), depth)
@@ -384,7 +384,7 @@ def _whose(files: HeadFiles, name: str) -> str:
 
 
 def _first_module(files: HeadFiles) -> HeadFiles:
-    """Returns the first MTP module of a target's folder."""
+    """Returns the first MTP module in a target's folder."""
     layout = layout_in(files.tensors, target_shape(files.folder).layers, str(files.folder))
     return module_files(files.folder, layout, files.tensors)
 

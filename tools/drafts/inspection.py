@@ -1,8 +1,8 @@
-"""Inspection of a draft checkpoint on disk: what it is, what it needs, and whether it fits a target.
+"""Inspects a draft checkpoint on disk: what it is, what it needs, and whether it fits a target.
 
-Only metadata is read: headers, configurations and tables of ids (`headers.py`). The result has the facts, every
-mismatch with its expected and found value, notes, and a suitable configuration. The loader itself finds misfits of
-tensors: it reads them without their values.
+Reads only metadata: headers, configurations and tables of ids (`headers.py`). The result has the facts, every mismatch
+with its expected and found value, notes, and a suitable configuration. The method's own loader finds mismatches of
+tensors: it runs on tensors without values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,13 +51,13 @@ from tools.drafts.headers import (
     stored_size,
 )
 
-NOWHERE = Path()  # tensors that a head borrows are not read
+NOWHERE = Path()  # placeholder for the target's folder, which is not read
 META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SurveyedFiles(HeadFiles):
-    """Files that a loader reads to the end: misfits are noted instead of raised."""
+    """Files that record mismatches instead of raising, so that a loader reads them to the end."""
 
     mismatches: list[Mismatch] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ class SurveyedFiles(HeadFiles):
 
 
 def _read_all(files: HeadFiles, config: HeadConfig) -> None:
-    """Reads every tensor of a head as its loader does."""
+    """Reads every tensor of a head, with the head's own loader."""
     tokens = range(config.vocabulary)
     dtype = torch.float32
     if isinstance(config, MedusaConfig):
@@ -91,7 +91,7 @@ def _read_all(files: HeadFiles, config: HeadConfig) -> None:
         EagleReader(files, NOWHERE, config, dtype, META, PlainProjection).weights(tokens)
 
 
-DEPTH_KEY = "num_target_layers"  # key in a DFlash configuration
+DEPTH_KEY = "num_target_layers"  # key in a DFlash head's configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +104,26 @@ class TargetFacts:
 
 
 def target_facts(folder: Path) -> TargetFacts:
-    """Reads the checkpoint in a folder. Raises ModelError if there is none that transformers knows."""
+    """Reads the facts from a folder. Raises ModelError if it holds no checkpoint that transformers knows."""
     config = read_config(folder).get_text_config()
     return TargetFacts(folder, target_shape(folder), getattr(config, "max_position_embeddings", None))
 
 
 def tensor_mismatches(files: HeadFiles, draft: DraftPool) -> list[Mismatch]:
-    """Finds tensors that are missing, unused, of another shape, or of wrong values.
+    """Finds tensors that are missing, unused, of another shape, or with invalid values.
 
     The head must have canonical names and must resolve.
     """
     surveyed = SurveyedFiles(files.folder, files.config, files.tensors)
     try:
         _read_all(surveyed, resolved(files, draft, presumed_target(files, draft)))
-    except ModelError as error:  # of ids or a mask
+    except ModelError as error:  # invalid values in a table of ids or a mask
         surveyed.mismatches.append(Mismatch(str(error)))
     return surveyed.mismatches
 
 
 def head_mismatches(files: HeadFiles, facts: DraftFacts, target: TargetFacts, draft: DraftPool) -> list[Mismatch]:
-    """Finds misfits between a head in canonical names and a target; if its sizes fit, its loader decides."""
+    """Finds mismatches between a head in canonical names and a target; if all sizes fit, also asks its loader."""
     found = [*_sizes(facts, target), *_depth(files, facts, target), *_borrowed(facts, target)]
     if found:
         return found
@@ -135,7 +135,7 @@ def head_mismatches(files: HeadFiles, facts: DraftFacts, target: TargetFacts, dr
 
 
 def causal_mismatches(folder: Path, facts: DraftFacts, target: TargetFacts) -> list[Mismatch]:
-    """Finds misfits of a causal language model, whose tokens must mean the same as the target's."""
+    """Finds mismatches of a causal language model, whose token ids must mean the same as the target's."""
     try:
         check_draft(vocabulary(target.folder), folder)
     except (ModelError, OSError, ValueError) as error:
@@ -155,19 +155,19 @@ def _sizes(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
 
 
 def _depth(files: HeadFiles, facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
-    """Checks the number of layers, which determines which states exist."""
+    """Checks the target's number of layers, which determines the states that exist."""
     depth = target.shape.layers
     said = {**files.config, **(files.config.get("dflash_config") or {})}.get(DEPTH_KEY)
     if said is not None and said != depth:
         yield Mismatch("layers of the target", str(said), str(depth))
     read = () if facts.states is None else facts.states.layers
-    last = depth if facts.layout.method == "dflash" else depth - 1  # streams exclude the final state, which is normed
+    last = depth if facts.layout.method == "dflash" else depth - 1  # residual streams exclude the final, normed state
     if read and max(read) > last:
         yield Mismatch("states of the target", f"{list(read)}", f"0 to {last}")
 
 
 def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
-    """Checks that the tensors that the head borrows exist in the target and have the head's shape."""
+    """Checks that the target has the tensors that the head borrows, in the shape the head needs."""
     stored = stored_tensors(target.folder, partial=True)
     for whose, names, what in ((facts.embedding, EMBEDDING, "embedding"), (facts.lm_head, HEAD, "LM head")):
         if whose != "the target":
@@ -180,10 +180,10 @@ def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
             yield Mismatch(f"{what} that is borrowed of the target", f"{expected}", f"{stored[name].shape} ({name})")
 
 
-BESIDE = ("recurrent_head.safetensors", "frequent_tokens.json", "mask_embedding.pt")  # optional files
-SHARE_OF_LAYERS = 4  # suggested layer skip: one in this many layers drafts
-TARGET_KEYS = ("base_model_name_or_path", "base_model")  # keys in a head's configuration
-FOUND = ("method", "model")  # keys of `draft` that follow from the checkpoint
+BESIDE = ("recurrent_head.safetensors", "frequent_tokens.json", "mask_embedding.pt")  # optional files beside weights
+SHARE_OF_LAYERS = 4  # suggests layer skip with one in this many layers
+TARGET_KEYS = ("base_model_name_or_path", "base_model")  # keys that name the target in a head's configuration
+FOUND = ("method", "model")  # keys of `draft` that the checkpoint determines
 
 Options = Mapping[str, Any]
 """Configured keys of `draft` with their values."""
@@ -191,18 +191,18 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class DraftInspection:
-    """Result of an inspection."""
+    """Result of inspecting a checkpoint."""
 
     folder: Path
     facts: DraftFacts
     mismatches: tuple[Mismatch, ...]
     notes: tuple[str, ...]
-    target: Path | None  # target that it was checked against
-    snippet: str  # YAML configuration that uses it; empty if it does not fit
+    target: Path | None  # folder of the target it was checked against
+    snippet: str  # YAML configuration for it; empty if it does not fit
 
     @property
     def fits(self) -> bool:
-        """True if the layout is known, the checkpoint is complete, and it fits the target, if one was given."""
+        """True if the layout is known, the checkpoint is complete, and it fits the target, if given."""
         return not self.mismatches
 
 
@@ -249,7 +249,7 @@ def _looked_at(
 
 
 def _draft_pool(folder: Path, method: str, options: Options) -> DraftPool:
-    """Builds the configuration that would use the checkpoint."""
+    """Returns the configuration section that would use the checkpoint."""
     told = sorted(set(options).intersection(FOUND))
     if told:
         raise ConfigError(f"draft.{told[0]} cannot be set: it follows from the checkpoint in {folder}")
@@ -273,7 +273,7 @@ def _head(
 
 
 def _for_target(files: HeadFiles, facts: DraftFacts, target: TargetShape, draft: DraftPool) -> DraftFacts:
-    """Adds the facts that depend on the target's depth."""
+    """Fills in the facts that depend on the target's depth."""
     config = resolved(files, draft, target)
     assert facts.states is not None
     return replace(facts, states=replace(facts.states, layers=config.needs.layers))
@@ -318,7 +318,7 @@ def _notes_on_modules(files: HeadFiles, target: TargetFacts | None) -> list[str]
     try:
         layout = layout_in(files.tensors, target.shape.layers, str(files.folder))
     except ModelError:
-        return []  # already reported as the misfit
+        return []  # already reported as a mismatch
     count = module_count(files.tensors, layout)
     which = "it" if count == 1 else "the first alone, asked again for each further token"
     return [
@@ -340,13 +340,13 @@ def _snippet(folder: Path, facts: DraftFacts, target: TargetFacts | None, option
 
 
 def _merged(section: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Merges options into the section; options that are sections are merged key by key."""
+    """Merges options into the section; nested sections are merged key by key."""
     of_sections = {key: section.get(key, {}) | said for key, said in options.items() if isinstance(said, dict)}
     return {**section, **options, **of_sections}
 
 
 def _is_narrowed(states: StatesRead) -> bool:
-    """Returns whether projecting at the target makes rows smaller."""
+    """Returns whether projection at the target makes rows smaller."""
     return states.projected is not None and states.projected < states.width
 
 
