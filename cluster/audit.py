@@ -77,16 +77,16 @@ class Replay:
         self.name = f"audit-{generation.session}"
         self.served_by = served_by
         self.attempt = 0
-        self.failures = 0  # targets lost so far
+        self.failures = 0  # number of targets lost so far
         self.near_ties: list[float] = []  # margins of near ties so far, in logits
         self._generation = generation
         self._committed = committed
         self._near_tie = near_tie
-        self._agreed = 0  # committed tokens confirmed so far
+        self._agreed = 0  # number of committed tokens confirmed so far
         self._plain: tuple[int, ...] = ()  # non-speculative tokens after the agreed ones, if they differ
         self._rival: int | None = None  # the token that the next verdict's margin is measured against
         self._margin: float | None = None
-        self._prefix = Prefix(generation.hash_key)  # tokens that the target has
+        self._prefix = Prefix(generation.hash_key)  # tokens that the target holds
 
     @property
     def tokens(self) -> int:
@@ -195,9 +195,9 @@ REFUSED_PAUSE_S = 1.0  # pause after a target refused an audit because it had re
 OUTCOMES = ("equal", "near_tie", "differs", "rejection", "dropped", "failed")
 """Outcomes of the chosen requests.
 
-equal, near_tie: the committed text is the target's, without or with near-ties. differs: it is not. ratio: not audited,
-because under rejection sampling the text depends on the drafts. dropped: too many were waiting. failed: no target could
-decide it.
+equal, near_tie: the committed text is the target's, without or with near-ties. differs: it is not. rejection: not
+audited, because under rejection sampling the text depends on the drafts. dropped: the queue was full. failed: no target
+could decide it.
 """
 
 

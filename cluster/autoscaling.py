@@ -28,7 +28,7 @@ class TargetReport:
     undrafted: float = 0.0  # running sessions that want drafts but have no drafter
     waiting: float = 0.0  # share of the time with sessions that was spent in no step, usually waiting for blocks
     cache: float = 0.0  # share of the pages that sessions hold
-    unread: float = 0.0  # sessions without their first token
+    unread: float = 0.0  # number of sessions without their first token
     first_token_s: float = 0.0  # mean time to the first token; sessions without one count with their time so far
     backlog_s: float = 0.0  # estimated time to compute the prompts of `unread` sessions
     gain: float = 1.0  # throughput with speculation over throughput without; 1: no gain, or unknown
@@ -117,7 +117,7 @@ class TargetScaling:
     """Rules by which the target pool follows its load."""
 
     sessions_per_replica: float  # without speculation; multiplied by the measured gain, up to `max_sessions`
-    max_sessions: float  # capacity of a replica
+    max_sessions: float  # most sessions that one replica accepts
     first_token_s: float  # time to first token beyond which waiting prompts call for another replica
     up_delay_s: float
     down_delay_s: float
@@ -213,7 +213,7 @@ def _cache(reports: Sequence[TargetReport]) -> Need:
 
 
 def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need:
-    """Returns the need by the time to first token, at most one replica per prompt that waits at the same time.
+    """Returns the need by the time to first token, at most one replica per prompt that waits now.
 
     Releases replicas once the time is so short that fewer replicas keep it within bounds.
     """
@@ -280,12 +280,12 @@ def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_d
     return PoolDecision(min(max(size, pool.least), pool.most), wished, need.why, wishes)
 
 
-Settings = Mapping[str, Mapping[str, float | None]]  # by pool and setting name
+Settings = Mapping[str, Mapping[str, float | None]]  # setting by pool and name
 Scaling = TypeVar("Scaling", TargetScaling, DraftScaling)
 
 
 def as_numbers(settings: Settings) -> dict[str, float]:
-    """Returns the settings as metrics; leaves out those that are None."""
+    """Returns the settings as metrics, without those that are None."""
     named = {_name(pool, name): value for pool, one in settings.items() for name, value in one.items()}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -318,7 +318,7 @@ class Observed(Protocol):
     """The attributes of Serve's AutoscalingContext that are read here."""
 
     deployment_name: str
-    aggregated_metrics: Mapping[str, Mapping[Any, float]]  # by name and replica
+    aggregated_metrics: Mapping[str, Mapping[Any, float]]  # metric by name and replica
     target_num_replicas: int
     capacity_adjusted_min_replicas: int
     capacity_adjusted_max_replicas: int

@@ -250,7 +250,7 @@ def _idle_resources(value: Any) -> Any:
 class LearningOptions(Section):
     """Learning from traffic: finished sessions become examples, from which a trainer improves the draft.
 
-    Absent by default: nothing is kept.
+    The section is absent by default, and nothing is kept.
     """
 
     folder: str = Field(description="folder of examples and trained versions, shared by routers, trainer and drafters")

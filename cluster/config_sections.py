@@ -23,7 +23,7 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: immutable, and unknown keys are errors."""
+    """Base of all sections of the configuration: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -117,7 +117,7 @@ class HeadOptions(Section):
 class EagleOptions(HeadOptions):
     """Options of eagle.
 
-    All but the inherited ones override the published head's configuration; by default the head's apply.
+    Options that are not inherited override the published head's configuration, which applies by default.
     """
 
     states: tuple[int, ...] | None = Field(
@@ -364,7 +364,7 @@ class PodOptions(Section):
 
 
 class PoolPodOptions(PodOptions):
-    """Options of a pool's pods. Their GPUs are not listed here: they follow from what the pool's replicas reserve."""
+    """Options of a pool's pods. Their GPUs follow from the resources that the pool's replicas reserve."""
 
     replicas: int = Field(1, gt=0, description="pool replicas per pod")
     idle_s: int = Field(120, gt=0, description="seconds without replicas before a pod is removed")

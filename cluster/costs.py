@@ -1,6 +1,6 @@
 """Durations of forward passes and messages, measured or given: values that can be published, saved and loaded.
 
-Replicas publish what they measured at startup; the simulator and `slipstream plan` use it.
+Replicas publish the costs that they measured at startup; the simulator and `slipstream plan` use them.
 """
 
 from bisect import bisect_left

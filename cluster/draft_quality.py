@@ -66,7 +66,7 @@ class AcceptanceStats:
 
 
 FALSE_ALARM_RATE = 1e-4  # upper bound of false alarms per block: each costs reading the session again
-MIN_GOOD_BLOCKS = 8  # good blocks before there is a history to compare with
+MIN_GOOD_BLOCKS = 8  # least good blocks in a history before blocks are compared with it
 HISTORY_BLOCKS = 128  # approximate number of blocks in the history
 MIN_USUAL_ACCEPTANCE = (
     0.25  # usual acceptance below which the test is off: a draft that was always poor raises no alarm
@@ -92,9 +92,9 @@ class CusumDetector:
     a million. A fall from 0.8 to 0.1 is detected after 12 blocks, one to 0.2 after 17 (medians).
     """
 
-    history: Mean = Mean()  # share of good blocks
+    history: Mean = Mean()  # share of good blocks in the history
     evidence: float = 0.0
-    latest: Mean = Mean()  # share of good blocks while there is evidence
+    latest: Mean = Mean()  # share of good blocks since there is evidence
 
     @property
     def is_collapsed(self) -> bool:
@@ -270,7 +270,7 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self._suspicions: OrderedDict[str, Suspicion] = OrderedDict()  # latest collapse last
+        self._suspicions: OrderedDict[str, Suspicion] = OrderedDict()  # by drafter, latest collapse last
 
     def collapsed(self, drafter: str, usual: Mean) -> None:
         """Records that one of the drafter's sessions collapsed."""
@@ -297,7 +297,7 @@ class Suspects:
 
 COMPARED_POSITIONS = 4  # first positions of a block that are compared: the draft length may differ between versions
 LEAST_BLOCKS = 128  # least blocks of each version before they are compared
-LEAST_SESSIONS = 16  # least sessions likewise: blocks of one session are alike, so a session is the unit
+LEAST_SESSIONS = 16  # least sessions of each version: blocks of one session are alike, so a session is the unit
 ERRORS = 4.0  # standard errors between the versions: 6e-4 per look by Student's t at the fewest sessions
 FEW_BLOCKS_ALARM = 1e-6  # binomial probability below which few accepted first tokens prove a fall, while blocks are few
 RECENT_SESSIONS = 256  # approximate number of sessions that a version is judged by
@@ -396,7 +396,9 @@ class VersionWatch:
         """Returns whether sessions' first blocks prove a fall, while there are too few blocks to compare ratios."""
         count = before.first_blocks
         share = before.first_accepted / count
-        usual = HARDER_TEXT_SHARE * (share - 2 * math.sqrt(share * (1 - share) / count))  # lower confidence bound
+        usual = HARDER_TEXT_SHARE * (
+            share - 2 * math.sqrt(share * (1 - share) / count)
+        )  # lower confidence bound of the usual share
         tried = self._used.first_blocks
         if usual <= 0:
             return False

@@ -27,7 +27,7 @@ class ModelError(SlipstreamError):
 
 
 class RequestError(SlipstreamError):
-    """A request cannot be served as asked; `field` names what is wrong in it, and `code` the kind of fault."""
+    """A request cannot be served as asked; `field` names the field at fault, and `code` the kind of fault."""
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class NonFiniteLogitsError(SlipstreamError):
 
 
 class ProtocolError(SlipstreamError):
-    """A peer cannot be communicated with."""
+    """A peer is incompatible or broke the protocol."""
 
 
 class EngineError(SlipstreamError):

@@ -23,14 +23,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protos.frozen import value
 
-SHINGLE = 4  # tokens
+SHINGLE = 4  # tokens per shingle
 BANDS = 4
 HASHES_PER_BAND = 6  # answers with 90 % equal shingles share a band with probability 0.95, answers with 50 % with 0.06
 HELD_OUT = 5  # one example in this many is never trained on
 
 
 class Consent(StrEnum):
-    """Whose sessions become examples."""
+    """Which sessions may become examples."""
 
     ALL = "all"  # unless a request or its API key opts out
     OPTED_IN = "opted_in"  # only those of requests that opt in
@@ -115,7 +115,7 @@ def score(agreements: Sequence[bool], draft_tokens: int, further: Sequence[Seque
 
 
 class Figures(BaseModel):
-    """Totals of an evaluation."""
+    """Totals of one evaluation of a draft."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -178,7 +178,7 @@ class State(StrEnum):
 
 @value
 class Decision:
-    """Whether a candidate is promoted, and why."""
+    """Whether a candidate is promoted, and the reason."""
 
     is_better: bool
     reason: str
@@ -206,7 +206,7 @@ def decide(recent: Comparison, general: Comparison | None, max_general_loss: flo
 
 
 class Manifest(BaseModel):
-    """The record of one version, kept beside its weights. Version 0 is the configured draft."""
+    """The record of one version, stored with its weights. Version 0 is the configured draft."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -2,14 +2,14 @@
 
 A session's cache is a prefix, stored in the pages of its table. Sessions share pages in two ways. A fork shares its
 parent's pages, and whole pages of committed tokens are published for sessions that begin with the same tokens. A page
-that another session may read is never written; its writer gets another page. The allocator knows nothing of tensors or
-of a page's contents. The owner of the memory makes the returned copies, in the order they were returned, before
-anything is written.
+that another session may read is never written; its writer gets another page. The allocator does not depend on tensors
+or on a page's contents. The owner of the memory makes the returned copies, in the order they were returned, before it
+writes to any page.
 
 `SessionMemory` is the verification scheduler's interface to pages, with two implementations: pages that the scheduler
 allocates (`OwnPages`) and pages that an engine such as vLLM manages (`EnginePages`). Membership, blocks and verdicts
 belong to the scheduler in both cases. An engine with its own pages also decides how much of a prompt it feeds and which
-rows wait for memory; the scheduler asks after each step what was fed.
+rows wait for memory; after each step the scheduler queries which rows were fed.
 """
 
 from array import array
@@ -234,9 +234,9 @@ class PageAllocator:
         return pages
 
     def _publish_page(self, holding: _Holding, index: int, tokens: tuple[int, ...]) -> bool:
-        """Publishes a page whose predecessors are published, or replaces it by a published page with the same content.
+        """Publishes a page whose predecessors are published, or replaces it by a published page with equal content.
 
-        Returns False if other content has its hash: the page stays private, and so do those after it.
+        Returns False if different content has its hash: then the page and all pages after it stay private.
         """
         page = holding.table[index]
         parent = self._published[holding.table[index - 1]] if index else None

@@ -36,7 +36,7 @@ def rank_bundle(resources: Resources) -> dict[str, float]:
 
 
 def target_group_options(pool: TargetPool) -> dict[str, Any]:
-    """Returns the Serve options of a target replica: one group on one node, with the coordinator beside rank 0."""
+    """Returns the Serve options of a target replica: one group on one node, with the coordinator in rank 0's bundle."""
     bundles = [rank_bundle(pool.resources_per_rank) for _ in range(pool.tensor_parallel)]
     bundles[0]["CPU"] = bundles[0].get("CPU", 0) + COORDINATOR_CPUS
     options: dict[str, Any] = {

@@ -187,7 +187,7 @@ class Stage:
     """A part of a round: from an event of a session to its next event of another kind, possibly of another actor."""
 
     name: str
-    begins: tuple[str, str]  # role and event
+    begins: tuple[str, str]  # (role, event name)
     ends: tuple[str, str]
     shown_at: str  # role of the actor for which the span is shown
 
@@ -236,7 +236,7 @@ def spans(actors: Iterable[Actor], stages: Sequence[Stage] = STAGES) -> list[Spa
 
 
 def _spans_of(stage: Stage, moments: Iterable[_Moment]) -> list[Span]:
-    begun: dict[str, _Moment] = {}  # latest begin event by session
+    begun: dict[str, _Moment] = {}  # latest event that begins the stage, by session
     together: dict[tuple[str, str, float, float], list[str]] = {}  # sessions by actor, role, beginning and end
     for moment in moments:
         what = (moment.actor.role, moment.event.name)

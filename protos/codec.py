@@ -44,7 +44,7 @@ class Malformed:
 
     kind: str
     session: str
-    attempt: int  # 0 for kinds without attempts
+    attempt: int  # 0 for messages without an attempt
     why: str
 
 

@@ -111,7 +111,7 @@ class DraftTree:
         return DraftTree(self.tokens[:count], self.parents[:count], _part(self.probs, slice(count)))
 
     def along(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Returns the nodes on the path that spells these tokens, as far as it exists."""
+        """Returns the nodes of the path that these tokens form, up to the first token that is not in the tree."""
         nodes: list[int] = []
         last = -1
         for node, parent in enumerate(self.parents):

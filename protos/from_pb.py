@@ -59,7 +59,7 @@ REPETITION_PENALTIES = (0.01, 100.0)  # lower and upper bound; values outside co
 MAX_BIAS = 100  # as in OpenAI's API
 MAX_SALT_CHARS = 256
 MAX_SPARSE_WIDTH = 1024
-MAX_KEY_BYTES = 64  # blake2b's limit
+MAX_KEY_BYTES = 64  # key length limit of blake2b
 _TRACEPARENT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 

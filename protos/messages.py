@@ -21,7 +21,7 @@ class TokenScore:
 
     logprob: float
     rank: int  # 1 is the likeliest token
-    top_ids: tuple[int, ...] = ()  # likeliest first
+    top_ids: tuple[int, ...] = ()  # likeliest token first
     top_logprobs: tuple[float, ...] = ()
 
 
@@ -29,8 +29,8 @@ class TokenScore:
 class Scoring:
     """How many likeliest tokens to report per position; None: no scores."""
 
-    top: int | None = None  # for generated tokens
-    prompt_top: int | None = None  # for prompt tokens
+    top: int | None = None  # for each generated token
+    prompt_top: int | None = None  # for each prompt token
 
     @property
     def is_wanted(self) -> bool:
@@ -230,7 +230,7 @@ class Open:
     grammar: str = ""  # grammar of the generated text, in llguidance's notation; empty: any text
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
-    priority: int = 0  # lower numbers are admitted first
+    priority: int = 0  # sessions with lower numbers are admitted first
     cache_salt: str = ""
     wants_rejected: bool = False  # to a target: whether verdicts include rejected draft tokens
 

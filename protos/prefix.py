@@ -40,7 +40,7 @@ class Prefix:
 
     def __init__(self, key: int, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
-        self.length = 0  # number of tokens
+        self.length = 0  # number of tokens in the prefix
         self.hash = extend_hash(key & _MASK, 0)  # hash of all tokens
         # _hashes[n] covers the first n tokens. An array: as int objects they would dominate a session's memory.
         self._hashes = array("Q", (self.hash,))

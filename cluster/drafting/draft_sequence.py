@@ -22,7 +22,7 @@ class DraftSequence:
     served_len: int | None = None  # base length of the latest drafted block
     passed_len: int | None = None  # length at which the target continued without waiting for a block
     sent_len: int | None = None  # base length of the latest sent block
-    block: DraftTree = NO_TREE  # the latest sent block
+    block: DraftTree = NO_TREE  # tree of the latest sent block
     counted_from: int = 0  # blocks from this base length on were drafted by the weights in use
     unverified: DraftTree | None = None  # drafts in the target's current step; None once a pass drafts beyond them
     chances: tuple[float, ...] = ()  # cumulative acceptance probabilities of `unverified`, if known

@@ -43,14 +43,14 @@ class BlockDraft:
     base_hash: int  # hash of the tokens before the block
     max_tokens: int
     outcome: tuple[int, ...] = ()  # assumed tokens of the verdict before the block
-    chance: float = 1.0  # probability of the outcome
+    chance: float = 1.0  # estimated probability of the outcome
     state: Any = None  # private to the method: drafting state at the position just before the block
     unverified: tuple[int, ...] | None = None  # root only: the tokens under verification
     tells_all: bool = False  # root only: alternatives to its tokens are unknown until the root is read
     main: "BlockDraft | None" = None  # root that reads a token off the main path: the root of the main path
     stem: tuple[int, ...] = ()  # branch only: the tokens before it, the last one off the main path
     branches: list["BlockDraft"] = field(default_factory=list)
-    grown: list[Branch] = field(default_factory=list)  # finished branches
+    grown: list[Branch] = field(default_factory=list)  # branches that are finished
     min_confidence: float = 0.0  # cumulative probability below which the block ends
     drafted: list[DraftedToken] = field(default_factory=list)
     settled: int = 0  # number of leading final tokens; a draft head's predictions after them may change

@@ -24,7 +24,7 @@ NO_BOUNDS = StateBounds()
 
 
 class HiddenStateReceiver:
-    """Receives the hidden states of all sessions; drops and counts unusable ones, which are all without a format.
+    """Receives the hidden states of all sessions; drops and counts unusable ones. Without a format, all are unusable.
 
     It sends nothing: the session table acknowledges states, requests missing ones, and gives up sessions whose states
     exceed the bound.

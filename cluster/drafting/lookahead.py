@@ -20,7 +20,7 @@ from cluster.drafting.requests import LookaheadRequest, Proposal, max_draft_toke
 from cluster.drafting.trees import Outcome, accepted_chance, continuations, rejections
 from cluster.speculation.estimators import Mean, Pairs, pace_after
 
-FORWARD_MEMORY = 0.02  # weight of the latest forward pass
+FORWARD_MEMORY = 0.02  # weight of the latest forward pass in the fit
 
 
 class ForwardTime:
@@ -35,7 +35,7 @@ class ForwardTime:
     def max_rows(self, limit: int, seconds: float) -> int:
         """Returns the most rows, up to `limit`, that a forward pass feeds in `seconds`; `limit` if nothing is known."""
         slope = self._line.slope
-        if not slope:  # no measurable cost per row
+        if not slope:  # rows have no measurable cost
             return limit if self._line.base <= seconds else 0
         return max(0, int(min(limit, (seconds - self._line.base) / slope)))
 
@@ -110,10 +110,10 @@ class DraftTiming:
 
 MIN_ROW_LIMIT = 8  # most rows of a forward pass: the larger of this and ROWS_PER_SESSION per session
 ROWS_PER_SESSION = 2
-MAX_OUTCOMES = 8  # most outcomes drafted for after a rejection, and the same after full acceptance
+MAX_OUTCOMES = 8  # most outcomes drafted for after a rejection; as many again after full acceptance
 SIBLING_URGENCY = 0.5  # urgency of reading a token off the main path under verification; that of the main path is 1
 MAX_SIBLINGS_READ = 4  # most tokens off the main path whose continuations are drafted ahead
-MIN_OUTCOME_CHANCE = 0.01  # least probability of an outcome that is drafted for
+MIN_OUTCOME_CHANCE = 0.01  # least probability of an outcome to draft for
 
 D = TypeVar("D", bound=BlockDraft)
 

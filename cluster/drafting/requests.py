@@ -27,7 +27,7 @@ class LookaheadRequest:
 
     session: str
     base_len: int  # number of tokens before the step
-    prefix_hash: int  # hash of those tokens
+    prefix_hash: int  # hash of the tokens before the step
     max_tokens: int  # most draft tokens per block
     unverified: DraftTree
     until: float = math.inf
@@ -64,7 +64,7 @@ class Proposal:
     chances: tuple[float, ...] = field(
         default=(), compare=False
     )  # cumulative acceptance probability per token; empty under rejection sampling
-    chance: float = field(default=1.0, compare=False)  # probability of the outcome
+    chance: float = field(default=1.0, compare=False)  # estimated probability of the outcome
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ WINDOW_BLOCKS = 8  # blocks per session in a window: enough to distinguish LATE_
 MIN_WINDOW_BLOCKS = 64  # least blocks in a window, over all sessions
 LATE_SHARE = 0.5  # share of late blocks above which there are too many sessions: most blocks are wasted
 IN_TIME_SHARE = 0.125  # share of late blocks below which more sessions fit
-SHED_SHARE = 0.25  # share of sessions to give up at once
+SHED_SHARE = 0.25  # share of sessions to give up when most blocks are late
 GROWTH_SHARE = 0.125  # share of sessions to add: smaller than SHED_SHARE, or the number would oscillate
 
 
@@ -80,7 +80,7 @@ INTERVAL_MEMORY = 0.125  # weight of the latest step, as in the round-trip times
 class StepIntervalEstimate:
     """Duration of one target's steps as a drafter sees them: from the event that begins a step to its verdict."""
 
-    mean_s: float = 0.0  # 0: no step seen yet
+    mean_s: float = 0.0  # 0: no step was measured yet
     deviation_s: float = 0.0  # mean absolute deviation; rises slowly, since a wasted draft costs little
 
     def after(self, seconds: float) -> "StepIntervalEstimate":
@@ -122,7 +122,7 @@ class SessionTable:
         load_check: LoadCheck,
         version_watch: VersionWatch,
     ) -> None:
-        self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # longest without a block first
+        self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # session longest without a block first
         self.updates = SessionUpdates()  # changes for the drafting method's next pass
         self.lookahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
         self.load_check = load_check
@@ -133,7 +133,7 @@ class SessionTable:
         self._counts = counts
         self._states = HiddenStateReceiver(limits.states, limits.state_bounds, self.all, self.updates, counts)
         self._capacity = Capacity(limits.max_sessions)
-        self._step_intervals: dict[str, StepIntervalEstimate] = {}  # by target
+        self._step_intervals: dict[str, StepIntervalEstimate] = {}  # estimates by target
         self._resting: set[str] = set()  # targets whose latest request was for no tokens
 
     # ------------------------------------------------------------ messages from peers
@@ -361,7 +361,7 @@ class SessionTable:
     def _session_at(self, target: str, message: Verdict | DraftRequest) -> DraftSequence | None:
         """Returns the session that a target's message refers to.
 
-        None if the session is unknown, has another target, or the message is from an earlier attempt.
+        Returns None if the session is unknown, has another target, or the message is from an earlier attempt.
         """
         session = self.all.get(message.session)
         if session is None or session.target != target or message.attempt < session.open.attempt:

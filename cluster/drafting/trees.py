@@ -1,6 +1,6 @@
 """Candidate tokens and their probabilities: verdict outcomes, growth of draft trees, and merging of two trees.
 
-An outcome is the tokens that a verdict may bring: some tokens of the block followed by one that differs from the
+An outcome is the tokens that a verdict may commit: some tokens of the block followed by one that differs from the
 block's next, or the whole block and one token after it.
 
 A node's probability is that of its path, so the likeliest nodes form a tree. In falling order of probability, the first
@@ -136,7 +136,7 @@ def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: 
     `most` times, and for a path only after all of its prefixes.
     """
     paths: list[tuple[TokenPath, float]] = []
-    frontier: list[tuple[float, int, TokenPath]] = []  # negated probability, depth, path
+    frontier: list[tuple[float, int, TokenPath]] = []  # (negated probability, depth, path)
     path: TokenPath = ()
     reached = 1.0
     while len(paths) < most:

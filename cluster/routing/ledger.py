@@ -60,7 +60,7 @@ class Generation:
     acceptance: Acceptance
     draft_tokens: int
     traceparent: str = ""  # W3C trace context of the session's parent span; empty: not traced
-    grammar: str = ""  # see `Open`
+    grammar: str = ""  # as in `Open`
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
     priority: int = 0
@@ -147,11 +147,11 @@ class Phase(Enum):
 class Counts:
     """Verification totals of a session."""
 
-    verifies: int = 0  # verdicts committed
-    blocks: int = 0  # committed verdicts on a block
+    verifies: int = 0  # number of verdicts committed
+    blocks: int = 0  # number of committed verdicts on a block
     drafted: int = 0
     accepted: int = 0
-    void: int = 0  # verdicts ignored
+    void: int = 0  # number of verdicts ignored
 
 
 class Session:
@@ -169,7 +169,7 @@ class Session:
         self.target: str | None = None
         self.drafter: str | None = None
         self.has_drafted = False  # whether this drafter ever had a block in time, or answered that it has none
-        self._answers: list[DraftAnswer] = []  # answers to the requests for blocks since `take_answers`
+        self._answers: list[DraftAnswer] = []  # outcomes of block requests since the latest `take_answers`
         self.failed_targets: frozenset[str] = frozenset()
         self.drafts = generation.draft_tokens > 0
         self.counts = Counts()

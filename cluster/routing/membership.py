@@ -1,6 +1,6 @@
 """The current drafters and target replicas.
 
-`Membership` returns a snapshot of endpoints and hides how it is kept current. It knows nothing of connections; the
+`Membership` returns a snapshot of endpoints and hides how it is kept current. It does not know about connections; the
 caller finds out whether an endpoint answers.
 """
 

@@ -117,7 +117,7 @@ class Candidate:
     """A connected replica as the router sees it."""
 
     address: str
-    sessions: int  # sessions of this router
+    sessions: int  # number of this router's sessions on the replica
     turn: int = 0  # rank among equally loaded candidates
     worth: float = 0.0  # extra sessions up to which it is still preferred for the session in question
 
@@ -369,7 +369,7 @@ class SessionRouter(Generic[F]):
         self.handovers: Counter[tuple[str, str]] = Counter()  # counts of moved sessions, by the pool left and reason
         self._target_wait_s = target_wait_s
         self._ready: Ready[F] = Ready()  # collected by the call under way
-        self._assignments: dict[str, F] = {}  # by session name
+        self._assignments: dict[str, F] = {}  # all sessions, by name
         self._waiting: dict[str, F] = {}  # sessions that may lack a target or a drafter
         self.breakers = CircuitBreakers()  # one breaker per drafter
         self._watch = DrafterWatch(self.breakers)

@@ -30,13 +30,13 @@ class CircuitBreaker:
 
     def __init__(self) -> None:
         self._pause_s = FIRST_PAUSE_S  # length of the next pause
-        self._open_until: float | None = None  # half-open after that; None: closed
+        self._open_until: float | None = None  # end of the pause, after which the breaker is half-open; None: closed
         self._was_silent = False  # cause of the latest opening
         self._was_bad = False
         self._probe: str | None = None  # the session that passes in the half-open state
         self._probe_until = 0.0
         self._misses = 0  # since the last block in time
-        self._silent_since = 0.0  # time of the first miss
+        self._silent_since = 0.0  # time of the first of these misses
         self._collapses = 0  # sessions whose blocks became bad since a session ended well
 
     def takes(self, now: float) -> bool:

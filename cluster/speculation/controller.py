@@ -30,7 +30,7 @@ RESUME_RATIO = 1.15  # hysteresis: value over cost at which drafting resumes; wi
 class DraftingDecision:
     """The request to a drafter after a verdict, and its expected value."""
 
-    tokens: int = 0  # draft length
+    tokens: int = 0  # draft length; 0: no block is requested
     worth: float = 0.0  # tokens that the block is expected to bring, less the cost of its verification
     least_chance: float = 0.0  # acceptance probability below which a token is not worth verifying
     hold_step: bool = False  # True: a step may wait for the block; False: it is used only if in time
@@ -42,7 +42,7 @@ class DraftingDecision:
 class Awaited:
     """A block that a step could wait for."""
 
-    worth: float  # expected tokens
+    worth: float  # tokens that the block is expected to bring
     in_s: float  # from the earliest start of the step to the expected arrival of the block
 
 
@@ -82,7 +82,7 @@ class Adaptive:
         if decision.tokens:
             return DraftingDecision(decision.tokens, decision.worth, decision.least_chance, True, is_trial=True)
         if not stats.is_left_off:
-            return decision  # it stopped drafting only now
+            return decision  # it stopped drafting only now, so a trial is too early
         tokens = min(TRIAL_TOKENS, limit)
         hopes = [chance + bonus for chance, bonus, _ in stats.chances.outlook(replica.chances, tokens)]
         return DraftingDecision(tokens, sum(hopes), hold_step=True, is_trial=True)
@@ -192,7 +192,7 @@ class _AtLoad:
     brought: Pairs = Pairs()  # seconds of speculative steps, and of non-speculative decoding for the same tokens
     steps: int = 0  # speculative steps since the last look
     looks: int = 0  # looks at the cost of non-speculative steps
-    off_for: int = 0  # remaining steps without speculation
+    off_for: int = 0  # remaining steps to make without speculation
     pause: int = 0  # steps of the latest pause; 0: no recent loss
 
     @property
@@ -221,7 +221,7 @@ class _AtLoad:
 
     @property
     def next_pause(self) -> int:
-        """Steps to leave speculation off, so that its trial costs `TRIAL_SHARE` of them.
+        """Steps to leave speculation off, so that the cost of its trial is `TRIAL_SHARE` of them.
 
         The pause at least doubles each time speculation loses again, since it is then less likely to have begun to pay.
         A trial costs several percent more than its steps show, because drafters have to read the tokens that they
@@ -317,13 +317,13 @@ class SpeculationController:
 
     def __init__(self, policy: PacingPolicy, profile: ForwardCost | None) -> None:
         self.load = Load(StepCost.profiled(profile))
-        self.acceptance = AcceptanceCounts()  # all blocks since startup
+        self.acceptance = AcceptanceCounts()  # counts over all blocks since startup
         self.chosen: Counter[int] = Counter()  # number of draft requests, by draft length
         self.blocks_timed = 0  # number of blocks that arrived after their request
         self.block_delay_s = 0.0  # sum of their delays since the requesting verdicts
         self._policy = policy
         self._gate = KillSwitch()
-        self._chances = Chances()  # over all sessions' blocks
+        self._chances = Chances()  # counts over all sessions' blocks
         # block delay (s) over tokens, by octave of the number of sessions, which are drafted for together
         self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
         self._was_drafted_for = False  # whether drafters were asked for blocks for the latest step

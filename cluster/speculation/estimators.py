@@ -335,7 +335,7 @@ class Load:
     """The replica's current load and the value of a second."""
 
     step: StepCost = field(default_factory=lambda: StepCost.profiled(None))
-    sessions: int = 1  # number of decoding sessions
+    sessions: int = 1  # number of sessions that are decoding
     gain: float = 1.0  # recent throughput as a multiple of that of non-speculative decoding
     speculates: bool = True  # False while speculation is known to lose
 

@@ -1,6 +1,6 @@
 """Admission of sessions to a target's cache: which sessions run, which queue, and the pages of each.
 
-It knows nothing of blocks, time or computation; callers measure how long sessions waited.
+It does not depend on blocks, time or computation; callers measure how long sessions waited.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ class Admission:
     """Holds all sessions of a replica; collects those that the engine must open and close in the next step."""
 
     def __init__(self, limit: int, pages: SessionMemory) -> None:
-        self.running: dict[str, TargetSequence] = {}  # in the cache, oldest first
+        self.running: dict[str, TargetSequence] = {}  # sessions in the cache, oldest first
         self.waiting: dict[str, TargetSequence] = {}  # opened, not admitted yet, in order of arrival
         self.order: OrderedDict[str, None] = OrderedDict()  # admitted sessions, longest unserved first
         self.pages = pages

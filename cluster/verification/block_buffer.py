@@ -154,11 +154,11 @@ MAX_ENDED_SESSIONS = 4096  # ended sessions remembered, so that their late block
 class BufferLimits:
     """Bounds on waiting messages."""
 
-    blocks: int = 64  # per session
+    blocks: int = 64  # most blocks per session
     age_s: float = 30.0
-    sessions: int = 1024  # per drafter
-    bytes: int = 16 << 20  # per drafter
-    all_bytes: int = 256 << 20  # over all drafters, since a peer may use many names
+    sessions: int = 1024  # most sessions per drafter
+    bytes: int = 16 << 20  # most bytes per drafter
+    all_bytes: int = 256 << 20  # most bytes over all drafters, since a peer may use many names
 
 
 @dataclass

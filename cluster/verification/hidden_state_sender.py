@@ -97,7 +97,7 @@ class StateRecompute:
 
 RIDE_BYTES = 256 << 10  # most bytes of earlier tokens' states sent with a verdict: 2 ms at 1 Gbit/s
 WINDOW_BYTES = 4 << 20  # most unacknowledged bytes per drafter: 3 ms at 10 Gbit/s, more than a round trip
-UNKEPT_WINDOW_BYTES = 64 << 20  # the same if pages keep no states for later
+UNKEPT_WINDOW_BYTES = 64 << 20  # the same bound if pages keep no states
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,11 +113,11 @@ class StepDeadline:
 class VerificationLimits:
     """Limits of one target replica."""
 
-    vocabulary: int  # token ids are below this
+    vocabulary: int  # upper bound of token ids, exclusive
     max_context: int
     max_sessions: int  # concurrent sessions in the cache; further ones queue
     max_step_tokens: int
-    pages: int = 4096  # in the cache
+    pages: int = 4096  # number of pages in the cache
     page_size: int = 16  # positions per page
     trees: bool = True  # whether the engine can verify draft trees
     own_draws_only: bool = False  # whether the engine reports only its own draws, no probabilities
@@ -168,7 +168,7 @@ class DraftQualityMonitor:
     def block_verified(self, session: TargetSequence, length: int, requested: int, accepted: int) -> Collapse | None:
         """Records a block of up to `requested` tokens after `length` tokens; returns a collapse to report, or None."""
         if session.drafter is None:
-            return None  # the drafter has left
+            return None  # the drafter has left the session
         drafter = peer_of(session.drafter)
         self.acceptance.block_verified(drafter, kind_of(length, session.cache.initial > 0), requested, accepted)
         self._suspects.block(drafter, accepted)

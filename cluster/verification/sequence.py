@@ -59,7 +59,7 @@ class StateFeed:
 class CacheState:
     """A session's part of the engine's cache."""
 
-    length: int = 0  # number of valid tokens
+    length: int = 0  # number of valid cached tokens
     initial: int = 0  # tokens already cached when the session began
     is_open: bool = False  # whether the engine has opened the session
     displaced_from: int | None = None  # first position that is out of order until pending moves are made
@@ -93,7 +93,7 @@ class DrafterAccess:
     open: Open
     replaced: frozenset[str] = frozenset()  # drafters with earlier tokens, whose messages may still arrive
     _token: AssignmentToken | None = None  # token of the latest assignment
-    _holder: str | None = None  # the drafter that presented it
+    _holder: str | None = None  # drafter that presented this token
 
     def admit(self, drafter: str, token: AssignmentToken | None) -> bool:
         """Returns True if the drafter may take part; a valid assignment token excludes drafters with earlier ones."""
@@ -123,7 +123,7 @@ class DrafterAccess:
 class DraftExchange:
     """Requests and tokens sent to a session's drafter, and its answers."""
 
-    request: DraftingDecision = DraftingDecision()  # the current request
+    request: DraftingDecision = DraftingDecision()  # current request to the drafter
     sent_len: int = 0  # number of tokens sent to the drafter
     is_paused: bool = False  # whether the latest request sent was for no tokens
     has_answered: bool = False  # whether the drafter has answered since the latest verdict, in any way
@@ -162,14 +162,16 @@ class TargetSequence:
     prefix: Prefix
     buffer: BlockBuffer
     access: DrafterAccess
-    shape: Shape = Shape.CHAIN  # allowed shape of blocks
+    shape: Shape = Shape.CHAIN  # block shape that the session accepts
     opened_s: float = 0.0
     waiting_since: float = 0.0  # time since which only a missing block keeps the session out of a step
     cache: CacheState = field(default_factory=CacheState)
     drafter: str | None = None
     exchange: DraftExchange = field(default_factory=DraftExchange)
     stats: SessionStats = field(default_factory=SessionStats)
-    committed_at: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))  # (length, time) pairs
+    committed_at: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque(maxlen=8)
+    )  # recent (length, time) pairs
     in_step: bool = False  # whether it is in the step under way
     answer: DraftAnswer = DraftAnswer.NOT_ASKED  # the drafter's answer for the latest row
     watch: CollapseWatch = CollapseWatch()  # updated by the `DraftQualityMonitor`
@@ -246,7 +248,7 @@ class TargetSequence:
         self.exchange.attach(self.prefix.length)
 
     def detach(self) -> None:
-        """Records that the drafter has left; the session goes on without speculation."""
+        """Records that the drafter has left; the session continues without speculation."""
         self.drafter = None
 
     def draft_request(self) -> DraftRequest:

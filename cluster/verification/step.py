@@ -99,7 +99,7 @@ class StepPlan:
     closes: tuple[str, ...]
     opens: tuple[Open, ...]
     rows: tuple[Row, ...]
-    copies: tuple[PageCopy, ...] = ()  # made after all moves
+    copies: tuple[PageCopy, ...] = ()  # made after all cache moves
     moves: tuple[SlotMove, ...] = ()  # moves of accepted nodes of the latest step with rows
 
 
