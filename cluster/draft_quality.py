@@ -61,7 +61,7 @@ class AcceptanceStats:
 
     @property
     def counts(self) -> Mapping[str, Mapping[BlockKind, AcceptanceCounts]]:
-        """Counts by drafter, then by kind."""
+        """Acceptance counts by drafter, then by block kind."""
         return self._counts
 
 
@@ -225,7 +225,7 @@ class CollapseWatch:
 
     @property
     def collapse(self) -> Collapse | None:
-        """The report to send, or None while the evidence is insufficient."""
+        """The collapse to report, or None while the evidence is insufficient."""
         drift = self.drift
         if not drift.is_collapsed:
             return None

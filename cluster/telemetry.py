@@ -96,7 +96,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """An actor and its recording."""
+    """One actor with its recording, for export."""
 
     role: str  # router, drafter or target
     name: str

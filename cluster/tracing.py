@@ -51,7 +51,7 @@ def described(message: Message) -> tuple[str, dict[str, Fact]] | None:
 
 
 class SessionEvents:
-    """The latest events of a session, and totals over all of them."""
+    """The latest events of a session, and totals over all of its rounds."""
 
     def __init__(self, most: int = MAX_EVENTS) -> None:
         self.latest: deque[RoundEvent] = deque(maxlen=most)

@@ -90,7 +90,7 @@ def roles_of(names: Iterable[str]) -> frozenset[PeerRole]:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches an address."""
+    """Returns whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

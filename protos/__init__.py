@@ -4,7 +4,7 @@
 and a drafter verifies its blocks at a target (`Verify`) and receives hidden states from it (`States`). Every stream is
 long-lived, and every message is a frame: all sessions of one step for one peer.
 
-`messages.py` has the same messages as frozen values. `to_pb.py` and `from_pb.py` translate; values out of range are
+`messages.py` defines the same messages as frozen values. `to_pb.py` and `from_pb.py` translate; values out of range are
 refused there, and no protobuf type travels past them. `codec.py` packs frames and bounds their size.
 
 Blocks are addressed by content: `(session, base_len, prefix_hash)`. `prefix.py` computes the rolling 64-bit keyed hash

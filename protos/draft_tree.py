@@ -1,4 +1,4 @@
-"""Draft tokens as a tree; a chain is the simplest case."""
+"""A block of draft tokens as a tree; a chain is the simplest case."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: tuple[int, ...], probs: SparseProbs | None = None) -> "DraftTree":
-        """Makes a tree of tokens that follow one another."""
+        """Returns a tree in which each token follows the previous one."""
         return cls(tokens, _CHAIN[: len(tokens)], probs)
 
     def __len__(self) -> int:

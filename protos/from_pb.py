@@ -54,9 +54,9 @@ from protos.messages import (
     Welcome,
 )
 
-MAX_PENALTY = 2  # as in OpenAI's API; larger values could overflow logits
+MAX_PENALTY = 2  # the bound of OpenAI's API; larger values could overflow logits
 REPETITION_PENALTIES = (0.01, 100.0)  # lower and upper bound; values outside could overflow logits
-MAX_BIAS = 100  # as in OpenAI's API
+MAX_BIAS = 100  # the bound of OpenAI's API
 MAX_SALT_CHARS = 256
 MAX_SPARSE_WIDTH = 1024
 MAX_KEY_BYTES = 64  # key length limit of blake2b

@@ -114,7 +114,7 @@ class DraftAnswer(IntEnum):
 
     NOT_ASKED = 0
     GIVEN = 1  # a block arrived in time, or the drafter reported that it has none
-    MISSED = 2  # the step ran without a block
+    MISSED = 2  # the step ran without the requested block
 
 
 class Shape(IntEnum):

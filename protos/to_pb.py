@@ -41,7 +41,7 @@ def _int32_bytes(values: Iterable[int]) -> bytes:
 def _same_fields(kind: type[Any], proto: type[ProtoMessage]) -> Callable[[Any], Any]:
     """Returns a converter for a message with the same fields, by name and value, in both forms.
 
-    Slower by a microsecond than naming each field, so not for messages that are sent in every step.
+    It takes a microsecond longer than naming each field, so messages sent in every step do not use it.
     """
     names = [field.name for field in fields(kind)]
     return lambda m: proto(**{name: getattr(m, name) for name in names})

@@ -79,7 +79,7 @@ class RecoveryLog:
         log.warning("drafter %s: blocks became bad in several sessions; it gets no new sessions for a while", drafter)
 
 
-GOOD_SESSION_TOKENS = 8  # least draft tokens accepted in a session that ended well
+GOOD_SESSION_TOKENS = 8  # accepted draft tokens from which a session counts as drafted well
 
 
 class DrafterWatch:

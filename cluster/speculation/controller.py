@@ -34,7 +34,7 @@ class DraftingDecision:
     worth: float = 0.0  # tokens that the block is expected to bring, less the cost of its verification
     least_chance: float = 0.0  # acceptance probability below which a token is not worth verifying
     hold_step: bool = False  # True: a step may wait for the block; False: it is used only if in time
-    skip_for_s: float = 0.0  # how long the session should skip steps and wait while others go on
+    skip_for_s: float = 0.0  # seconds for which the session skips steps while others continue
     is_trial: bool = False  # True: the block or the wait is not expected to pay and is requested to measure it
 
 
@@ -43,7 +43,7 @@ class Awaited:
     """A block that a step could wait for."""
 
     worth: float  # tokens that the block is expected to bring
-    in_s: float  # from the earliest start of the step to the expected arrival of the block
+    in_s: float  # seconds from the earliest start of the step to the block's expected arrival
 
 
 class PacingPolicy(Protocol):
@@ -286,7 +286,7 @@ class KillSwitch:
             if at.looks < MIN_LOOKS:
                 at.brought = Pairs()
             if at.brought.weight >= MIN_LOSS_STEPS:
-                at.pause //= 2  # speculation has not lost
+                at.pause //= 2  # speculation has not lost since the latest look
             at.rest(LOOK_STEPS)
 
     def _at(self, sessions: int) -> _AtLoad:
@@ -320,7 +320,7 @@ class SpeculationController:
         self.acceptance = AcceptanceCounts()  # counts over all blocks since startup
         self.chosen: Counter[int] = Counter()  # number of draft requests, by draft length
         self.blocks_timed = 0  # number of blocks that arrived after their request
-        self.block_delay_s = 0.0  # sum of their delays since the requesting verdicts
+        self.block_delay_s = 0.0  # sum of their delays since the requesting verdicts, in seconds
         self._policy = policy
         self._gate = KillSwitch()
         self._chances = Chances()  # counts over all sessions' blocks
@@ -353,7 +353,7 @@ class SpeculationController:
         self.acceptance = self.acceptance.after(min(requested, room), len(accepted))
 
     def block_arrived(self, tokens: int, delay_s: float) -> None:
-        """Records a block of `tokens` tokens that arrived `delay_s` seconds after the verdict that asked for it."""
+        """Records a block of `tokens` tokens that arrived `delay_s` seconds after the verdict that requested it."""
         self.blocks_timed += 1
         self.block_delay_s += delay_s
         at = octave(self.load.sessions)

@@ -97,7 +97,9 @@ MAX_POSITIONS = 16  # most nodes of a block that are counted separately; request
 ACCEPTANCE_MEMORY = 0.06  # weight of the latest block: a text is as predictable as its last paragraph
 REPLICA_STRENGTH = 3.0  # weight of PRIOR in blocks: a replica's first blocks soon outweigh it
 SESSION_STRENGTH = 8.0  # weight of other sessions in blocks: with half of all blocks good, four bad ones prove nothing
-PRIOR = tuple(0.5**position for position in range(1, MAX_POSITIONS + 1))  # optimistic, so that blocks are tried
+PRIOR = tuple(
+    0.5**position for position in range(1, MAX_POSITIONS + 1)
+)  # optimistic acceptance, so that blocks are tried
 MIN_REACHED = 32  # blocks that must reach a position before its rate is published: an error below 0.09
 
 
@@ -110,7 +112,7 @@ class Chances:
     """
 
     requested: tuple[float, ...] = ()
-    drafted: tuple[float, ...] = ()  # same nodes as `requested`; so is `accepted`
+    drafted: tuple[float, ...] = ()  # for the same nodes as `requested`, like `accepted`
     accepted: tuple[float, ...] = ()
 
     def after(self, requested: int, drafted: int, accepted: Container[int]) -> "Chances":
@@ -165,7 +167,7 @@ class SessionStats:
     delay_s: float = 0.0  # seconds from a verdict to the next block, without hits; decayed
     hits: float = 0.5  # share of verdicts whose next block had already arrived; decayed
     missed_rounds: int = 0  # rounds without a block since the latest one
-    unawaited: int = 0  # rounds in a row with blocks that were not worth a wait
+    unawaited: int = 0  # rounds in a row whose block was not worth a wait
     is_left_off: bool = False  # True: no blocks are requested, because they did not pay
     is_on_trial: bool = False  # True: blocks are tried nevertheless, and may be tried once more
 

@@ -8,7 +8,7 @@ A session without a block takes part with a row of one token, so a drafter can m
     apply   commits the rows that were fed, decides each row, and learns from the step
 
 Messages take effect between the two (`receive`). A block is verified only for exactly the length and hash that it was
-drafted for, so a wrong or late one costs time and no token. A step may wait for blocks that are worth more than the
+drafted for, so a wrong or late one costs time, never a token. A step may wait for blocks that are worth more than the
 time (`StepDeadline`). The scheduler does no I/O and reads no clock; callers pass times in.
 """
 
@@ -78,7 +78,7 @@ class StepDeadline:
         """Returns when each session goes into a step, and when the next step begins if no further block arrives.
 
         A session is due at once, unless it should skip steps until its block arrives. The step is held for awaited
-        blocks. Without sessions it never begins (infinity).
+        blocks. Without sessions, its start is infinity.
         """
         dues: dict[str, float] = {}
         awaited: list[TargetSequence] = []
@@ -194,7 +194,7 @@ class TargetActivity:
     speculates: bool
     chosen: Mapping[int, int]  # number of draft requests, by draft length
     blocks_timed: int  # number of blocks that arrived after their request
-    block_delay_s: float  # sum of their delays since the requesting verdicts
+    block_delay_s: float  # sum of their delays since the requesting verdicts, in seconds
     prefix_tokens: int  # tokens of sessions at their admission to the cache
     prefix_hits: int  # tokens among `prefix_tokens` that were already cached
 
@@ -208,7 +208,7 @@ class TargetReporter:
         self._controller = controller
         self._growth = CounterDeltas()
         self._first_tokens = 0  # number of sessions that got their first token
-        self._first_token_s = 0.0  # sum of the times to these first tokens
+        self._first_token_s = 0.0  # total time to these first tokens, in seconds
 
     def deciding(self, session: TargetSequence, now: float) -> None:
         """Records the time from a session's Open here to its first token; call it before each decision."""
