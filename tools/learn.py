@@ -114,7 +114,7 @@ def _add_version(
     options: "TrainingOptions",
     console: Console,
 ) -> int:
-    """Trains from the current version, or from the configured draft, and adds the result; returns its number."""
+    """Trains from the current version or the configured draft, and adds the result; returns the version's number."""
     from actors.learning.trainer import usable_version
     from actors.models.checkpoint import checkpoint_fingerprint
     from cluster.learning import State, decide
@@ -147,7 +147,7 @@ def _add_version(
 
 
 def _read(target: Path, path: Path, limit: int | None, answer_tokens: int | None, console: Console) -> "list[Example]":
-    """Reads the examples of a file; with `answer_tokens`, the target writes their answers, of at most that length."""
+    """Reads a file's examples; with `answer_tokens`, the target writes new answers of at most that length."""
     from actors.learning.conversations import answered, read_examples
     from actors.models.checkpoint import load_model
     from actors.models.tokenizer_reader import end_ids, load_tokenizer
@@ -174,7 +174,7 @@ def _train(
     options: "TrainingOptions",
     console: Console,
 ) -> "Trained":
-    """Trains, then prints the scores of start and result on examples that the draft was not trained on."""
+    """Trains, then prints the scores before and after on examples that were not used for training."""
     from actors.learning.trainer import train_candidate
     from actors.learning.training import TrainingProgress
 
@@ -205,7 +205,7 @@ def _device() -> "torch.device":
 
 
 def comparison_table(rows: "Mapping[str, Comparison]") -> Table:
-    """Renders comparisons of two drafts by kind of example."""
+    """Tabulates comparisons of two drafts by kind of example."""
     made = table(
         "Held-out examples, before and after",
         "kind",
@@ -279,7 +279,7 @@ def history(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 
 def history_table(manifests: Sequence[Manifest]) -> Table:
-    """Tabulates versions, oldest first."""
+    """Tabulates versions from oldest to newest."""
     columns = (
         "version",
         "parent",

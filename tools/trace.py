@@ -1,4 +1,4 @@
-"""`slipstream trace`: a deployment's recent activity as a Chrome trace, a Gantt chart and a table.
+"""`slipstream trace`: shows a deployment's recent activity as a Chrome trace, a Gantt chart and a table.
 
 The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MICRO = 1e6
-SEVERAL = "several"  # requests in one span
+SEVERAL = "several"  # kind of spans that serve several requests
 
 
 class TraceError(SlipstreamError):
@@ -31,7 +31,7 @@ class TraceError(SlipstreamError):
 
 
 def chrome_trace(found: Sequence[Span]) -> dict[str, Any]:
-    """Converts spans: one process per actor, one track per kind of span; times begin at the first span."""
+    """Converts spans: one process per actor, one track per kind of span; times start at the first span."""
     begins = min((span.began_s for span in found), default=0.0)
     processes = {name: index for index, name in enumerate(sorted({span.actor for span in found}), start=1)}
     tracks = {name: index for index, name in enumerate(dict.fromkeys(span.name for span in found), start=1)}
@@ -64,7 +64,7 @@ def _names(found: Sequence[Span], processes: Mapping[str, int], tracks: Mapping[
 
 
 def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) -> tuple[float, float]:
-    """Returns the last `seconds` of the trace, or an interval that ends `ends_before_s` earlier."""
+    """Returns the interval of the last `seconds` of the trace, or one that ends `ends_before_s` earlier."""
     if not found:
         raise TraceError("no span was recorded: send a request first")
     ends = max(span.ended_s for span in found) - ends_before_s
@@ -72,9 +72,9 @@ def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) ->
 
 
 def trace_chart(found: Sequence[Span], begins: float, ends: float) -> "Figure":
-    """Draws the activity in a window: a line for each actor and kind of span, a colour for each request.
+    """Draws the activity in a window: one line per actor and kind of span, one colour per request.
 
-    Requests are numbered in order of their first span of their own; spans of several requests are grey.
+    Requests are numbered by their first span without other requests; spans of several requests are grey.
     """
     inside = [span for span in found if span.ended_s > begins and span.began_s < ends]
     if not inside:
@@ -97,7 +97,7 @@ def trace_chart(found: Sequence[Span], begins: float, ends: float) -> "Figure":
 def write_trace(
     found: Sequence[Span], json_path: Path, picture_path: Path | None, seconds: float, ends_before_s: float
 ) -> None:
-    """Writes the trace, and the picture if a path is given."""
+    """Writes the trace, and the chart if a path is given."""
     if picture_path is not None:
         require_matplotlib()
     begins, ends = window(found, seconds, ends_before_s)

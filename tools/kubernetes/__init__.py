@@ -1,5 +1,5 @@
-"""`slipstream k8s render`: manifests for KubeRay and Kubernetes, rendered from the configuration file.
+"""`slipstream k8s render`: renders manifests for KubeRay and Kubernetes from the configuration file.
 
-`rendering.py` is the entry point, checks the configuration and makes the volume of the weights. `ray_service.py` makes
-the RayService with its worker groups and pods.
+`rendering.py` is the entry point; it checks the configuration and renders the volume of the weights. `ray_service.py`
+renders the RayService with its worker groups and pods.
 """

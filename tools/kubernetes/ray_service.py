@@ -1,4 +1,4 @@
-"""The RayService: the Serve application, the head, and worker groups for targets, drafters and routers. Pure.
+"""Renders the RayService: Serve application, head, worker groups for targets, drafters and routers. Pure.
 
 Pods are unprivileged: no root user, a read-only root file system, and read-only weights. Each pool's worker group takes
 its GPUs, CPUs, bounds and timeouts from the configuration.
@@ -22,29 +22,29 @@ from serve_app.operations.deploying import RAY_DRAIN, drain_s
 from serve_app.serve_manifest import application, serve_file
 
 ROUTER_CPUS = 1
-POOL_LABEL = "pool"  # label of Ray nodes: a pool's replicas run on the group with the pool's name
-RAY_ENDS_S = 30  # time that Ray's processes take to exit after the drain
-SPARE = 2  # upper bound of a scaling group, as a multiple of the pods that its pool may need
+POOL_LABEL = "pool"  # node label: a pool's replicas run in the group named after the pool
+RAY_ENDS_S = 30  # seconds that Ray's processes take to exit after the drain
+SPARE = 2  # maximum size of a scaling group, as a multiple of the pods that its pool may need
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """A worker group: pods of one kind, enough for a pool's replicas."""
+    """A worker group: enough pods of one kind for a pool's replicas."""
 
     name: str
     role: PeerRole
     pods: PodOptions
-    cpus: int  # CPUs that a pod offers to Ray
+    cpus: int  # CPUs that one pod offers to Ray
     gpus: int
-    least: int  # pods
+    least: int  # minimum number of pods
     most: int
-    labels: dict[str, str]  # labels of the Ray nodes
+    labels: dict[str, str]  # labels of the group's Ray nodes
     idle_s: int | None = None
-    is_spread: bool = False  # spread over nodes if there are several
+    is_spread: bool = False  # spread over nodes where possible
 
 
 def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
-    """Returns the groups of targets, drafters and routers."""
+    """Returns the worker groups of targets, drafters and routers."""
     kubernetes = config.kubernetes
     routers = WorkerGroup(
         "router",
@@ -61,18 +61,18 @@ def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
 
 
 def pool_labels(name: str, config: SlipstreamConfig) -> dict[str, str]:
-    """Returns the labels that a pool's replicas require of their node, and that the pool's group therefore has."""
+    """Returns the node labels that a pool's replicas require, which the pool's worker group sets."""
     given = config.target.resources_per_rank.labels if name == "target" else config.draft.resources.labels
     return {**given, POOL_LABEL: name}
 
 
 def scales(config: SlipstreamConfig) -> bool:
-    """Returns whether Ray's autoscaler is needed."""
+    """Returns whether a pool scales, which takes Ray's autoscaler."""
     return any(pool.replicas.min < pool.replicas.max for pool in (config.target, config.draft))
 
 
 def grace_s(config: SlipstreamConfig) -> int:
-    """Returns how long Kubernetes lets a pod terminate, in seconds."""
+    """Returns the seconds that Kubernetes gives a pod to terminate."""
     return drain_s(config) + RAY_ENDS_S
 
 
@@ -95,7 +95,7 @@ def _pool_group(name: str, config: SlipstreamConfig) -> WorkerGroup:
 
 
 def _reserved(pool: TargetPool | DraftPool) -> Counter[str]:
-    """Returns what one replica reserves on its node."""
+    """Returns the resources that one replica reserves on its node."""
     if isinstance(pool, DraftPool):
         return Counter(rank_bundle(pool.resources))
     total: Counter[str] = Counter()
@@ -109,10 +109,10 @@ def _pods_for(replicas: int, a_pod: int) -> int:
 
 
 def _most_pods(replicas: Replicas, a_pod: int) -> int:
-    """Returns the upper bound of pods.
+    """Returns the maximum number of pods.
 
-    A scaling pool gets more than it needs: its own bound decides, and may be raised in a running cluster, whereas
-    KubeRay does not apply a change of this one to a running cluster.
+    For a scaling pool this is more than its replicas need: the pool's own bound decides and may be raised in a running
+    cluster, whereas KubeRay does not apply changes of this one there.
     """
     most = _pods_for(replicas.max, a_pod)
     return most if replicas.min == replicas.max else SPARE * most
@@ -122,7 +122,7 @@ Json = dict[str, Any]
 
 NAME = "slipstream"
 LABELS = {"app.kubernetes.io/name": NAME}
-USER = 1000  # as in k8s/images/Dockerfile
+USER = 1000  # user id in k8s/images/Dockerfile
 HOME = "/home/slipstream"
 MODELS = "/models"
 CLAIM = "slipstream-models"
@@ -133,7 +133,7 @@ UNPRIVILEGED: Mapping[str, Any] = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-# Writable places: Ray's logs and sockets, and caches of kernel compilers.
+# Writable folders: Ray's logs and sockets, and caches of kernel compilers.
 WRITABLE = ({"name": "scratch", "mountPath": "/tmp"}, {"name": "home", "mountPath": HOME})
 WRITABLE_VOLUMES = (
     {"name": "scratch", "emptyDir": {"sizeLimit": "10Gi"}},
@@ -158,7 +158,7 @@ def security_context() -> Json:
 def container(
     name: str, image: str, pods: PodOptions, ports: Mapping[str, int], env: Mapping[str, str], gpus: int = 0
 ) -> Json:
-    """Returns Ray's container of a pod. It gets the memory and GPUs that it requests, and any CPU that is free."""
+    """Returns the Ray container of a pod. It gets the memory and GPUs that it requests, and any free CPU."""
     gpu = {GPU: str(gpus)} if gpus else {}
     made: Json = {
         "name": name,
@@ -178,7 +178,7 @@ def container(
 
 
 def template(main: Json, pods: PodOptions, volumes: Sequence[Json], **more: Any) -> Json:
-    """Returns a pod that runs `main` on the nodes selected by `pods`; `more` goes into its specification."""
+    """Returns a pod that runs `main` on the nodes selected by `pods`; `more` adds keys to its specification."""
     shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}}
     placing: Json = {}
     if pods.node_selector:
@@ -198,11 +198,11 @@ def template(main: Json, pods: PodOptions, volumes: Sequence[Json], **more: Any)
     }
 
 
-RAY_VERSION = "2.60.0"  # version in the image
-HTTP_PORT = 8000  # KubeRay's probes use Serve's proxy at this port
+RAY_VERSION = "2.60.0"  # Ray's version in the image
+HTTP_PORT = 8000  # port at which KubeRay's probes reach Serve's proxy
 WORKER_PORTS = {"serve": HTTP_PORT, "metrics": 8080}
-# A router's pod gets clients while its node does not drain, as KubeRay's own probe asks Serve's proxy, and while a
-# request would be served. A busy machine may miss a probe; clients that come while no target is there wait for one.
+# A router's pod gets clients while its node is not draining (KubeRay's own probe, to Serve's proxy) and the router
+# is ready. A busy machine may miss a probe; clients that arrive while there is no target wait for one.
 READINESS = {
     "exec": {
         "command": [
@@ -217,25 +217,25 @@ READINESS = {
     "failureThreshold": 3,
 }
 HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, **WORKER_PORTS, "as-metrics": 44217, "dash-metrics": 44227}
-TOKEN_SECRET = f"{NAME}-token"  # its key is the name of trust.token_file
-OBJECT_STORE_BYTES = 1 << 28  # no large objects pass through the store
+TOKEN_SECRET = f"{NAME}-token"  # the secret's key is the file name of trust.token_file
+OBJECT_STORE_BYTES = 1 << 28  # bytes; no large objects pass through the store
 
 
 def ray_service(config: SlipstreamConfig, image: str) -> Json:
-    """Returns the custom resource from which KubeRay makes a Ray cluster and a Serve application."""
+    """Returns the custom resource from which KubeRay creates a Ray cluster and a Serve application."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
         "metadata": {
             "name": NAME,
-            # Starting a pool may mean a new node, a large image and more than a hundred gigabytes of weights.
+            # A starting pool may need a new node, a large image and more than a hundred gigabytes of weights.
             "annotations": {"ray.io/initializing-timeout": "60m"},
         },
         "spec": {
-            # Otherwise a change below rayClusterConfig would start a second cluster, doubling all GPUs.
+            # Otherwise a change below rayClusterConfig would start a second cluster, with twice the GPUs.
             "upgradeStrategy": {"type": "None"},
             "rayClusterDeletionDelaySeconds": 600,
-            # A stream through the head's proxy would end with the head.
+            # The head's end would break all streams through its proxy.
             "excludeHeadPodFromServeSvc": True,
             "serveConfigV2": yaml.safe_dump(serve_config(config), sort_keys=False, width=120),
             "rayClusterConfig": _cluster(config, image),
@@ -244,7 +244,7 @@ def ray_service(config: SlipstreamConfig, image: str) -> Json:
 
 
 def serve_config(config: SlipstreamConfig) -> Json:
-    """Returns the input of `serve deploy`. Routers are kept off the GPU pods, which could otherwise not scale down.
+    """Returns the input of `serve deploy`. Routers stay off the GPU pods, which could otherwise not scale down.
 
     A pod has room for one router, so an update stops each router before it starts the next.
     """
@@ -255,7 +255,7 @@ def serve_config(config: SlipstreamConfig) -> Json:
 
 
 def in_pods(config: SlipstreamConfig) -> SlipstreamConfig:
-    """Returns the configuration for the application: without keys that are useless in a pod, with each pool's label."""
+    """Returns the application's configuration: without keys that do not apply in pods, with each pool's labels."""
     given: Json = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"kubernetes": True, "server": {"host", "port"}}
     )
@@ -268,7 +268,7 @@ def _cluster(config: SlipstreamConfig, image: str) -> Json:
     groups = [_worker_group(group, config, image) for group in worker_groups(config)]
     return {
         "rayVersion": RAY_VERSION,
-        # Token authentication on Ray's own ports; KubeRay creates the secret and mounts it in every pod.
+        # Ray's own ports require a token; KubeRay creates the secret and mounts it in every pod.
         "authOptions": {"mode": "token"},
         **(_autoscaler() if scales(config) else {}),
         "headGroupSpec": _head(config, image),
@@ -278,7 +278,7 @@ def _cluster(config: SlipstreamConfig, image: str) -> Json:
 
 def _autoscaler() -> Json:
     options = {
-        "version": "v2",  # supports labels
+        "version": "v2",  # supports label selectors
         "securityContext": dict(UNPRIVILEGED),
         "volumeMounts": list(WRITABLE),
         "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
@@ -289,11 +289,11 @@ def _autoscaler() -> Json:
 def _head(config: SlipstreamConfig, image: str) -> Json:
     pods = config.kubernetes.head
     env = {
-        RAY_DRAIN: "0",  # nothing runs there that could finish, and Ray's 30 s would use up the grace period
+        RAY_DRAIN: "0",  # nothing on the head needs to finish; Ray's default of 30 s would use up the grace period
         **PROXY_ENVIRONMENT,
     }
     return {
-        # No replica runs on the head: its loss must not end a session.
+        # Run no replica on the head, so that its loss ends no session.
         "rayStartParams": {"num-cpus": "0"},
         "template": template(container("ray-head", image, pods, HEAD_PORTS, env), pods, []),
     }
@@ -302,7 +302,7 @@ def _head(config: SlipstreamConfig, image: str) -> Json:
 def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> Json:
     env = {
         "HF_HOME": MODELS,
-        # The weights are on the volume; a replica that misses a file fails at once instead of downloading it.
+        # The volume has the weights; a replica that misses a file fails at once instead of downloading it.
         "HF_HUB_OFFLINE": "1",
         RAY_DRAIN: str(drain_s(config)),
         **PROXY_ENVIRONMENT,
@@ -344,7 +344,7 @@ def _trust_secrets(trust: TrustConfig, role: PeerRole) -> Iterable[tuple[str, st
 
 
 def _over_nodes(group: str) -> Json:
-    """Spreads routers: two on one node would be lost together."""
+    """Spreads routers over nodes, since one lost node would take all routers on it."""
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",

@@ -1,6 +1,6 @@
 """`slipstream k8s`: renders all manifests of one deployment from its configuration.
 
-Weights are one volume that all pods read, and a job that fills it.
+All pods read the weights from one volume, which a job fills.
 """
 
 import os
@@ -34,7 +34,7 @@ DOWNLOADER = PodOptions(cpu="2", memory="8Gi")
 
 
 def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
-    """Returns the volume claim, and the download job if there is something to download."""
+    """Returns the volume claim of the weights, and the download job if any model must be downloaded."""
     options = config.kubernetes.volume
     spec: Json = {"accessModes": [options.access], "resources": {"requests": {"storage": options.size}}}
     if options.storage_class is not None:
@@ -45,14 +45,14 @@ def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
 
 
 def downloads(config: SlipstreamConfig) -> list[str]:
-    """Returns the models with a Hugging Face id; those with a path are on the volume already."""
+    """Returns the models named by Hugging Face id; models named by path are on the volume already."""
     names = [config.model.target, *([config.draft.model] if config.draft.model else [])]
     return [name for name in dict.fromkeys(names) if not PurePosixPath(name).is_absolute()]
 
 
 def _job(names: list[str], image: str) -> Json:
     main = container("download", image, DOWNLOADER, {}, {"HF_HOME": MODELS})
-    # original/ holds a second copy of the weights in another format.
+    # Skip original/, a second copy of the weights in another format.
     script = "".join(f"hf download {name} --exclude 'original/*'\n" for name in names)
     main |= {"command": ["/bin/sh", "-ec"], "args": [script]}
     # Only gated models need a token.
@@ -75,7 +75,7 @@ k8s_app = typer.Typer(help="Deploy on Kubernetes.", no_args_is_help=True)
 
 @k8s_app.callback()
 def _group() -> None:
-    """Keeps `render` a subcommand: Typer would merge a group with its only command."""
+    """Keeps `render` a subcommand, since Typer would merge a group with its only command."""
 
 
 @k8s_app.command()
@@ -98,12 +98,12 @@ def render(
 
 
 OVERLAYS = Path("../..")  # path from an overlay of the repository to the shared manifests
-SELF_CONTAINED = Path()  # for a folder with its own copy of them
-TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # not in /, because the mounted secret hides its folder's content
+SELF_CONTAINED = Path()  # path in a folder with its own copy of the shared manifests
+TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # not in /, since the mounted secret hides other files of its folder
 
 
 def render_into(config: SlipstreamConfig, source: str, folder: Path) -> tuple[str, ...]:
-    """Writes the manifests of `config` to `folder` and returns the names of the files.
+    """Writes the manifests of `config` to `folder` and returns the file names.
 
     In an overlay of the repository, they refer to its base and components. For any other folder, the required parts are
     copied from the installed package. `source` names the configuration in each file's first line.
@@ -123,7 +123,7 @@ def render_into(config: SlipstreamConfig, source: str, folder: Path) -> tuple[st
 
 
 def rendered(config: SlipstreamConfig, source: str, shared: Path = OVERLAYS) -> Mapping[str, str]:
-    """Renders the manifests by file name; `shared` is the path from their folder to base and components."""
+    """Returns the manifests by file name; `shared` is the path from their folder to base and components."""
     check(config)
     image = config.kubernetes.image
     assert image is not None, "checked"
@@ -136,7 +136,7 @@ def rendered(config: SlipstreamConfig, source: str, shared: Path = OVERLAYS) -> 
 
 
 def check(config: SlipstreamConfig) -> None:
-    """Raises ConfigError, with one line for each key that would not work on Kubernetes."""
+    """Raises ConfigError with one line for each key that would not work on Kubernetes."""
     faults = [*_general_faults(config), *_pool_faults(config)]
     if faults:
         raise ConfigError("wrong configuration for Kubernetes\n  " + "\n  ".join(faults))
@@ -169,7 +169,7 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
 
 
 def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
-    """Finds requirements that KubeRay's autoscaler ignores: it knows only a group's CPUs, GPUs and labels."""
+    """Finds requirements that KubeRay's autoscaler ignores, since it only knows a group's CPUs, GPUs and labels."""
     pools = {"target.resources_per_rank": config.target.resources_per_rank, "draft.resources": config.draft.resources}
     for section, resources in pools.items():
         if resources.accelerator_type is not None:

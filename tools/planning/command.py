@@ -79,7 +79,7 @@ MS = 1e-3
 def stated_costs(
     target_step_ms: float, target_token_ms: float, draft_token_ms: float, draft_row_ms: float, hop_ms: float
 ) -> CostModel:
-    """Builds a linear cost model from a few numbers. Raises ConfigError if a step takes no time."""
+    """Builds a linear cost model from a few costs. Raises ConfigError if a step takes no time."""
     target = target_step_ms * MS
     draft = draft_token_ms * MS
     if target == 0:
@@ -104,7 +104,7 @@ def plan_inputs(
     target_price: float | None = None,
     drafter_price: float | None = None,
 ) -> PlanInput:
-    """Validates the options of `slipstream plan`. Measured costs, if given, replace the stated ones."""
+    """Validates the options of `slipstream plan`. If measured costs are given, they replace the stated ones."""
     costs = stated if costs_path is None else CostModel.load(costs_path)
     if acceptance:
         acceptances, source = tuple(acceptance), "given"

@@ -1,9 +1,9 @@
 """Inputs of the planner, and closed formulas for the gain of speculation.
 
 The formulas assume that every draft token is accepted with the same probability, independent of those before it
-(Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). They know no queues. Drafting inside the
-target's process, which Slipstream does not do, is estimated by them without overhead: the strongest form of that
-alternative.
+(Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). They ignore queues. They also estimate
+drafting inside the target's process, which Slipstream does not do, without overhead, so that this alternative looks as
+good as it can.
 """
 
 import math
@@ -21,7 +21,7 @@ RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # (targets, drafters)
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices of one replica, per hour."""
+    """Prices per replica and hour."""
 
     target: float
     drafter: float
@@ -40,12 +40,12 @@ class PlanInput:
     draft_lengths: tuple[int, ...] = DRAFT_LENGTHS
     ratios: tuple[tuple[int, int], ...] = RATIOS
     seed: int = 0
-    acceptance_source: str = "given"  # source of the acceptance of `draft`
+    acceptance_source: str = "given"  # where the acceptance in `draft` comes from
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateFleet:
-    """A fleet, and how it speculates."""
+    """A fleet, and its way to speculate."""
 
     targets: int
     drafters: int
@@ -58,7 +58,7 @@ class CandidateFleet:
 
     @property
     def fleet(self) -> tuple[int, int]:
-        """Numbers of targets and drafters."""
+        """Numbers of targets and of drafters."""
         return self.targets, self.drafters
 
     @property
@@ -66,7 +66,7 @@ class CandidateFleet:
         return self.drafters / self.targets
 
     def has_more_drafters_than(self, other: "CandidateFleet") -> bool:
-        """Returns whether it speculates like the other, with more drafters per target."""
+        """Returns whether it has more drafters per target than `other`, but speculates in the same way."""
         speculates_so = (self.draft_tokens, self.mode) == (other.draft_tokens, other.mode)
         return speculates_so and self.drafters_per_target > other.drafters_per_target
 
@@ -82,7 +82,7 @@ def candidates(inputs: PlanInput) -> Iterator[CandidateFleet]:
 
 
 def cost_per_million(prices: Prices | None, candidate: CandidateFleet, tokens_per_s: float) -> float | None:
-    """Returns the cost of a million tokens from the whole fleet; None without prices."""
+    """Returns the whole fleet's cost per million tokens, or None without prices."""
     if prices is None:
         return None
     per_s = (candidate.targets * prices.target + candidate.drafters * prices.drafter) / 3600
@@ -92,7 +92,7 @@ def cost_per_million(prices: Prices | None, candidate: CandidateFleet, tokens_pe
 def expected_tokens(acceptance: float, draft_tokens: int) -> float:
     """Mean tokens that verifying a block commits: (1 - g^(K+1)) / (1 - g), with the recovered or bonus token.
 
-    Leviathan et al., equation 1, for acceptance g of every draft token and blocks of K tokens.
+    Leviathan et al., equation 1, with acceptance g of every draft token and blocks of K tokens.
     """
     if acceptance == 1.0:
         return draft_tokens + 1.0
@@ -100,27 +100,27 @@ def expected_tokens(acceptance: float, draft_tokens: int) -> float:
 
 
 def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
-    """Mean tokens per block if the k-th draft token has its own acceptance, given those before it."""
+    """Mean tokens committed per block, given each position's acceptance if all tokens before it were accepted."""
     return 1.0 + sum(accumulate(acceptances, lambda reached, this: reached * this))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Costs of one round for an unchanging batch."""
+    """Costs of one round for a constant batch, in seconds."""
 
-    non_speculative_s: float  # a target step without drafts
-    verify_s: float  # a target step over blocks
-    draft_s: float  # a drafting pass for those blocks
-    hop_s: float = 0.0  # one way between drafter and target
+    non_speculative_s: float  # target step without drafts
+    verify_s: float  # target step over blocks
+    draft_s: float  # drafting pass for those blocks
+    hop_s: float = 0.0  # from drafter to target, or back
 
 
 def lock_step(costs: RoundCosts) -> float:
-    """Returns the time of a round that drafts, sends, verifies and sends the verdict in sequence."""
+    """Returns the seconds of a round that drafts, sends, verifies and returns the verdict in sequence."""
     return costs.draft_s + costs.verify_s + 2 * costs.hop_s
 
 
 def in_process(costs: RoundCosts) -> float:
-    """Returns the time of a round that drafts and verifies alternately on the target's own device.
+    """Returns the seconds of a round that drafts, then verifies, on the target's own device.
 
     There is no hop and no overlap; `draft_s` is the cost of a pass on that device.
     """
@@ -133,19 +133,19 @@ def speed_up(tokens: float, round_s: float, non_speculative_s: float) -> float:
 
 
 def break_even_draft_s(tokens: float, costs: RoundCosts) -> float:
-    """Returns the drafting time that cancels the gain of committing `tokens` per round in lock step.
+    """Returns the drafting time, in seconds, that cancels the gain of `tokens` per round in lock step.
 
-    0 if verification alone costs as much as it gains.
+    Returns 0 if verification alone costs as much as it gains.
     """
     return max(0.0, tokens * costs.non_speculative_s - costs.verify_s - 2 * costs.hop_s)
 
 
-MAX_CONCURRENT = 4096  # a target with more concurrent sessions than this does not keep up
+MAX_CONCURRENT = 4096  # a target with more concurrent sessions does not keep up
 
 
 @dataclass(frozen=True, slots=True)
 class InProcessResult:
-    """Result of the formula for drafting on the target's own device."""
+    """Estimate for drafting on the target's own device."""
 
     draft_tokens: int
     tokens_per_s: float
@@ -155,7 +155,7 @@ class InProcessResult:
 
 
 def round_costs(costs: CostModel, rows: float, draft_tokens: int) -> RoundCosts:
-    """Returns the costs of a round of `rows` sessions if one drafter drafts for all of them."""
+    """Returns the costs of a round of `rows` sessions, all drafted for by one drafter."""
     return RoundCosts(
         non_speculative_s=costs.non_speculative_s(rows),
         verify_s=costs.target.seconds(rows, rows * (draft_tokens + 1)),
@@ -165,16 +165,16 @@ def round_costs(costs: CostModel, rows: float, draft_tokens: int) -> RoundCosts:
 
 
 def expected(inputs: PlanInput, draft_tokens: int) -> float:
-    """Returns the mean tokens that verifying a block of this length commits."""
+    """Returns the mean tokens that verifying a block of `draft_tokens` commits."""
     return expected_tokens_by_position([inputs.draft.chances(index)[0] for index in range(draft_tokens)])
 
 
 def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
-    """Returns the concurrent sessions on one target without speculation, whose steps also feed prompts.
+    """Returns the concurrent sessions on one target without speculation; steps also feed prompts.
 
-    CROWD means too many.
+    MAX_CONCURRENT means that the target does not keep up.
     """
-    fed = 1 + inputs.prompt_tokens / inputs.new_tokens  # tokens fed per committed token
+    fed = 1 + inputs.prompt_tokens / inputs.new_tokens  # fed tokens per committed token
     costs = inputs.costs
 
     def step_s(rows: float) -> float:
@@ -184,7 +184,7 @@ def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
 
 
 def best_in_process(inputs: PlanInput) -> InProcessResult:
-    """Picks the draft length with the least latency for in-process drafting."""
+    """Returns the estimate of in-process drafting for the draft length with the least latency."""
     return min(
         (_in_process(inputs, draft_tokens) for draft_tokens in inputs.draft_lengths), key=lambda one: one.latency_s
     )
@@ -207,7 +207,7 @@ def _in_process(inputs: PlanInput, draft_tokens: int) -> InProcessResult:
 
 
 def steady_sessions(tokens_per_s: float, session_rate: Callable[[float], float]) -> float:
-    """Returns the concurrent sessions at a demand of `tokens_per_s`, by Little's law; at most CROWD.
+    """Returns the concurrent sessions at a demand of `tokens_per_s`, by Little's law; at most MAX_CONCURRENT.
 
     `session_rate` returns the tokens per second of one session among n concurrent ones.
     """

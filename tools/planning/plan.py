@@ -1,6 +1,6 @@
 """Searches for the fleet that serves a load best, by simulating candidates in parallel.
 
-Simulated runs are pure and independent, so processes can share them.
+Simulated runs are pure and independent, so they run in a pool of processes.
 """
 
 import multiprocessing
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class InlineExecutor(Executor):
-    """Runs in this process, before `submit` returns."""
+    """Executor that runs each call in this process, before `submit` returns."""
 
     def submit(
         self, run: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
@@ -68,12 +68,12 @@ class ProgressExecutor(Executor):
 
 @contextmanager
 def processes() -> Iterator[Executor]:
-    """Opens a pool with one process per CPU; pending runs are cancelled when the caller leaves."""
+    """Opens a pool with one process per CPU; cancels pending runs when the block ends."""
     pool = ProcessPoolExecutor(
         len(os.sched_getaffinity(0)),
         mp_context=multiprocessing.get_context("spawn"),  # forking a process with threads may hang
         initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),  # the caller stops them
+        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C reaches the caller, which stops the processes
     )
     try:
         yield pool
@@ -83,23 +83,23 @@ def processes() -> Iterator[Executor]:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """All candidates, the recommended one, and where its gain ends."""
+    """All results, the recommended candidate, and the limits of its gain."""
 
     results: tuple[CandidateResult, ...]
     best: CandidateResult
     plain: CandidateResult
     in_process: InProcessResult
-    at_once: float  # concurrent sessions on one target under the best candidate
-    limits: Limits | None  # None if the best does not keep up: `at_once` is undefined then
+    at_once: float  # concurrent sessions per target under the best candidate
+    limits: Limits | None  # None if the best does not keep up, since `at_once` is then undefined
 
 
 def recommend(inputs: PlanInput, pool: Executor | None = None, whole: bool = False) -> Recommendation:
-    """Simulates in `pool`, by default in this process; `whole` includes candidates that cannot be best."""
+    """Simulates in `pool`, by default in this process; `whole` also simulates candidates that cannot be best."""
     pool = pool or InlineExecutor()
     fleets = list(candidates(inputs))
     candidates_to_run = fleets if whole else _shortlist(inputs, fleets, pool)
     results = _run_all(simulate, inputs, candidates_to_run, pool)
-    if not any(one.keeps_up for one in results):  # a remaining one may, which short runs cannot show
+    if not any(one.keeps_up for one in results):  # a fleet left out may keep up; short runs cannot show that
         results += _run_all(simulate, inputs, [fleet for fleet in fleets if fleet not in candidates_to_run], pool)
     best = choose_best(results, inputs)
     at_once = sessions_at_once(inputs, best)
@@ -116,8 +116,8 @@ def recommend(inputs: PlanInput, pool: Executor | None = None, whole: bool = Fal
 def _shortlist(inputs: PlanInput, fleets: Sequence[CandidateFleet], pool: Executor) -> list[CandidateFleet]:
     """Returns non-speculative decoding and the fleets that come near the best in short runs.
 
-    Fleets whose targets share no drafter run first: what loses there is not tried with fewer drafters. Fleets with
-    fewer drafters take most of the time, because they have more targets.
+    Fleets with a drafter for each target run first; a candidate that loses then is not tried with fewer drafters.
+    Fleets with fewer drafters take most of the time, because they have more targets.
     """
     seen: list[CandidateResult] = []
     for _, alike in groupby(sorted(fleets, key=_sharing), key=_sharing):
@@ -141,17 +141,17 @@ def _run_all(
 
 
 def _sharing(candidate: CandidateFleet) -> float:
-    """Returns the targets per drafter; 1 if each has its own, or more than one."""
+    """Returns the number of targets per drafter, at least 1."""
     return max(1.0, candidate.targets / max(1, candidate.drafters))
 
 
 def run_count(inputs: PlanInput, whole: bool = False) -> int:
-    """Returns the most runs that `recommend` submits: a short and a full one per fleet, or only a full one."""
+    """Returns the maximum number of runs of `recommend`: per fleet a short and a full one, or only a full one."""
     return (1 if whole else 2) * sum(1 for _ in candidates(inputs)) + LIMIT_SEARCHES
 
 
 def sessions_at_once(inputs: PlanInput, best: CandidateResult) -> float:
-    """Returns the concurrent sessions on one target."""
+    """Returns the concurrent sessions on one target under the best candidate."""
     if isinstance(inputs.arrivals, ClosedLoop):
         return float(inputs.arrivals.concurrency)
     return inputs.arrivals.per_s * best.latency_s

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 DRAFT_LENGTHS = (3, 5, 7)
-TOLERANCE = 0.05  # allowed deviation of the simulation, relative to the formula
+TOLERANCE = 0.05  # allowed relative deviation of the simulation from the formula
 STEP_S = 0.02
 HOP_S = 0.0005
 LOAD = Workload(ClosedLoop(1), sessions=32, prompt_tokens=8, new_tokens=192)
@@ -49,25 +49,25 @@ LOAD = Workload(ClosedLoop(1), sessions=32, prompt_tokens=8, new_tokens=192)
 
 @dataclass(frozen=True, slots=True)
 class FormulaCheck:
-    """Comparison for one acceptance and draft length, drafted in lock step."""
+    """Formula and simulation for one acceptance and draft length, in lock step."""
 
     acceptance: float
     draft_tokens: int
-    tokens: float  # committed per verified block, by formula
+    tokens: float  # tokens committed per verified block, by formula
     simulated_tokens: float
-    gain: float  # over non-speculative decoding if drafting a token takes a tenth of a step, by formula
+    gain: float  # by formula, over non-speculative decoding, if drafting a token takes a tenth of a step
     simulated_gain: float
-    break_even_s: float  # drafting pass that cancels the gain, by formula
-    gain_there: float  # over non-speculative decoding with that pass, by simulation; 1 expected
+    break_even_s: float  # seconds of a drafting pass that cancels the gain, by formula
+    gain_there: float  # simulated gain with that drafting pass; 1 expected
 
     @property
     def break_even_steps(self) -> float:
-        """`break_even_s` in target steps."""
+        """`break_even_s` as a multiple of a target step."""
         return self.break_even_s / STEP_S
 
 
 def formula_checks(advance: Callable[[], None] = lambda: None) -> list[FormulaCheck]:
-    """Computes every acceptance and draft length; `advance` is called after each."""
+    """Compares every acceptance and draft length; `advance` is called after each."""
     non_speculative_rate = _run(0.0, 0, 0.0).tokens_per_s
     found = []
     for acceptance, draft_tokens in product(ACCEPTANCES, DRAFT_LENGTHS):
@@ -106,12 +106,12 @@ def _run(acceptance: float, draft_tokens: int, draft_s: float) -> SimulationRepo
     ).run()
 
 
-SHOWN = 8  # number of best candidates in the table
+SHOWN = 8  # best candidates in the table
 GROWS = "grows"  # shown for a latency that grows without bound
 
 
 def run_plan(inputs: PlanInput, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
-    """Simulates candidates, shows the advice, and writes the requested files. A picture needs every candidate."""
+    """Simulates candidates, prints the advice, and writes the requested files. A picture needs every candidate."""
     if picture_path is not None:
         require_matplotlib()
     with processes() as pool, _progress(console) as progress:
@@ -126,7 +126,7 @@ def run_plan(inputs: PlanInput, console: Console, json_path: Path | None, pictur
 
 
 def run_theory(console: Console) -> None:
-    """Compares formula and simulation for every check."""
+    """Prints the comparison of formula and simulation."""
     with _progress(console) as progress:
         bar = progress.add_task("Lessons", total=len(ACCEPTANCES) * len(DRAFT_LENGTHS))
         found = formula_checks(lambda: progress.advance(bar))
@@ -138,7 +138,7 @@ def _progress(console: Console) -> Progress:
 
 
 def recommendation_report(inputs: PlanInput, recommendation: Recommendation) -> Group:
-    """Renders the recommendation, the comparison, and where the gain ends."""
+    """Renders the recommendation, the compared candidates, and the limits of the gain."""
     limits = [] if recommendation.limits is None else [_limits_table(recommendation.limits)]
     by_position = ", ".join(f"{acceptance:.2f}" for acceptance in inputs.draft.acceptances)
     supposed = f"Acceptance of draft tokens by position: {by_position} ({escape(inputs.acceptance_source)})"
@@ -148,7 +148,7 @@ def recommendation_report(inputs: PlanInput, recommendation: Recommendation) -> 
 
 
 def recommendation_text(inputs: PlanInput, recommendation: Recommendation) -> str:
-    """Phrases the advice in words."""
+    """Returns the advice in words."""
     best = recommendation.best.candidate
     arrivals = inputs.arrivals
     if isinstance(arrivals, Poisson) and not recommendation.best.keeps_up:
@@ -161,7 +161,7 @@ def recommendation_text(inputs: PlanInput, recommendation: Recommendation) -> st
 
 
 def _gain_text(inputs: PlanInput, recommendation: Recommendation) -> str:
-    """Phrases the gain of the best candidate."""
+    """Returns the gain of the best candidate in words."""
     gain = _gain(inputs, recommendation.best, recommendation.plain)
     if not isinstance(inputs.arrivals, Poisson):
         return f"{gain} the throughput of non-speculative decoding"
@@ -171,7 +171,7 @@ def _gain_text(inputs: PlanInput, recommendation: Recommendation) -> str:
 
 
 def _gain(inputs: PlanInput, one: CandidateResult | InProcessResult, plain: CandidateResult) -> str:
-    """Returns the gain over non-speculative decoding: in throughput, or in latency under a given rate."""
+    """Returns the gain over non-speculative decoding: in throughput, or under a given rate in latency."""
     if not isinstance(inputs.arrivals, Poisson):
         return f"{one.tokens_per_s / plain.tokens_per_s:.2f}x"
     return f"{plain.latency_s / one.latency_s:.2f}x" if one.keeps_up and plain.keeps_up else shown(None)
@@ -244,7 +244,7 @@ def _limits_table(limits: Limits) -> Table:
 
 
 def recommendation_data(inputs: PlanInput, recommendation: Recommendation) -> dict[str, Any]:
-    """Returns everything that was asked and simulated, for JSON."""
+    """Returns all inputs and results as JSON-compatible data."""
     arrivals = {type(inputs.arrivals).__name__: asdict(inputs.arrivals)}
     asked = asdict(inputs) | {"costs": inputs.costs.model_dump(mode="json"), "arrivals": arrivals}
     inside = asdict(recommendation.in_process)
@@ -268,9 +268,9 @@ def _candidate_data(candidate: CandidateFleet) -> dict[str, Any]:
 
 
 def recommendation_chart(inputs: PlanInput, recommendation: Recommendation) -> "Figure":
-    """Plots speed, or latency under a given rate, over the draft length for the recommended fleet.
+    """Plots speed, or under a given rate latency, against the draft length for the recommended fleet.
 
-    A candidate that does not keep up with the rate has no latency; if none keeps up, speed is plotted.
+    A candidate that does not keep up with the rate has no latency; if none keeps up, the chart shows speed.
     """
     best = recommendation.best.candidate
     ratio = (best.targets, best.drafters) if best.draft_tokens else inputs.ratios[0]
@@ -297,7 +297,7 @@ def recommendation_chart(inputs: PlanInput, recommendation: Recommendation) -> "
 
 
 def theory_tables(formula_checks: list[FormulaCheck]) -> Group:
-    """Renders formula and simulation side by side."""
+    """Tabulates formula and simulation side by side."""
     tokens = table(
         "Tokens that a verify commits: (1 - g^(K+1)) / (1 - g)", "acceptance g, K", "formula", "simulated", "differs"
     )

@@ -1,6 +1,6 @@
 """Simulates candidate fleets, ranks them, and finds the limits of a fleet's gain.
 
-The limits are the least acceptance and the longest drafting pass that still pay off.
+The limits are the least acceptance and the longest drafting pass with which the fleet still gains.
 """
 
 import math
@@ -21,30 +21,30 @@ from tools.simulation.config import Fleet, Mode, SimulationConfig, Speculation
 from tools.simulation.oracle import ClosedLoop, Poisson, Workload
 from tools.simulation.world import World
 
-ROUNDS_OF_LOAD = 4  # simulated sessions per concurrent session
-ROUNDS_OF_ARRIVALS = 8  # the same under a given rate, where it takes longer to see whether the queue grows
-MIN_SESSIONS = 32  # least sessions simulated per target
-MIN_ARRIVALS = 64  # least sessions per target under a given rate
+ROUNDS_OF_LOAD = 4  # simulated sessions per concurrent session, at a given concurrency
+ROUNDS_OF_ARRIVALS = 8  # the same at a given rate, where it takes longer to see whether the queue grows
+MIN_SESSIONS = 32  # minimum sessions per target, at a given concurrency
+MIN_ARRIVALS = 64  # minimum sessions per target, at a given rate
 MAX_ARRIVALS = 1024
-SHORTER = 4  # factor of fewer sessions in the short runs that select fleets for full ones
-MIN_SHORT_SESSIONS = 16  # least sessions per target in short runs
-KEPT_UP = 0.9  # share of requested tokens committed while requests arrive; noise takes a few percent
-PROMISING = 0.9  # of the best so far: short runs are noisier by some percent
-AS_GOOD = 0.98  # candidates within this factor of the best count as equal; the smaller fleet wins
+SHORTER = 4  # short runs, which select fleets for full ones, have this many times fewer sessions
+MIN_SHORT_SESSIONS = 16  # minimum sessions per target in short runs
+KEPT_UP = 0.9  # share of the requested tokens committed while requests arrive; noise takes some percent
+PROMISING = 0.9  # share of the best merit so far; short runs vary by some percent
+AS_GOOD = 0.98  # candidates with this share of the best merit count as equal; the smaller fleet wins
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
-    """Simulated result of a candidate."""
+    """Simulated results of one candidate."""
 
     candidate: CandidateFleet
-    tokens_per_s: float  # per target
-    latency_s: float  # median of requests
+    tokens_per_s: float  # throughput per target
+    latency_s: float  # median over requests
     first_token_s: float
     target_busy: float
     drafter_busy: float
     cost_per_million: float | None
-    keeps_up: bool = True  # under a given rate: the queue does not grow while requests arrive
+    keeps_up: bool = True  # False: under a given rate, the queue grows while requests arrive
 
     def gain(self, plain: "CandidateResult") -> float:
         return self.tokens_per_s / plain.tokens_per_s
@@ -72,13 +72,13 @@ def _simulate(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> Ca
 
 
 def simulate_briefly(inputs: PlanInput, candidate: CandidateFleet) -> CandidateResult:
-    """Simulates one candidate briefly: long enough to compare, too short to see whether the queue grows."""
+    """Simulates one candidate for long enough to compare it, too briefly to see whether its queue grows."""
     sessions = max(MIN_SHORT_SESSIONS, sessions_per_target(inputs) // SHORTER)
     return replace(_simulate(inputs, candidate, sessions), keeps_up=True)
 
 
 def choose_best(results: Sequence[CandidateResult], inputs: PlanInput) -> CandidateResult:
-    """Returns the smallest fleet of those about as good as the best."""
+    """Returns the candidate with the fewest drafters per target among those about as good as the best."""
     merit = merit_function(results, inputs)
     enough = AS_GOOD * max(map(merit, results))
     good = [one for one in results if merit(one) >= enough]
@@ -86,9 +86,9 @@ def choose_best(results: Sequence[CandidateResult], inputs: PlanInput) -> Candid
 
 
 def merit_function(results: Sequence[CandidateResult], inputs: PlanInput) -> Callable[[CandidateResult], float]:
-    """Returns the merit by which these results are compared: cost if prices are known, else speed.
+    """Returns the merit by which to compare these results: low cost if prices are known, else speed.
 
-    Under a given rate, candidates that keep up are compared by latency. The latency of the others shows only how long
+    Under a given rate, candidates that keep up are compared by latency. The latency of the others only shows how long
     they were simulated; if none keeps up, all are compared as at a given concurrency.
     """
     any_keeps_up = any(one.keeps_up for one in results)
@@ -104,7 +104,7 @@ def merit_function(results: Sequence[CandidateResult], inputs: PlanInput) -> Cal
 
 
 def is_promising(candidate: CandidateFleet, results: Sequence[CandidateResult], inputs: PlanInput) -> bool:
-    """Returns whether a candidate may be best, given the same with more drafters: with fewer it is no faster."""
+    """Returns whether a candidate may be best, given results with more drafters: with fewer it is no faster."""
     with_more_drafters = [one for one in results if one.candidate.has_more_drafters_than(candidate)]
     if not with_more_drafters:
         return True
@@ -114,16 +114,16 @@ def is_promising(candidate: CandidateFleet, results: Sequence[CandidateResult], 
 
 
 def _with_fleet(one: CandidateResult, candidate: CandidateFleet, inputs: PlanInput) -> CandidateResult:
-    """Transfers the same speed to another fleet."""
+    """Returns the result if another fleet had the same speed per target."""
     cost = cost_per_million(inputs.prices, candidate, one.tokens_per_s * candidate.targets)
     return replace(one, candidate=candidate, cost_per_million=cost)
 
 
 def simulation_config(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> SimulationConfig:
-    """Returns the simulated run of a candidate, with `sessions` sessions per target."""
+    """Returns the simulation of a candidate with `sessions` sessions per target."""
     load = Workload(
         _arrivals(inputs.arrivals, candidate.targets),
-        candidate.targets * sessions,  # arrivals last as long for any number of targets
+        candidate.targets * sessions,  # gives equal durations for any number of targets
         inputs.prompt_tokens,
         inputs.new_tokens,
     )
@@ -137,17 +137,17 @@ def simulation_config(inputs: PlanInput, candidate: CandidateFleet, sessions: in
 
 
 def sessions_per_target(inputs: PlanInput) -> int:
-    """Returns the sessions simulated per target, the same for all fleets."""
+    """Returns the number of sessions to simulate per target, the same for all fleets."""
     if isinstance(inputs.arrivals, ClosedLoop):
         return max(MIN_SESSIONS, ROUNDS_OF_LOAD * inputs.arrivals.concurrency)
     at_once = plain_sessions(inputs, inputs.arrivals)
     if at_once >= MAX_CONCURRENT:
-        at_once = MIN_SESSIONS  # it does not keep up, which shows quickly
+        at_once = MIN_SESSIONS  # the target does not keep up, which few sessions show
     return min(max(MIN_ARRIVALS, round(ROUNDS_OF_ARRIVALS * at_once)), MAX_ARRIVALS)
 
 
 def unlimited_fleet(targets: int, drafters: int, load: Workload) -> Fleet:
-    """Returns replicas that hold all of the load, so that only costs matter."""
+    """Returns a fleet whose replicas can hold the whole load, so that only costs matter."""
     fleet = Fleet(targets, drafters, sessions_per_target=load.sessions, sessions_per_drafter=load.sessions)
     pages = load.sessions * (-(-(load.prompt_tokens + load.new_tokens) // fleet.page_size) + 1)
     return Fleet(targets, drafters, 1, load.sessions, load.sessions, fleet.step_tokens, pages)
@@ -160,28 +160,28 @@ def _arrivals(of_one: ClosedLoop | Poisson, targets: int) -> ClosedLoop | Poisso
 
 
 LIMIT_SEARCHES = 2
-MAX_RUNS = 7  # most simulations to find where a gain ends
-PRECISION = 0.01  # of the result, relative to the search interval
+MAX_RUNS = 7  # maximum simulations per search
+PRECISION = 0.01  # share of the search interval
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a fleet's gain."""
+    """Limits within which a fleet gains."""
 
     candidate: CandidateFleet  # in lock step
-    at_once: int  # concurrent sessions on one target
-    acceptance: float | None  # least acceptance of every token with a gain; None: none suffices
-    draft_s: float  # drafting pass that cancels the gain, for any number of sessions; 0 if verification alone does
+    at_once: int  # concurrent sessions per target
+    acceptance: float | None  # least acceptance with a gain; None if none suffices
+    draft_s: float  # seconds of a drafting pass that cancels the gain; 0 if verification alone does
 
 
 def lock_step_candidate(best: CandidateFleet, inputs: PlanInput) -> CandidateFleet:
-    """Returns the same fleet in lock step; if it has no drafters, one with a drafter for each target."""
+    """Returns the same fleet in lock step; if it has no drafters, one target with one drafter."""
     targets, drafters = best.fleet if best.draft_tokens else (1, 1)
     return CandidateFleet(targets, drafters, best.draft_tokens or max(inputs.draft_lengths), Mode.LOCK_STEP)
 
 
 def limits(inputs: PlanInput, candidate: CandidateFleet, at_once: float, pool: Executor) -> Limits:
-    """Finds the limits of a fleet in lock step at `at_once` sessions per target, with both searches in parallel."""
+    """Finds the limits of a fleet in lock step at `at_once` sessions per target; runs both searches in parallel."""
     sessions = max(1, round(at_once))
     asked = replace(inputs, arrivals=ClosedLoop(sessions))
     plain = simulate(asked, NON_SPECULATIVE)
@@ -191,7 +191,7 @@ def limits(inputs: PlanInput, candidate: CandidateFleet, at_once: float, pool: E
 
 
 def least_acceptance(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult) -> float | None:
-    """Returns the acceptance of every token above which the fleet gains; None if no acceptance suffices."""
+    """Returns the acceptance of every token above which the fleet gains, or None if no acceptance suffices."""
 
     def saved(acceptance: float) -> float:
         draft = replace(inputs.draft, acceptances=(acceptance,))
@@ -205,7 +205,7 @@ def least_acceptance(inputs: PlanInput, candidate: CandidateFleet, plain: Candid
 
 
 def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult, sessions: int) -> float:
-    """Returns the drafting pass, in seconds, that cancels the gain; 0 if verification alone does."""
+    """Returns the seconds of a drafting pass that cancels the gain; 0 if verification alone cancels it."""
 
     def saved(seconds: float) -> float:
         draft = DraftCost(forward=ForwardCost.linear(0.0), per_pass_s=seconds)
@@ -216,21 +216,21 @@ def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: Candida
         return shortest.at
     longest_s = (candidate.draft_tokens + 1) * inputs.costs.non_speculative_s(
         sessions
-    )  # no round is shorter than its draft
+    )  # with a longer pass, no acceptance could gain
     return crossing(saved, shortest, Point(longest_s, saved(longest_s)))
 
 
 def _saved(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult) -> float:
-    """Returns the share of non-speculative decoding's time that the fleet saves; negative if it takes longer.
+    """Returns the share of non-speculative decoding's time that the fleet saves; negative if it is slower.
 
-    It is nearly linear in the searched quantity, unlike the gain.
+    This share is nearly linear in the searched quantity, unlike the gain.
     """
     return 1 - 1 / simulate(inputs, candidate).gain(plain)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Point of a function."""
+    """One point of a function's graph."""
 
     at: float
     value: float

@@ -3,8 +3,8 @@
 Routers, drafters and targets run their real ledgers, schedulers and speculation control. Two things are replaced:
 `network.py` delivers messages with delays, losses and broken streams instead of gRPC, and `oracle.py` answers for both
 models. A target's text is a pseudo-random function of seed, session and position, so "the output equals non-speculative
-decoding" is a comparison of integers under any schedule and any faults. Forward passes cost the time that a `CostModel`
-gives.
+decoding" is a comparison of integers under any schedule and any faults. A `CostModel` sets the virtual time of forward
+passes.
 
 - `config.py`: parameters of a run (`SimulationConfig`), its faults, and random draws of both.
 - `world.py`: builds the processes, runs the workload, checks the invariants, and reports speeds. Start here.

@@ -1,6 +1,6 @@
 """Command line of the simulator: `random_scenarios` runs thousands of fault schedules, `scale` one large fleet.
 
-A failing seed is printed with the violated check; the seed alone reproduces the run.
+Prints the seed of a failed run with the violated check; the seed alone reproduces the run.
 """
 
 import argparse
@@ -50,13 +50,13 @@ def _scale(arguments: argparse.Namespace) -> None:
     )
     load = Workload(ClosedLoop(arguments.sessions), arguments.sessions)
     fleet = Fleet(arguments.targets, arguments.drafters, routers=8, sessions_per_target=128, step_tokens=4096)
-    gc.disable()  # a run makes no reference cycles, and scanning millions of objects is slow
+    gc.disable()  # a run creates no reference cycles, and scanning millions of objects is slow
     began = time.perf_counter()
     cpu = time.process_time()
     report = World(SimulationConfig(costs, Speculation(5, DraftQuality((0.8,)), arguments.mode), load, fleet)).run()
     print(report)
     print(f"{time.perf_counter() - began:.1f} s, {time.process_time() - cpu:.1f} s of them computing")
-    gc.freeze()  # freeing the remaining objects one by one would take seconds
+    gc.freeze()  # skips the collection at exit, which would take seconds
 
 
 if __name__ == "__main__":

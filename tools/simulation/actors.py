@@ -1,7 +1,7 @@
-"""Simulated router, drafter and target: real schedulers around an oracle that costs virtual time.
+"""Simulated router, drafter and target: real schedulers around an oracle that takes virtual time.
 
-Each is the counterpart of a real process (`serve_app/router.py`, `actors/drafter.py`, `actors/target.py`). The target's
-engine also checks its inputs as a real KV cache would require.
+Each corresponds to a real process (`serve_app/router.py`, `actors/drafter.py`, `actors/target.py`). The target's engine
+also checks its inputs as a real KV cache would require.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from tools.simulation.oracle import OracleMethod, ReferenceText
 
 @value
 class _Forward:
-    """A forward, or several without anything in between, and the lengths of its blocks before it."""
+    """One or more uninterrupted forwards, with the block lengths before them, to undo them."""
 
     began_s: float
     ends_s: float
@@ -42,13 +42,13 @@ class _Forward:
 
 @value
 class _Pass:
-    """A drafting pass in progress; its result is known from the beginning."""
+    """A drafting pass in progress; its result is computed when it begins."""
 
     began_s: float
-    ready_s: float  # start of its first forward
+    ready_s: float  # start of the first forward
     forwards: tuple[_Forward, ...]
-    blocks: tuple[Proposal, ...] = ()  # of a pass that cannot be interrupted
-    search: LookaheadSearch[BlockDraft] | None = None  # of a pass ahead of verdicts
+    blocks: tuple[Proposal, ...] = ()  # result, if the pass cannot be interrupted
+    search: LookaheadSearch[BlockDraft] | None = None  # search, if the pass runs ahead of verdicts
 
     @property
     def ends_s(self) -> float:
@@ -59,7 +59,7 @@ class _Pass:
         return self.blocks if self.search is None else proposals(self.search.drafts)
 
     def interrupted(self, now: float) -> "_Pass":
-        """Returns the pass cut after the forward that is running at `now`, with the blocks made up to there."""
+        """Returns the pass without the forwards that begin after `now`; their tokens are removed from the blocks."""
         made = tuple([forward for forward in self.forwards if forward.began_s < now])
         for forward in reversed(self.forwards[len(made) :]):
             forward.undo()
@@ -67,7 +67,7 @@ class _Pass:
 
 
 class SimulatedDrafter:
-    """The drafting loop. `dial` opens a link to a target, `limit` is the most sessions of one pass."""
+    """Runs the drafting loop. `dial` opens a link to a target, `limit` is the maximum sessions per pass."""
 
     def __init__(
         self,
@@ -85,21 +85,21 @@ class SimulatedDrafter:
         self._cost = cost
         self._limit = limit
         self._dial = dial
-        self._routers: dict[str, Wire] = {}  # by stream
+        self._routers: dict[str, Wire] = {}  # by stream name
         self._targets: dict[str, SimulatedLink] = {}  # by address
         self._streams: Counter[str] = Counter()
         self._pass: _Pass | None = None
         self._is_leaving = False
-        self._forward_time = ForwardTime()  # of forwards ahead of verdicts
+        self._forward_time = ForwardTime()  # measured over forwards ahead of verdicts
         self.endpoint = Endpoint(process, self._router_up, self.receive, self._router_down)
 
     def draft_noise(self, seconds: float) -> None:
-        """Drafts only wrong tokens for `seconds`."""
+        """Drafts only wrong tokens for `seconds` seconds."""
         self._method.is_noise = True
         self.process.after(seconds, self._recover)
 
     def leave(self, within_s: float, over: Callable[[], None]) -> None:
-        """Leaves as planned after `within_s`; `over` is called then."""
+        """Announces that it leaves, and ends after `within_s` seconds; then calls `over`."""
         if not self._is_leaving:
             self._is_leaving = True
             self._send(self.scheduler.leave())
@@ -112,7 +112,7 @@ class SimulatedDrafter:
     # ------------------------------------------------------------ the loop
 
     def _go_on(self) -> None:
-        """Begins a pass if there is something to draft; requested blocks interrupt drafting ahead."""
+        """Begins a pass if there is something to draft; requested blocks interrupt a pass ahead of verdicts."""
         if self._pass is not None:
             is_ahead = self._pass.search is not None
             if is_ahead and (self.scheduler.has_requests or self.scheduler.is_lookahead_stale):
@@ -136,7 +136,7 @@ class SimulatedDrafter:
         return _Pass(began_s, ready_s, (_Forward(ready_s, ends_s),), tuple(blocks))
 
     def _ahead(self, requests: Sequence[LookaheadRequest]) -> _Pass:
-        """Runs the search of real drafters, at the virtual times at which they would."""
+        """Runs the real drafters' search, at the virtual times at which they would run it."""
         search = LookaheadSearch(self._method, requests, self._forward_time, never_interrupted)
         began_s = self.process.clock.now
         ready_s = began_s + self._per_pass_s
@@ -158,17 +158,17 @@ class SimulatedDrafter:
         return self.process.slowness * self._cost.forward_s(rows, tokens)
 
     def _begin(self, drafting: _Pass) -> None:
-        """Starts a pass, or replaces it by the same pass with less to do."""
+        """Starts a pass, or replaces it by the same pass with fewer forwards."""
         self._pass = drafting
         self.process.after(drafting.ends_s - self.process.clock.now, partial(self._end, drafting))
 
     def _end(self, drafting: _Pass) -> None:
         if drafting is not self._pass:
-            return  # it was interrupted
+            return  # the pass was interrupted
         self.busy_s += drafting.ends_s - drafting.began_s
         self._send(self.scheduler.proposed(drafting.proposals, self.process.clock.now))
         self._pass = None
-        self.process.after(0.0, self._go_on)  # messages that arrived meanwhile are handled first
+        self.process.after(0.0, self._go_on)  # first handle messages that arrived meanwhile
 
     def _send(self, sends: Sequence[Send]) -> None:
         for receiver, message in sends:
@@ -188,7 +188,7 @@ class SimulatedDrafter:
         return stream
 
     def receive(self, peer: str, frame: Frame) -> None:
-        """Handles everything that a router or a target sent at one instant."""
+        """Handles all messages that a router or a target sent at one instant."""
         for message in frame:
             sends = self.scheduler.receive(peer, message, self.process.clock.now)
             if isinstance(message, Open):
@@ -218,22 +218,22 @@ class SimulatedDrafter:
 
 
 def never_interrupted() -> bool:
-    """Never interrupts: a search runs to its end, and is cut afterwards if it turns out to have been interrupted."""
+    """Returns False: a search runs to its end; if requests interrupt it, `_Pass.interrupted` cuts it afterwards."""
     return False
 
 
-ENDS_S = 0.5  # time to send pending messages to peers
-NOTHING = -1  # in a page: no token was written here
+ENDS_S = 0.5  # seconds to send pending messages before it ends
+NOTHING = -1  # marks positions of a page without a token
 
 
 class OracleEngine:
-    """Answers steps from the scripts; its pages hold the tokens that were fed, as a cache would."""
+    """Computes steps from the reference texts; its pages hold the fed tokens, as a cache would."""
 
     def __init__(self, reference_texts: Mapping[str, ReferenceText], page_size: int) -> None:
         self._reference_texts = reference_texts
         self._page_size = page_size
-        self._sessions: dict[str, list[list[int]]] = {}  # expected page contents by session
-        self._pages: dict[int, list[int]] = {}  # tokens by page
+        self._sessions: dict[str, list[list[int]]] = {}  # expected page contents, by session
+        self._pages: dict[int, list[int]] = {}  # tokens, by page
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         for name in plan.closes:
@@ -252,7 +252,7 @@ class OracleEngine:
 
     @property
     def is_empty(self) -> bool:
-        """True if no session is open; page contents stay until they are overwritten."""
+        """True if no session is open; pages keep their tokens until they are overwritten."""
         return not self._sessions
 
     def _answer(self, row: Row) -> Outcome:
@@ -265,14 +265,14 @@ class OracleEngine:
         return Outcome(row.session, path, reference_text.tokens[base + len(path)])
 
     def _has_cached(self, row: Row, length: int) -> bool:
-        """Returns whether the row's pages hold the first `length` tokens of the script."""
+        """Returns whether the row's pages hold the first `length` tokens of the reference text."""
         pages = [self._pages[page] for page in row.pages]
         known = self._sessions[row.session]
         whole, rest = divmod(length, self._page_size)
         return pages[:whole] == known[:whole] and (not rest or pages[whole][:rest] == known[whole][:rest])
 
     def _write(self, row: Row) -> None:
-        """Writes the row's tokens, page by page."""
+        """Writes the row's tokens into its pages."""
         size = self._page_size
         tokens = row.tokens
         written = 0
@@ -287,7 +287,7 @@ class OracleEngine:
 
 
 class SimulatedTarget:
-    """The verification loop."""
+    """Runs the verification loop."""
 
     def __init__(
         self, process: Process, scheduler: VerificationScheduler, engine: OracleEngine, costs: CostModel
@@ -299,17 +299,17 @@ class SimulatedTarget:
         self.steps = 0
         self.received_tokens = 0  # draft tokens received in blocks
         self._costs = costs
-        self._wires: dict[str, Wire] = {}  # by stream
+        self._wires: dict[str, Wire] = {}  # by stream name
         self._streams: Counter[str] = Counter()
         self._in_step = False
-        self._over: Callable[[], None] | None = None  # callback for its planned end
+        self._over: Callable[[], None] | None = None  # called once it has left as planned
         self._wakes_at: float | None = None
         self.endpoint = Endpoint(process, self._up, self._frame, self._down)
 
     # ------------------------------------------------------------ the loop
 
     def _go_on(self) -> None:
-        """Plans a step if one is due, otherwise schedules a wake-up."""
+        """Starts a step if one is due, otherwise schedules a wake-up."""
         if self._in_step:
             return
         if self.scheduler.has_left:
@@ -338,7 +338,7 @@ class SimulatedTarget:
         now = self.process.clock.now
         self._send(self.scheduler.apply(outcomes, now - began, now))
         self._in_step = False
-        self.process.after(0.0, self._go_on)  # messages that arrived meanwhile are handled first
+        self.process.after(0.0, self._go_on)  # first handle messages that arrived meanwhile
 
     def _wake_at(self, due: float | None) -> None:
         now = self.process.clock.now
@@ -348,7 +348,7 @@ class SimulatedTarget:
         self.process.after(self._wakes_at - now, self._go_on)
 
     def leave(self, within_s: float, over: Callable[[], None]) -> None:
-        """Leaves as planned, once its sessions have moved or time is up; `over` is called then."""
+        """Announces that it leaves; ends once its sessions have moved or after `within_s`, then calls `over`."""
         if not self.scheduler.is_leaving:
             self._over = over
             self._send(self.scheduler.leave())
@@ -396,7 +396,7 @@ MEMBERSHIP_PERIOD_S = 0.25
 
 @dataclass(eq=False)
 class SimulatedAssignment(Assignment):
-    """One session from its arrival on, with its client's measurements."""
+    """One session from its arrival, with its client's measurements."""
 
     arrived_s: float = 0.0
     first_token_s: float | None = None
@@ -411,12 +411,12 @@ class SimulatedAssignment(Assignment):
 
     @property
     def waited_s(self) -> float | None:
-        """Time to the first token."""
+        """Seconds to the first token."""
         return self.first_token_s - self.arrived_s if self.first_token_s is not None else None
 
 
 class SimulatedRouter:
-    """One router's sessions. `on_commit` receives the number of committed tokens, `on_over` each ended session."""
+    """Runs one router. `on_commit` receives the number of committed tokens, `on_over` each ended session."""
 
     def __init__(
         self,
@@ -429,7 +429,7 @@ class SimulatedRouter:
         self._on_commit = on_commit
         self._on_over = on_over
         self._assignments: SessionRouter[SimulatedAssignment] = SessionRouter(process.address, target_wait_s)
-        self._links: dict[str, SimulatedLink] = {}  # by address
+        self._links: dict[str, SimulatedLink] = {}  # by peer address
         self._ticking = False
 
     @property
@@ -438,12 +438,12 @@ class SimulatedRouter:
 
     @property
     def silent_drafters(self) -> int:
-        """Number of times that a drafter was given up as silent."""
+        """Number of times that drafters were given up because they were silent."""
         return self._assignments.given_up.total()
 
     @property
     def remedies(self) -> Counter[str]:
-        """Remedies that were taken because drafters' blocks had become bad, by name."""
+        """Counts the remedies taken because drafters' blocks had become bad, by name."""
         counts: Counter[str] = Counter()
         for (_, remedy), count in self._assignments.remedies.counts.items():
             counts[f"bad: {remedy.value}"] += count
@@ -466,7 +466,7 @@ class SimulatedRouter:
                 self._end(assignment, event)
 
     def _send(self, sends: Sequence[Send]) -> None:
-        """Sends messages and schedules a tick while one is awaited; the simulation ends when no event is left."""
+        """Sends messages. Schedules a tick only while one is awaited, so that the simulation can end."""
         for address, message in sends:
             self._links[address].send(message)
         if self._assignments.awaits_tick and not self._ticking:
@@ -491,11 +491,11 @@ class SimulatedRouter:
     # ------------------------------------------------------------ peers
 
     def connect_target(self, network: Network, endpoint: Endpoint) -> None:
-        """Keeps a stream to a target from now on."""
+        """Connects to a target and keeps the stream open."""
         self._connect(network, endpoint, self._assignments.targets)
 
     def connect_drafter(self, network: Network, endpoint: Endpoint) -> None:
-        """Keeps a stream to a drafter from now on."""
+        """Connects to a drafter and keeps the stream open."""
         self._connect(network, endpoint, self._assignments.drafters)
 
     def _connect(self, network: Network, endpoint: Endpoint, pool: Peers) -> None:

@@ -1,8 +1,8 @@
 """Parameters of a simulated run, and random draws of them.
 
-A run is described by data alone: fleet, costs, load, speculation and faults. `random_scenario` draws all of them from a
-seed, so that thousands of runs reach unforeseen states: full queues, caches that are too small, drafters that are
-faster than the network.
+Only data describes a run: fleet, costs, load, speculation and faults. `random_scenario` draws all of them from a seed,
+so that thousands of runs reach unforeseen states: full queues, caches that are too small, drafters that are faster than
+the network.
 """
 
 import random
@@ -14,17 +14,17 @@ from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
 from tools.simulation.network import KEEPALIVE_S, NO_NETWORK_FAULTS, NetworkFaults
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
 
-MAX_TARGET_FAULTS = 2  # a session survives this many lost targets
+MAX_TARGET_FAULTS = 2  # lost targets that a session survives
 
 
 class Kind(Enum):
-    DIES = "dies"  # and is replaced after `seconds`
-    HANGS = "hangs"  # for `seconds`, then continues as if nothing had happened
+    DIES = "dies"  # is replaced after `seconds`
+    HANGS = "hangs"  # for `seconds`, then handles all that arrived meanwhile
     STALLS = "stalls"  # computes nothing for `seconds`, but still receives messages
-    SLOWS_DOWN = "slows down"  # for `seconds`
-    IS_CUT_OFF = "is cut off"  # all its streams break; the process keeps running
-    LEAVES = "leaves"  # planned, within `seconds`; it is replaced
-    DRAFTS_NOISE = "drafts noise"  # drafters only, for `seconds`, as if its weights were damaged
+    SLOWS_DOWN = "slows down"  # for `seconds` seconds
+    IS_CUT_OFF = "is cut off"  # all its streams break, but the process goes on
+    LEAVES = "leaves"  # as planned, within `seconds`, and is replaced
+    DRAFTS_NOISE = "drafts noise"  # drafters only: proposes wrong tokens for `seconds`, as with damaged weights
 
 
 LASTING = (Kind.HANGS, Kind.STALLS, Kind.SLOWS_DOWN, Kind.DRAFTS_NOISE)
@@ -38,7 +38,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of the `index`-th living process of a role, modulo their number, when it occurs."""
+    """A fault that hits one process of a role: number `index`, modulo the number of processes alive then."""
 
     at_s: float
     role: Role
@@ -49,14 +49,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """All faults of one run."""
+    """All faults of a run."""
 
     network_faults: NetworkFaults = NO_NETWORK_FAULTS
     faults: tuple[Fault, ...] = ()
 
 
 def random_faults(seed: int, span_s: float) -> Faults:
-    """Draws weather and faults within `span_s`; targets fail at most as often as a session survives."""
+    """Draws network faults and process faults within `span_s`; a session survives all failures of targets."""
     rng = random.Random(f"fault_plan {seed}")
     max_delay_s = rng.choice((0.0, 0.005, 0.1))
     network_faults = NetworkFaults(
@@ -71,13 +71,13 @@ def random_faults(seed: int, span_s: float) -> Faults:
 
 def _fault(rng: random.Random, role: Role, span_s: float) -> Fault:
     kind = Kind.DIES if role is Role.ROUTER else rng.choice(list(Kind))
-    long = 1.5 * KEEPALIVE_S if kind in LASTING else span_s  # both shorter and longer than peers tolerate
+    long = 1.5 * KEEPALIVE_S if kind in LASTING else span_s  # seconds; peers tolerate about KEEPALIVE_S
     return Fault(rng.uniform(0, span_s), role, rng.randrange(1000), kind, rng.uniform(0, long))
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Numbers of processes, and their capacities."""
+    """Numbers of processes, and the capacity of each."""
 
     targets: int = 1
     drafters: int = 1
@@ -91,18 +91,18 @@ class Fleet:
 
 
 class Mode(Enum):
-    """Mode of speculation."""
+    """How drafting and verification take turns."""
 
-    LOCK_STEP = "lock-step"  # the executable specification: draft for all, verify all
-    ADAPTIVE = "adaptive"  # pacing decides on waits and draft lengths
-    DRAFT_AHEAD = "draft-ahead"  # adaptive, and drafters continue while a block is verified
+    LOCK_STEP = "lock-step"  # executable specification: draft for all sessions, then verify all
+    ADAPTIVE = "adaptive"  # the pacing policy sets waits and draft lengths
+    DRAFT_AHEAD = "draft-ahead"  # adaptive; drafters also continue while a block is verified
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Draft length, draft quality and mode."""
+    """Draft length, draft quality and mode of speculation."""
 
-    draft_tokens: int  # 0: non-speculative decoding
+    draft_tokens: int  # draft length; 0 for non-speculative decoding
     draft: DraftQuality
     mode: Mode = Mode.DRAFT_AHEAD
 
@@ -113,7 +113,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """Parameters of one run."""
+    """All parameters of one run."""
 
     costs: CostModel
     speculation: Speculation
@@ -123,11 +123,11 @@ class SimulationConfig:
     seed: int = 0
 
 
-LONG = 0.15  # share of scenarios with answers of some seconds
+LONG = 0.15  # share of scenarios with answers that take seconds
 
 
 def random_scenario(seed: int) -> SimulationConfig:
-    """Draws a setting; running it takes some milliseconds."""
+    """Draws all parameters of a run that takes milliseconds."""
     rng = random.Random(f"random_scenario {seed}")
     load = _load(rng)
     return SimulationConfig(
@@ -156,7 +156,7 @@ def _load(rng: random.Random) -> Workload:
     arrivals = ClosedLoop(rng.randrange(1, 9)) if rng.random() < 0.7 else Poisson(rng.uniform(5, 50))
     prompt_tokens = rng.randrange(1, 40)
     is_long = rng.random() < LONG
-    if is_long:  # long enough that drafters are given up, tried again and trusted again
+    if is_long:  # long enough to give up drafters, retry them and trust them again
         return Workload(arrivals, 6, prompt_tokens, rng.randrange(150, 400))
     return Workload(arrivals, 12, prompt_tokens, rng.randrange(1, 33), stopping=0.3)
 

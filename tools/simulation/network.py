@@ -1,10 +1,10 @@
 """Virtual time, and processes connected by streams with the guarantees of gRPC.
 
-A process may die, or hang and handle afterwards what arrived meanwhile. A stream delivers frames in order until it
-breaks; a frame is everything sent to one peer at one instant. Frames in flight are then lost, and each end notices the
-break after its own delay. `NetworkFaults` goes beyond gRPC, because the schedulers promise to tolerate it: frames
-between drafters and targets may be lost, duplicated and reordered, those of a router may be duplicated, and frames
-from a broken stream may still reach the router.
+A process may die, or hang and later handle what arrived meanwhile. A stream delivers frames in order until it breaks; a
+frame is everything sent to one peer at one instant. Frames in flight are then lost, and each end notices the break
+after its own delay. `NetworkFaults` goes beyond gRPC, because the schedulers promise to tolerate it: frames between
+drafters and targets may be lost, duplicated and reordered, a router's frames may be duplicated, and frames from a
+broken stream may still reach the router.
 """
 
 import heapq
@@ -17,11 +17,11 @@ from itertools import count
 from protos.messages import Hello, LiveSession, Message
 
 Action = Callable[[], None]
-STANDSTILL = 200_000  # events at one instant that indicate an endless loop of zero-delay alarms
+STANDSTILL = 200_000  # number of events at one instant that indicates an endless loop
 
 
 class Clock:
-    """Jumps from one event to the next; events at equal times run in the order in which they were set."""
+    """Virtual clock that jumps from event to event; events at equal times run in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -55,7 +55,7 @@ class Clock:
 
 
 REDIAL_S = 0.05
-KEEPALIVE_S = 5.0  # a hanging peer is given up after this time
+KEEPALIVE_S = 5.0  # seconds until peers give up a hanging process
 SLOWNESS = 10.0
 
 Frame = Sequence[Message]
@@ -63,12 +63,12 @@ Frame = Sequence[Message]
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    """Disturbances of frames beyond what streams guarantee."""
+    """Faults of frames beyond those that gRPC streams allow."""
 
-    lost: float = 0.0  # share of frames between drafters and targets
-    duplicated: float = 0.0  # share of all frames
-    max_delay_s: float = 0.0  # maximum extra delay, drawn per frame between drafter and target
-    stale_frames: bool = False  # frames sent to a router on a broken stream still arrive
+    lost: float = 0.0  # lost share of frames between drafters and targets
+    duplicated: float = 0.0  # duplicated share of all frames
+    max_delay_s: float = 0.0  # maximum extra seconds, drawn per frame between drafter and target
+    stale_frames: bool = False  # True: frames sent to a router before a stream broke still arrive
 
     def __post_init__(self) -> None:
         assert self.lost + self.duplicated <= 1, "shares add up to more than everything"
@@ -78,14 +78,14 @@ NO_NETWORK_FAULTS = NetworkFaults()
 
 
 class Process:
-    """A process that receives events unless it hangs or is dead."""
+    """A process that receives events unless it hangs or has died."""
 
     def __init__(self, address: str, clock: Clock) -> None:
         self.address = address
         self.clock = clock
         self.alive = True
         self.hangs = False
-        self.links: list[SimulatedLink] = []  # links with this process at either end
+        self.links: list[SimulatedLink] = []  # links that have this process as client or server
         self._missed: list[Action] = []
         self._stalled_until = 0.0
         self._slow_until = 0.0
@@ -98,7 +98,7 @@ class Process:
             action()
 
     def after(self, delay: float, action: Action) -> None:
-        """Schedules an action of the process; it is skipped if the process is dead then."""
+        """Schedules an action of the process; the action is skipped if the process has died by that time."""
         self.clock.after(delay, partial(self.deliver, action))
 
     def die(self) -> None:
@@ -114,22 +114,22 @@ class Process:
         self.clock.after(KEEPALIVE_S, self._time_out)
 
     def stall(self, seconds: float) -> None:
-        """Delays everything computed from now on by up to `seconds`; messages are still received."""
+        """Delays all computations that begin within `seconds` to the end of that time; messages are still received."""
         self._stalled_until = self.clock.now + seconds
 
     def slow_down(self, seconds: float) -> None:
-        """Makes computations take SLOWNESS times as long for a while."""
+        """Makes computations take SLOWNESS times as long for `seconds` seconds."""
         self._slow_until = self.clock.now + seconds
         self._slowness = SLOWNESS
 
     @property
     def slowness(self) -> float:
-        """Factor by which a computation that begins now takes longer."""
+        """Factor on the duration of a computation that begins now."""
         return self._slowness if self.clock.now < self._slow_until else 1.0
 
     @property
     def stalls_s(self) -> float:
-        """Time for which a computation that begins now stalls first."""
+        """Seconds by which a computation that begins now is delayed."""
         return max(0.0, self._stalled_until - self.clock.now)
 
     def _wake(self) -> None:
@@ -147,10 +147,10 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Endpoint of a process: how it handles a caller's stream."""
+    """Handlers of a process for streams that callers open."""
 
     process: Process
-    up: Callable[[Hello, "Wire"], str]  # returns the process's name for the stream
+    up: Callable[[Hello, "Wire"], str]  # returns the server's name for the stream
     frame: Callable[[str, Frame], None]
     down: Callable[[str], None]
 
@@ -160,7 +160,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.cut = False
-        self.name: str | None = None  # the server's name for it, from the greeting to the end
+        self.name: str | None = None  # server's name for the stream, while the server knows it
         self.out: Wire | None = None
 
 
@@ -180,7 +180,7 @@ class Wire:
         self._frame_at = -1.0
 
     def put(self, message: Message) -> None:
-        """Adds a message to the frame of this instant."""
+        """Adds a message to the frame that is sent at this instant."""
         now = self._clock.now
         if self._frame_at == now:
             self._frame.append(message)
@@ -193,13 +193,13 @@ class Wire:
 
     def _arrive(self, frame: list[Message]) -> None:
         if frame is self._frame:
-            self._frame_at = -1.0  # with zero delay, further messages form another frame
+            self._frame_at = -1.0  # with zero delay, later messages of this instant form a new frame
         if not self._stream.cut or self._accepts_stale_frames:
             self._to.deliver(partial(self._deliver, frame))
 
 
 class SimulatedLink:
-    """A stream that is redialed whenever it breaks, until it is closed."""
+    """A stream that is reopened whenever it breaks, until it is closed."""
 
     def __init__(
         self,
@@ -224,20 +224,20 @@ class SimulatedLink:
         self._on_frame = on_frame
         self._on_down = on_down
         self._closed = False
-        self._stream: _Stream | None = None  # None while not dialed
+        self._stream: _Stream | None = None  # None while disconnected
         client.links.append(self)
         self.server.links.append(self)
         self._dial()
 
     def send(self, message: Message) -> None:
-        """Sends if the link is up; otherwise the message is dropped."""
+        """Sends a message if the link is up, otherwise drops it."""
         if self.is_up:
             assert self._stream is not None
             assert self._stream.out is not None
             self._stream.out.put(message)
 
     def close(self) -> None:
-        """Ends the stream from the client's side."""
+        """Closes the stream from the client's side."""
         self._closed = True
         self.client.links.remove(self)
         self.server.links.remove(self)
@@ -245,7 +245,7 @@ class SimulatedLink:
             self._on_client_end(self._stream)
 
     def cut(self) -> None:
-        """Breaks the stream: nothing more arrives, and each end notices after its own delay."""
+        """Breaks the stream: no further frame arrives, and each end notices after its own delay."""
         stream = self._stream
         if stream is None:
             return
@@ -306,7 +306,7 @@ class SimulatedLink:
 
 
 class Network:
-    """Delays of messages."""
+    """Draws the delays of messages."""
 
     def __init__(self, clock: Clock, hop_s: float, network_faults: NetworkFaults, rng: random.Random) -> None:
         self.clock = clock
@@ -315,11 +315,11 @@ class Network:
         self._rng = rng
 
     def notice_s(self) -> float:
-        """Draws the delay from the break of a stream until one end notices it."""
+        """Draws the seconds until one end of a broken stream notices the break."""
         return self._rng.uniform(self.hop_s, 4 * self.hop_s)
 
     def delays(self, ordered: bool) -> Callable[[], list[float]]:
-        """Returns a function that draws, for each frame of a wire, the delays of its copies."""
+        """Returns a function that draws, for each frame of a wire, the delay of each delivered copy."""
         if self.network_faults == NO_NETWORK_FAULTS:
             once = [self.hop_s]
             return lambda: once

@@ -1,6 +1,6 @@
 """Workload of a simulation, and the oracle that replaces both models.
 
-The target's text is a pseudo-random function of seed, session and position, and so is whether the draft agrees there.
+The target's text is a pseudo-random function of seed, session and position; so is the draft's agreement with it.
 """
 
 import random
@@ -17,17 +17,18 @@ from protos.messages import DraftRequest, Open, Shape
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """A fixed number of concurrent sessions: when one ends, the next begins.
+    """Keeps a fixed number of concurrent sessions: when one ends, the next begins.
 
-    Sessions may come in batches, as in a benchmark: the last ones of a batch run with ever fewer others, and the next
+    Sessions may come in batches, as in a benchmark: the last sessions of a batch run with ever fewer others, and the
+    next
     batch begins when all have ended.
     """
 
     concurrency: int
-    batch: int | None = None  # sessions
+    batch: int | None = None  # number of sessions per batch
 
     def due(self, begun: int, ended: int, sessions: int) -> int:
-        """Returns how many sessions are to begin now, of `sessions` in total."""
+        """Returns how many of `sessions` sessions should begin now."""
         last = sessions if self.batch is None else min(sessions, (ended // self.batch + 1) * self.batch)
         return min(self.concurrency - (begun - ended), last - begun)
 
@@ -36,13 +37,13 @@ class ClosedLoop:
 class Poisson:
     """Sessions arrive independently of each other and of the system's state.
 
-    The arrivals of a run span exactly their mean duration: a random span would make runs hard to compare.
+    All arrivals of a run span exactly their mean duration, since a random span would make runs hard to compare.
     """
 
     per_s: float
 
     def times(self, sessions: int, rng: random.Random) -> list[float]:
-        """Draws the arrival times in seconds from the beginning, in ascending order."""
+        """Draws the arrival times in seconds from the start, in ascending order."""
         return sorted(rng.uniform(0.0, sessions / self.per_s) for _ in range(sessions))
 
 
@@ -54,22 +55,22 @@ class Workload:
     sessions: int
     prompt_tokens: int = 32
     new_tokens: int = 64
-    stopping: float = 0.0  # share of sessions that end with a stop id before their length limit
+    stopping: float = 0.0  # share of sessions with a stop id before the length limit
 
 
 STOP = 0
 VOCABULARY = 50_000
-NOISE = (0.0, 0.0)  # probabilities that the first and the second choice are right
-TOKENS = tuple(range(1, VOCABULARY))  # shared by all scripts, which are many
+NOISE = (0.0, 0.0)  # probabilities of a correct first and second choice
+TOKENS = tuple(range(1, VOCABULARY))  # shared by the many reference texts
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceText:
-    """One session's text, prompt included, up to its length limit, and how hard each token is to guess."""
+    """One session's text up to its length limit, prompt included, and how hard each token is to guess."""
 
     tokens: tuple[int, ...]
     prompt_len: int
-    hardness: tuple[float, ...]  # by position: the draft agrees if its acceptance exceeds this
+    hardness: tuple[float, ...]  # by position: the draft agrees if its acceptance is higher
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -81,7 +82,7 @@ class ReferenceText:
 
     @property
     def plain(self) -> tuple[int, ...]:
-        """Tokens that non-speculative decoding commits: up to the first stop id, or to the length limit."""
+        """Tokens that non-speculative decoding commits, up to the first stop id or the length limit."""
         new = self.tokens[self.prompt_len :]
         return new[: new.index(STOP) + 1] if STOP in new else new
 
@@ -90,14 +91,14 @@ class ReferenceText:
         return [list(self.tokens[at : at + size]) for at in range(0, len(self.tokens), size)]
 
     def agreed(self, start: int, tokens: Sequence[int]) -> int:
-        """Counts how many of `tokens`, starting at position `start`, the target would decide too."""
+        """Returns how many leading tokens of `tokens` equal the text from position `start`."""
         for index, token in enumerate(tokens):
             if token != self.tokens[start + index]:
                 return index
         return len(tokens)
 
     def choices(self, position: int, acceptance: float, second: float) -> tuple[int, int]:
-        """Returns the draft model's first and second choice; the second is right with probability `second`."""
+        """Returns the draft model's first and second choice; the second is correct with probability `second`."""
         token = self.tokens[position]
         hardness = self.hardness[position]
         other = _other(token)
@@ -107,7 +108,7 @@ class ReferenceText:
 
 
 def _other(token: int) -> int:
-    """Returns a different token that is not the stop token."""
+    """Returns another token, but not the stop token."""
     return token % (VOCABULARY - 1) + 1
 
 
@@ -115,9 +116,10 @@ def _other(token: int) -> int:
 class DraftQuality:
     """Quality of the draft model.
 
-    `acceptances` are those of a block's tokens, each given the ones before it; the last one holds for all further
-    tokens. If the draft model is wrong, its second choice is right with probability `runner_up`. With `branches`, it
-    may offer the second choice too.
+    `acceptances` holds one value per position in a block, given that all tokens before it were accepted; further
+    positions
+    have the last value. If the first choice is wrong, the second choice is correct with probability `runner_up`. With
+    `branches`, drafts may contain the second choice too.
     """
 
     acceptances: tuple[float, ...]
@@ -125,13 +127,13 @@ class DraftQuality:
     branches: bool = False
 
     def chances(self, index: int) -> tuple[float, float]:
-        """Returns the probabilities that the first and the second choice are right at this position of a block."""
+        """Returns the probabilities that the first and the second choice are correct at this position of a block."""
         acceptance = self.acceptances[min(index, len(self.acceptances) - 1)]
         return acceptance, (1 - acceptance) * self.runner_up
 
 
 def reference_text(load: Workload, seed: int, index: int) -> ReferenceText:
-    """Creates the script of one session of the load."""
+    """Returns the reference text of session number `index` of the load."""
     rng = random.Random(f"{seed} {index}")
     length = load.prompt_tokens + load.new_tokens
     tokens = rng.choices(TOKENS, k=length)
@@ -142,7 +144,7 @@ def reference_text(load: Workload, seed: int, index: int) -> ReferenceText:
 
 
 class OracleMethod:
-    """Drafts what the scripts specify; its own probabilities are its mean acceptances."""
+    """Drafts with the given quality against the reference texts; reports the mean acceptances as probabilities."""
 
     outcomes = MAX_OUTCOMES
 
@@ -152,7 +154,7 @@ class OracleMethod:
         self.shapes = frozenset(Shape) if draft.branches else frozenset({Shape.CHAIN})
         self.tokens_per_forward = tokens_per_forward
         self._reference_texts = reference_texts
-        self.is_noise = False  # True: all of its drafts are wrong
+        self.is_noise = False  # True: all drafted tokens are wrong
         self._draft = draft
         self._texts: dict[str, SessionText] = {}
 
@@ -170,7 +172,7 @@ class OracleMethod:
             self._texts.pop(session, None)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Drafts without spending time; the caller accounts for it."""
+        """Drafts in no virtual time; the caller adds the cost."""
         drafts = [self._begin(request, request.max_tokens) for request in requests]
         for draft in drafts:
             self._append(draft, draft.max_tokens)
@@ -179,13 +181,13 @@ class OracleMethod:
     def draft_ahead(
         self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """Drafts ahead without spending time; a simulated drafter runs the search itself in virtual time."""
+        """Drafts ahead in no virtual time; a simulated drafter runs the search itself, in virtual time."""
         return proposals(draft_ahead(self, requests, ForwardTime(), lambda: 0.0, interrupted, early))
 
     # ------------------------------------------------------------ what the search ahead goes by
 
     def roots(self, request: LookaheadRequest) -> list[BlockDraft]:
-        """Returns roots whose block candidates are known; candidates after the block need a forward."""
+        """Returns roots with known candidates for the block; candidates after it need a forward."""
         block = request.unverified.main_path
         root = self._begin(request, len(block) + 1)
         root.unverified = block
@@ -197,7 +199,7 @@ class OracleMethod:
         return root.after(outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
-        """Does nothing: there is no draft head."""
+        """Does nothing, since there is no draft head."""
 
     def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> list[BlockDraft]:
         for draft in drafts:
@@ -217,7 +219,7 @@ class OracleMethod:
         return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
 
     def _sibling(self, root: BlockDraft, path: tuple[int, ...]) -> BlockDraft:
-        """Makes a root that reads a token beside the main path of the block."""
+        """Returns a root for a token off the block's main path."""
         found = self._begin(root.lookahead, max_tokens=len(path) + 1)
         found.unverified = path
         found.main = root
@@ -227,7 +229,7 @@ class OracleMethod:
         return found
 
     def _append(self, draft: BlockDraft, tokens: int) -> None:
-        """Adds up to `tokens` tokens; a root gets its own."""
+        """Appends `tokens` tokens to a draft."""
         reference_text = self._reference_texts[draft.request.session]
         base_len = draft.base_len
         for index in range(len(draft.drafted), len(draft.drafted) + tokens):

@@ -52,35 +52,35 @@ class Commit:
 @value
 class Arrival:
     at_s: float
-    tokens: int  # committed in the end
+    tokens: int  # tokens committed by the session's end
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """Results of one run. Seconds are virtual."""
+    """Results of one run; all times are virtual, in seconds."""
 
     sessions: int  # sessions that ended normally
-    failed: int  # sessions that ended with an error, for lack of a target
-    abandoned: int  # sessions whose router died
-    tokens: int  # committed
-    tokens_per_s: float  # between the first and the last quarter of the tokens, under full load
-    met: float  # share of the tokens requested while sessions arrived that was committed meanwhile
-    latency_s: float  # median, of whole sessions
-    first_token_s: float  # median
-    longest_gap_s: float  # longest time between two commits of one session
-    verifies: int  # verdicts committed
-    blocks: int  # verdicts over a block
+    failed: int  # sessions that ended with an error, since no target was available
+    abandoned: int  # sessions lost with their router
+    tokens: int  # committed tokens
+    tokens_per_s: float  # over the middle half of the tokens, under full load
+    met: float  # committed share of the tokens requested while sessions arrive
+    latency_s: float  # median over whole sessions
+    first_token_s: float  # median over sessions
+    longest_gap_s: float  # longest time between two commits of a session
+    verifies: int  # committed verdicts
+    blocks: int  # committed verdicts over a block
     drafted: int
     accepted: int
-    steps: int  # over all targets
-    target_busy: float  # mean share of time that targets (below: drafters) computed
+    steps: int  # steps of all targets
+    target_busy: float  # mean share of time in which targets (next: drafters) computed
     drafter_busy: float
-    causes: Counter[str]  # why blocks were dropped, and other counters
-    events: int  # simulated events
+    causes: Counter[str]  # dropped blocks by cause, and other counts by name
+    events: int  # number of simulated events
 
     @property
     def tokens_per_block(self) -> float | None:
-        """Mean tokens that a verified block commits."""
+        """Mean number of tokens committed per verified block."""
         return 1 + self.accepted / self.blocks if self.blocks else None
 
     @property
@@ -90,7 +90,7 @@ class SimulationReport:
 
 
 def steady_rate(commits: Sequence[Commit]) -> float:
-    """Returns tokens per second between the commits at one and at three quarters of all tokens."""
+    """Returns tokens per second between the commits at one quarter and at three quarters of all tokens."""
     total = sum(commit.tokens for commit in commits)
     passed = 0
     first = last = None
@@ -106,9 +106,9 @@ def steady_rate(commits: Sequence[Commit]) -> float:
 
 
 def share_met(arrivals: Sequence[Arrival], commits: Sequence[Commit]) -> float:
-    """Returns the share of the demand of the last three quarters of arrivals that was committed by the last arrival.
+    """Returns the committed share of the demand from the first quarter of arrivals to the last arrival.
 
-    About 1 in a steady state, where as much begins as ends. Less if the queue keeps growing.
+    It is about 1 in a steady state, where as many sessions begin as end, and less if the queue keeps growing.
     """
     times = sorted(arrival.at_s for arrival in arrivals)
     if not times:
@@ -132,11 +132,11 @@ def sums(assignments: Sequence[SimulatedAssignment]) -> dict[str, int]:
     return {name: sum(getattr(c, name) for c in counts) for name in ("verifies", "blocks", "drafted", "accepted")}
 
 
-LONG_AFTER_S = 3600.0  # all waits have expired by this time
+LONG_AFTER_S = 3600.0  # seconds after which all waits have expired
 
 
 def check_texts(assignments: Sequence[SimulatedAssignment], reference_texts: Mapping[str, ReferenceText]) -> None:
-    """Checks that failed sessions committed a prefix of their reference text, and all others the whole."""
+    """Checks that failed sessions committed a prefix of their reference text, and all others the whole text."""
     for assignment in assignments:
         name = assignment.session.generation.session
         committed = assignment.session.committed
@@ -146,7 +146,7 @@ def check_texts(assignments: Sequence[SimulatedAssignment], reference_texts: Map
 
 
 def check_specification(generation: Generation, reference_text: ReferenceText, draft: DraftQuality) -> None:
-    """Checks the reference text itself: lock step must commit the same for such a session."""
+    """Checks the reference text itself: lock step must commit the same text for such a session."""
     reference_texts = {generation.session: reference_text}
     limits = VerificationLimits(
         VOCABULARY, reference_text.max_len, max_sessions=1, max_step_tokens=reference_text.max_len
@@ -165,7 +165,7 @@ def check_specification(generation: Generation, reference_text: ReferenceText, d
 
 
 def check_target(target: SimulatedTarget) -> None:
-    """Checks that no work is left, and neither scheduler nor cache holds anything."""
+    """Checks that no work is left, and that neither scheduler nor cache holds anything."""
     name = target.process.address
     now = target.process.clock.now
     last = target.scheduler.plan(now + LONG_AFTER_S)
@@ -189,7 +189,7 @@ Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disables the cyclic garbage collector, which would scan the whole world again and again."""
+    """Disables the cyclic garbage collector, which would scan the whole world over and over."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -201,7 +201,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Silences warnings of the real parts: losses are intended in a simulation."""
+    """Silences warnings of the schedulers, since the simulation causes losses on purpose."""
     log = logging.getLogger("cluster")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -212,24 +212,24 @@ def _unlogged() -> Iterator[None]:
 
 
 class World:
-    """Runs one setting, once."""
+    """Runs one simulation; use a new instance for each run."""
 
     def __init__(self, config: SimulationConfig) -> None:
         self.config = config
         self.clock = Clock()
         self._rng = random.Random(f"world {config.seed}")
-        self._arrivals_rng = random.Random(f"arrivals {config.seed}")  # arrivals do not depend on the fleet
+        self._arrivals_rng = random.Random(f"arrivals {config.seed}")  # independent of the fleet
         self._network = Network(self.clock, config.costs.hop_s, config.fault_plan.network_faults, self._rng)
-        self.reference_texts: dict[str, ReferenceText] = {}  # by session
+        self.reference_texts: dict[str, ReferenceText] = {}  # by session name
         self.over: list[SimulatedAssignment] = []
-        self.abandoned: list[SimulatedAssignment] = []  # sessions whose router died
+        self.abandoned: list[SimulatedAssignment] = []  # sessions lost with their router
         self._commits: list[Commit] = []
         self._process_count: Counter[str] = Counter()
         self._started = 0
         self.targets: list[SimulatedTarget] = []
         self.drafters: list[SimulatedDrafter] = []
         self.routers: list[SimulatedRouter] = []
-        self._endpoints: dict[str, SimulatedTarget] = {}  # all targets, past ones included, by address
+        self._endpoints: dict[str, SimulatedTarget] = {}  # all targets, including past ones, by address
         fleet = config.fleet
         for role, size in ((Role.TARGET, fleet.targets), (Role.DRAFTER, fleet.drafters), (Role.ROUTER, fleet.routers)):
             for _ in range(size):
@@ -239,7 +239,7 @@ class World:
         """Runs until no event is due. Raises AssertionError if an invariant is violated."""
         for fault in self.config.fault_plan.faults:
             self.clock.at(fault.at_s, partial(self._inject, fault))
-        self.clock.after(4 * self.config.costs.hop_s, self._begin_load)  # the streams are up at that time
+        self.clock.after(4 * self.config.costs.hop_s, self._begin_load)  # once the streams are up
         with _uncollected(), _unlogged():
             events = self.clock.run()
         self._check()
@@ -252,7 +252,7 @@ class World:
         return Process(f"{role.value}-{self._process_count[role.value]}", self.clock)
 
     def _add(self, role: Role) -> None:
-        """Adds a process of this role and connects its peers to it."""
+        """Adds a process of this role and connects it to its peers."""
         if role is Role.TARGET:
             self._add_target()
         elif role is Role.DRAFTER:
@@ -406,7 +406,7 @@ class World:
             self.clock.after(fault.seconds, partial(self._add, fault.role))
 
     def _replace_router(self, dead: SimulatedRouter) -> None:
-        """Replaces a dead router; its clients' connections break, and new clients use the next one."""
+        """Replaces a dead router; its sessions are abandoned, and new clients use the next router."""
         self.routers.remove(dead)
         self._add_router()
         self.abandoned += dead.assignments
@@ -418,7 +418,7 @@ class World:
         missing = self.config.load.sessions - len(self.over) - len(self.abandoned)
         assert missing == 0, f"{missing} sessions never ended"
         check_texts(self.over, self.reference_texts)
-        for assignment in self.over[:1]:  # only one, because lock step takes as long as the simulation itself
+        for assignment in self.over[:1]:  # checks only one, since lock step takes as long as the simulation itself
             generation = assignment.session.generation
             check_specification(generation, self.reference_texts[generation.session], self.config.speculation.draft)
         for target in self.targets:
