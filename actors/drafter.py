@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingThread:
-    """The thread that drafts."""
+    """Settings of the thread that drafts."""
 
-    prepare: Callable[[], None] | None = None  # called first on the thread
-    clock: Callable[[], float] | None = None  # for detecting a stuck pass; default: the drafter's clock
+    prepare: Callable[[], None] | None = None  # runs first on the thread
+    clock: Callable[[], float] | None = None  # times passes to detect a stuck one; default: the drafter's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class MethodFigures:
     """Measured and published figures of the drafting method."""
 
     cost: DraftCost = DraftCost(forward=ForwardCost.linear(0.0))
-    first_token_acceptance: float | None = None  # as published in the draft's folder
-    version: int = 0  # of a learned draft; 0: the configured one
+    first_token_acceptance: float | None = None  # published in the draft's folder
+    version: int = 0  # number of the learned draft's version; 0: the configured draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class Drafter:
         self.timing = DraftTiming(figures.cost)
         self._reporter = DraftReporter(figures.cost)
         self._progress = Watchdog(TimeoutPolicy())
-        self.refused: Counter[str] = Counter()  # malformed messages by kind
-        self.pass_s: defaultdict[str, float] = defaultdict(float)  # time in passes, requested or ahead
+        self.refused: Counter[str] = Counter()  # number of malformed messages by kind
+        self.pass_s: defaultdict[str, float] = defaultdict(float)  # seconds spent in passes, requested or ahead
         self._credentials = access.credentials
         self._tracer = tracer
         self._method = method
@@ -105,7 +105,7 @@ class Drafter:
         self._targets: dict[str, Link] = {}  # by address
         self._feeds: dict[str, Link] = {}  # streams of hidden states by name, for methods that read them
         self._changed = asyncio.Event()
-        self._left = asyncio.Event()  # draining as planned
+        self._left = asyncio.Event()  # set once all sessions have left a draining drafter
         self._wanted = threading.Event()  # interrupts drafting ahead
         self._streams = 0
 
@@ -126,10 +126,10 @@ class Drafter:
             self._offer(await self._make(drafting))
             if drafting.updates.closed:
                 await self._drop_unused_targets()
-            await asyncio.sleep(0)  # sends the blocks and handles messages that arrived meanwhile
+            await asyncio.sleep(0)  # lets the loop send the blocks and handle messages that arrived meanwhile
 
     async def _make(self, drafting: DraftingPass) -> list[Proposal]:
-        """Makes one pass, on the drafting thread."""
+        """Runs one pass on the drafting thread."""
         loop = asyncio.get_running_loop()
 
         def early(proposals: list[Proposal]) -> None:
@@ -163,19 +163,21 @@ class Drafter:
     ) -> object:
         """Exchanges the method's weights on the drafting thread, between two passes; interrupts drafting ahead.
 
-        `exchange` is from `ExchangesWeights.prepare_weights`, and its result is returned. `published_acceptance` is the
-        new version's acceptance of first tokens, if known. Passes read all prompts again.
+        `exchange` comes from `ExchangesWeights.prepare_weights`; its result is returned. `published_acceptance` is the
+        new version's acceptance of first tokens, if known. Later passes read all prompts again.
         """
         loop = asyncio.get_running_loop()
-        self.timing = self.timing.without(self.timing.read)  # of passes that wait for the exchange
+        self.timing = self.timing.without(self.timing.read)  # the new weights must read all texts again
         self._wanted.set()
         earlier = await loop.run_in_executor(self._thread, exchange)
-        self.timing = self.timing.without(self.timing.read)  # of the pass before it
+        self.timing = self.timing.without(self.timing.read)  # a pass that was running may have added some
         self.scheduler.exchanged(version, published_acceptance)
         return earlier
 
     async def leave(self, within_s: float) -> None:
-        """Accepts no more sessions, and drafts for the present ones until routers have moved them or time is up."""
+        """Accepts no more sessions; drafts for open ones until routers have moved them or `within_s` seconds have
+        passed.
+        """
         self._send(self.scheduler.leave())
         self._changed.set()
         try:
@@ -185,7 +187,7 @@ class Drafter:
             return  # the remaining sessions continue without speculation
 
     def _expected_s(self, drafting: DraftingPass) -> float | None:
-        """Estimates a pass's duration from measured costs, counting each prompt token as a row; None if unknown."""
+        """Estimates a pass's duration from measured costs, counting each unread token as a row; None if unknown."""
         cost = self.timing.cost
         requests: list[DraftRequest | LookaheadRequest] = [*drafting.requests, *drafting.lookahead]
         longest = max((request.max_tokens for request in requests), default=0)
@@ -201,14 +203,14 @@ class Drafter:
         self._thread.shutdown(wait=self.stuck_s is None)  # a stuck pass may never end
 
     def _offer(self, proposals: list[Proposal]) -> None:
-        """Sends blocks, except those that a verdict has overtaken."""
+        """Sends blocks, except those made obsolete by a verdict."""
         sends = self.scheduler.proposed(proposals, self._clock())
         if sent := dict.fromkeys(message.session for _, message in sends if isinstance(message, Block)):
-            self.timeline.record("sent", *sent)  # blocks drafted ahead leave before their pass ends
+            self.timeline.record("sent", *sent)  # blocks drafted ahead are sent before their pass ends
         self._send(sends)
 
     def _send(self, sends: list[Send]) -> None:
-        """Delivers to a router's stream or a target's address."""
+        """Sends each message to a router's stream or a target's address."""
         for receiver, message in sends:
             self._tracer.on_sent(receiver, message)
             if outbox := self._routers.get(receiver):
@@ -219,7 +221,7 @@ class Drafter:
     # ------------------------------------------------------------ routers
 
     def router_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """Handles a router's new stream: of its sessions, only those it lists stay."""
+        """Handles a router's new stream; drops the router's sessions that its Hello does not list."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
         self._routers[stream] = outbox = Outbox()
@@ -273,7 +275,7 @@ class Drafter:
             self._dial_feed(address)
 
     def _dial_feed(self, address: str) -> None:
-        """Dials a target's stream for hidden states; sessions attach once both streams are up."""
+        """Dials a target's stream for hidden states; sessions attach once this and the verifying stream are up."""
         name = states_stream(address)
         self._feeds[name] = Link(
             address,
@@ -288,7 +290,7 @@ class Drafter:
         )
 
     async def _drop_unused_targets(self) -> None:
-        while unused := self._targets.keys() - self.scheduler.targets:  # computed again: sessions are opened meanwhile
+        while unused := self._targets.keys() - self.scheduler.targets:  # again each time: sessions may open meanwhile
             address = unused.pop()
             links = [self._targets.pop(address), self._feeds.pop(states_stream(address), None)]
             for link in links:
@@ -300,13 +302,13 @@ class Drafter:
         self._changed.set()
 
     def _feed_up(self, address: str) -> None:
-        """Handles a new stream for hidden states: what the previous one carried may be lost and is requested again."""
+        """Handles a new stream for hidden states: requests again what the previous stream may have lost."""
         target = self._targets.get(address)
         if target is not None and target.is_up:
             self._target_up(address)
 
     def _wake(self) -> None:
-        """Ends a wait, or drafting ahead, after a message."""
+        """Wakes the loop after a message; interrupts drafting ahead for requests, or if a verdict made it stale."""
         self._changed.set()
         if self.scheduler.has_requests or self.scheduler.is_lookahead_stale:
             self._wanted.set()
@@ -320,12 +322,12 @@ class Drafter:
 
     @property
     def version_watch(self) -> VersionWatch:
-        """Returns the acceptance of the draft's version in use and of the one before."""
+        """Acceptance of the draft's version in use and of the previous one."""
         return self.scheduler.version_watch
 
     @property
     def stuck_s(self) -> float | None:
-        """Returns how long the current pass has exceeded its limit."""
+        """Seconds by which the current pass has exceeded its limit; None if it has not."""
         return self._progress.stuck_s(self._working_clock())
 
     @property

@@ -1,8 +1,7 @@
-"""Grammars that constrain a text: compiled in the background, advanced along its tokens, applied as masks over the
-vocabulary.
+"""Grammars that constrain a text: compiled in the background, advanced by its tokens, applied as vocabulary masks.
 
-`GrammarCompiler` compiles on one thread, with bounds on work and memory, and keeps the latest grammars. `TextGrammar`
-follows one text and gives masks after each path of a draft. `GrammarMasking` applies it as a logits processor, in
+`GrammarCompiler` compiles on one thread, with bounds on work and memory, and caches the latest grammars. `TextGrammar`
+follows one text and computes masks after each path of a draft. `GrammarMasking` applies them as a logits processor, in
 targets and drafters alike.
 """
 
@@ -29,15 +28,16 @@ from protos.messages import Open
 
 
 def load_grammar_vocabulary(folder: Path) -> LLTokenizer:
-    """Loads a checkpoint's vocabulary for grammars, which takes a second, or several for a large one.
+    """Loads a checkpoint's vocabulary for grammars, which takes a second, or several for a large vocabulary.
 
-    Raises ModelError if grammars are unsupported: no token ends a text, or the tokenizer is of another library.
+    Raises ModelError if grammars are unsupported: the model has no end-of-text id, or the tokenizer is of another
+    library.
     """
     return grammar_vocabulary(load_tokenizer(folder), end_ids(folder))
 
 
 def grammar_vocabulary(tokenizer: Any, ends: Sequence[int]) -> LLTokenizer:
-    """Converts a Hugging Face tokenizer, with the ids of the tokens that end a text."""
+    """Converts a Hugging Face tokenizer; `ends` are the end-of-text ids."""
     if not ends:
         raise ModelError(
             "the model has no end-of-text token, and grammars need one; add eos_token_id to generation_config.json"
@@ -57,29 +57,29 @@ _logger = logging.getLogger(__name__)
 
 
 class TextGrammar:
-    """A compiled grammar and a text's position in it.
+    """A compiled grammar and its state after a text.
 
-    A mask has one bit per token, lowest bit of a byte first. The end tokens `ends` are allowed where the grammar may
-    end, and are the only ones allowed where it must. If only one string may follow, it is tokenised as the tokenizer
-    would.
+    A mask has one bit per token, lowest bit of a byte first. The end-of-text ids `ends` are allowed where the grammar
+    may end, and are the only ones allowed where it must end. If the grammar allows only one string, it is tokenised as
+    the tokenizer would.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
         self._matcher = matcher
         self._ends = frozenset(ends)
-        self._is_over = False  # the text has ended or broken its grammar
+        self._is_over = False  # whether the text has ended or broken its grammar
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Commits tokens."""
+        """Appends committed tokens to the text."""
         if tokens and not self._is_over:
             self._is_over = not self._ends.isdisjoint(tokens) or self._matcher.try_consume_tokens([*tokens]) < len(
                 tokens
             )
 
     def masks(self, paths: Sequence[tuple[int, ...]]) -> list[bytes | None]:
-        """Returns a mask after the text and each path; None where the path ended the text or broke the grammar.
+        """Returns a mask after the text plus each path; None where the path ended the text or broke the grammar.
 
-        No mask is needed there: nothing after such a token can be decided.
+        No mask is needed there, because nothing after such a token can be decided.
         """
         if self._is_over:
             return [None] * len(paths)
@@ -92,7 +92,7 @@ class TextGrammar:
 
 
 class _Walk:
-    """Visits paths over their common prefixes, on a copy, so an expensive path affects only itself."""
+    """Moves a copy of the grammar along paths, reusing common prefixes; an expensive path affects only itself."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._start = matcher
@@ -109,7 +109,7 @@ class _Walk:
         self._taken = path[: shared + consumed]
         if self._taken != path:
             return None
-        mask = self._matcher.compute_bitmask()  # only the ends, if the mask exceeded its work limit
+        mask = self._matcher.compute_bitmask()  # contains only the ends if the mask exceeded its work limit
         if self._matcher.is_error():
             self._matcher = self._start.deep_copy()
             self._taken = ()
@@ -125,14 +125,14 @@ _BITS = 8
 
 
 class GrammarMasking:
-    """Leaves only the tokens that a session's grammar allows.
+    """Logits processor that leaves only the tokens allowed by a session's grammar.
 
     The grammar may still be compiling; the first row waits for it. If other processors forbid everything the grammar
-    allows, all allowed tokens become equally likely: the grammar always wins.
+    allows, all allowed tokens become equally likely: the grammar takes precedence.
     """
 
     def __init__(self, compiled: Callable[[], TextGrammar]) -> None:
-        """`compiled` returns the grammar in its initial state."""
+        """Stores `compiled`, which returns the grammar in its initial state."""
         self._compiled = compiled
 
     @cached_property
@@ -152,7 +152,7 @@ class GrammarMasking:
 def unpacked(masks: Sequence[bytes | None], logits: Tensor) -> Tensor:
     """Unpacks bit masks into booleans shaped like `logits`, (rows, vocabulary); rows without a mask allow everything.
 
-    The bits are unpacked on the device, since they take a thirty-second of the logits' bytes.
+    Unpacks on the device, because the bits have a thirty-second of the logits' bytes to copy.
     """
     width = -(-logits.shape[-1] // _BITS)
     rows = [np.full(width, 0xFF, np.uint8) if m is None else np.frombuffer(m, np.uint8, width) for m in masks]
@@ -161,9 +161,9 @@ def unpacked(masks: Sequence[bytes | None], logits: Tensor) -> Tensor:
     return (bits.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : logits.shape[-1]].bool()
 
 
-MAX_CACHED_GRAMMARS = 64  # compiled grammars that are cached
+MAX_CACHED_GRAMMARS = 64  # most compiled grammars in the cache
 MAX_MESSAGE_CHARS = 1024
-REWORDED_ERRORS = {  # replaces the library's own wording
+REWORDED_ERRORS = {  # replacements for the library's messages
     "NoExtensionBias": "no text meets this: nothing can stand at its beginning, for instance because a rule or a $ref"
     " leads only to itself; expected one that leads to a type or a text",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
@@ -171,17 +171,17 @@ REWORDED_ERRORS = {  # replaces the library's own wording
     ),
 }
 LIMITS = LLParserLimits(
-    max_lexer_states=20_000,  # items of 1 to 2 kB
+    max_lexer_states=20_000,  # states of 1 to 2 kB each
     max_grammar_size=100_000,
-    step_lexer_fuel=100_000,  # work for one mask: 7 ms
-    step_max_items=4_000,  # work for one mask; the library's own limit of 50,000 may take a second
-    precompute_large_lexemes=False,  # lexemes cost time only once reached
+    step_lexer_fuel=100_000,  # work limit per mask, about 7 ms
+    step_max_items=4_000,  # items per mask; the library's default of 50,000 may take a second
+    precompute_large_lexemes=False,  # large lexemes cost time only once they are reached
     verbose_errors=False,
 )
 
 
 def grammars_of(vocabulary: Callable[[], LLTokenizer]) -> "GrammarCompiler | None":
-    """Returns a compiler for a vocabulary; None, with the reason in the log, if the model cannot be constrained."""
+    """Returns a compiler for a vocabulary; None, after logging the reason, if grammars are not supported."""
     try:
         return GrammarCompiler(vocabulary())
     except ModelError as error:
@@ -190,16 +190,15 @@ def grammars_of(vocabulary: Callable[[], LLTokenizer]) -> "GrammarCompiler | Non
 
 
 class GrammarCompiler:
-    """Compiles grammars over one vocabulary. Callable from any thread; one thread compiles, so that grammars use one
-    core at most.
+    """Compiles grammars over one vocabulary, on one thread, so that grammars use one core at most.
 
-    The `kept` most recently used results are cached, failures included.
+    Methods may be called from any thread. Caches the `max_cached` most recently used results, failures included.
     """
 
     def __init__(self, tokenizer: LLTokenizer, max_cached: int = MAX_CACHED_GRAMMARS) -> None:
         self._tokenizer = tokenizer
         self._kept = max_cached
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by text, most recently used last
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by grammar text, most recently used last
         self._lock = Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
@@ -214,11 +213,11 @@ class GrammarCompiler:
             return self._compiled[grammar]
 
     def follow(self, grammar: str) -> TextGrammar:
-        """Returns the compiled grammar in its initial state. Raises GrammarError."""
+        """Returns the compiled grammar in its initial state; waits for it. Raises GrammarError."""
         return TextGrammar(self.begin(grammar).result().deep_copy(), self._tokenizer.eos_tokens)
 
     def fault(self, grammar: str) -> str | None:
-        """Compiles a grammar and returns what is wrong with it, if anything."""
+        """Compiles a grammar and returns its error message; None if it is valid."""
         error = self.begin(grammar).exception()
         if error is not None and not isinstance(error, GrammarError):
             raise error
@@ -232,7 +231,7 @@ class GrammarCompiler:
         return GrammarMasking(partial(self.follow, request.grammar))
 
     def draft_masking(self, request: Open) -> GrammarMasking | None:
-        """Returns the same for a drafter, which ignores grammars that it cannot compile."""
+        """Returns a drafter's logits processor, like `masking`; None also for a grammar that cannot be compiled."""
         try:
             return self.masking(request) if request.grammar and self.begin(request.grammar).result() else None
         except GrammarError as error:
@@ -246,7 +245,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         trial = matcher.deep_copy()
         if not matcher.is_error():
-            trial.compute_bitmask()  # errors of unreachable rules show only here
+            trial.compute_bitmask()  # reveals errors of unreachable rules
         if trial.is_error():
             why, *_ = trial.get_error().split("\n<")  # the rest of the message is for the library's developers
             raise GrammarError(REWORDED_ERRORS.get(why, why)[:MAX_MESSAGE_CHARS])

@@ -1,4 +1,4 @@
-"""The gRPC servers of drafter and target, which turn streams into calls on the replica."""
+"""The gRPC servers of drafter and target; they translate streams into calls on the replica."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ from protos.speculation_pb2_grpc import (
     add_TargetServiceServicer_to_server,
 )
 
-TRUST = TrustConfig()  # default credentials: listen on loopback only
+TRUST = TrustConfig()  # default credentials: listen only on loopback
 
 
 async def _serve_stream(
@@ -37,7 +37,7 @@ async def _serve_stream(
     connect: Callable[[Hello], tuple[str, Outbox]],
     disconnect: Callable[[str, Outbox], None],
 ) -> None:
-    """Serves one stream of a caller with this role, from its Hello to its end."""
+    """Serves one stream from a caller with this role, from its Hello to its end."""
     async with interceptor.stream(context, role):
         hello = await read_hello(context, replica.vocabulary, replica.target_model)
         stream, outbox = connect(hello)
@@ -48,7 +48,7 @@ async def _serve_stream(
 
 
 class TargetServicer(TargetServiceServicer):
-    """Streams of a target replica."""
+    """Serves a target replica's streams."""
 
     def __init__(self, replica: TargetReplica, interceptor: AuthInterceptor) -> None:
         self._replica = replica
@@ -71,7 +71,7 @@ class TargetServicer(TargetServiceServicer):
 
 
 class DraftServicer(DraftServiceServicer):
-    """Streams of a drafter."""
+    """Serves a drafter's streams."""
 
     def __init__(self, drafter: Drafter, interceptor: AuthInterceptor) -> None:
         self._drafter = drafter
@@ -89,7 +89,7 @@ class DraftServicer(DraftServiceServicer):
 
 
 class GrpcServer:
-    """A started server; `address` is what peers dial."""
+    """A running server; peers dial its `address`."""
 
     def __init__(self, server: grpc.aio.Server, address: str, interceptor: AuthInterceptor) -> None:
         self._server = server
@@ -101,7 +101,7 @@ class GrpcServer:
 
 
 async def serve_target(replica: TargetReplica, host: str, port: int = 0, trust: TrustConfig = TRUST) -> GrpcServer:
-    """Starts a target's server; port 0 takes a free one."""
+    """Starts a target's server; port 0 selects a free port."""
     return await _start(
         PeerRole.TARGET,
         "slipstream.v1.TargetService",
@@ -114,7 +114,7 @@ async def serve_target(replica: TargetReplica, host: str, port: int = 0, trust: 
 
 
 async def serve_drafter(drafter: Drafter, host: str, port: int = 0, trust: TrustConfig = TRUST) -> GrpcServer:
-    """Starts a drafter's server; port 0 takes a free one."""
+    """Starts a drafter's server; port 0 selects a free port."""
     return await _start(
         PeerRole.DRAFTER,
         "slipstream.v1.DraftService",

@@ -32,12 +32,12 @@ Model = Callable[[list[int]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Parameters of one sequence; the draft never gets `seed` under rejection sampling."""
+    """Parameters of one sequence; under rejection sampling the draft must not use `seed`."""
 
     new_tokens: int
-    draft_tokens: int  # K
+    draft_tokens: int  # draft length K
     rule: Acceptance = Acceptance.COUPLED
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0 means greedy decoding
     seed: int = 0
     draft_seed: int = 1
     stop_ids: Collection[int] = ()
@@ -67,7 +67,7 @@ def speculative_decode(target: Model, draft: Model, prompt: Sequence[int], how: 
 
 
 def propose(draft: Model, tokens: list[int], count: int, how: Decoding) -> tuple[list[int], list[Tensor]]:
-    """Drafts `count` tokens one by one; returns them with the logits that each was drawn from."""
+    """Drafts `count` tokens one by one; returns them with the logits from which each was drawn."""
     is_coupled = how.rule is Acceptance.COUPLED
     seed, purpose = (how.seed, Purpose.DRAW) if is_coupled else (how.draft_seed, Purpose.DRAFT)
     block: list[int] = []

@@ -1,8 +1,8 @@
 """A target replica: the verification loop around the scheduler, the engine and the streams.
 
-Reads top to bottom: messages arrive, a step is planned, the engine computes, verdicts leave. This module knows nothing
-of Ray; the engine may be a thread or ranks. `GrammarGate` holds sessions back until their grammars are compiled, so
-that no step waits for one.
+Reads top to bottom: messages arrive, a step is planned, the engine computes, verdicts are sent. This module is
+independent of Ray; the engine may be a thread or ranks. `GrammarGate` holds sessions back until their grammars are
+compiled, so that no step waits for one.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ Prepare = Callable[[str], Awaitable[str | None]]
 
 @dataclass
 class HeldSession:
-    """A session waiting for its grammar, as a router's stream opened it."""
+    """A session waiting for its grammar, and the router's stream that opened it."""
 
     router: str
     open: Open
@@ -44,11 +44,10 @@ class HeldSession:
 
 
 class GrammarGate:
-    """Holds sessions of one target until their grammars are compiled. Passes them to `admit` with their stream, and
-    refusals to `refuse`.
+    """Holds sessions of one target until their grammars are compiled, then calls `admit` or `refuse` with their stream.
 
-    At most `limit` sessions are held. A held session belongs to the router that opened it, as an admitted one does;
-    `router_of` maps a stream to its router.
+    Holds at most `limit` sessions. A held session belongs to the router that opened it, like an admitted one;
+    `router_of` maps an admitted session to its router.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class GrammarGate:
         self._held: dict[str, HeldSession] = {}  # by session
 
     def intercept(self, router: str, message: Message) -> bool:
-        """Returns whether the gate keeps or has answered the message; otherwise the message goes on."""
+        """Returns True if the gate holds or answers the message; otherwise the caller must process it."""
         if isinstance(message, Open):
             return self._intercept_open(router, message)
         if isinstance(message, Close):
@@ -77,7 +76,7 @@ class GrammarGate:
         return False
 
     def on_hello(self, router: str, hello: Hello) -> None:
-        """Handles a router's new stream: of its older streams' sessions, only those it lists stay."""
+        """Handles a router's new stream: moves its held sessions there and drops those that the Hello does not list."""
         live = {(item.session, item.attempt) for item in hello.live}
         for name, held in list(self._held.items()):
             if peer_of(held.router) != peer_of(router):
@@ -87,7 +86,7 @@ class GrammarGate:
                 self._drop(name)
 
     def on_disconnect(self, router: str) -> None:
-        """Disowns the sessions of a broken stream."""
+        """Drops the sessions held for a broken stream."""
         for name, held in list(self._held.items()):
             if held.router == router:
                 self._drop(name)
@@ -117,7 +116,7 @@ class GrammarGate:
         return True
 
     def _close(self, router: str, close: Close) -> None:
-        """Forgets a session, unless it is another router's or a newer attempt."""
+        """Drops a held session, unless it is another router's or a newer attempt."""
         held = self._held.get(close.session)
         if held is not None and held.router == router and held.open.attempt <= close.attempt:
             self._drop(close.session)
@@ -138,15 +137,15 @@ class GrammarGate:
         self._held.pop(session).task.cancel()
 
 
-STATES_BYTES_PER_STEP = 4 << 20  # positions of hidden states read between two steps, like a step's prompt chunk
+STATES_BYTES_PER_STEP = 4 << 20  # bytes of hidden states read between two steps
 Computed = TypeVar("Computed")
 
 
 class TargetReplica:
     """Serves sessions for routers, with blocks from drafters.
 
-    `vocabulary` and `target_model` are fingerprints that callers must match. `memory` is the engine's, if the engine
-    manages its own pages.
+    `vocabulary` and `target_model` are fingerprints that callers must match. `memory` is set if the engine manages its
+    own pages.
     """
 
     def __init__(
@@ -167,8 +166,8 @@ class TargetReplica:
         self.target_model = target_model
         self.scheduler = VerificationScheduler(limits, pacing, step_cost, memory)
         self.timeline = Timeline(clock)
-        self.refused: Counter[str] = Counter()  # malformed messages by kind
-        self.committed_tokens = 0  # tokens by step; those after a session's end count too
+        self.refused: Counter[str] = Counter()  # number of malformed messages by kind
+        self.committed_tokens = 0  # tokens committed in steps, including those after a session's end
         self.failure: EngineError | None = None
         self._engine = engine
         self._gate = GrammarGate(
@@ -184,13 +183,13 @@ class TargetReplica:
         self._tracer = tracer
         self._outboxes: dict[str, Outbox] = {}  # by stream
         self._changed = asyncio.Event()
-        self._left = asyncio.Event()  # draining as planned
+        self._left = asyncio.Event()  # set once all sessions have left a draining target
         self._streams = 0
 
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> None:
-        """Verifies until cancelled; stores a failing engine's error in `failure` and raises it."""
+        """Verifies until cancelled; if the engine fails, stores its error in `failure` and raises it."""
         while True:
             is_fed = await self._feed_drafters()
             plan = self.scheduler.plan(self._clock())
@@ -211,12 +210,12 @@ class TargetReplica:
         self.timeline.record("decided", *sessions)
         self.committed_tokens += sum([outcome.token_count for outcome in outcomes])
         self._send(self.scheduler.apply(outcomes, now - began, now))
-        await asyncio.sleep(0)  # verdicts leave, and messages that arrived meanwhile are handled, before the next plan
+        await asyncio.sleep(0)  # sends verdicts and handles messages that arrived meanwhile before the next plan
 
     async def _feed_drafters(self) -> bool:
-        """Sends missing hidden states to drafters for a while, between two steps and after verdicts.
+        """Sends missing hidden states to drafters, up to a byte limit, between two steps and after verdicts.
 
-        Returns whether drafters have everything that exists and that they have room for.
+        Returns whether drafters now have all existing states for which they have room.
         """
         left = STATES_BYTES_PER_STEP
         while (read := self.scheduler.feeds.next_read()) is not None:
@@ -255,12 +254,12 @@ class TargetReplica:
             async with asyncio.timeout(None if due is None else max(0.0, due - self._clock())):
                 await self._changed.wait()
         except TimeoutError:
-            return  # the wait for a block has timed out
+            return  # the deadline of an awaited block has passed
 
     async def leave(self, within_s: float) -> None:
-        """Accepts no more sessions, and continues those it has until routers have moved them.
+        """Accepts no more sessions, and continues open ones until routers have moved them.
 
-        Sessions left after `within_s` are returned; routers reopen them elsewhere.
+        After `within_s` seconds, refuses the remaining sessions; routers reopen them elsewhere.
         """
         self._send(self.scheduler.leave())
         self._changed.set()
@@ -280,7 +279,7 @@ class TargetReplica:
     # ------------------------------------------------------------ streams
 
     def router_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """Handles a router's new stream: of its sessions, only those it lists stay."""
+        """Handles a router's new stream; drops the router's sessions that its Hello does not list."""
         stream, outbox = self.drafter_up(hello)
         self._gate.on_hello(stream, hello)
         self.scheduler.receive(stream, hello, self._clock())
@@ -297,7 +296,7 @@ class TargetReplica:
         return stream, outbox
 
     def states_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """Handles a drafter's new stream for hidden states, which replaces an older one."""
+        """Handles a drafter's new stream for hidden states."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
         outbox = StatesOutbox()
@@ -310,7 +309,7 @@ class TargetReplica:
             del self._outboxes[states_stream(stream)]
 
     def receive(self, stream: str, frame: Decoded) -> int:
-        """Handles messages of a peer that arrived together; returns how many were unsolicited."""
+        """Handles messages of a peer that arrived together; returns how many were not requested."""
         now = self._clock()
         before = self.scheduler.counts.unrequested
         self._count_malformed(stream, frame)
@@ -338,7 +337,7 @@ class TargetReplica:
         self._changed.set()
 
     def _count_malformed(self, stream: str, frame: Decoded) -> None:
-        """Counts an unreadable message; answers an unreadable Open, so that its router does not wait."""
+        """Counts malformed messages; refuses a malformed Open, so that its router does not wait."""
         for item in frame.malformed:
             self.refused[item.kind] += 1
             self.scheduler.refusals.log_once(stream, f"a malformed {item.kind}", item.why)
@@ -353,7 +352,7 @@ class TargetReplica:
 
     @property
     def stuck_s(self) -> float | None:
-        """Returns how long the current step has exceeded its limit."""
+        """Seconds by which the current step has exceeded its limit; None if it has not."""
         return self._progress.stuck_s(self._clock())
 
     @property

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of a process's work for traced sessions.
+"""OpenTelemetry spans for a process's work on traced sessions.
 
 `ServiceTracing` is the entry point; its tracers do nothing unless tracing is configured. `SessionSpans` records one
-span per session, below the router's; slow ones list their rounds as events. `TracedService` exports them, with one
-provider per service, since traces distinguish services by provider.
+span per session, as a child of the router's; slow ones list their rounds as events. `TracedService` exports them, with
+one provider per service, since traces distinguish services by provider.
 """
 
 import time
@@ -29,12 +29,12 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def context_of(traceparent: str) -> Context:
-    """Returns the context to begin a span in; an empty text begins a new trace."""
+    """Returns the context in which to start a span; an empty `traceparent` starts a new trace."""
     return _PROPAGATOR.extract({TRACEPARENT: traceparent}, Context())
 
 
 def traceparent_of(span: Span) -> str:
-    """Returns the traceparent for work below the span."""
+    """Returns the traceparent for child spans of `span`."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
     return carrier[TRACEPARENT]
@@ -47,13 +47,13 @@ NANO = 1_000_000_000
 @dataclass(slots=True)
 class _TracedSession:
     span: Span
-    by: str  # the peer that opened it
+    by: str  # peer that opened the session
     began_ns: int
     events: SessionEvents = field(default_factory=SessionEvents)
 
 
 class SessionSpans:
-    """One process's spans of traced sessions, others are ignored; `name` is what the process does for a session."""
+    """One process's spans of traced sessions; ignores others. `name` describes what the process does for a session."""
 
     def __init__(
         self, tracer: Tracer, name: str, kind: SpanKind, slow_s: float, clock_ns: Callable[[], int] = time.time_ns
@@ -66,7 +66,7 @@ class SessionSpans:
         self._sessions: dict[str, _TracedSession] = {}
 
     def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
-        """Starts the process's span for the peer `by`; returns the context to pass on, empty if not traced."""
+        """Starts the process's span for the peer `by`; returns the traceparent to pass on, empty if not traced."""
         now = self._clock_ns()
         if (spans := self._sessions.get(session)) is not None:
             spans.by = by
@@ -95,13 +95,13 @@ class SessionSpans:
         """Records a message sent to this peer."""
         traced = self._sessions.get(getattr(message, "session", ""))
         if traced is None or (isinstance(message, Verdict) and peer != traced.by):
-            return  # a target also sends drafters the verdicts that its router gets
+            return  # a target sends its router's verdicts to drafters too
         self._note(message)
         if isinstance(message, Refusal) and peer == traced.by:
             self.ended(message.session, "refused")
 
     def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
-        """Records an event of these sessions."""
+        """Records an event in each of these sessions' spans."""
         if self._sessions:
             for session in sessions:
                 if (traced := self._sessions.get(session)) is not None:
@@ -122,7 +122,7 @@ class SessionSpans:
         span.end(now)
 
     def gone(self, peer: str) -> None:
-        """Ends everything started for this peer, because its stream broke."""
+        """Ends all spans started for this peer, because its stream broke."""
         for session in [name for name, traced in self._sessions.items() if traced.by == peer]:
             self.ended(session, "stream broke")
 
@@ -139,16 +139,16 @@ NO_TRACING = SessionSpans(NO_TRACER, "", SpanKind.SERVER, 0.0)
 
 
 def _named(facts: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Prefixes the facts' names."""
+    """Adds the prefix `slipstream.` to the facts' names."""
     return {f"slipstream.{name}": value for name, value in facts.items()}
 
 
-EXPORT_PERIOD_MS = 1000  # ended spans that are not exported yet are lost if the process dies
+EXPORT_PERIOD_MS = 1000  # ended spans that are not yet exported are lost if the process dies
 
 
 @dataclass(frozen=True, slots=True)
 class TracedService:
-    """Spans of one service, exported by a thread of their own."""
+    """Spans of one service, exported by a separate thread."""
 
     tracer: Tracer
     provider: TracerProvider
@@ -167,7 +167,7 @@ class TracedService:
         return cls(provider.get_tracer("slipstream"), provider, options.slow_s)
 
     def sessions(self, name: str, kind: SpanKind = SpanKind.SERVER) -> SessionSpans:
-        """Returns a tracer for the service's work on sessions."""
+        """Returns a recorder of spans for the service's work on sessions."""
         return SessionSpans(self.tracer, name, kind, self.slow_s)
 
     def close(self) -> None:
@@ -176,10 +176,10 @@ class TracedService:
 
 
 class ServiceTracing:
-    """Tracing of one service in this process."""
+    """One service's tracing in this process."""
 
     def __init__(self, options: TracingConfig, service: str) -> None:
-        """Raises ConfigError if tracing is on and the exporter is not installed."""
+        """Starts tracing if configured. Raises ConfigError if the exporter is then not installed."""
         self.service = TracedService.begun(options, service) if options.is_on else None
 
     @property
@@ -187,7 +187,7 @@ class ServiceTracing:
         return NO_TRACER if self.service is None else self.service.tracer
 
     def sessions(self, work: str) -> SessionSpans:
-        """Returns the session tracer; `work` names what the service does for a session."""
+        """Returns the session tracer; `work` describes what the service does for a session."""
         return NO_TRACING if self.service is None else self.service.sessions(work)
 
     def close(self) -> None:

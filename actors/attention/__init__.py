@@ -2,8 +2,8 @@
 
 A backend plans a step once, on the host, and its plan is called in every layer. `sdpa_gather` works everywhere and is
 the reference; `flashinfer`, `varlen` and `flex` read the pages in place. `select_backend` measures them at start and
-picks the fastest correct one. All of them read the same pool, whose keys and values are strided views (`pages_of`).
-`batch` turns a step's rows into flat tensors, and `hugging_face` registers our attention with transformers.
+selects the fastest correct one. All of them read the same pool, whose keys and values are strided views (`pages_of`).
+`batch` turns a step's rows into flat tensors, and `hugging_face` registers `paged_attention` with transformers.
 
 To add a backend, implement `AttentionBackend` and `AttentionPlan` and add an entry to `choose_attention`.
 """
@@ -19,8 +19,8 @@ from actors.compute.kv_cache import InputRow, PagedCache
 class AttentionPlan(Protocol):
     """Attention plan for one step's rows, shared by all layers.
 
-    `integers` are the numbers it needs on the device; `place` receives them there as int64 tensors, in the same order,
-    before the first call.
+    `integers` are the numbers it needs on the device; before the first call, `place` receives them there as int64
+    tensors in the same order.
     """
 
     @property
@@ -31,28 +31,28 @@ class AttentionPlan(Protocol):
     def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """Attends each row's queries to its keys and values, the new ones included.
 
-        Queries have shape (total, heads, head dim), the pool of a layer (positions, 2 x kv heads, head dim); the result
-        is shaped as the queries. A query sees the keys up to its position, with a window only the last `window` of
-        them. The query of a tree node also sees the nodes on its path (`InputRow`).
+        Queries have shape (total, heads, head dim), a layer's pool (positions, 2 x kv heads, head dim); the result has
+        the queries' shape. A query sees the keys up to its position; with a window, only the last `window` of them. The
+        query of a tree node also sees the nodes on its path (`InputRow`).
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """One implementation of attention."""
+    """A kind of attention kernel over the paged cache."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def takes_trees(self) -> bool:
-        """True if rows may contain trees."""
+        """Whether rows may contain trees."""
         ...
 
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> AttentionPlan: ...
 
 
 def pages_of(pool: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Returns a layer's keys and values as views of shape (pages, page size, kv heads, head dim)."""
+    """Returns views of a layer's keys and values, (pages, page size, kv heads, head dim) each."""
     keys, values = pool.view(-1, page_size, *pool.shape[1:]).chunk(2, dim=2)
     return keys, values

@@ -1,4 +1,4 @@
-"""A step's rows as flat tensors on the device: tokens, positions, cache slots and attention plan."""
+"""Turns a step's rows into flat tensors on the device: tokens, positions, cache slots and attention plan."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from actors.compute.kv_cache import InputRow, PagedCache, to_device
 
 
 class Interrupted(Exception):
-    """A forward was abandoned; the cache of its rows is undefined."""
+    """Raised when a forward is abandoned; the cache of its rows is then undefined."""
 
 
 def never() -> bool:
@@ -18,7 +18,7 @@ def never() -> bool:
 
 
 class RaggedBatch:
-    """Rows of mixed lengths, concatenated; all of their integers reach the device in one copy."""
+    """Concatenated rows of different lengths; all of their integers are copied to the device together."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RaggedBatch:
         written = [row.pages[at // size] * size + at % size for row in rows for at in row.slots]
         self._plan = backend.plan(rows, cache)
         parts = to_device([tokens, positions, written, _logit_indices(rows), *self._plan.integers], cache.device)
-        # tokens and positions: (total,); written: (total,) slots in the pool; logit_at: (wanted,) indices in the batch
+        # tokens, positions: (total,); written: (total,) slots in the pool; logit_at: (requested,) indices in the batch
         self.tokens, self.positions, self.written, self.logit_at = parts[:4]
         self._plan.place(parts[4:])
 
@@ -47,9 +47,9 @@ class RaggedBatch:
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
-        """Caches the new keys and values and attends each row to its own; shape (total, heads x head dim).
+        """Caches the new keys and values and attends each row to its own; returns (total, heads x head dim).
 
-        Raises Interrupted if the forward is no longer needed; every layer checks.
+        Raises Interrupted if the forward is no longer needed; checked in every layer.
         """
         if self._interrupted():
             raise Interrupted
@@ -60,7 +60,7 @@ class RaggedBatch:
 
 
 def _logit_indices(rows: Sequence[InputRow]) -> list[int]:
-    """Returns the indices in the flat batch whose logits are wanted."""
+    """Returns the indices in the flat batch at which logits are requested."""
     indices: list[int] = []
     end = 0
     for row in rows:

@@ -1,6 +1,6 @@
 """Attention by FlashInfer (the extra `flashinfer`): ragged queries over pages in place.
 
-FlashInfer plans on the host for one shape, scale and window, then runs in every layer that has these.
+FlashInfer plans on the host for one shape, scale and window, then runs in every layer with the same ones.
 """
 
 import importlib
@@ -15,12 +15,12 @@ from torch import Tensor
 from actors.attention import pages_of
 from actors.compute.kv_cache import InputRow, PagedCache
 
-WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation
+WORKSPACE_BYTES = 128 << 20  # size recommended by FlashInfer
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Layers that differ in any of these need separate plans."""
+    """Properties of a layer; layers that differ in any of them need separate plans."""
 
     heads: int
     kv_heads: int
@@ -28,11 +28,11 @@ class _Shape:
     dtype: torch.dtype
     scaling: float | None
     window: int | None
-    masked: bool  # a wrapper's first plan fixes its kernel, and not all support masks
+    masked: bool  # a wrapper's first plan fixes its kernel, and not all kernels support masks
 
 
 class FlashInfer:
-    """Backend over the module flashinfer (`library`)."""
+    """Backend based on the module flashinfer (`library`)."""
 
     name = "flashinfer"
     takes_trees = True
@@ -46,9 +46,7 @@ class FlashInfer:
         return FlashInferPlan(rows, cache, self)
 
     def wrapper(self, shape: _Shape) -> Any:
-        """Returns the wrapper of a shape, which keeps its plan across steps. All wrappers share one workspace, since
-        they run in sequence.
-        """
+        """Returns a shape's wrapper, reused across steps. All share one workspace, since they run in sequence."""
         if shape not in self._wrappers:
             make = self._library.BatchPrefillWithPagedKVCacheWrapper
             self._wrappers[shape] = make(self._workspace, "NHD")
@@ -56,7 +54,7 @@ class FlashInfer:
 
 
 class FlashInferPlan:
-    """One call per layer for all rows; the first layer of a shape plans for the others.
+    """One call per layer for all rows; layers of the same shape share a plan, made at the first of them.
 
     FlashInfer plans on the host and copies its integers itself.
     """
@@ -80,12 +78,12 @@ class FlashInferPlan:
                 [row.end - (len(pages) - 1) * cache.page_size for row, pages in zip(rows, used, strict=True)],
             )
         ]
-        # With a custom mask, FlashInfer creates more of them on the device.
+        # With a custom mask, FlashInfer derives further lists from these on the device.
         self._lists = [numbers.to(cache.device) for numbers in lists] if self._has_trees else lists
         self._planned: dict[_Shape, Any] = {}
 
     def place(self, parts: Sequence[Tensor]) -> None:
-        """Does nothing."""
+        """Does nothing: FlashInfer copies its own integers."""
 
     def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
         heads, head_dim = query.shape[1:]
@@ -98,11 +96,11 @@ class FlashInferPlan:
 
     def _plan(self, shape: _Shape) -> Any:
         wrapper = self._backend.wrapper(shape)
-        if shape.masked:  # by position, which differs from the slot for tree nodes
+        if shape.masked:  # windows count positions, which differ from slots for tree nodes
             masks = [visible_keys(row, shape.window).flatten() for row in self._rows]
             seen: dict[str, Any] = {"custom_mask": torch.cat(masks).to(self._device)}
         else:
-            # It does not count the query's own key.
+            # FlashInfer's window does not count the query's own key.
             seen = {"causal": True, "window_left": -1 if shape.window is None else shape.window - 1}
         wrapper.plan(
             *self._lists,

@@ -1,7 +1,7 @@
 """Attention by torch's FlexAttention, with a block mask of the pages that each row reads.
 
 On a GPU it compiles to one kernel that reads pages in place. Uncompiled, as on a CPU, it computes every score of the
-whole pool and is only good for tests.
+whole pool, which is only fast enough for tests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ WORDS = -(-MAX_BLOCK_TOKENS // WORD)
 
 
 class Flex:
-    """Backend; `kernel` has the signature of torch's flex_attention."""
+    """Backend over a `kernel` with the signature of torch's flex_attention."""
 
     name = "flex"
     takes_trees = True
@@ -39,12 +39,12 @@ class Flex:
 
 
 class FlexPlan:
-    """Treats the pool as one long sequence of keys; the block mask is made once per window."""
+    """Treats the pool as one long sequence of keys; creates one block mask per window."""
 
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel
         self._page_size = cache.page_size
-        self._pages = cache.nowhere // cache.page_size + 1  # pages of the pool
+        self._pages = cache.nowhere // cache.page_size + 1  # pages of the pool, the padding page included
         self._rows = len(rows)
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
         row_of = [index for index, row in enumerate(rows) for _ in row.tokens]
@@ -70,17 +70,17 @@ class FlexPlan:
     def place(self, parts: Sequence[Tensor]) -> None:
         self._row_of, self._positions, held, logical, counts, listed_at, listed, self._behind = parts[:8]
         self._tree_parts = parts[8:]
-        # (rows x pages of the pool,): the index of the page in the row's table, or -1
+        # (rows x pages of the pool,): index of the page in the row's table; -1: not in it
         self._page_of_row = torch.full((self._rows * self._pages,), -1, device=held.device)
         self._page_of_row[held] = logical
         self._counts = counts.to(torch.int32).view(1, 1, -1)
-        # One entry per page of the pool, as kernels expect; those beyond a block's count are ignored.
+        # Kernels expect one entry per page of the pool; those beyond a block's count are ignored.
         blocks = torch.zeros(len(counts) * self._pages, dtype=torch.int32, device=held.device)
         blocks[listed_at] = listed.to(torch.int32)
         self._blocks = blocks.view(1, 1, -1, self._pages)
 
     def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        # The kernel multiplies hidden values by zero, and another session's memory could be NaN.
+        # The kernel multiplies masked values by zero, and leftover memory of another session could be NaN.
         pool.index_fill_(0, self._behind, 0)
         if window not in self._masks:
             self._masks[window] = self._block_mask(window, len(query), len(pool))
@@ -115,11 +115,11 @@ class FlexPlan:
             BLOCK_SIZE=(QUERY_BLOCK, self._page_size),
             mask_mod=self._seen_in_trees(window) if self._has_trees else seen,
             seq_lengths=(queries, keys),
-            compute_q_blocks=False,  # used by the backward pass only
+            compute_q_blocks=False,  # used only by the backward pass
         )
 
     def _seen_in_trees(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Returns the mask in which a node sees the nodes on its path, but not those in between."""
+        """Returns the mask function for trees: a node sees the nodes on its path, but not those in between."""
         row_of = self._row_of
         positions = self._positions
         page_of_row = self._page_of_row
@@ -138,7 +138,7 @@ class FlexPlan:
             visible = (page >= 0) & ((at <= seen_to[query]) | on_path)
             if window is None:
                 return visible
-            fed = (begins[row] + at - starts[row]).clamp(0, last)  # the key's index in the batch, if it is a node's
+            fed = (begins[row] + at - starts[row]).clamp(0, last)  # index of a tree node's key in the batch
             key_position = torch.where(node >= 0, positions[fed], at)
             return visible & (positions[query] - key_position < window)
 
@@ -146,14 +146,14 @@ class FlexPlan:
 
 
 def _laid_out(query: Tensor) -> Tensor:
-    """Returns a contiguous copy of a slice: torch builds a kernel for each memory layout."""
+    """Returns a contiguous copy of a slice, since torch builds a kernel for each memory layout."""
     return query.flatten().view(query.shape)
 
 
 def _tree_integers(rows: Sequence[InputRow]) -> list[list[int]]:
     """Returns, per query, the last slot up to which it sees everything, and WORDS bit sets of the nodes on its path.
 
-    Per row: its first slot, the start of its tokens in the batch, and the slot of its first node.
+    Also returns, per row, its first slot, the start of its tokens in the batch, and the slot of its first node.
     """
     paths: list[int] = []
     for row in rows:
@@ -171,7 +171,7 @@ def _tree_integers(rows: Sequence[InputRow]) -> list[list[int]]:
 
 
 def _behind_the_ends(rows: Sequence[InputRow], page_size: int) -> Iterator[tuple[int, int]]:
-    """Returns page and offset of unwritten positions in rows' last pages.
+    """Yields page and offset of the unwritten positions in rows' last pages.
 
     A page that is being written belongs to one row only.
     """
@@ -181,14 +181,14 @@ def _behind_the_ends(rows: Sequence[InputRow], page_size: int) -> Iterator[tuple
 
 
 def flex_for(page_size: int) -> Flex:
-    """Creates the compiled backend. Raises RuntimeError for pages that no kernel can read."""
+    """Creates the compiled backend. Raises RuntimeError for page sizes that no kernel can read."""
     if page_size < MIN_BLOCK_KEYS or page_size & (page_size - 1):
         raise RuntimeError(f"pages of {page_size} positions; expected a power of two from {MIN_BLOCK_KEYS} on")
     return Flex(compiled())
 
 
 def compiled(backend: str | Callable[..., Any] | None = None) -> Callable[..., Tensor]:
-    """Returns FlexAttention with kernels for any number of rows, tokens and pages."""
+    """Returns FlexAttention compiled for any number of rows, tokens and pages."""
     options: dict[str, Any] = {"dynamic": True, "recompile_limit": MAX_KERNELS}
     if backend is not None:
         options["backend"] = backend

@@ -1,4 +1,4 @@
-"""Registers our attention with transformers, for models that run through transformers' code."""
+"""Registers `paged_attention` with transformers, for models that run through transformers' code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from actors.attention.batch import RaggedBatch
 from cluster.errors import ModelError
 
 ATTENTION_NAME = "slipstream"
-CHANGES_SCORES = {  # arguments of transformers' attention functions that change the result, by feature
+CHANGES_SCORES = {  # arguments of transformers' attention functions that change the result, with their features
     "s_aux": "attention sinks",
     "softcap": "a soft cap on scores",
     "position_bias": "a bias by position",
@@ -23,7 +23,7 @@ CHANGES_SCORES = {  # arguments of transformers' attention functions that change
 
 
 class BatchSlot:
-    """Holds the batch of the running forward; all attention layers of a model share one."""
+    """Holds the batch of the running forward; all attention layers of a model share one slot."""
 
     def __init__(self) -> None:
         self._batch: RaggedBatch | None = None
@@ -46,7 +46,7 @@ def paged_attention(
     module: nn.Module,
     query: Tensor,  # (1, heads, total, head dim)
     key: Tensor,  # (1, kv heads, total, head dim)
-    value: Tensor,  # (1, kv heads, total, value dim): at most as wide as the keys
+    value: Tensor,  # (1, kv heads, total, value dim): not wider than the keys
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -74,7 +74,8 @@ def paged_attention(
 def share_batch(model: PreTrainedModel) -> BatchSlot:
     """Gives all attention layers of a model one slot and returns it; idempotent.
 
-    An argument of the model's forward would not work: some architectures do not pass theirs on to their layers.
+    Passing the batch as an argument of the model's forward would fail: some architectures do not pass arguments on to
+    their layers.
     """
     slot = getattr(model, "batch_slot", None) or BatchSlot()
     for module in (model, *(module for module in model.modules() if hasattr(module, "layer_idx"))):

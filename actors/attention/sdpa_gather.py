@@ -1,7 +1,7 @@
-"""Attention over gathered keys and values by torch's scaled dot products; works everywhere.
+"""Attention over gathered keys and values by torch's scaled dot product attention; works everywhere.
 
-Rows of similar length are attended together, so layers do no work per row. If a single row's pages are adjacent, its
-keys and values are not copied.
+Rows of similar length are attended together, so layers do no work per row. A group of one row with adjacent pages is
+not copied.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from actors.compute.kv_cache import InputRow, PagedCache
 
-SHORT_ROW = 8  # rows of up to this many tokens (blocks, single tokens) are attended together
-SHORT_CONTEXT = 256  # contexts up to this length share a group; longer ones do within the same power of two
-CPU_POSITIONS = 2048  # keys gathered at once on a CPU, so that the copy is still cached when it is read
+SHORT_ROW = 8  # rows of up to this many tokens (blocks, single tokens) share a group
+SHORT_CONTEXT = 256  # contexts up to this length share a group; longer ones share it within a power of two
+CPU_POSITIONS = 2048  # most keys per group on a CPU, so that the gathered copy stays in its cache
 
 
 class SdpaGather:
-    """Gathers each group's keys and values, then attends."""
+    """Backend that gathers each group's keys and values, then attends."""
 
     name = "gathered"
     takes_trees = True
@@ -30,23 +30,23 @@ class SdpaGather:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows attended together: queries and keys padded to the longest of them."""
+    """Rows attended together; queries and keys are padded to the longest row."""
 
     count: int
     queries: int
     keys: int
-    query_at: Tensor | None  # (count x queries,) indices in the flat batch; None: the whole batch, in order
-    real: Tensor | None  # (real queries,) indices of the padded queries that are not padding; None: all
-    key_at: Tensor | slice  # (count x keys,) slots in the pool
+    query_at: Tensor | None  # (count x queries,): indices in the flat batch; None: the whole batch, in order
+    real: Tensor | None  # (real queries,): indices of the padded queries that are not padding; None: all
+    key_at: Tensor | slice  # (count x keys,): slots in the pool
     positions: Tensor  # (count, queries)
-    seen: Tensor  # (count, queries) the last key up to which a query sees everything; beyond, it sees those on its path
-    on_path: Tensor  # (node pairs,) indices in (count, queries, keys)
-    behind: Tensor  # (node pairs,) distance in positions from query to key
-    all_visible: bool  # every query sees every key, except for a window
+    seen: Tensor  # (count, queries): last key up to which a query sees everything; later ones only on its path
+    on_path: Tensor  # (node pairs,): indices in (count, queries, keys)
+    behind: Tensor  # (node pairs,): distance in positions from query to key
+    all_visible: bool  # whether every query sees every key, windows aside
 
 
 class SdpaGatherPlan:
-    """The groups of a step."""
+    """Attends a step's rows group by group."""
 
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
         self._cache = cache
@@ -81,7 +81,7 @@ class SdpaGatherPlan:
     ) -> Tensor:
         """Attends one group; query and result have shape (count x queries, heads, head dim).
 
-        Query heads that share a key head become further queries of it, so keys and values are never repeated.
+        Query heads that share a key head are treated as further queries of it, so keys and values are never repeated.
         """
         rows = self.groups[index]
         heads, head_dim = query.shape[1:]
@@ -102,7 +102,7 @@ class SdpaGatherPlan:
     def mask(self, group: int, repeat: int, window: int | None) -> Tensor | None:
         """Returns the additive mask, (count, 1, repeat x queries, keys), with each query repeated for `repeat` heads.
 
-        None if nothing is masked. Made once per step, for all layers.
+        Returns None if nothing is masked. Masks are created once per step, for all layers.
         """
         rows = self.groups[group]
         if rows.all_visible and (window is None or rows.keys <= window):
@@ -123,20 +123,22 @@ class SdpaGatherPlan:
 
 
 class _GroupDraft:
-    """A group before its integers are on the device.
+    """Host-side description of a group, before its integers are on the device.
 
     `integers` are query_at, real, positions, seen, on_path, behind, tables and ends.
     """
 
     def __init__(self, members: list[tuple[int, InputRow]], rows: int, page_size: int) -> None:
-        """`members`: rows and the start of their tokens in the flat batch; `rows`: number of rows in the batch."""
+        """`members`: the group's rows, each with the start of its tokens in the flat batch; `rows`: number of rows in
+        the batch.
+        """
         self.count = len(members)
         self.queries = max(len(row.tokens) for _, row in members)
         self.keys = max(row.end for _, row in members)
         self.even = all(len(row.tokens) == self.queries for _, row in members)
         self.whole = self.even and len(members) == rows
         self.all_visible = self.queries == 1 and all(row.end == self.keys for _, row in members)
-        # Padding repeats a row's last query; its result is not used.
+        # Padding repeats a row's last query; its result is discarded.
         offsets = [[min(i, len(row.tokens) - 1) for i in range(self.queries)] for _, row in members]
         pages = -(-self.keys // page_size)
         first = members[0][1].pages[:pages]
@@ -155,13 +157,13 @@ class _GroupDraft:
         ]
 
     def _paths(self, rows: Sequence[InputRow]) -> tuple[list[int], list[int]]:
-        """Returns `on_path` and `behind` of all nodes."""
+        """Returns `on_path` and `behind` for all tree nodes."""
         on_path: list[int] = []
         behind: list[int] = []
         for index, row in enumerate(rows):
             if not row.parents:
                 continue
-            first = len(row.tokens) - len(row.parents)  # query of the first node
+            first = len(row.tokens) - len(row.parents)  # index of the first node's query in the row
             for node, path in enumerate(row.tree.paths):
                 query = index * self.queries + first + node
                 on_path += [query * self.keys + row.tree_start + passed for passed in path]
@@ -192,7 +194,7 @@ def _gather(rows: RowGroup, pool: Tensor) -> Tensor:
 
 
 def _octave(length: int, least: int) -> int:
-    """Maps lengths to a bucket: one up to `least`, then one per power of two."""
+    """Maps a length to a bucket: one bucket up to `least`, then one per power of two."""
     return (max(length, least) - 1).bit_length()
 
 
@@ -208,7 +210,7 @@ def _alike(rows: Sequence[InputRow]) -> list[list[tuple[int, InputRow]]]:
 
 
 def _groups(rows: Sequence[InputRow], device: torch.device) -> list[list[tuple[int, InputRow]]]:
-    """Splits rows into groups that are worth attending together."""
+    """Groups similar rows; on a CPU, also limits the keys that a group gathers."""
     if device.type != "cpu":
         return _alike(rows)
     groups = []
@@ -223,7 +225,7 @@ def _padded(pages: tuple[int, ...], count: int) -> list[int]:
 
 
 def _slots(tables: Tensor, ends: Tensor, keys: int, cache: PagedCache) -> Tensor:
-    """Returns where the first `keys` positions of each row lie in the pool, (rows x keys,).
+    """Returns the pool's slots of each row's first `keys` positions, (rows x keys,).
 
     Positions beyond a row's end read the padding page: masks hide scores, but not NaN in another row's memory.
     """

@@ -24,13 +24,13 @@ from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.varlen import varlen_for
 from actors.compute.kv_cache import InputRow, PagedCache
 
-GATHERED = "colwise_gather_output"  # in transformers' tensor-parallel plans: ranks exchange their projections
+GATHERED = "colwise_gather_output"  # style in transformers' tensor-parallel plans: ranks exchange their projections
 REPEATS_KEYS = frozenset({"jetmoe"})  # architectures that repeat keys for every query head before attention
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes on one rank."""
+    """Sizes of one rank's attention and cache."""
 
     layers: int
     heads: int
@@ -42,12 +42,12 @@ class AttentionShape:
 
     @property
     def page_bytes(self) -> int:
-        """Returns the bytes of one page in all layers, keys and values."""
+        """Bytes of one page in all layers, keys and values."""
         return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
 
 
 def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> AttentionShape:
-    """Returns what one of `ranks` writes and attends to, from the model's config.
+    """Returns the sizes of attention and cache on one of `ranks`, from the model's config.
 
     `actors.models.reference_check` proves for every class that its layers write exactly this.
     """
@@ -66,18 +66,18 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
 
 
 def _splits_heads(model: PreTrainedModel) -> bool:
-    """Returns whether each rank has only its own heads; a fused projection, or a norm over all heads, needs all."""
+    """Returns whether ranks split the heads; a fused projection, or a norm over all heads, needs all of them."""
     plan = model.tp_plan or {}
     return not any(style == GATHERED for name, style in plan.items() if "attn" in name or "attention" in name)
 
 
 def _has_latent_attention(config: PretrainedConfig) -> bool:
-    """Returns whether keys and values are projected up from one latent vector, separately for every query head."""
+    """Returns whether keys and values are projected from one latent vector, separately for every query head."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _kv_heads(config: PretrainedConfig, heads: int) -> int:
-    """Returns the number of key heads that reach attention, which are the ones cached."""
+    """Returns the number of key heads passed to attention, all of which are cached."""
     if _has_latent_attention(config) or config.model_type in REPEATS_KEYS:
         return heads
     if config.model_type == "gpt_bigcode":
@@ -92,12 +92,12 @@ def _head_dim(config: PretrainedConfig, heads: int) -> int:
     return int(named or config.hidden_size // heads)
 
 
-# The trial: one block per row after contexts of several lengths, as a target has them.
+# The trial has one block per row after contexts of several lengths, as in a target.
 QUERIES = 5
-PARENTS = (-1, 0, -1, 2)  # parents of all but the first token, if the block is a tree
+PARENTS = (-1, 0, -1, 2)  # for a tree: parents of all tokens but the first
 CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
 WINDOW = 100
-PROMPT_TOKENS = 300  # tokens of a prompt chunk, more than one query block of a kernel
+PROMPT_TOKENS = 300  # tokens of a prompt chunk: more than one query block of a kernel
 WARM_UPS = 2
 REPEATS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -120,7 +120,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One backend's trial: milliseconds of attention per step, or why it is unusable."""
+    """One backend's trial: milliseconds of attention per step, or why the backend is unusable."""
 
     name: str
     step_ms: float | None
@@ -130,7 +130,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
-    """The chosen backend and its alternatives; empty if there was no choice."""
+    """The chosen backend and the trials of all; `tried` is empty if there was no choice."""
 
     chosen: str
     tried: tuple[Tried, ...] = ()
@@ -138,7 +138,7 @@ class AttentionReport:
 
     @property
     def is_fallback(self) -> bool:
-        """True if a GPU uses the gathering backend; other backends would read pages in place."""
+        """Whether a GPU uses the gathering backend, which copies pages that others read in place."""
         return bool(self.tried) and self.chosen == FALLBACK
 
 
@@ -147,11 +147,11 @@ class Trial:
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape
-        # Kernels for windows may take a minute to build: only for models that have windows.
+        # Kernels for windows may take a minute to build, so they are built only for models that have windows.
         self.windows = (None, WINDOW) if shape.slides else (None,)
         per_row = [-(-(context + QUERIES) // shape.page_size) for context in CONTEXTS]
         generator = torch.Generator().manual_seed(0)
-        # Every other page belongs to no row, and rows' pages are out of order.
+        # Half of the pages belong to no row, and rows' pages are out of order.
         pages = torch.randperm(2 * sum(per_row), generator=generator)
         tables = torch.split(pages[: sum(per_row)], per_row)
         self._cache = PagedCache(len(pages), shape.page_size, shape.dtype, device)
@@ -170,7 +170,7 @@ class Trial:
         self._old = [random(context, 2 * shape.kv_heads, shape.head_dim) for context in CONTEXTS]
 
     def attend(self, backend: AttentionBackend, window: int | None, trees: bool = False) -> Tensor:
-        """Returns the result of one layer, with chains or trees; memory of other rows is NaN."""
+        """Returns the result of one layer, with chains or trees; the memory of other rows is set to NaN."""
         pool = self._cache.layer(0, self._shape.kv_heads, self._shape.head_dim)
         pool[: self._cache.nowhere] = torch.nan
         size = self._shape.page_size
@@ -191,14 +191,14 @@ class Trial:
                 batch.attend(0, query, self._new[:1].expand(total, -1, -1), self._scaling, window)
 
     def _kinds(self, trees: bool) -> list[list[InputRow]]:
-        """Yields single tokens, chains and trees, of one row and of several, also beside a long prompt chunk."""
+        """Returns batches of single tokens, chains and trees, of one or several rows, some with a long prompt chunk."""
         token = replace(self._rows[0], tokens=(0,))
         long = InputRow((0,) * PROMPT_TOKENS, 0, 0, self._rows[-1].pages)
         chains = [[token], self._rows[:1], self._rows[:2], [long]]
         return [*chains, self._trees[:1], self._trees[:2], [long, *self._trees[:2]]] if trees else chains
 
     def step(self, backend: AttentionBackend) -> None:
-        """Computes and finishes a step's attention in all layers."""
+        """Computes a step's attention in all layers and waits for the device."""
         batch = RaggedBatch(self._rows, self._cache, backend)
         for _ in range(self._shape.layers):
             batch.attend(0, self._query, self._new, self._scaling, None)
@@ -209,7 +209,7 @@ class Trial:
 def fastest(
     makes: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[AttentionBackend, AttentionReport]:
-    """Returns the fastest correct backend; `gathered` is the reference and always among them."""
+    """Returns the fastest correct backend; `gathered` is the reference and always a candidate."""
     reference = SdpaGather()
     best: AttentionBackend = reference
     best_ms = _step_ms(reference, trial, clock)
@@ -245,7 +245,7 @@ def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBacke
 def _check(
     backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float, trees: bool = False
 ) -> None:
-    """Raises ValueError if results differ from the reference."""
+    """Raises ValueError if results differ from the reference by more than the tolerance."""
     for window in trial.windows:
         expected = trial.attend(reference, window, trees)
         outputs = trial.attend(backend, window, trees)
@@ -267,7 +267,7 @@ def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]
 
 @torch.inference_mode()
 def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
-    """Measures backends on a GPU. On a CPU there is no choice, since no library reads pages there."""
+    """Measures the backends on a GPU and returns the fastest. On a CPU only `SdpaGather` works."""
     if device.type != "cuda":
         return SdpaGather(), AttentionReport(SdpaGather.name)
     makes: dict[str, Make] = {
@@ -286,7 +286,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
 
 
 def fallback_warning(report: AttentionReport) -> str:
-    """Returns a warning that a GPU uses the slow fallback, with each other backend's reason."""
+    """Returns a warning that a GPU uses the slow fallback, with the reason for each other backend."""
     others = (
         f"{one.name}: {one.refused or f'slower, {one.step_ms:.2f} ms'}"
         for one in report.tried

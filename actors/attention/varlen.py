@@ -16,11 +16,11 @@ from torch.nn.attention.varlen import varlen_attn
 from actors.attention import pages_of
 from actors.compute.kv_cache import InputRow, PagedCache
 
-IMPLEMENTATION = {9: "FA3", 10: "FA4"}  # by major compute capability
+IMPLEMENTATION = {9: "FA3", 10: "FA4"}  # FlashAttention version by major compute capability
 
 
 class Varlen:
-    """Backend; `kernel` has the signature of torch's varlen_attn."""
+    """Backend over a `kernel` with the signature of torch's varlen_attn."""
 
     name = "varlen"
     takes_trees = False
@@ -33,7 +33,7 @@ class Varlen:
 
 
 class VarlenPlan:
-    """One call per layer for all rows."""
+    """Plan with one call per layer for all rows."""
 
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache, kernel: Callable[..., Any]) -> None:
         self._kernel = kernel
@@ -51,7 +51,7 @@ class VarlenPlan:
         numbers = parts[0].to(torch.int32)
         rows = self._rows
         self._begins = numbers[: rows + 1]
-        # Kernels read tables and lengths in wide words, so each starts at an aligned address of its own.
+        # Kernels read tables and lengths in wide words, so each is copied to an aligned address.
         self._used = numbers[rows + 1 : 2 * rows + 1].clone()
         self._tables = numbers[2 * rows + 1 :].view(rows, -1).clone()
 
@@ -62,11 +62,11 @@ class VarlenPlan:
             keys,
             values,
             self._begins,
-            None,  # the block table locates keys
+            None,  # unused, since the block table locates keys
             self._max_queries,
             self._max_keys,
             scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),  # torch does not count the query's own key
+            window_size=(-1 if window is None else window - 1, 0),  # torch's window does not count the query's own key
             enable_gqa=query.shape[1] != keys.shape[2],
             seqused_k=self._used,
             block_table=self._tables,

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-THREAD_TIMEOUT_S = 30.0  # a rank that is a thread and does not answer has failed
+THREAD_TIMEOUT_S = 30.0  # a thread that takes longer to answer has failed
 SHARED_MEMORY = Path("/dev/shm")
-CACHE_LINE = 64  # bytes; each counter has its own
+CACHE_LINE = 64  # bytes; each counter has a separate cache line
 BUFFER_BYTES = 1 << 20  # larger tensors are exchanged in pieces
-SYS_FUTEX = 202  # x86-64 Linux
+SYS_FUTEX = 202  # system call number on x86-64 Linux
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
-YIELDS = 200  # covers the usual wait within a step; then the rank sleeps, which costs no CPU
+YIELDS = 200  # enough for the usual wait within a step; then the rank sleeps, which costs no CPU
 
 
 class Group(Protocol):
@@ -29,11 +29,11 @@ class Group(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sums over the ranks in place; every rank gets the same bits."""
+        """Sums over the ranks in place; the result is bitwise equal on every rank."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, shape (size, *tensor.shape)."""
+        """Returns the tensors of all ranks, (size, *tensor.shape)."""
         ...
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -58,7 +58,7 @@ class SingleRank:
 
 
 class ThreadGroup:
-    """A rank that is a thread of one process, which proves what ranks compute without starting any."""
+    """A rank that is a thread of one process, for checking ranks' results without starting processes."""
 
     def __init__(self, rank: int, shown: list[Tensor], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -68,13 +68,13 @@ class ThreadGroup:
 
     @classmethod
     def of_size(cls, size: int) -> "list[ThreadGroup]":
-        """Returns all ranks of a group."""
+        """Creates all ranks of a group."""
         shown = [torch.empty(0)] * size
         barrier = threading.Barrier(size, timeout=THREAD_TIMEOUT_S)
         return [cls(rank, shown, barrier) for rank in range(size)]
 
     def abort(self) -> None:
-        """Ends every rank's waiting with BrokenBarrierError."""
+        """Raises BrokenBarrierError in every rank that waits."""
         self._barrier.abort()
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -119,7 +119,7 @@ class HostGroup:
     """CPU ranks of one host that exchange tensors through shared memory, far faster than gloo's sockets.
 
     Every rank has two buffers and a counter of the exchanges it has entered. A rank enters an exchange only after all
-    ranks have entered the previous one, which implies that all have read the one before that. So two buffers are
+    ranks have entered the previous one, so all have finished reading the one before that. Therefore two buffers are
     enough, and counters never differ by more than one.
     """
 
@@ -162,7 +162,7 @@ class HostGroup:
         return torch.split(tensor.view(-1), BUFFER_BYTES // tensor.element_size())
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
-        """Shows `mine` to all ranks. Returns what each shows, by rank, valid until the next exchange."""
+        """Publishes `mine` to all ranks. Returns all ranks' tensors, by rank, valid until the next exchange."""
         before = self._entered
         self._entered = (self._entered + 1) % 4
         shown = self._buffers[self._entered % 2, :, : mine.numel() * mine.element_size()].view(mine.dtype).unbind()
@@ -188,7 +188,7 @@ def join(device: torch.device) -> Group:
 
 
 def _on_one_host() -> HostGroup | None:
-    """Returns None unless every rank sees the file that rank 0 made, and `HostGroup` works there."""
+    """Returns a `HostGroup` if every rank sees the file created by rank 0 and supports it, else None."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     paths = [_shared_file(size) if rank == 0 else None]
@@ -197,7 +197,7 @@ def _on_one_host() -> HostGroup | None:
     can = torch.tensor(platform.machine() == "x86_64" and path.is_file())
     dist.all_reduce(can, dist.ReduceOp.MIN)
     group = HostGroup(rank, size, path) if can else None
-    dist.barrier()  # all ranks have mapped the file, so it can be unlinked now and no crash leaves it behind
+    dist.barrier()  # all ranks have mapped the file; unlinking it now leaves nothing behind after a crash
     if rank == 0:
         path.unlink()
     return group
@@ -205,6 +205,6 @@ def _on_one_host() -> HostGroup | None:
 
 def _shared_file(ranks: int) -> str:
     file, path = tempfile.mkstemp(prefix="slipstream-", dir=SHARED_MEMORY)
-    os.posix_fallocate(file, 0, shared_bytes(ranks))  # fails now if space is lacking, instead of by SIGBUS in a step
+    os.posix_fallocate(file, 0, shared_bytes(ranks))  # fails here if space is lacking, instead of by SIGBUS in a step
     os.close(file)
     return path

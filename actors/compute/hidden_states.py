@@ -1,11 +1,11 @@
 """Hidden states of the target for draft heads: capture in a forward, encoding, storage.
 
-States are stored either in pages parallel to the KV cache, or only for the latest forward. With pages, states computed
-once are found again by any session that shares their KV pages: one with the same prefix, a preempted one, or a drafter
-that takes over midway.
+States are stored either in pages parallel to the KV cache, or only for the latest forward. With pages, any session that
+shares the KV pages finds the states computed for them: one with the same prefix, a preempted one, or one that a drafter
+takes over midway.
 
 Rows are encoded in bfloat16, or in 8 bits with one scale per token. The scale is amax / 448 and at least 1e-12, over
-all layers of a token, as in vLLM's and speculators' stores; acceptance with 8 bits equals that with 16 there.
+all layers of a token, as in vLLM's and speculators' stores; these report the same acceptance with 8 bits as with 16.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,31 +21,31 @@ from protos.messages import SCALE_BYTES, StateDtype, StatesFormat
 
 
 class StateStore(Protocol):
-    """Encoded rows by slot of the KV cache."""
+    """Stores encoded rows by slot of the KV cache."""
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Writes all rows that one forward fed, (n, row bytes), to slots, (n,)."""
         ...
 
     def read(self, slots: Sequence[int]) -> bytes:
-        """Returns the rows of these slots, concatenated."""
+        """Returns the concatenated rows of these slots."""
         ...
 
     def move(self, moves: Sequence[SlotMove]) -> None:
-        """Moves rows as the KV cache does, before the forward."""
+        """Moves rows in the same way as the KV cache, before the forward."""
         ...
 
     def copy(self, copies: Sequence[PageCopy]) -> None: ...
 
 
 class LatestStates:
-    """A `StateStore` of the latest forward's rows only; it takes no memory beyond them."""
+    """A `StateStore` that holds only the latest forward's rows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots: Tensor = torch.empty(0, dtype=torch.long)
         self._rows = torch.empty((0, 0), dtype=torch.uint8)
-        self._index: dict[int, int] = {}  # row index by slot; built on the first read
+        self._index: dict[int, int] = {}  # row index by slot; built at the first read
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         self._slots = slots
@@ -53,7 +53,9 @@ class LatestStates:
         self._index = {}
 
     def read(self, slots: Sequence[int]) -> bytes:
-        """Returns the rows of these slots. Raises KeyError for a slot that the latest forward did not write."""
+        """Returns the concatenated rows of these slots. Raises KeyError for a slot that the latest forward did not
+        write.
+        """
         if not self._index:
             self._index = {slot: row for row, slot in enumerate(self._slots.tolist())}
         (at,) = to_device([[self._index[slot] for slot in slots]], self._device)
@@ -63,11 +65,11 @@ class LatestStates:
         """Does nothing: the next forward replaces all rows."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Does nothing, as `move`."""
+        """Does nothing: the next forward replaces all rows."""
 
 
 class StateCache:
-    """One encoded row per slot, in one tensor of shape (pages x page size, row bytes)."""
+    """A `StateStore` with one row for every slot, in one tensor of shape (pages x page size, row bytes)."""
 
     def __init__(self, pages: int, page_size: int, row_bytes: int, device: torch.device) -> None:
         self._page_size = page_size
@@ -79,12 +81,12 @@ class StateCache:
         self._rows.index_copy_(0, slots, rows)
 
     def read(self, slots: Sequence[int]) -> bytes:
-        """Returns the rows of these slots, concatenated."""
+        """Returns the concatenated rows of these slots."""
         (at,) = to_device([slots], self._device)
         return self._rows.index_select(0, at).cpu().numpy().tobytes()
 
     def move(self, moves: Sequence[SlotMove]) -> None:
-        """Copies single slots, all at once."""
+        """Copies single slots, all of them simultaneously."""
         if not moves:
             return
         sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self._device)
@@ -114,7 +116,7 @@ def encode_rows(rows: Tensor, dtype: StateDtype) -> Tensor:
 
 
 def decode_rows(data: bytes, layout: StatesFormat) -> Tensor:
-    """Decodes rows to float32, (n, width). NaN and infinity become 0, because the bytes come from a peer."""
+    """Decodes rows to float32, (n, width). Replaces NaN and infinity by 0, because the bytes come from a peer."""
     if not data:
         return torch.zeros(0, layout.width)
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, layout.row_bytes)
@@ -137,15 +139,15 @@ class CaptureSpec:
     layers: tuple[int, ...]
     format: StatesFormat
     load_projection: Callable[[torch.device], StateProjection] | None = None
-    is_kept: bool = True  # stored beside the KV cache; otherwise only those of the latest forward exist
+    is_kept: bool = True  # True: stored in pages beside the KV cache; False: only for the latest forward
 
     def projection_on(self, device: torch.device) -> StateProjection | None:
-        """Loads the projection, if there is one."""
+        """Loads the projection; None if there is none."""
         return self.load_projection(device) if self.load_projection is not None else None
 
 
 class StateCapture:
-    """Encodes the states of everything that is fed; `project` is the spec's loaded projection."""
+    """Encodes and stores the states of all fed tokens; `project` is the spec's loaded projection."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class StateCapture:
         self._project = project
 
     def keep(self, slots: Tensor, streams: Tensor) -> None:
-        """Stores one forward's streams at the slots its tokens were written to, (n,)."""
+        """Stores one forward's streams, (n, layers x hidden), at the slots of its tokens, (n,)."""
         rows = self._project(streams) if self._project is not None else streams
         assert rows.shape[1] == self._format.width, f"states are {rows.shape[1]} wide, not {self._format.width}"
         self.cache.write(slots, encode_rows(rows, self._format.dtype))

@@ -1,8 +1,8 @@
 """Paged KV cache: one pool of pages, addressed through the page tables of a step's rows.
 
-`cluster.page_allocator` decides which sequence owns which page; this module holds the memory and knows nothing of
-sessions or models. `to_device` copies all numbers of one kind that a step needs at once, since each copy costs a
-launch, and a copy from pageable memory blocks the host.
+`cluster.page_allocator` assigns pages to sequences; this module holds the memory and is independent of sessions and
+models. `to_device` copies all of a step's numbers of one kind together, since each copy costs a launch, and a copy from
+pageable memory blocks the host.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from protos.draft_tree import DraftTree
 def to_device(
     parts: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> tuple[Tensor, ...]:
-    """Returns the parts as one-dimensional tensors on a device: views of one tensor, copied at once.
+    """Returns the parts as one-dimensional tensors on a device: views of one tensor, copied in one operation.
 
     Copies to a GPU use pinned memory and do not wait; torch keeps that memory until the copy is done.
     """
@@ -29,19 +29,19 @@ def to_device(
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """Tokens to feed at slots start, start + 1, ... of the pages; the last `logits` of them give logits.
+    """Tokens to feed at slots start, start + 1, ... of `pages`; the last `logits` of them yield logits.
 
-    A token's position is its slot, and it attends to all before it and itself. With `parents`, the last tokens are the
-    nodes of a tree after the token before them: a node's position is its parent's plus one, and it attends to
+    A token's position is its slot, and it attends to all earlier tokens and itself. With `parents`, the last tokens are
+    the nodes of a tree after the token before them: a node's position is its parent's plus one, and it attends to
     everything before the tree, the nodes on its path and itself.
     """
 
     tokens: tuple[int, ...]
     start: int
     logits: int
-    pages: tuple[int, ...]  # pages that hold slots 0 to the row's end, in order
+    pages: tuple[int, ...]  # pages that hold slots 0 to `end`, in order
     parents: tuple[int, ...] = ()  # as in `DraftTree`; empty for a chain
-    states: Tensor | None = field(default=None, compare=False)  # (tokens, hidden), for draft heads
+    states: Tensor | None = field(default=None, compare=False)  # (tokens, hidden): fed with the tokens to a draft head
 
     @property
     def end(self) -> int:
@@ -50,51 +50,51 @@ class InputRow:
 
     @property
     def slots(self) -> range:
-        """Places of the tokens."""
+        """Slots of the fed tokens."""
         return range(self.start, self.end)
 
     @property
     def positions(self) -> list[int]:
-        """Positions of the tokens."""
+        """Positions of the fed tokens."""
         first = self.tree_start
         return [*range(self.start, first), *[first + depth for depth in self.tree.depths]]
 
     @property
     def seen(self) -> list[int]:
-        """The last slot, for each token, up to which it attends to everything; a node also attends to its path."""
+        """For each token, the last slot up to which it attends to everything; a node also attends to its path."""
         first = self.tree_start
         return [*range(self.start, first), *[first - 1] * len(self.parents)]
 
     @property
     def tree_start(self) -> int:
-        """Place of the first node; the row's end if there is none."""
+        """Slot of the first node; the row's end if there is none."""
         return self.end - len(self.parents)
 
     @property
     def tree(self) -> DraftTree:
-        """The nodes, unless they form a chain."""
+        """The row's draft tree; empty for a chain."""
         return DraftTree(self.tokens[len(self.tokens) - len(self.parents) :], self.parents)
 
 
 class PagedCache:
     """Keys and values of all layers; each layer has shape (pages x page size, 2 x kv heads, head dim).
 
-    Keys and values of a position are adjacent: one copy writes both, and views of either have the strides that the
+    Keys and values of a position are adjacent: one copy writes both, and views of either have strides that the
     attention libraries accept.
     """
 
     def __init__(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
-        self.nowhere = pages * page_size  # first slot of an extra page that is never written; padding reads it
+        self.nowhere = pages * page_size  # first slot of an extra page of zeros, which padding reads
         self._positions = (pages + 1) * page_size
         self.dtype = dtype
         self.device = device
         self._layers: dict[int, Tensor] = {}
 
     def layer(self, index: int, kv_heads: int, head_dim: int) -> Tensor:
-        """Returns a layer's keys, then values, created on first use when its shape is known.
+        """Returns a layer's keys and values, allocated at first use, when the shape is known.
 
-        The operating system commits the memory only when it is written.
+        The operating system commits memory only when it is written.
         """
         if index not in self._layers:
             shape = (self._positions, 2 * kv_heads, head_dim)
@@ -103,7 +103,9 @@ class PagedCache:
         return self._layers[index]
 
     def move(self, moves: Sequence[SlotMove]) -> None:
-        """Copies single slots, all at once, in all layers. Keys contain their positions, wherever they are stored."""
+        """Copies single slots, all of them simultaneously, in all layers. Stored keys keep the positions they were
+        rotated to.
+        """
         if not moves:
             return
         sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self.device)

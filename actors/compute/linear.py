@@ -1,7 +1,7 @@
 """Matrix products with fixed weights, packed for the processor where that is faster, or in 8 bits.
 
 Decoding multiplies a few rows by very large weights. On a CPU, oneDNN reads them up to twice as fast from its own
-layout as from a plain matrix. Where a product need not be exact, as for a draft, 8 bits halve the time again.
+layout as from a plain matrix. Where a product need not be exact, as in a draft, 8 bits halve the time again.
 """
 
 import dis
@@ -18,9 +18,9 @@ FASTEST_ROWS = 4  # oneDNN takes up to a quarter longer for one to three rows th
 
 
 class Projection(Protocol):
-    """y = x W^T + b, x of shape (..., inputs).
+    """Computes y = x W^T + b for x of shape (..., inputs).
 
-    Fewer rows than `fastest_rows` are not faster.
+    A product of fewer than `fastest_rows` rows takes no less time.
     """
 
     @property
@@ -29,7 +29,7 @@ class Projection(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Returns y + other, of y's shape."""
+        """Returns y + other; `other` has y's shape."""
         ...
 
 
@@ -38,7 +38,7 @@ Product = Callable[[Tensor, Tensor | None], Projection]
 
 
 class PlainProjection:
-    """Product with the weights as stored."""
+    """Multiplies by the weights as stored."""
 
     fastest_rows = 1
 
@@ -54,7 +54,7 @@ class PlainProjection:
 
 
 class PackedProjection:
-    """Product with weights in oneDNN's layout, through the operators that torch's compiler emits for frozen models."""
+    """Multiplies by weights in oneDNN's layout, with the operators that torch's compiler emits for frozen models."""
 
     fastest_rows = FASTEST_ROWS
 
@@ -79,9 +79,9 @@ class PackedProjection:
 
 
 class EightBitProjection:
-    """Product with weights and rows rounded to 8 bits, one scale per output and per row, otherwise in float32.
+    """Rounds weights and rows to 8 bits, with one scale per output and per row; all else is float32.
 
-    Uses the kernels of torch's dynamic quantisation. The result is close, not equal.
+    Uses the kernels of torch's dynamic quantisation. The result is approximate.
     """
 
     fastest_rows = 1
@@ -94,7 +94,7 @@ class EightBitProjection:
         self._weight = torch.ops.quantized.linear_prepack(rounded, None)
         self._bias = None if bias is None else bias.detach()
         self._linear = torch.ops.quantized.linear_dynamic
-        # Without these instructions sums of two products are kept in 16 bits, which 7-bit rows do not overflow.
+        # Without VNNI, sums of two products are stored in 16 bits, which 7-bit rows do not overflow.
         self._reduce_range = not torch.cpu._is_vnni_supported()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -109,12 +109,12 @@ class EightBitProjection:
             alone: Tensor = self._linear(x, self._weight, self._reduce_range)
             return alone
         largest = x.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
-        together: Tensor = self._linear(x / largest, self._weight, self._reduce_range)  # one scale for all
+        together: Tensor = self._linear(x / largest, self._weight, self._reduce_range)  # one scale for all rows
         return together.mul_(largest)
 
 
 class SharedProjection:
-    """A rank's part of a product; `combine` adds the other ranks' parts."""
+    """Computes one rank's part of a product; `combine` sums or gathers all ranks' parts."""
 
     def __init__(self, part: Projection, combine: Callable[[Tensor], Tensor]) -> None:
         self._part = part
@@ -129,7 +129,7 @@ class SharedProjection:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Returns whether this build of torch and this processor have the packed product for such weights."""
+    """Returns whether this build of torch and this processor support the packed product for this weight."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype is torch.bfloat16:
@@ -138,7 +138,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def can_round(device: torch.device) -> bool:
-    """Returns whether this build of torch has 8-bit products there."""
+    """Returns whether this build of torch has 8-bit products on this device."""
     return device.type == "cpu" and torch.backends.quantized.engine != "none"
 
 
@@ -150,7 +150,7 @@ def projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
 
 
 class PackedLinear(nn.Module):
-    """Replaces an `nn.Linear`."""
+    """Replacement for an `nn.Linear` that uses a `Projection`."""
 
     def __init__(self, linear: nn.Linear, product: Product) -> None:
         super().__init__()
@@ -163,9 +163,9 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, product: Product = projection) -> None:
-    """Replaces every `nn.Linear` of a model whose weights can be packed; a tied embedding keeps its own copy.
+    """Replaces every `nn.Linear` of a model whose weights can be packed; a tied embedding keeps a separate copy.
 
-    A layer whose weight the model's code reads directly, such as some routers', stays unchanged.
+    A layer whose weight the model's code reads directly, such as in some routers, stays unchanged.
     """
     packs = [
         (name, child)
@@ -180,7 +180,7 @@ def pack_linears(model: nn.Module, product: Product = projection) -> None:
 
 
 def _reads_weight(kind: type[nn.Module], child: str) -> bool:
-    """Returns whether a method of a transformers class reads the weight of its child directly.
+    """Returns whether a method of a transformers class reads its child's weight directly.
 
     Inspects bytecode, because `inspect.getsource` parses the file, which is not thread-safe in Python 3.11.
     """

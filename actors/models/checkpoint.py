@@ -1,4 +1,4 @@
-"""Checkpoints: location, vocabulary, fingerprint and loading, from a folder or the Hugging Face hub."""
+"""Checkpoints in a folder or on the Hugging Face hub: location, vocabulary, fingerprint and loading."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ from actors.models.weights import (
 )
 from cluster.errors import ModelError
 
-COMMIT = re.compile("[0-9a-f]{40}")  # snapshot folder names in the Hugging Face cache
+COMMIT = re.compile("[0-9a-f]{40}")  # name of a snapshot's folder in the Hugging Face cache
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, chat template
 
@@ -56,7 +56,7 @@ DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, ch
 def local_folder(name: str, with_weights: bool = True, more: Sequence[str] = ()) -> Path:
     """Returns a checkpoint's folder: `name` itself, or the Hugging Face snapshot, downloaded if needed.
 
-    With weights, files matching the patterns `more` are downloaded too.
+    With weights, also downloads files matching the patterns `more`.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -67,7 +67,7 @@ def local_folder(name: str, with_weights: bool = True, more: Sequence[str] = ())
 
 
 def fetched(name: str, patterns: Sequence[str]) -> Path:
-    """Downloads the files of a Hugging Face id that match these patterns; returns the snapshot."""
+    """Downloads a Hugging Face id's files that match these patterns; returns the snapshot folder."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -80,10 +80,10 @@ def fetched(name: str, patterns: Sequence[str]) -> Path:
 
 
 def vocabulary(folder: Path) -> dict[int, str]:
-    """Returns the tokens that can be served, by id: those of the tokenizer that the model has an embedding for.
+    """Returns the servable tokens by id: the tokenizer's tokens for which the model has an embedding.
 
-    Rows that pad an embedding are not tokens. A tokenizer may have more tokens than the model, if tokens were added
-    without resizing the embedding; those are left out.
+    Padding rows of an embedding are not tokens. A tokenizer has more tokens than the model if tokens were added without
+    resizing the embedding; those are left out.
     """
     rows = embedding_rows(folder)
     ids: Mapping[str, int] = load_tokenizer(folder).get_vocab()
@@ -111,7 +111,7 @@ def surplus_tokens(folder: Path) -> str:
 
 
 def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:
-    """Returns a fingerprint of a vocabulary, which peers compare before they exchange token ids."""
+    """Returns a fingerprint of a vocabulary; peers compare theirs before they exchange token ids."""
     digest = hashlib.blake2b(digest_size=16)
     for token_id in sorted(tokens):
         digest.update(f"{token_id}\0{tokens[token_id]}\0".encode())
@@ -119,7 +119,7 @@ def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:
 
 
 def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -> None:
-    """Raises ModelError if an id means different tokens. Ids that only one side has are harmless.
+    """Raises ModelError if an id means different tokens on both sides; ids that only one side has are allowed.
 
     A draft never proposes an id that the target lacks, since those are masked.
     """
@@ -135,8 +135,8 @@ def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -
 def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
     """Raises ModelError if a draft checkpoint does not share the target's vocabulary.
 
-    A draft without a tokenizer was made for the target's. It must have a row for each of the target's tokens, since it
-    is fed all of them.
+    A draft without a tokenizer is assumed to use the target's. It must have an embedding for each of the target's
+    tokens, since any of them may be fed.
     """
     if has_tokenizer(draft_folder):
         check_same_vocabulary(target, vocabulary(draft_folder))
@@ -155,9 +155,9 @@ stop_ids = end_ids  # public alias for scripts outside the project
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """Returns a fingerprint: the commit of a Hugging Face snapshot, else of config and safetensors headers.
+    """Returns the commit of a Hugging Face snapshot, else a hash of the config and the safetensors headers.
 
-    Neither reads the weights; the first does not even need them.
+    Neither reads the weights; the commit does not even require them.
     """
     digest = hashlib.blake2b(digest_size=16)
     if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
@@ -172,7 +172,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
     for path in files:
         with path.open("rb") as file:
             digest.update(file.read(int.from_bytes(file.read(8), "little")))
-            digest.update(file.read(4096))  # bytes of the weights, enough to distinguish fine-tunes of one shape
+            digest.update(file.read(4096))  # of the weights, enough to tell fine-tunes apart
     return digest.hexdigest()
 
 
@@ -209,7 +209,7 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
 
 
 def check_files(folder: Path, with_weights: bool) -> None:
-    """Raises ModelError for everything wrong with a checkpoint that shows without reading its weights.
+    """Raises ModelError for all errors in a checkpoint that can be found without reading its weights.
 
     Without `with_weights`, weight files may be missing, as may a tokenizer, which a draft may lack.
     """
@@ -235,7 +235,7 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
 
 
 def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded:
-    """Loads this rank's share of a causal language model and reports the load.
+    """Loads this rank's share of a causal language model, with a report.
 
     Raises ModelError unless every weight is stored, finite and part of the model.
     """
@@ -263,7 +263,7 @@ def _read(
     device: torch.device,
     group: Group,
 ) -> PreTrainedModel:
-    """Reads safetensors directly, or through transformers if it must convert them, on one rank only."""
+    """Reads safetensors directly, or through transformers if it must convert them, which works on one rank only."""
     model = empty_model(folder, config, dtype)
     reason = misfit(model, stored)
     if reason and group.size > 1:
@@ -288,7 +288,7 @@ def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: t
         device_map=device,
         trust_remote_code=False,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # refused below, in one line
+        ignore_mismatched_sizes=True,  # reported in `loading`; refused below in one line
     )
     misshapen = {name: (tuple(shape), tuple(expected)) for name, shape, expected in loading["mismatched_keys"]}
     shapes = {key: tensor.shape for key, tensor in stored.items()}
@@ -298,13 +298,13 @@ def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: t
 
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
-    """Returns a model whose parameters have no memory; buffers, which follow from the config, are real."""
+    """Returns a model whose parameters have no memory; its buffers are real, since the config determines them."""
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         if (folder / GENERATION_CONFIG).is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # models validate their config in their own ways
+    except Exception as error:  # models validate their config in different ways
         raise ModelError(
             f"{folder} describes a model that cannot be built: {one_line(error)}; correct its {CONFIG}, or fetch it"
             " again"
@@ -313,7 +313,7 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTraine
 
 
 def _mlp_widths(config: Any) -> set[int]:
-    """Returns the inner sizes of the MLPs, one for all or one per layer."""
+    """Returns the distinct inner sizes of the MLPs, which may differ between layers."""
     widths = getattr(config, "intermediate_size", None) or []
     return set(widths if isinstance(widths, list | tuple) else [widths])
 
@@ -327,7 +327,7 @@ Wanted = Callable[[Collection[str]], Collection[str]]
 def folder_with(name: str, wanted: Wanted) -> Path:
     """Returns a checkpoint's folder with at least the wanted tensors; a local folder is used unchanged.
 
-    A checkpoint in one file is fetched whole. Raises ModelError as `local_folder` does.
+    Downloads a checkpoint in one file completely. Raises ModelError under the same conditions as `local_folder`.
     """
     folder = local_folder(name, with_weights=False)
     if Path(name).expanduser().is_dir():
@@ -339,7 +339,7 @@ def folder_with(name: str, wanted: Wanted) -> Path:
 
 
 def of_layers(layers: Collection[int]) -> Wanted:
-    """Selects all tensors except those of other layers."""
+    """Selects the tensors of these layers and those outside all layers."""
 
     def wanted(names: Collection[str]) -> list[str]:
         numbers = {name: LAYER.search(name) for name in names}
@@ -349,7 +349,7 @@ def of_layers(layers: Collection[int]) -> Wanted:
 
 
 def first_of_each(groups: Sequence[Sequence[str]]) -> Wanted:
-    """Selects the first existing file of each group."""
+    """Selects the first tensor of each group that the checkpoint has."""
 
     def wanted(names: Collection[str]) -> list[str]:
         firsts = [next((name for name in group if name in names), None) for group in groups]

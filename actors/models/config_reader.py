@@ -1,6 +1,6 @@
-"""Reads a checkpoint's config.json. The only caller of AutoConfig, so that every refusal is one line with a remedy.
+"""Reads a checkpoint's config.json. Only this module calls AutoConfig, so that every error is one line with a fix.
 
-Refuses quantised checkpoints that transformers does not know or that need a library that is not installed.
+Refuses quantised checkpoints that transformers does not know or whose library is not installed.
 """
 
 import json
@@ -19,20 +19,20 @@ from cluster.errors import ModelError
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"  # written by peft
-PLAIN_ROPE = frozenset({"default", "axial"})  # in addition to those that transformers computes by function
+PLAIN_ROPE = frozenset({"default", "axial"})  # RoPE types besides those in ROPE_INIT_FUNCTIONS
 MODES = ("vision_config", "audio_config")
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Returns the configuration of a causal language model. Raises ModelError when the folder holds none."""
+    """Returns the configuration of a causal language model. Raises ModelError if the folder holds none."""
     folder = Path(folder)
     _check_has_config(folder)
     raw = read_json(folder / CONFIG)
     _check_model_type(folder, raw)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config.get_text_config()  # raises if a model has several
-    except Exception as error:  # config classes validate values in their own ways
+        config.get_text_config()  # raises if a model has several text configurations
+    except Exception as error:  # config classes validate values in different ways
         raise ModelError(
             f"{folder / CONFIG} is no valid {raw['model_type']} configuration: {one_line(error)};"
             " correct it, or fetch the checkpoint again"
@@ -43,9 +43,9 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def embedding_rows(folder: Path) -> int | None:
-    """Returns how many token ids a model has embeddings for; None for an architecture that only another engine knows.
+    """Returns the number of a model's embedding rows; None if transformers does not know the architecture.
 
-    Reads config.json alone where that gives the number, so that such an architecture may be one.
+    Reads the number from config.json itself if possible, so that architectures known only to another engine work.
     """
     _check_has_config(Path(folder))
     raw = read_json(Path(folder) / CONFIG)
@@ -59,7 +59,7 @@ def embedding_rows(folder: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file of a checkpoint. Raises ModelError when it holds none."""
+    """Returns the JSON object in a checkpoint's file. Raises ModelError if the file holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def one_line(error: object) -> str:
-    """Returns another library's message on one line, shortened, without the full stop at its end."""
+    """Returns another library's message on one line, shortened, without a full stop at the end."""
     text = " ".join(str(error).split()) or type(error).__name__
     return (text if len(text) <= 300 else f"{text[:297]}...").removesuffix(".")
 
@@ -132,7 +132,7 @@ def _check_is_causal(folder: Path, config: PretrainedConfig) -> None:
 
 
 def _check_rope(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ModelError for a position scaling that would fail only once the model is built."""
+    """Raises ModelError for a RoPE scaling that would otherwise fail only when the model is built."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)]
@@ -147,7 +147,7 @@ def _check_rope(folder: Path, config: PretrainedConfig) -> None:
 
 
 def quantization_method(folder: Path, config: PretrainedConfig) -> str:
-    """Returns the method that a checkpoint is quantised with, or nothing. Raises ModelError for an unknown one."""
+    """Returns the checkpoint's quantization method; empty if there is none. Raises ModelError if it is unknown."""
     section = _section(config)
     if not section:
         return ""
@@ -165,7 +165,7 @@ def quantization_method(folder: Path, config: PretrainedConfig) -> str:
 
 
 def check_quantization(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ModelError when a checkpoint is quantised by a method that cannot be loaded with what is installed."""
+    """Raises ModelError if the installed libraries cannot load the checkpoint's quantization method."""
     method = quantization_method(folder, config)
     if not method:
         return

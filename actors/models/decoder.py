@@ -1,12 +1,12 @@
-"""From a ragged batch to logits: any Hugging Face model through its own code, the Llama kind through a leaner one.
+"""Computes logits of a ragged batch: any Hugging Face model through its own code, the Llama kind through leaner code.
 
-A small step of a model spends half its time between the matrix products, in modules, casts and copies. Models of the
-Llama kind (pre-norm, rotary positions, gated MLP) share one shape, so theirs is written out here with few, large
+In a small step, a model spends half its time between the matrix products, in modules, casts and copies. Models of the
+Llama kind (pre-norm, rotary positions, gated MLP) share one structure, which is written out here with few, large
 operations over packed weights.
 
 Transformers chooses rotary frequencies by the longest sequence of a forward. Here texts of all lengths share a forward,
-and cached keys keep the frequencies they were rotated with, so `fix_frequencies` makes one choice for a model's whole
-life. `ToyRunner` is a Markov chain with known probabilities, for tests and simulations.
+and cached keys keep the frequencies they were rotated with, so `fix_frequencies` chooses once when a model is loaded.
+`ToyRunner` is a Markov chain with known probabilities, for tests and simulations.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,13 +33,13 @@ class ForwardOutput(NamedTuple):
     """Outputs at the requested positions, in order."""
 
     logits: Tensor  # (positions, columns)
-    hidden: Tensor | None  # (positions, hidden) input of the LM head; None if the model's code does not expose it
-    streams: Tensor | None = None  # (tokens, layers x hidden) of everything fed, if layers were requested
+    hidden: Tensor | None  # (positions, hidden): inputs of the LM head; None if the model's code does not expose them
+    streams: Tensor | None = None  # (tokens, layers x hidden) of all fed tokens, if layers were requested
 
 
 LONGROPE = "longrope"
 DYNAMIC = "dynamic"
-STATIC = "default"  # a rope type that transformers' modules leave unchanged
+STATIC = "default"  # transformers' modules leave this rope type unchanged
 
 
 def check_positions(config: PretrainedConfig, context: int | None) -> None:
@@ -59,9 +59,9 @@ def check_positions(config: PretrainedConfig, context: int | None) -> None:
 def fix_frequencies(model: nn.Module, context: int | None = None) -> None:
     """Makes every rotary module of a model static, for texts of up to `context` tokens.
 
-    With `longrope`, a context beyond the original length uses the long factors, even for short texts; without a context
-    the short factors apply. `dynamic` frequencies stay unchanged within the model's own positions (`check_positions`).
-    Static models stay unchanged.
+    With `longrope`, a context beyond the original length selects the long factors, even for short texts; without a
+    context, the short factors are used. `dynamic` frequencies stay unchanged within the model's own positions
+    (`check_positions`). Static modules stay unchanged.
     """
     module: Any
     for module in model.modules():
@@ -73,7 +73,7 @@ def fix_frequencies(model: nn.Module, context: int | None = None) -> None:
 
 
 def _fixed(module: Any, kind: str, layer_type: str | None, context: int | None) -> str:
-    """Sets the frequencies of one kind of layer and returns the module's new rope type."""
+    """Sets the frequencies for one kind of layer and returns the module's new rope type."""
     if DYNAMIC in kind:
         return STATIC
     if kind != LONGROPE:
@@ -89,7 +89,7 @@ def _fixed(module: Any, kind: str, layer_type: str | None, context: int | None) 
 
 
 class ToyRunner:
-    """A runner over a table of logits, shape (vocabulary, vocabulary): row = last token, column = next token."""
+    """A runner over a table of logits, (vocabulary, vocabulary): rows are last tokens, columns next tokens."""
 
     def __init__(self, table: Tensor) -> None:
         self.vocabulary = int(table.shape[0])
@@ -111,15 +111,15 @@ class ToyRunner:
 
 KNOWN_LINEARS = frozenset(
     {nn.Linear, RowParallelLinear, VocabularyParallelHead}
-)  # excludes quantised layers and adapters
+)  # quantised layers and adapters are other classes
 LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
 class Decoder(Protocol):
     """Computes logits of the batch's requested positions over the whole vocabulary.
 
-    With ascending `layers`, also returns the residual streams of all tokens there, numbered as in
-    `output_hidden_states`: the last one is after the final norm.
+    With ascending `layers`, also returns all tokens' residual streams at these layers, numbered as in
+    `output_hidden_states`: the last one is taken after the final norm.
     """
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput: ...
@@ -149,14 +149,14 @@ class ModelDecoder:
 
 
 class Norm(Protocol):
-    """Root mean square norm over the last dimension, in float32 inside."""
+    """Root mean square norm over the last dimension, computed in float32."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlainNorm:
-    """Uses torch's function, a single operation on a GPU."""
+    """Uses torch's RMS norm, a single operation on a GPU."""
 
     weight: Tensor
     eps: float
@@ -168,7 +168,7 @@ class PlainNorm:
 class MirroredNorm:
     """Uses layer norm, a single operation on a CPU, where torch's RMS norm takes ten.
 
-    The row [x, -x] has mean 0 and the mean square of x, so its layer norm begins with the RMS norm of x.
+    The row [x, -x] has mean 0 and the mean square of x, so the first half of its layer norm is the RMS norm of x.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -186,19 +186,19 @@ class Layer:
     """One decoder layer's weights."""
 
     attention_norm: Norm
-    qkv: Projection  # queries, keys, values concatenated
+    qkv: Projection  # produces queries, keys and values, concatenated
     query_norm: Norm | None
     key_norm: Norm | None
     attention_out: Projection
     mlp_norm: Norm
-    gate_up: Projection  # gate, then up
+    gate_up: Projection  # produces the gate, then the up projection
     down: Projection
     scaling: float
     window: int | None
 
 
 class Rotation(NamedTuple):
-    """Rotation of every token, (total, 1, head dim), for x cos + roll(x) sin; rotate_half's sign is in the sin."""
+    """Rotation of every token, (total, 1, head dim): x cos + roll(x) sin; `sin` includes the sign of rotate_half."""
 
     cos: Tensor
     sin: Tensor
@@ -206,7 +206,7 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """The attention heads of a layer."""
+    """Computes one layer's attention for all heads of this rank."""
 
     queries: int
     keys: int
@@ -215,7 +215,7 @@ class AttentionHeads:
     def attend(
         self, layer: Layer, index: int, inputs: Tensor, residual: Tensor, rotation: Rotation, batch: RaggedBatch
     ) -> Tensor:
-        """Computes a layer's attention over normed `inputs` plus `residual`; both have at least the batch's rows."""
+        """Returns attention over normed `inputs` plus `residual`; both may have padding after the batch's rows."""
         rotated = self.queries + self.keys
         qkv = layer.qkv(inputs).view(len(inputs), rotated + self.keys, self.dim)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -231,7 +231,7 @@ class AttentionHeads:
 
 
 def gated_mlp(layer: Layer, hidden: Tensor) -> Tensor:
-    """Computes a layer's second half, residual included."""
+    """Computes a layer's MLP with its norm, residual included."""
     gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
     return layer.down.plus(F.silu(gate) * up, hidden)
 
@@ -246,7 +246,7 @@ def rotation_of(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotation:
 
 
 class LlamaDecoder:
-    """Computes Llama, Mistral, Qwen2 and Qwen3 from their own weights in fewer operations."""
+    """Computes Llama, Mistral, Qwen2 and Qwen3 directly from their weights, in fewer operations."""
 
     def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         body = model.get_decoder()
@@ -266,11 +266,11 @@ class LlamaDecoder:
         return ForwardOutput(self._head(hidden), hidden, torch.cat(states, dim=-1) if layers else None)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Returns embeddings, (tokens, hidden)."""
+        """Returns the embeddings of tokens, (tokens, hidden)."""
         return F.embedding(tokens, self._embedding)
 
     def _hidden(self, batch: RaggedBatch, layers: tuple[int, ...], states: list[Tensor]) -> Tensor:
-        """Returns what the head reads at the batch's requested positions, (positions, hidden).
+        """Returns the LM head's inputs at the batch's requested positions, (positions, hidden).
 
         Appends the streams at `layers` to `states`, each (tokens, hidden).
         """
@@ -316,14 +316,14 @@ def _layer(module: Any, product: Product) -> Layer:
 
 
 def _window(attention: Any) -> int | None:
-    """Returns a layer's window: per layer in Qwen, per model in Mistral, none in Llama."""
+    """Returns a layer's window: set per layer in Qwen, per model in Mistral, None in Llama."""
     source = attention.config if type(attention) is MistralAttention else attention
     window: int | None = getattr(source, "sliding_window", None)
     return window
 
 
 def _together(product: Product, *linears: nn.Linear) -> Projection:
-    """Fuses several products over the same input into one."""
+    """Fuses linear layers over the same input into one product."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears)), "some of these layers have a bias and some have none"
@@ -331,7 +331,7 @@ def _together(product: Product, *linears: nn.Linear) -> Projection:
 
 
 def _alone(linear: nn.Linear, product: Product) -> Projection:
-    """Returns one layer's product; a rank's part is summed or gathered as the layer itself would."""
+    """Returns one layer's product; sums or gathers a rank's part over the ranks, as the layer itself does."""
     if isinstance(linear, RowParallelLinear):
         return SharedProjection(product(linear.weight, None), linear.reduce)
     whole = product(linear.weight, linear.bias)
@@ -339,7 +339,7 @@ def _alone(linear: nn.Linear, product: Product) -> Projection:
 
 
 def is_llama_kind(model: PreTrainedModel) -> bool:
-    """Returns whether `LlamaDecoder` computes what this model does; other models run their own code."""
+    """Returns whether `LlamaDecoder` computes the same as this model's own code."""
     config = model.config
     return (
         type(model).__name__ in LLAMA_KIND
@@ -350,6 +350,6 @@ def is_llama_kind(model: PreTrainedModel) -> bool:
 
 
 def decoder_for(model: PreTrainedModel, product: Product = projection, context: int | None = None) -> Decoder:
-    """Returns the leanest decoder that computes this model with such products, for texts of up to `context` tokens."""
+    """Returns the fastest decoder for this model with such products, for texts of up to `context` tokens."""
     fix_frequencies(model, context)
     return LlamaDecoder(model, product) if is_llama_kind(model) else ModelDecoder(model, product)

@@ -1,8 +1,8 @@
-"""Proves at load that a model's class and config give the right logits in this engine.
+"""Proves at load that this engine computes the same logits for a model's class and config as transformers.
 
-A small random model of the same class and config takes steps as they are served: prompt chunks, single tokens, blocks,
-a rejection, a tree, two sessions side by side. Its logits are compared with transformers' own forward over the whole
-texts. A model that differs, fails, attends past the cache or caches other sizes than planned is refused.
+A small random model of the same class and config runs steps as in serving: prompt chunks, single tokens, blocks, a
+rejection, a tree, two sessions side by side. Its logits are compared with transformers' own forward over the whole
+texts. A model is refused if its logits differ, it fails, attends without the cache, or caches other sizes than planned.
 """
 
 import copy
@@ -36,22 +36,22 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # kinds of lay
 IGNORED_KEYS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 FIX = "use another model, or target.engine: vllm for a target"
 PAGE_SIZE = 8
-PAGES = (tuple(range(24, 12, -1)), tuple(range(12)))  # pages of either session: in reverse and interleaved order
-FIRST_TOKEN = 3  # smaller ids may be padding
-TOLERANCE = 1e-3  # relative to the largest logit: another summation order differs by 1e-6, a wrong key by .1
+PAGES = (tuple(range(24, 12, -1)), tuple(range(12)))  # each session's pages, the first in descending order
+FIRST_TOKEN = 3  # smaller ids may be special tokens
+TOLERANCE = 1e-3  # relative to the largest logit: another summation order causes 1e-6, a wrong key 0.1
 SEEDS = (0, 1)  # two experts may tie to the last bit for one token, but not for two models in a row
 MAX_PARAMETERS = 20_000_000  # upper limit for the small model
-NOISE = 0.1  # added to norms and biases, which are initialised to ones and zeros
-TREE = (-1, 0, -1, 2)  # parents of the nodes: two branches of two
-BASE = 33  # tokens before the tree
-A_TOKENS = BASE + 5  # of the first session: the second branch, and three more
-B_TOKENS = 93  # of the second session
+NOISE = 0.1  # factor of the noise added to norms and biases, which are initialised to ones and zeros
+TREE = (-1, 0, -1, 2)  # parents of the nodes: two branches of two nodes
+BASE = 33  # number of tokens before the tree
+A_TOKENS = BASE + 5  # tokens of the first session: it continues with the second branch and three more
+B_TOKENS = 93  # tokens of the second session
 
 
 def check_model(folder: Path, *, ranks: int = 1, max_context: int | None = None) -> None:
-    """Raises ModelError if a checkpoint's class and config cannot be proved right; reads no weights.
+    """Raises ModelError if a checkpoint's class and config cannot be proved exact; reads no weights.
 
-    With several `ranks`, also checks it split over two. `max_context` is the longest session, if known.
+    With several `ranks`, also checks the model split over two. `max_context` is the longest session, if known.
     """
     config = read_config(folder)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -59,21 +59,21 @@ def check_model(folder: Path, *, ranks: int = 1, max_context: int | None = None)
         raise ModelError(
             f"{folder} is a {config.model_type}, which transformers has no causal language model of; {FIX}"
         )
-    is_part = kind.config_class is type(config.get_text_config())  # only the text model of a multimodal one
+    is_part = kind.config_class is type(config.get_text_config())  # text model of a multimodal one
     check_class(kind, config.get_text_config() if is_part else config, ranks=ranks, context=max_context)
 
 
 def check_class(
     kind: type[PreTrainedModel], config: PretrainedConfig, *, ranks: int = 1, context: int | None = None
 ) -> None:
-    """Raises ModelError as `check_model` does; each class and config is proved once per process."""
+    """Raises ModelError like `check_model`; each class and config is proved once per process."""
     compared = {name: value for name, value in config.to_dict().items() if name not in IGNORED_KEYS}
     _prove(_Case(kind, json.dumps(compared, sort_keys=True, default=str), min(ranks, 2), context, config))
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A class and config to prove, compared by the config's content."""
+    """A class and config to prove; cases are compared by the config's content."""
 
     kind: type[PreTrainedModel]
     fields: str
@@ -84,7 +84,7 @@ class _Case:
 
 @lru_cache(maxsize=64)
 def _prove(case: _Case) -> None:
-    """Proves a case. Raises ModelError on failure, which is not cached."""
+    """Proves a case. Raises ModelError on failure; failures are not cached."""
     text = case.config.get_text_config()
     if by_layer := text.to_dict().get("per_layer_config"):
         different = sorted({name for fields in by_layer.values() for name in fields})
@@ -114,15 +114,15 @@ def _prove(case: _Case) -> None:
 
 
 class _WrongError(Exception):
-    """Something is wrong with how a class is served."""
+    """The engine does not serve a class exactly."""
 
 
 class _DifferentLogitsError(_WrongError):
-    """Logits differ from transformers', which may happen once by chance: two experts tie."""
+    """Logits differ from transformers', which may happen once by chance if two experts tie."""
 
 
 def _serve_small(case: _Case, seed: int) -> None:
-    """Serves a small random model. Raises _WrongError with what is wrong."""
+    """Serves a small random model. Raises _WrongError with the reason if it fails."""
     texts, model = _reference(case, seed)
     try:
         models: list[tuple[PreTrainedModel, Group]] = (
@@ -132,14 +132,14 @@ def _serve_small(case: _Case, seed: int) -> None:
         raise ModelError(f"{case.kind.__name__} cannot be split: {error}") from error
     try:
         ranks = [_CheckedRank(part, group, case.context) for part, group in models]
-    except Exception as error:  # whatever a class raises here, it would raise at load
+    except Exception as error:  # the class would raise the same error at load
         raise _wrong(error) from error
-    with ThreadPoolExecutor(len(ranks)) as pool:  # in parallel, since ranks exchange sums
+    with ThreadPoolExecutor(len(ranks)) as pool:  # in parallel, since ranks wait for each other's sums
         errors = [future.exception() for future in [pool.submit(rank.run, texts) for rank in ranks]]
     failures = [error for error in errors if error is not None]
     failures.sort(
         key=lambda error: isinstance(error, threading.BrokenBarrierError)
-    )  # a failure caused by another's comes last
+    )  # errors caused by another rank's failure come last
     if failures:
         raise _wrong(failures[0]) from failures[0]
 
@@ -160,22 +160,22 @@ def _named(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """Two sessions' tokens, rejected draft tokens, and transformers' logits of each."""
+    """Two sessions' tokens, rejected draft tokens and a side branch, with transformers' logits of each text."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
-    rejected: tuple[int, ...]  # after 27 tokens of session a
-    branch: tuple[int, ...]  # of the tree, beside the branch that session a continues
-    logits: dict[tuple[int, ...], Tensor]  # by whole text: (tokens, vocabulary)
+    rejected: tuple[int, ...]  # follow 27 tokens of session a
+    branch: tuple[int, ...]  # the tree's other branch; session a continues with the first one
+    logits: dict[tuple[int, ...], Tensor]  # (tokens, vocabulary) each, by complete text
 
     def expected(self, text: tuple[int, ...], count: int) -> Tensor:
-        """Returns the logits of a text's last `count` tokens."""
+        """Returns the logits at a text's last `count` tokens."""
         whole = next(logits for of, logits in self.logits.items() if of[: len(text)] == text)
         return whole[len(text) - count : len(text)]
 
 
 def _reference(case: _Case, seed: int) -> tuple[_Texts, PreTrainedModel]:
-    """Returns transformers' uncached results and the model, for the first small config that works."""
+    """Returns the texts with transformers' uncached logits, and the model, for the first small config that works."""
     reasons = []
     for with_widths in (True, False):
         try:
@@ -188,7 +188,7 @@ def _reference(case: _Case, seed: int) -> tuple[_Texts, PreTrainedModel]:
 
 
 def _random_model(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """Returns a model with weights so large that a wrong key shows; keeps torch's generator state."""
+    """Returns a model with weights so large that a wrong key shows; preserves torch's generator state."""
     with torch.device("meta"):
         parameters = kind._from_config(config, dtype=torch.float32).num_parameters()
     if parameters > MAX_PARAMETERS:
@@ -229,7 +229,7 @@ class _Attended:
 
 
 class _RecordedBatch(RaggedBatch):
-    """Records the attention arguments of each layer."""
+    """Batch that records each layer's attention arguments."""
 
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
         super().__init__(rows, cache, SdpaGather())
@@ -243,7 +243,7 @@ class _RecordedBatch(RaggedBatch):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A row of a step, and the texts whose logits it must give; for a tree, one per node."""
+    """A row of a step, and the logits that it must yield."""
 
     row: InputRow
     expected: Tensor
@@ -260,7 +260,7 @@ class _CheckedRank:
         self._group = group
 
     def run(self, texts: _Texts) -> None:
-        """Takes every kind of step. Raises _WrongError at the first that differs from transformers or the config."""
+        """Runs every kind of step. Raises _WrongError at the first one that contradicts transformers or the config."""
         try:
             self._run(texts)
         except BaseException:
@@ -308,7 +308,7 @@ class _CheckedRank:
         self._check_attention(batch.attended)
         expected = torch.cat([part.expected for part in parts])
         furthest = float((logits - expected).abs().max() / expected.abs().max())
-        if not furthest < TOLERANCE:  # true for NaN, too
+        if not furthest < TOLERANCE:  # also true for NaN
             raise _DifferentLogitsError(
                 f"its logits differ by {furthest:.2g} of the largest from those of transformers' own forward, compared"
                 f" for {what} with small random weights"
@@ -343,7 +343,7 @@ def _shares(model: PreTrainedModel, ranks: int) -> list[tuple[PreTrainedModel, G
 
 
 def _share(model: PreTrainedModel, group: Group) -> PreTrainedModel:
-    """Returns one rank's share of a model, as loading would make it."""
+    """Returns one rank's share of a model, as loading would create it."""
     share = copy.deepcopy(model)
     weights = dict(model.state_dict())
     cuts = shard(share, group)

@@ -1,4 +1,4 @@
-"""Splits a model's linear layers over tensor-parallel ranks, as transformers' plan for its architecture says.
+"""Splits a model's linear layers over tensor-parallel ranks by transformers' plan for the architecture.
 
 Every rank holds plain tensors: its rows or columns of the split layers, and all of the others. Only two kinds of layers
 communicate; the rest of the model does not know about ranks.
@@ -25,7 +25,7 @@ SPLIT = frozenset({COLUMNS, GATHERED, ROWS, ROWS_OF_WHOLE})
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a tensor that a rank holds: `length` from `begin` along a dimension."""
+    """The part of a tensor that a rank holds: `length` elements from `begin` on along `dim`."""
 
     dim: int
     begin: int
@@ -33,12 +33,12 @@ class Cut:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Returns the index that selects the part."""
+        """Index that selects the part."""
         return (slice(None),) * self.dim + (slice(self.begin, self.begin + self.length),)
 
 
 class RowParallelLinear(nn.Linear):
-    """Holds some input columns; the ranks' partial outputs are summed and the bias is added once."""
+    """Holds some input columns of a layer; sums partial outputs over the ranks and adds the bias once."""
 
     def __init__(self, whole: nn.Linear, group: Group, inputs_are_split: bool) -> None:
         cut = _even_cut(1, whole.in_features, group)
@@ -53,13 +53,13 @@ class RowParallelLinear(nn.Linear):
         return self.reduce(F.linear(inputs, self.weight))
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """Sums this rank's product with `weight` over the ranks; overwrites it."""
+        """Sums this rank's `partial` product over the ranks, in place, and adds the bias."""
         self.group.all_reduce(partial)
         return partial if self.bias is None else partial.add_(self.bias)
 
 
 class VocabularyParallelHead(nn.Linear):
-    """Holds some output rows and gathers the outputs: the vocabulary, or another layer that a plan gathers.
+    """Holds some output rows of the LM head, or of another layer that a plan gathers; gathers the outputs.
 
     The last ranks hold fewer rows if the size is not divisible.
     """
@@ -78,13 +78,13 @@ class VocabularyParallelHead(nn.Linear):
         return self.gather(super().forward(inputs))
 
     def gather(self, local: Tensor) -> Tensor:
-        """Gathers the layer's output from this rank's columns."""
+        """Returns the layer's whole output, gathered from all ranks' columns."""
         gathered = self.group.all_gather(F.pad(local, (0, self._rows - local.shape[-1])))  # (ranks, ..., rows)
         return gathered.movedim(0, -2).flatten(-2)[..., : self._outputs]
 
 
 def check_plan(model: PreTrainedModel) -> None:
-    """Raises ModelError for a model without a plan, or with a style that is not implemented."""
+    """Raises ModelError if a model has no plan, or the plan has a style that is not implemented."""
     if not model.tp_plan:
         raise ModelError(f"{type(model).__name__} has no tensor-parallel plan; use target.tensor_parallel: 1")
     others = {name: style for name, style in _styles(model).items() if style not in SPLIT | WHOLE}
@@ -97,7 +97,7 @@ def check_plan(model: PreTrainedModel) -> None:
 
 
 def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
-    """Replaces the model's empty layers by this rank's; returns which parameters are cut, and where.
+    """Replaces the model's empty layers by this rank's parts; returns the cut of each split parameter.
 
     The embedding stays whole.
     """
@@ -124,7 +124,7 @@ def _styles(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _in_plan(name: str) -> str:
-    """Returns a layer's name as plans spell it, with `*` for layer numbers."""
+    """Returns a layer's name as plans write it, with `*` for layer numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

@@ -1,8 +1,8 @@
-"""Shrinks a model's config: keeps every kind of layer, and shortens every length that depends on positions.
+"""Shrinks a model's config: keeps every kind of layer, and shortens every length on which attention depends.
 
-What is proved for the small model holds for the large one only if both take the same paths through the code. So sizes
-keep their relations (as many key heads as query heads, one, or some), and windows and similar lengths become so short
-that a text of a hundred tokens passes them several times.
+A proof for the small model holds for the large one only if both take the same paths through the code. So sizes keep
+their relations (as many key heads as query heads, one, or some), and windows and similar lengths become so short that a
+text of a hundred tokens exceeds them several times.
 """
 
 from typing import Any
@@ -13,15 +13,15 @@ DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
-MIN_LAYERS = 4  # layers within which alternating patterns repeat
+MIN_LAYERS = 4  # first layers to keep; alternating patterns repeat within these
 SMALL_HEADS = 4
 SMALL_HIDDEN = 64
 SMALL_VOCABULARY = 256
-TEXT_TOKENS = 128  # more than the longest text of a check
+TEXT_TOKENS = 128  # upper limit of a check's texts
 WINDOW = 8
-SHORT = 16  # original length of rotary scaling
+SHORT = 16  # original length of RoPE scaling
 
-# Upper limits by field. A field that a config lacks, or that is not a number there, stays unchanged.
+# Upper limits by field. Fields that a config lacks, or that are not numbers, stay unchanged.
 WIDTHS = {
     "intermediate_size": 96,
     "intermediate_size_mlp": 96,
@@ -88,7 +88,7 @@ VOCABULARY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-NUMBERED_LAYERS = (  # lists of layer numbers
+NUMBERED_LAYERS = (  # fields that list layer numbers
     "mlp_only_layers",
     "full_attn_idxs",
     "moe_layers",
@@ -96,7 +96,7 @@ NUMBERED_LAYERS = (  # lists of layer numbers
     "cross_attention_layers",
     "ple_layer_ids",
 )
-DROPPED = (  # fields without effect on computation, or about weights that are absent
+DROPPED = (  # fields that do not affect computation, or that describe weights
     "quantization_config",
     "transformers_version",
     "_name_or_path",
@@ -106,12 +106,12 @@ DROPPED = (  # fields without effect on computation, or about weights that are a
     "auto_map",
     "_attn_implementation",
     "attn_implementation",
-    "attention_types",  # short form of GPT-Neo's layers, beside their list
+    "attention_types",  # short form of GPT-Neo's list of layers
 )
 
 
 def small_config(config: PretrainedConfig, *, context: int | None = None, with_widths: bool = True) -> PretrainedConfig:
-    """Returns a small copy that stands for texts of up to `context` tokens, or up to the model's positions.
+    """Returns a small copy that represents texts of up to `context` tokens; None: up to the model's positions.
 
     A threshold that no such text reaches is not reached in a check either. Without `with_widths`, only layers,
     vocabulary and positions are reduced.
@@ -152,7 +152,7 @@ def _at_most(value: Any, most: int) -> Any:
 
 
 def _cut_layers(fields: dict[str, Any]) -> None:
-    """Keeps one layer of every kind, and at least the first few."""
+    """Keeps one layer of every kind, and at least the first MIN_LAYERS."""
     for name in DEPTH:
         if not _is_count(fields.get(name)):
             continue
@@ -176,7 +176,7 @@ def _cut_layers(fields: dict[str, Any]) -> None:
 
 
 def _shrink_heads(small: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Keeps the relation of key heads to query heads, and whether heads fill the hidden size."""
+    """Preserves the relation of key heads to query heads, and whether the heads' total size is the hidden size."""
     heads = next((fields[name] for name in HEADS if _is_count(fields.get(name))), None)
     hidden = next((fields[name] for name in HIDDEN if _is_count(fields.get(name))), None)
     if not heads or not hidden:
@@ -214,7 +214,7 @@ def _shrink_heads(small: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _shorten_rope(name: str, small: dict[str, Any], fields: dict[str, Any], context: int | None) -> None:
-    """Shortens a scaling's original length so that check texts pass it, unless real texts never do."""
+    """Shortens a scaling's original length so that check texts exceed it, unless real texts never do."""
     by_kind = {kind: part for kind, part in fields[name].items() if isinstance(part, dict)} or {"": fields[name]}
     shortened = {}
     for kind, part in by_kind.items():
@@ -237,6 +237,6 @@ def _shorten_rope(name: str, small: dict[str, Any], fields: dict[str, Any], cont
 
 
 def _rotated(fields: dict[str, Any]) -> int:
-    """Returns a head's size for rotary positions, before partial rotation."""
+    """Returns the size of a head that is rotated, before partial rotation."""
     named = fields.get("qk_rope_head_dim") or fields.get("head_dim")
     return int(named or fields["hidden_size"] // fields["num_attention_heads"])

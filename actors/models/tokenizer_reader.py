@@ -1,4 +1,4 @@
-"""Loads a checkpoint's tokenizer and its end-of-text ids; refuses unsupported ones in one line with a remedy."""
+"""Loads a checkpoint's tokenizer and its end-of-text ids; refuses unsupported ones in one line with a fix."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Loads a tokenizer of the tokenizers library. Raises ModelError if the folder holds none that can be served."""
+    """Loads a fast tokenizer. Raises ModelError if the folder holds none that can be served."""
     folder = Path(folder)
     if not has_tokenizer(folder):
         raise ModelError(
@@ -29,7 +29,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises nothing more specific
+    except Exception as error:  # the tokenizers library raises no more specific class
         raise ModelError(
             f"the tokenizer in {folder} cannot be loaded: {_reason(error)}; fetch its files again, or write a"
             " tokenizer.json with save_pretrained()"
@@ -42,7 +42,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     backend = tokenizer.backend_tokenizer
     if backend.decoder is None and not isinstance(
         backend.model, models.WordLevel
-    ):  # tokenizers of whole words need none
+    ):  # tokenizers of whole words need no decoder
         raise ModelError(
             f"the tokenizer in {folder} has no decoder and cannot turn tokens into text; add the decoder to its"
             " tokenizer.json, as in the original checkpoint"
@@ -51,13 +51,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def id_limit(tokenizer: Any) -> int:
-    """Returns the highest token id plus 1; ids may have gaps, so the number of tokens is not a bound."""
+    """Returns the highest token id plus 1; ids may have gaps, so the number of tokens may be lower."""
     ids: Mapping[str, int] = tokenizer.get_vocab()
     return max(ids.values()) + 1
 
 
 def _reason(error: Exception) -> str:
-    if "trust_remote_code" in str(error):  # advice that does not apply here
+    if "trust_remote_code" in str(error):  # transformers' advice, which does not apply here
         return "it needs Python code of its own (auto_map in tokenizer_config.json), which is never run here"
     text = one_line(error)
     return text if isinstance(error, OSError | ImportError | ValueError) else f"{type(error).__name__}: {text}"
@@ -69,10 +69,10 @@ KEY = "eos_token_id"
 
 @dataclass(frozen=True, slots=True)
 class EndOfText:
-    """The ids that end a text, and the file that names them."""
+    """The end-of-text ids, and the file that states them."""
 
     ids: tuple[int, ...]
-    source: str  # empty: no file names any
+    source: str  # empty: neither a file nor the tokenizer states any
 
     def __str__(self) -> str:
         if not self.ids:
@@ -82,9 +82,9 @@ class EndOfText:
 
 
 def end_of_text(folder: Path) -> EndOfText:
-    """Takes the ids from generation_config.json, else from config.json, else from the tokenizer.
+    """Reads the ids from generation_config.json, else from config.json, else from the tokenizer.
 
-    A file that contains null or [], or only ids that the model cannot produce, names none, and the next one is read.
+    A file with null, [], or only ids that the model cannot produce counts as stating none, so the next one is read.
     Raises ModelError for a broken file.
     """
     folder = Path(folder)
@@ -96,7 +96,7 @@ def end_of_text(folder: Path) -> EndOfText:
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
-    """Returns the ids that end a text; several are usual, none possible."""
+    """Returns the end-of-text ids; several are common, none is possible."""
     return end_of_text(folder).ids
 
 

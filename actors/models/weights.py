@@ -1,4 +1,4 @@
-"""Loads weights from safetensors shards into an empty model: only what this rank holds, cast while reading.
+"""Loads weights from safetensors shards into an empty model: only this rank's parts, cast while reading.
 
 A checkpoint is loaded only if each parameter is stored once, or tied to a stored one, and nothing else is stored.
 """
@@ -29,15 +29,15 @@ from cluster.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHOWN_AFTER_S = 2.0  # seconds after which a load shows a progress bar
+SHOWN_AFTER_S = 2.0  # seconds before a load shows a progress bar
 UNREAD_TENSORS = (
-    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # computed from the config, and stored by old checkpoints
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # stored by old checkpoints, though the config determines them
     r"(^|\.)position_ids$",
     r"(^|\.)(attn|attention)\.masked_bias$",
     r"^mtp\.",  # modules of multi-token prediction, which drafters read
     r"^model\.mtp_layers\.",
 )
-CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.bias$")  # of shape (1, 1, positions, positions)
+CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.bias$")  # shape (1, 1, positions, positions)
 SCALES = re.compile(r"scale|qweight|qzeros|absmax|packed")
 SHOWN_NAMES = 3
 
@@ -50,7 +50,7 @@ class Stored:
 
     path: Path
     shape: Shape
-    key: str  # key in that file
+    key: str  # the tensor's name in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class LoadReport:
     """Time and memory that loading took on one rank."""
 
     seconds: float
-    peak_bytes: int  # peak memory: of the process, or on a GPU of torch's allocator
+    peak_bytes: int  # peak memory of the process, or on a GPU of torch's allocator
     parameters: int  # tied parameters count once
 
 
 def indexed_files(folder: Path) -> dict[str, str]:
-    """Returns the file of each tensor from a checkpoint's index. Raises ModelError for a broken index."""
+    """Returns the file name of each tensor from a checkpoint's index. Raises ModelError for a broken index."""
     path = folder / INDEX
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
@@ -72,10 +72,10 @@ def indexed_files(folder: Path) -> dict[str, str]:
 
 
 def stored_tensors(folder: Path, *, partial: bool = False) -> dict[str, Stored]:
-    """Returns a folder's tensors by key; none if it has no safetensors files that transformers would read.
+    """Returns a folder's tensors by key; empty if it has no safetensors files that transformers would read.
 
-    The index decides which file holds a tensor. With `partial`, files that were not fetched are left out; without, a
-    missing file raises ModelError.
+    The index determines which file holds a tensor. With `partial`, files that were not downloaded are left out;
+    otherwise a missing file raises ModelError.
     """
     single = folder / SINGLE
     if single.is_file():
@@ -100,7 +100,7 @@ def stored_tensors(folder: Path, *, partial: bool = False) -> dict[str, Stored]:
 
 
 def check_has_weights(folder: Path) -> None:
-    """Raises ModelError if a folder has no weights under the expected names, and names what it has instead."""
+    """Raises ModelError if a folder has no weights under the expected file names; the error names what it has."""
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return
     for pattern, kind in (("*.bin", "PyTorch pickles"), ("*.pt", "PyTorch pickles"), ("*.gguf", "GGUF files")):
@@ -126,13 +126,13 @@ def check_no_strays(folder: Path, stored: Mapping[str, Stored]) -> None:
 
 
 def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Returns tensors of one file, on the CPU: those of these names, or all."""
+    """Returns tensors of one file, on the CPU: those with these names, or all."""
     with _opened(path) as shard:
         return {name: shard.get_tensor(name) for name in (list(shard.keys()) if names is None else names)}
 
 
 def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], folder: Path) -> None:
-    """Raises ModelError unless the stored tensors are exactly the model's, in its shapes where known.
+    """Raises ModelError unless the stored tensors are exactly the model's, with the same shapes where known.
 
     Names are compared after transformers' renaming. Tied weights may be stored once.
     """
@@ -152,7 +152,7 @@ def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], fo
             surplus.append(key)
         elif pattern is None:
             stored_shapes[name] = shape
-        else:  # one of the tensors that are merged into a parameter
+        else:  # one of several tensors that are merged into a parameter
             stored_shapes |= {name.replace(targets[pattern][0], target): None for target in targets[pattern]}
     for pair in model.all_tied_weights_keys.items():
         if not stored_shapes.keys().isdisjoint(pair):
@@ -205,7 +205,7 @@ def refuse_misfits(
 
 
 def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
-    """Returns why a checkpoint is not simply this model's tensors under the model's names; empty if it is."""
+    """Returns why a checkpoint's tensors do not match this model's names one to one; empty if they do."""
     if getattr(model.config, "quantization_config", None):
         return "its weights are quantised"
     if any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model, add_legacy=False)):
@@ -227,13 +227,12 @@ def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
 def fill(
     model: PreTrainedModel, stored: Mapping[str, Stored], cuts: Mapping[str, Cut], device: torch.device, show: bool
 ) -> None:
-    """Gives an empty model its weights, cut according to `cuts`; optionally shows a progress bar on stderr for a long
-    load.
+    """Loads an empty model's weights, cut according to `cuts`. With `show`, a long load shows a progress bar on stderr.
 
     Raises ModelError for weights that are not finite.
     """
     empty: dict[str, Tensor] = model.state_dict()
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # a buffer may be a mask of -inf
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # no buffers: masks hold -inf
     parts: dict[str, dict[str, Cut | None]] = defaultdict(dict)  # by key, then by parameter
     for name, key in _origins(model, stored).items():
         parts[key][name] = cuts.get(name)
@@ -251,10 +250,10 @@ def fill(
                         broken.append(read.key)
                     filled |= read.held
                     progress.update()
-            if broken:  # raised once no thread reads the file any more
+            if broken:  # raised only once no thread reads the file
                 raise _not_finite(path, broken, model.dtype)
     model.load_state_dict(filled, assign=True)
-    model.to(device)  # buffers that no checkpoint holds
+    model.to(device)  # moves buffers that no checkpoint holds
     model.requires_grad_(False)
 
 
@@ -270,7 +269,7 @@ def report(model: PreTrainedModel, started: float) -> LoadReport:
 
 
 def _origins(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, str]:
-    """Returns the possible keys of every parameter and buffer; a checkpoint may hold either or both of tied ones."""
+    """Returns the stored key of every parameter and buffer; of tied ones, a checkpoint may hold either or both."""
     origins = {name: name for name in model.state_dict() if name in stored}
     for target, source in model.all_tied_weights_keys.items():
         for name, other in ((target, source), (source, target)):
@@ -282,12 +281,12 @@ def _origins(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, 
 @dataclass(frozen=True, slots=True)
 class _Read:
     key: str
-    whole: Tensor  # everything that this rank holds of it
+    whole: Tensor  # all that this rank holds of the tensor
     held: Mapping[str, Tensor]  # by parameter
 
 
 def _read(shard: Any, key: str, parts: Mapping[str, Cut | None], dtype: torch.dtype, device: torch.device) -> _Read:
-    """Reads what each parameter holds of a tensor, as views of the whole if parameters hold different parts.
+    """Reads the parts of a tensor that parameters hold; different parts are views of the whole tensor.
 
     On a CPU, parts that are neither cast nor cut by columns stay memory-mapped.
     """
@@ -308,12 +307,12 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     if tensor.dtype.itemsize == 1:
         tensor = tensor.to(torch.bfloat16)  # 8-bit floats cannot be compared
-    least, most = torch.aminmax(tensor.detach())  # the maximum propagates NaN
+    least, most = torch.aminmax(tensor.detach())  # minimum and maximum propagate NaN
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
 def check_finite(model: PreTrainedModel, folder: Path) -> None:
-    """Raises ModelError when one of a loaded model's weights is NaN or infinite, naming it."""
+    """Raises ModelError, naming them, if weights of a loaded model are NaN or infinite."""
     if broken := [name for name, weight in model.named_parameters() if not is_finite(weight)]:
         raise _not_finite(folder, broken, model.dtype)
 
@@ -327,7 +326,7 @@ def _not_finite(where: Path, names: Sequence[str], dtype: torch.dtype) -> ModelE
 
 
 def _is_harmless(model: PreTrainedModel, name: str, shape: Shape | None) -> bool:
-    """Returns whether a stored tensor without a place in the model can be ignored without changing its text."""
+    """Returns whether a stored tensor that the model lacks can be ignored without changing its output."""
     text = model.config.get_text_config()
     first = int(getattr(text, "num_hidden_layers", 0))  # modules of multi-token prediction may follow the last layer
     extra = range(first, first + int(getattr(text, "num_nextn_predict_layers", None) or 0))

@@ -1,10 +1,10 @@
 """Access control for a server's streams. A refused caller receives a status and nothing else.
 
-Roles belong to streams, and frames of a stream hold only the kinds of message that its callers may send. So a role is
+Each stream is for one role, and its frames can hold only the kinds of message that this role may send. So a role is
 enforced for each kind of message too.
 
 `Handshakes` counts callers that fail the TLS handshake. gRPC reports when a handshake begins, but not how it ends or
-who the caller was, so each one is checked later: an admitted caller has made a call by then.
+who the caller was, so each one is checked later: an admitted caller has made a call by that time.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ NO_HANDSHAKE = "a caller that did not get through the TLS handshake"
 
 
 class Handshakes:
-    """Counts the handshakes of one server; must be created on the server's event loop."""
+    """Counts failed handshakes of one server; must be created on the server's event loop."""
 
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self._loop = asyncio.get_running_loop()
-        self._begun = 0  # handshakes that were not checked yet
-        self._passed = 0  # those that were followed by a call
+        self._begun = 0  # number of handshakes not yet checked
+        self._passed = 0  # number of these followed by a call
 
     def begins(self) -> None:
         """Records that a handshake begins; called in a gRPC thread, sometimes after the loop has closed."""
@@ -37,7 +37,7 @@ class Handshakes:
             self._loop.call_soon_threadsafe(self._begins)
 
     def called(self) -> None:
-        """Records a call by an admitted caller. Our peers make one call per connection, so extra calls are rare."""
+        """Records a call, which proves one handshake. Peers make one call per connection, so extra calls are rare."""
         self._passed = min(self._passed + 1, self._begun)
 
     def _begins(self) -> None:
@@ -56,20 +56,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor of one server."""
+    """Checks all calls to one server and limits streams per host."""
 
     def __init__(self, credentials: Credentials, refusals: Refusals, max_streams_per_host: int) -> None:
         self.refusals = refusals
         self.handshakes = Handshakes(refusals)
         self._credentials = credentials
         self._max_streams_per_host = max_streams_per_host
-        self.streams: Counter[str] = Counter()  # open streams by host
+        self.streams: Counter[str] = Counter()  # number of open streams by host
         self._rejecting: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._reject)
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Checks calls of every service, gRPC's own included, so a stranger cannot even list the services."""
+        """Checks calls to every service, gRPC's own included, so that a stranger cannot even list the services."""
         self.handshakes.called()
         if self._credentials.belongs(details.invocation_metadata):
             return await continuation(details)
@@ -81,7 +81,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def stream(self, context: Context, role: PeerRole) -> AsyncIterator[None]:
-        """Admits a caller of this role for the duration of a stream; aborts the call if it may not open one."""
+        """Admits a caller of this role for the duration of a stream; aborts the call if the caller is not allowed."""
         host = host_of(context)
         roles = self._credentials.roles(context.auth_context())
         if role not in roles:
@@ -101,5 +101,5 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 def host_of(context: Context) -> str:
-    """Returns a caller's host, without the port, which differs between connections."""
+    """Returns a caller's host without the port, which differs between connections."""
     return context.peer().rpartition(":")[0]

@@ -1,10 +1,10 @@
 """Authentication of peers: by certificates, by a shared token, or, on one machine, none.
 
-The rest of the transport uses a `Credentials` to listen, to dial, and to check callers.
+The other modules use `Credentials` to listen, to dial, and to check callers.
 
-`CertificateFiles` reads cert-manager's layout and allows replacement while in use. Kubernetes swaps all files of a
+`CertificateFiles` reads cert-manager's layout, and files may be replaced while in use. Kubernetes swaps all files of a
 secret at once, but a reader may run between two of them: if certificate and key do not match, the previous set stays in
-use. The channel and server options limit frame sizes and set how soon a silent peer counts as gone.
+use. The channel and server options limit frame sizes and set how soon a silent peer counts as disconnected.
 """
 
 import hmac
@@ -31,7 +31,7 @@ AUTHORITY = "ca.crt"
 
 @dataclass(frozen=True, slots=True)
 class CertificateSet:
-    """PEM data: our certificate, its private key, and the authorities we trust; `authority` may hold several."""
+    """PEM data: own certificate, its private key, and the trusted authorities; `authority` may hold several."""
 
     certificate: bytes
     key: bytes
@@ -39,13 +39,13 @@ class CertificateSet:
 
 
 class CertificateFiles:
-    """The latest complete set of certificates in a folder."""
+    """Reads certificates from a folder; keeps the latest complete set."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError, naming what is missing or does not match."""
+        """Reads the first set. Raises ConfigError, naming what is missing or does not match."""
         self._folder = folder
         self._current = self._read()
-        self._unfit: str | None = None  # why the latest set was rejected
+        self._unfit: str | None = None  # why the latest set was rejected; None: it was not
 
     def current(self) -> CertificateSet:
         """Reads the folder and returns the latest complete set; never raises."""
@@ -79,7 +79,7 @@ class CertificateFiles:
                 f"trust.certificates: {self._folder / AUTHORITY} holds no certificates: {error}"
             ) from error
         try:
-            # `load_cert_chain` takes only paths, so the files are compared afterwards with the bytes read above.
+            # `load_cert_chain` takes only paths, so the files are then compared with the bytes read above.
             context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, password="")
             is_same = (self._folder / CERTIFICATE).read_bytes() == certificates.certificate
             is_same = is_same and (self._folder / KEY).read_bytes() == certificates.key
@@ -99,18 +99,18 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # this one is decisive; its default is a minute
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # this timeout takes effect; its default is a minute
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    ("grpc.use_local_subchannel_pool", 1),  # redialing a peer that hung must not reuse a pooled connection
+    ("grpc.use_local_subchannel_pool", 1),  # redialing a hanging peer must not reuse a pooled connection
     ("grpc.so_reuseport", 0),
 )
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *CHANNEL_OPTIONS,
-    ("grpc.max_concurrent_streams", 64),  # per connection; ours uses one
+    ("grpc.max_concurrent_streams", 64),  # per connection; peers use one
 )
 
 
@@ -121,19 +121,19 @@ EVERY_ROLE = frozenset(PeerRole)
 
 
 def ignore() -> None:
-    """Does nothing; the default for callers that do not count handshakes."""
+    """Does nothing; default for callers that do not count handshakes."""
 
 
 class Credentials(Protocol):
-    """Credentials of one process in its role."""
+    """Credentials with which one process, in its role, listens, dials and checks callers."""
 
     @property
     def metadata(self) -> Metadata:
-        """Metadata sent with each stream that we open."""
+        """Metadata sent with each stream that this process opens."""
         ...
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
-        """Binds a server; returns the port. `begins` is called, in any thread, as each TLS handshake begins."""
+        """Binds a server; returns the port. Calls `begins`, in any thread, when a TLS handshake begins."""
         ...
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
@@ -145,7 +145,7 @@ class Credentials(Protocol):
         ...
 
     def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
-        """Returns the roles in which a caller may act whose connection proves this."""
+        """Returns the roles that a caller's connection proves."""
         ...
 
 
@@ -176,10 +176,10 @@ class NoCredentials:
 
 
 class TokenFile:
-    """Accepts every caller with the shared token, in any role; nothing is encrypted."""
+    """Accepts every caller with the shared token, in any role; does not encrypt."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if the file holds no token."""
+        """Reads the tokens. Raises ConfigError if the file holds none."""
         self._path = path
         self._tokens = self._read()
 
@@ -196,7 +196,7 @@ class TokenFile:
     def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         header = next((value for key, value in metadata if key == AUTHORIZATION), "")
         presented = header.encode() if isinstance(header, str) else header
-        # Compares with all tokens, in constant time each, so that the duration reveals nothing.
+        # Compares with all tokens, each in constant time, so that the duration reveals nothing.
         matches = [hmac.compare_digest(presented, f"Bearer {token}".encode()) for token in self._current()]
         return any(matches)
 
@@ -222,7 +222,7 @@ class TokenFile:
 
 
 class MutualTls:
-    """Mutual TLS: both sides present certificates of the same authority, which contain their roles."""
+    """Mutual TLS: both sides present certificates, signed by the same authority, that contain their roles."""
 
     metadata: Metadata = ()
 
@@ -250,14 +250,14 @@ class MutualTls:
         return server.add_secure_port(f"{host}:{port}", offered)
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
-        """Dials with the role as the expected name: addresses are those of pods, which no certificate contains."""
+        """Dials with the role as the expected name, because certificates do not contain the addresses of pods."""
         certificates = self._files.current()
         shown = grpc.ssl_channel_credentials(certificates.authority, certificates.key, certificates.certificate)
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.name_in_certificate))
         return grpc.aio.secure_channel(address, shown, options=options)
 
     def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        return True  # otherwise the handshake would have failed
+        return True  # the handshake has already checked the certificate
 
     def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
         names = auth_context.get("x509_subject_alternative_name", ())

@@ -1,7 +1,7 @@
 """Long-lived bidirectional streams of frames, with one writer and one bounded queue per peer.
 
-The writer sends everything that is due for its peer as one frame. No peer waits for another peer's write: a queue that
-overflows means that the peer is down.
+The writer sends all messages queued for its peer as one frame, up to a size limit. No peer waits for another peer's
+write: if a queue overflows, its peer counts as disconnected.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from protos.messages import MAX_STATES_BYTES, PROTOCOL_VERSION, Hello, Message, 
 
 
 async def until_one_ends(*coroutines: Any) -> None:
-    """Runs until the first coroutine ends, cancels the others, and raises what the first one raised."""
+    """Runs until the first coroutine ends, cancels the others, and raises the first one's exception, if any."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -42,13 +42,13 @@ async def until_one_ends(*coroutines: Any) -> None:
 log = logging.getLogger(__name__)
 
 OUTBOX_LIMIT = 8192  # messages; a peer this far behind will not catch up in time
-STATES_OUTBOX_BYTES = 32 << 20  # several windows: a drafter that reattaches is sent messages in flight again
+STATES_OUTBOX_BYTES = 32 << 20  # several windows: after reattaching, a drafter is sent in-flight messages again
 FRAME_BYTES = 4 << 20  # approximate frame size; a single message may be larger
-HELLO_S = 10.0  # time for a caller to send its Hello
-RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # waits between attempts to dial; the last one repeats
+HELLO_S = 10.0  # longest wait for a caller's Hello
+RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # pauses between dial attempts; the last one repeats
 
-MAX_FRAME_MESSAGES = 1024  # per frame: reading it blocks the event loop for some 20 ms
-REST_FACTOR = 40.0  # pause after unrequested messages, as a multiple of the time they took to handle
+MAX_FRAME_MESSAGES = 1024  # reading a frame of this size blocks the event loop for some 20 ms
+REST_FACTOR = 40.0  # pause after unrequested messages, as a multiple of the time taken to handle them
 
 REFUSING = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -59,7 +59,7 @@ REFUSING = (
 
 
 class Outbox:
-    """Messages that are due for one peer."""
+    """Queue of messages for one peer."""
 
     def __init__(self, limit: int = OUTBOX_LIMIT, frame_bytes: int = FRAME_BYTES) -> None:
         self._limit = limit
@@ -69,7 +69,7 @@ class Outbox:
         self._overflow = asyncio.Event()
 
     def put(self, message: Message) -> None:
-        """Enqueues a message without waiting. An overflow ends the stream, which its owner sees as any other break."""
+        """Enqueues a message without waiting. An overflow ends the stream like any other break."""
         if len(self._due) >= self._limit:
             self._overflow.set()
         else:
@@ -77,7 +77,7 @@ class Outbox:
             self._changed.set()
 
     async def take(self) -> list[Message]:
-        """Waits for messages; returns at least one, and at most a frame's worth of what is due."""
+        """Waits for messages; returns at least one, and at most one frame's worth."""
         while not self._due:
             self._changed.clear()
             await self._changed.wait()
@@ -96,16 +96,16 @@ class Outbox:
 
 
 class StatesOutbox(Outbox):
-    """Hidden states that are due for one peer, in small frames, so that other streams can send between them."""
+    """Queue of hidden states for one peer, sent in small frames so that other streams can send in between."""
 
     def __init__(self) -> None:
         super().__init__(frame_bytes=MAX_STATES_BYTES)
         self._bytes = 0
 
     def put(self, message: Message) -> None:
-        """Enqueues a message; the queue is bounded in bytes too.
+        """Enqueues a message; also limits the queue's bytes.
 
-        For a peer that follows the protocol, the windows keep it below that bound.
+        If the peer follows the protocol, the windows keep the queue below that limit.
         """
         self._bytes += encoded_bytes(message)
         if self._bytes > STATES_OUTBOX_BYTES:
@@ -120,7 +120,7 @@ class StatesOutbox(Outbox):
 
 
 class InvalidFrame(ProtocolError):
-    """A frame that no correct peer sends; it ends the stream."""
+    """Raised for a frame that no correct peer sends; it ends the stream."""
 
 
 def decode_after_greeting(frame: ProtoMessage) -> Decoded:
@@ -141,7 +141,7 @@ def decode_after_greeting(frame: ProtoMessage) -> Decoded:
 
 
 def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> Hello:
-    """Returns the greeting. Raises ProtocolError, naming what differs."""
+    """Returns the greeting. Raises ProtocolError, naming the mismatch, if it does not fit this side."""
     if not isinstance(hello, Hello):
         raise ProtocolError("the first frame on a stream must hold a Hello")
     pairs = (
@@ -171,7 +171,7 @@ async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: st
 
 
 async def _read_frame(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-    """Returns the next frame or EOF; aborts the call if the bytes are no frame."""
+    """Returns the next frame or EOF; aborts the call if the bytes are no valid frame."""
     try:
         return await context.read()
     except DecodeError as error:
@@ -185,10 +185,10 @@ async def converse(
     outbox: Outbox,
     on_frame: Callable[[Decoded], int | None],
 ) -> None:
-    """Serves a greeted stream until either side ends it.
+    """Serves a stream after its greeting until either side ends it.
 
-    `on_frame` returns how many of the messages were not requested. A peer that sends many of them is read less often
-    and throttled by TCP, so it cannot monopolize the event loop.
+    `on_frame` returns how many of the messages were not requested. The more such messages a peer sends, the less often
+    it is read, so TCP throttles it and it cannot monopolize the event loop.
     """
 
     async def read() -> None:
@@ -215,8 +215,8 @@ class Link:
     """A stream to one peer, redialed whenever it breaks, until it is closed.
 
     `peer` is the role that the peer has to prove. `call` opens the stream on a channel. `on_up` is called after the
-    peer's Welcome, `on_down` once after each time that the stream was up. `hello` is called for every dial, so that the
-    Hello lists what is alive then.
+    peer's Welcome, `on_down` once each time that a stream that was up breaks. `hello` is called for every dial, so that
+    the Hello lists the sessions alive at that time.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Link:
         on_down: Callable[[], None],
     ) -> None:
         self.address = address
-        self.refused: str | None = None  # why the peer refuses us
+        self.refused: str | None = None  # the peer's reason for refusing the connection
         self.is_up = False
         self._peer = peer
         self._credentials = credentials
@@ -246,7 +246,7 @@ class Link:
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._keep_open())
 
     def send(self, message: Message) -> None:
-        """Sends if the link is up; otherwise the message is dropped."""
+        """Sends the message if the link is up; otherwise drops it."""
         if self.is_up:
             self._outbox.put(message)
 
@@ -266,7 +266,7 @@ class Link:
             except (grpc.aio.AioRpcError, ProtocolError, asyncio.InvalidStateError) as error:
                 failures = 0 if self.is_up else failures + 1
                 self._note(error)
-            except Exception:  # whatever handling a peer's messages raises: it must not end the link for good
+            except Exception:  # no exception from handling a peer's messages may end the link for good
                 failures += 1
                 log.exception("stream to %s broke on a message that could not be handled", self.address)
             finally:
@@ -276,7 +276,7 @@ class Link:
             await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
 
     def _note(self, error: Exception) -> None:
-        """Logs a refusal as an error only once, however often it repeats."""
+        """Logs a break; logs a repeated refusal as an error only once."""
         if not isinstance(error, grpc.aio.AioRpcError):
             log.info("stream to %s broke: %s", self.address, error)
         elif error.code() in REFUSING:
@@ -288,7 +288,7 @@ class Link:
             log.info("stream to %s broke: %s: %s", self.address, error.code(), error.details())
 
     async def _converse(self) -> None:
-        """Dials and runs the stream. Credentials are read for each dial, so replaced ones take effect."""
+        """Dials and runs the stream. Reads credentials for each dial, so that replaced ones take effect."""
         async with self._credentials.dial(self.address, self._peer) as channel:
             stream = self._call(channel, self._credentials.metadata)
             await stream.write(encode(self._frame_type, [self._hello()]))
