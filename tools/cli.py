@@ -108,7 +108,7 @@ def trace(
     ends_before: Annotated[float, typer.Option(min=0, help="Seconds from the window's end to the latest span.")] = 0.0,
     address: RayAddress = "auto",
 ) -> None:
-    """Writes what the actors of a running Slipstream did last, span by span, and shows the duration of each stage."""
+    """Writes the latest spans of a running Slipstream's actors, and shows the duration of each stage."""
     from cluster.telemetry import spans
     from serve_app.app import APPLICATION
     from serve_app.operations.ray_cluster import live_actors

@@ -68,7 +68,7 @@ def run(
 
     One example in five is held out: training stops when the score on half of these no longer improves, and the table
     compares the other half before and after. Conversations with the target itself work best, because a draft learns to
-    predict its target; with --answer the target writes the answers of other conversations anew. A version is added as a
+    predict its target; with --answer the target writes new answers for other conversations. A version is added as a
     candidate, which serves once it is promoted. An interrupted run continues if it is started again with the same
     options.
     """

@@ -60,7 +60,7 @@ def _names(found: Sequence[Span], processes: Mapping[str, int], tracks: Mapping[
         yield {"ph": "M", "name": "thread_name", **where, "args": {"name": track}}
 
 
-# ---------------------------------------------------------------- Gantt picture
+# ---------------------------------------------------------------- Gantt chart
 
 
 def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) -> tuple[float, float]:
@@ -106,7 +106,7 @@ def write_trace(
         picture_path.write_text(svg(trace_chart(found, begins, ends)), encoding="utf-8")
 
 
-# ---------------------------------------------------------------- where the time goes
+# ---------------------------------------------------------------- duration of stages
 
 
 def stages_table(found: Sequence[Span]) -> Table:

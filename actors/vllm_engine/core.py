@@ -142,7 +142,7 @@ class VllmCore:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is left and no page is held for one."""
+        """True if no request is left and no request holds a page."""
         return not self._scheduler.requests and not self._names and self._scheduler.held_pages <= 1  # vLLM holds one
 
     @property
@@ -164,7 +164,7 @@ class VllmCore:
     def _with_extra_results(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not any(outcome.session in self._asking for outcome in outcomes):
             return outcomes
-        by_rank = self._core.collective_rpc("extra_results")  # all ranks make the same decisions
+        by_rank = self._core.collective_rpc("extra_results")  # use any rank's results, since all ranks decide alike
         extra: dict[str, ExtraResults] = by_rank[0]
         answers = [(outcome, extra.get(outcome.session, ExtraResults())) for outcome in outcomes]
         return [replace(outcome, scores=more.scores, margin=more.margin) for outcome, more in answers]

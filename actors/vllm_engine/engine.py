@@ -165,7 +165,7 @@ class VllmEngine:
         return states
 
     async def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar here and in each worker while steps run; returns what is wrong with it, or None."""
+        """Compiles a grammar here and in each worker while steps run; returns its fault, or None."""
         if self._grammars is None:
             return "this target has none"
         await self._on_thread(self._core.begin_grammar, grammar)

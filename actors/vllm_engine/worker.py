@@ -42,7 +42,7 @@ class WorkerStates:
         self._capture: StateCapture | None = None
 
     def keep(self, layer: str, pages: int, page_size: int) -> None:
-        """Allocates the storage; hidden states use the same slots as the keys and values of `layer`."""
+        """Allocates the storage, with the slots that `layer` uses for keys and values."""
         self._layer = layer
         self._capture = StateCapture(self._spec, pages, page_size, self._device, self._project)
 
@@ -111,7 +111,7 @@ class NoSpeculator:
 
 
 class DrawingWorker:
-    """Methods that vLLM adds to its workers as an extension."""
+    """Extension whose methods vLLM adds to its worker class."""
 
     model_runner: Any
     rank: int

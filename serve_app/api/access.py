@@ -123,7 +123,7 @@ SHUTDOWN_S = 5
 
 
 class AdminPort:
-    """Answers 404 to requests for admin endpoints on any port but the admin port."""
+    """Answers 404 to requests for admin endpoints on all ports except the admin port."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -211,7 +211,7 @@ SCHEME = "bearer"
 
 
 class AuthMiddleware:
-    """Puts the caller into the ASGI scope; answers 401 without a valid key."""
+    """Stores the caller in the ASGI scope; answers 401 without a valid key."""
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app

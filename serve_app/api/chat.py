@@ -65,7 +65,7 @@ def options_of(request: ChatRequest) -> TemplateOptions:
 
 
 def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: ResponseReaders) -> ReasoningInPrompt:
-    """Returns the reasoning that the request's prompt already contains, the same for all prompts with these options."""
+    """Returns the reasoning that the prompt already contains; it only depends on the template options."""
     options = options_of(request)
     if options.continues_last:
         return "over"

@@ -41,7 +41,7 @@ Render = Callable[[Rendering], str]
 
 
 class TemplateFailure(Exception):
-    """A template raised, or exceeded the limit that the message names."""
+    """Raised if a template raised, or exceeded the limit that the message names."""
 
 
 def render_here(rendering: Rendering) -> str:

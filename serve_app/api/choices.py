@@ -314,7 +314,7 @@ class ChoiceStream:
 
 
 def _joined(segments: list[Segment]) -> list[Segment]:
-    """Joins adjacent segments of the same kind; calls stay separate."""
+    """Joins adjacent segments of one kind, except calls."""
     joined: list[Segment] = []
     for kind, run in groupby(segments, type):
         if kind is Call:

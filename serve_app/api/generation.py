@@ -94,7 +94,7 @@ async def _follow_one(
                     deltas.put_nowait(delta)
                 if text.finish is not None:
                     break
-    except SlipstreamError:  # release the tokens committed before the failure
+    except SlipstreamError:  # release tokens committed before the failure
         if (rest := text.flush()) is not None:
             deltas.put_nowait(rest)
         raise

@@ -164,7 +164,7 @@ class Metrics:
             self._positions[position].inc()
 
     def families(self) -> Iterator[Metric]:
-        """Returns all metric families, with vLLM's names for those that vLLM has too."""
+        """Returns all metric families; those that vLLM also has appear under vLLM's names too."""
         yield from self.registry.collect()
         yield from self._vllm_names.collect()
 

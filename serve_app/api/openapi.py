@@ -101,7 +101,7 @@ def _event_schema(event: type[BaseModel], ends_with_done: bool) -> Json:
 def openapi_document(api: FastAPI, *, needs_key: bool) -> Json:
     """Returns FastAPI's document, with the schemas of events and without the 422 responses, which are never sent.
 
-    Built once per process, since all applications document the same routes.
+    Cached, since all applications of a process document the same routes.
     """
     if needs_key not in _documents:
         _documents[needs_key] = _build_document(api)

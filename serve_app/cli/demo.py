@@ -167,7 +167,7 @@ def find_gguf(wheel: str = WHEEL) -> Path:
 
 
 def require_reader(module: str = READER) -> None:
-    """Raises ModelError if transformers cannot read GGUF files because the extra `demo` is missing."""
+    """Raises ModelError if transformers cannot read GGUF files, which takes the extra `demo`."""
     if find_spec(module) is None:
         raise ModelError(
             f"unpacking the demo's target model needs the package {module}; install it: pip install {module}"

@@ -192,7 +192,7 @@ class LearningState(_Shown):
     version: int  # version of the draft; 0: as configured
     progress: float | None  # completed share of the running training's steps
     before: float | None  # agreement on held-out examples before the latest training
-    after: float | None  # the same after that training
+    after: float | None  # agreement on held-out examples after it
 
 
 class Track(_Shown):

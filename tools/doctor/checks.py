@@ -145,7 +145,7 @@ def _versions_seen(found: Sequence[NodeFacts]) -> str:
     return ", ".join(f"{what} {found[0].versions[what]}" for what in MATTERS) if found else "none"
 
 
-# ------------------------------------------------------------ what a node has
+# ------------------------------------------------------------ ports, memory and models of a node
 
 
 def _ports(found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
@@ -240,7 +240,7 @@ def _auth_seen(found: Sequence[NodeFacts]) -> str:
     return ", ".join(sorted({facts.ray_auth for facts in found})) or "not seen"
 
 
-# ------------------------------------------------------------ between nodes
+# ------------------------------------------------------------ calls and clocks between nodes
 
 
 def _grpc(facts: ClusterFacts, names: dict[str, str]) -> Iterator[str]:

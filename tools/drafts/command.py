@@ -42,7 +42,7 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Describes a draft checkpoint, what it needs and how to configure it; exit status 1: it does not fit."""
+    """Describes a draft checkpoint, its needs and its configuration; exit status 1 if it does not fit."""
     from actors.models.checkpoint import local_folder
     from cluster.config import apply_overrides
     from tools.drafts.inspection import inspect_draft

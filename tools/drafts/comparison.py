@@ -103,7 +103,7 @@ def _measured(
     return measures(name, draft.method, temperature, asked, comparison.draft_lengths, comparison.nodes, states_bytes)
 
 
-# ---------------------------------------------------------------- shown
+# ---------------------------------------------------------------- tables, data and chart
 
 
 def comparison_sheets(compared: Compared) -> list[Table]:

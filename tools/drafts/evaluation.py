@@ -133,7 +133,7 @@ class MeasuredTarget:
         return lock_step(Session(generation), drafter, method, target, executor)
 
     def decode(self, generation: Generation) -> DecodedText:
-        """Decodes with minimal speculation; under Gumbel coupling, any drafts give the same text."""
+        """Decodes with minimal speculation; under Gumbel coupling, drafts do not change the text."""
         tokens = list(generation.prompt)
         ends = []
         for emit in self.run(generation, NgramDraft(1, 1), trees=False):

@@ -88,7 +88,7 @@ def render(
         Path | None, typer.Option(metavar="FOLDER", help="Folder to write to; default: the one of CONFIG.")
     ] = None,
 ) -> None:
-    """Writes the manifests of CONFIG beside it, for `kubectl apply -k`."""
+    """Writes the manifests of CONFIG to its folder, for `kubectl apply -k`."""
     from cluster.config import load_config
 
     config = load_config(config_path, overrides or (), os.environ)

@@ -22,7 +22,7 @@ from tools.simulation.oracle import ClosedLoop, Poisson, Workload
 from tools.simulation.world import World
 
 ROUNDS_OF_LOAD = 4  # simulated sessions per concurrent session, at a given concurrency
-ROUNDS_OF_ARRIVALS = 8  # the same at a given rate, where it takes longer to see whether the queue grows
+ROUNDS_OF_ARRIVALS = 8  # simulated sessions per concurrent session at a given rate, where queues grow slowly
 MIN_SESSIONS = 32  # minimum sessions per target, at a given concurrency
 MIN_ARRIVALS = 64  # minimum sessions per target, at a given rate
 MAX_ARRIVALS = 1024
@@ -114,7 +114,7 @@ def is_promising(candidate: CandidateFleet, results: Sequence[CandidateResult], 
 
 
 def _with_fleet(one: CandidateResult, candidate: CandidateFleet, inputs: PlanInput) -> CandidateResult:
-    """Returns the result if another fleet had the same speed per target."""
+    """Returns the result for another fleet with an equal speed per target."""
     cost = cost_per_million(inputs.prices, candidate, one.tokens_per_s * candidate.targets)
     return replace(one, candidate=candidate, cost_per_million=cost)
 

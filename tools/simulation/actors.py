@@ -109,7 +109,7 @@ class SimulatedDrafter:
     def _recover(self) -> None:
         self._method.is_noise = False
 
-    # ------------------------------------------------------------ the loop
+    # ------------------------------------------------------------ loop
 
     def _go_on(self) -> None:
         """Begins a pass if there is something to draft; requested blocks interrupt a pass ahead of verdicts."""
@@ -302,11 +302,11 @@ class SimulatedTarget:
         self._wires: dict[str, Wire] = {}  # by stream name
         self._streams: Counter[str] = Counter()
         self._in_step = False
-        self._over: Callable[[], None] | None = None  # called once it has left as planned
+        self._over: Callable[[], None] | None = None  # callback after a planned end
         self._wakes_at: float | None = None
         self.endpoint = Endpoint(process, self._up, self._frame, self._down)
 
-    # ------------------------------------------------------------ the loop
+    # ------------------------------------------------------------ loop
 
     def _go_on(self) -> None:
         """Starts a step if one is due, otherwise schedules a wake-up."""

@@ -63,7 +63,7 @@ Frame = Sequence[Message]
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    """Faults of frames beyond those that gRPC streams allow."""
+    """Faults that gRPC streams exclude but the schedulers tolerate."""
 
     lost: float = 0.0  # lost share of frames between drafters and targets
     duplicated: float = 0.0  # duplicated share of all frames

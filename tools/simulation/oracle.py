@@ -184,7 +184,7 @@ class OracleMethod:
         """Drafts ahead in no virtual time; a simulated drafter runs the search itself, in virtual time."""
         return proposals(draft_ahead(self, requests, ForwardTime(), lambda: 0.0, interrupted, early))
 
-    # ------------------------------------------------------------ what the search ahead goes by
+    # ------------------------------------------------------------ interface of the lookahead search
 
     def roots(self, request: LookaheadRequest) -> list[BlockDraft]:
         """Returns roots with known candidates for the block; candidates after it need a forward."""

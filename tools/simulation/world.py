@@ -412,7 +412,7 @@ class World:
         self.abandoned += dead.assignments
         self._follow_up()
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ final checks and report
 
     def _check(self) -> None:
         missing = self.config.load.sessions - len(self.over) - len(self.abandoned)
