@@ -90,7 +90,7 @@ class ChatQuestion:
     draft_tokens: int | None = None
     temperature: float = 0.0
     acceptance: Literal["coupled", "rejection"] | None = None
-    earlier: Sequence[Turn] = ()  # messages before this question
+    earlier: Sequence[Turn] = ()  # messages of the conversation before this question
     seed: int | None = None
 
     @property

@@ -54,7 +54,7 @@ class WatchedEngine(Engine, Protocol):
     """A replica's engine, with measured step costs and a way to notice its failure."""
 
     step_cost: ForwardCost
-    reports: tuple[RankReport, ...]  # reports of our own ranks; vLLM has none
+    reports: tuple[RankReport, ...]  # one per rank of our own engine; vLLM has none
     pids: tuple[int, ...]
 
     async def watch(self) -> NoReturn:

@@ -164,7 +164,7 @@ def parse(schema: type[RequestT], body: bytes, bounds: RequestBounds) -> Request
 
 
 def check(schema: type[RequestT], data: object, bounds: RequestBounds) -> RequestT:
-    """Validates parsed JSON as a request."""
+    """Validates parsed JSON as a request of type `schema`."""
     try:
         return schema.model_validate(data, context=bounds)
     except ValidationError as error:
@@ -230,7 +230,7 @@ def _step(part: Any) -> str:
 
 
 class UnservedFields(RequestPart):
-    """Fields common to completions and chats."""
+    """Inert and unserved fields of completions and chats."""
 
     user: str | None = None
     session_id: str | None = None
@@ -254,7 +254,7 @@ class UnservedFields(RequestPart):
 
 
 class UnservedCompletionFields(UnservedFields):
-    """Fields of completions only."""
+    """Inert and unserved fields of completions only."""
 
     add_special_tokens: Annotated[Any, unserved(True)] = None
     best_of: Annotated[Any, unserved(1)] = None
@@ -263,7 +263,7 @@ class UnservedCompletionFields(UnservedFields):
 
 
 class UnservedChatFields(UnservedFields):
-    """Fields of chat completions only."""
+    """Inert and unserved fields of chat completions only."""
 
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -290,7 +290,7 @@ class UnservedChatFields(UnservedFields):
 
 
 class UnservedMessageFields(RequestPart):
-    """Fields of chat messages; clients send an answer's message back unchanged."""
+    """Inert and unserved fields of chat messages; clients send an answer's message back unchanged."""
 
     name: str | None = None
     parsed: Any = None  # OpenAI's client sends its parsed value back; ignored

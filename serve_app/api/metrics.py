@@ -124,7 +124,7 @@ class Metrics:
 
     @contextmanager
     def request(self, endpoint: str) -> Iterator[RequestRecord]:
-        """Counts the request when the block ends, under the status in its record."""
+        """Counts the request as running until the block ends, then under the status in its record."""
         record = RequestRecord()
         started = self._clock()
         with self._running.track_inprogress():

@@ -51,7 +51,7 @@ class RequestMetrics(_Body):
 
 
 class Trace(_Body):
-    """Extension, sent on request: shows which text was drafted."""
+    """Extension, sent on request: shows which part of the chunk's text was drafted."""
 
     tokens: int = 0
     accepted: int = 0

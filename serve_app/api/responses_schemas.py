@@ -153,7 +153,7 @@ class ResponsesStreamOptions(RequestPart):
 
 
 class ResponsesRequest(SamplingFields, UnservedFields):
-    """Body of POST /v1/responses. Fields that chats also have keep their meaning."""
+    """Body of POST /v1/responses. Fields that chats also have mean the same."""
 
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
     input: Annotated[

@@ -80,7 +80,7 @@ class Detokenizer:
         return self._give(text, len(text))
 
     def preview(self, tokens: Sequence[int]) -> str:
-        """Returns the text of `tokens` if they came next, special tokens included."""
+        """Returns the text that `tokens` would add if they came next, including that of special tokens."""
         return self._decode([*self._window, *tokens])[self._released :]
 
     def _give(self, text: str, end: int) -> str:
@@ -160,7 +160,7 @@ class StopMatcher:
         return "" if self.matched else self._release(len(self._held))
 
     def _completes(self, end: int) -> bool:
-        """Returns whether a stop string ends at `end`; if so, its start is the first remaining candidate."""
+        """Returns whether a stop string ends at `end`; its start is then the first remaining candidate."""
         left: list[int] = []
         for start in self._starts:
             tail = self._held[start:end]

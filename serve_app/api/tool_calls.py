@@ -321,7 +321,7 @@ ARGUMENTS = {"probe_key": "probe value", "probe_other": "other value"}
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """Form of arguments between tags: strings are verbatim, other values JSON."""
+    """Form of arguments between tags; strings are written verbatim, other values as JSON."""
 
     before_key: str
     before_value: str

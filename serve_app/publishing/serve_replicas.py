@@ -29,7 +29,9 @@ def replicas_metrics(pool: DeploymentHandle[Any]) -> Gather:
 
     async def ask() -> Sequence[Sequence[Metric]]:
         answers: Sequence[bytes | Exception]
-        answers = await pool.broadcast("metrics").results_async(return_exceptions=True)  # some may be stopping
+        answers = await pool.broadcast("metrics").results_async(
+            return_exceptions=True
+        )  # replicas that are stopping do not answer
         return [unpack_families(answer) for answer in answers if isinstance(answer, bytes)]
 
     return ask

@@ -74,7 +74,7 @@ async def _run(
 
 
 def load_point(arm: str, load: float, outcomes: Sequence[TimedAnswer | EndpointError], seconds: float) -> LoadPoint:
-    """Summarizes a run of `seconds`. Raises the run's first failure if no request was answered."""
+    """Summarizes a run that took `seconds`. Raises its first failure if no request was answered."""
     answers = [outcome for outcome in outcomes if isinstance(outcome, TimedAnswer)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, EndpointError)]
     if not answers:
