@@ -29,9 +29,7 @@ def replicas_metrics(pool: DeploymentHandle[Any]) -> Gather:
 
     async def ask() -> Sequence[Sequence[Metric]]:
         answers: Sequence[bytes | Exception]
-        answers = await pool.broadcast("metrics").results_async(
-            return_exceptions=True
-        )  # replicas that are stopping do not answer
+        answers = await pool.broadcast("metrics").results_async(return_exceptions=True)  # stopping replicas fail
         return [unpack_families(answer) for answer in answers if isinstance(answer, bytes)]
 
     return ask

@@ -99,7 +99,7 @@ class ArmSummary:
     arm: str
     concurrency: int
     tokens_per_s: float
-    first_token_s: float  # median over answers
+    first_token_s: float  # median over all answers
     latency_s: float  # median over answers
     tally: Tally
 

@@ -22,7 +22,7 @@ from serve_app.operations.deploying import RAY_DRAIN, drain_s
 from serve_app.serve_manifest import application, serve_file
 
 ROUTER_CPUS = 1
-POOL_LABEL = "pool"  # node label: a pool's replicas run in the group named after the pool
+POOL_LABEL = "pool"  # node label; a pool's replicas run in the group named after the pool
 RAY_ENDS_S = 30  # seconds that Ray's processes take to exit after the drain
 SPARE = 2  # maximum size of a scaling group, as a multiple of the pods that its pool may need
 

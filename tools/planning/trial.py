@@ -168,7 +168,7 @@ PRECISION = 0.01  # share of the search interval
 class Limits:
     """Limits within which a fleet gains."""
 
-    candidate: CandidateFleet  # in lock step
+    candidate: CandidateFleet  # simulated in lock step
     at_once: int  # concurrent sessions per target
     acceptance: float | None  # least acceptance with a gain; None if none suffices
     draft_s: float  # seconds of a drafting pass that cancels the gain; 0 if verification alone does
@@ -216,7 +216,7 @@ def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: Candida
         return shortest.at
     longest_s = (candidate.draft_tokens + 1) * inputs.costs.non_speculative_s(
         sessions
-    )  # with a longer pass, no acceptance could gain
+    )  # a longer pass cancels the gain even if all drafts are accepted
     return crossing(saved, shortest, Point(longest_s, saved(longest_s)))
 
 

@@ -18,13 +18,13 @@ MAX_TARGET_FAULTS = 2  # lost targets that a session survives
 
 
 class Kind(Enum):
-    DIES = "dies"  # is replaced after `seconds`
-    HANGS = "hangs"  # for `seconds`, then handles all that arrived meanwhile
+    DIES = "dies"  # stops at once; another process replaces it after `seconds`
+    HANGS = "hangs"  # handles nothing for `seconds`, then everything that arrived meanwhile
     STALLS = "stalls"  # computes nothing for `seconds`, but still receives messages
-    SLOWS_DOWN = "slows down"  # for `seconds` seconds
-    IS_CUT_OFF = "is cut off"  # all its streams break, but the process goes on
-    LEAVES = "leaves"  # as planned, within `seconds`, and is replaced
-    DRAFTS_NOISE = "drafts noise"  # drafters only: proposes wrong tokens for `seconds`, as with damaged weights
+    SLOWS_DOWN = "slows down"  # computes more slowly for `seconds`
+    IS_CUT_OFF = "is cut off"  # loses all its streams, but keeps running
+    LEAVES = "leaves"  # ends as planned within `seconds`; another process replaces it
+    DRAFTS_NOISE = "drafts noise"  # drafters only: drafts wrong tokens for `seconds`, as if its weights were damaged
 
 
 LASTING = (Kind.HANGS, Kind.STALLS, Kind.SLOWS_DOWN, Kind.DRAFTS_NOISE)

@@ -52,7 +52,7 @@ class Commit:
 @value
 class Arrival:
     at_s: float
-    tokens: int  # tokens committed by the session's end
+    tokens: int  # tokens that the session has committed at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class SimulationReport:
     failed: int  # sessions that ended with an error, since no target was available
     abandoned: int  # sessions lost with their router
     tokens: int  # committed tokens
-    tokens_per_s: float  # over the middle half of the tokens, under full load
+    tokens_per_s: float  # rate over the middle half of the tokens, under full load
     met: float  # committed share of the tokens requested while sessions arrive
-    latency_s: float  # median over whole sessions
-    first_token_s: float  # median over sessions
+    latency_s: float  # median time of whole sessions
+    first_token_s: float  # median time to the first token
     longest_gap_s: float  # longest time between two commits of a session
     verifies: int  # committed verdicts
     blocks: int  # committed verdicts over a block
