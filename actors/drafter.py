@@ -93,7 +93,9 @@ class Drafter:
         self._reporter = DraftReporter(figures.cost)
         self._progress = Watchdog(TimeoutPolicy())
         self.refused: Counter[str] = Counter()  # number of malformed messages by kind
-        self.pass_s: defaultdict[str, float] = defaultdict(float)  # seconds spent in passes, requested or ahead
+        self.pass_s: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds spent in passes, requested or ahead of verdicts
         self._credentials = access.credentials
         self._tracer = tracer
         self._method = method
@@ -106,7 +108,7 @@ class Drafter:
         self._feeds: dict[str, Link] = {}  # streams of hidden states by name, for methods that read them
         self._changed = asyncio.Event()
         self._left = asyncio.Event()  # set once all sessions have left a draining drafter
-        self._wanted = threading.Event()  # interrupts drafting ahead
+        self._wanted = threading.Event()  # set to interrupt drafting ahead
         self._streams = 0
 
     # ------------------------------------------------------------ the loop

@@ -247,6 +247,6 @@ class GrammarCompiler:
         if not matcher.is_error():
             trial.compute_bitmask()  # reveals errors of unreachable rules
         if trial.is_error():
-            why, *_ = trial.get_error().split("\n<")  # the rest of the message is for the library's developers
+            why, *_ = trial.get_error().split("\n<")  # drops the part meant for the library's developers
             raise GrammarError(REWORDED_ERRORS.get(why, why)[:MAX_MESSAGE_CHARS])
         return matcher

@@ -27,7 +27,7 @@ from actors.sampling.gumbel import Purpose, gumbel_argmax, key, uniform_scalar
 from protos.messages import Acceptance
 
 Model = Callable[[list[int]], Tensor]
-"""Maps tokens to logits, shape (tokens, vocabulary); row i scores the token after tokens[: i + 1]."""
+"""Maps tokens to logits, (tokens, vocabulary); row i scores the token after tokens[: i + 1]."""
 
 
 @dataclass(frozen=True, slots=True)

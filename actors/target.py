@@ -31,7 +31,7 @@ from protos.codec import Decoded
 from protos.messages import Block, Close, Hello, Message, Open, Refusal, RefusalReason, Welcome
 
 Prepare = Callable[[str], Awaitable[str | None]]
-"""Compiles a grammar where it will be needed; returns why not, where that cannot be."""
+"""Compiles a grammar for the engine; returns an error message, or None if it succeeded."""
 
 
 @dataclass

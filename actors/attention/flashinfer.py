@@ -54,7 +54,7 @@ class FlashInfer:
 
 
 class FlashInferPlan:
-    """One call per layer for all rows; layers of the same shape share a plan, made at the first of them.
+    """Makes one call per layer for all rows; layers of the same shape share a plan, made at the first of them.
 
     FlashInfer plans on the host and copies its integers itself.
     """

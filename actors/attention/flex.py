@@ -18,9 +18,7 @@ from protos.draft_tree import MAX_BLOCK_TOKENS
 
 QUERY_BLOCK = 128  # queries that share a list of pages
 MIN_BLOCK_KEYS = 16  # smallest number of keys per kernel block
-MAX_KERNELS = (
-    64  # kernels that torch may build before it falls back to computing every score: chains, trees, windows, ...
-)
+MAX_KERNELS = 64  # kernels that torch may build before it computes every score instead: chains, trees, windows, ...
 WORD = 32  # nodes per bit set
 WORDS = -(-MAX_BLOCK_TOKENS // WORD)
 

@@ -94,14 +94,14 @@ def _head_dim(config: PretrainedConfig, heads: int) -> int:
 
 # The trial has one block per row after contexts of several lengths, as in a target.
 QUERIES = 5
-PARENTS = (-1, 0, -1, 2)  # for a tree: parents of all tokens but the first
+PARENTS = (-1, 0, -1, 2)  # parents of the block's nodes, if it is a tree
 CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
 WINDOW = 100
 PROMPT_TOKENS = 300  # tokens of a prompt chunk: more than one query block of a kernel
 WARM_UPS = 2
 REPEATS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Raised by libraries that are missing, not built for this device, or unsuited to this shape.
+# Errors of libraries that are missing, not built for this device, or unsuited to this shape.
 BACKEND_ERRORS = (
     ImportError,
     RuntimeError,
@@ -120,12 +120,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One backend's trial: milliseconds of attention per step, or why the backend is unusable."""
+    """Result of one backend's trial: milliseconds of attention per step, or why the backend is unusable."""
 
     name: str
     step_ms: float | None
     refused: str = ""
-    no_trees: str = ""  # why it does not support trees, if it is usable otherwise
+    no_trees: str = ""  # why a usable backend does not support trees
 
 
 @dataclass(frozen=True, slots=True)

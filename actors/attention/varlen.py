@@ -33,7 +33,7 @@ class Varlen:
 
 
 class VarlenPlan:
-    """Plan with one call per layer for all rows."""
+    """Makes one call per layer for all rows."""
 
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache, kernel: Callable[..., Any]) -> None:
         self._kernel = kernel

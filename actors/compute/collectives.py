@@ -14,7 +14,7 @@ from torch import Tensor
 
 THREAD_TIMEOUT_S = 30.0  # a thread that takes longer to answer has failed
 SHARED_MEMORY = Path("/dev/shm")
-CACHE_LINE = 64  # bytes; each counter has a separate cache line
+CACHE_LINE = 64  # bytes; counters do not share cache lines
 BUFFER_BYTES = 1 << 20  # larger tensors are exchanged in pieces
 SYS_FUTEX = 202  # system call number on x86-64 Linux
 FUTEX_WAIT = 0

@@ -129,7 +129,7 @@ def decode_rows(data: bytes, layout: StatesFormat) -> Tensor:
 
 
 StateProjection = Callable[[Tensor], Tensor]
-"""What the target makes of the streams, (n, layers x hidden), before they are sent: (n, width)."""
+"""Projects streams, (n, layers x hidden), to the rows that the target sends, (n, width)."""
 
 
 @dataclass(frozen=True, slots=True)

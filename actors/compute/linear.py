@@ -34,7 +34,7 @@ class Projection(Protocol):
 
 
 Product = Callable[[Tensor, Tensor | None], Projection]
-"""Makes one of weights, shape (outputs, inputs), and a bias or none."""
+"""Creates a projection from weights, (outputs, inputs), and an optional bias."""
 
 
 class PlainProjection:
@@ -109,7 +109,9 @@ class EightBitProjection:
             alone: Tensor = self._linear(x, self._weight, self._reduce_range)
             return alone
         largest = x.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
-        together: Tensor = self._linear(x / largest, self._weight, self._reduce_range)  # one scale for all rows
+        together: Tensor = self._linear(
+            x / largest, self._weight, self._reduce_range
+        )  # torch applies one scale to all rows
         return together.mul_(largest)
 
 

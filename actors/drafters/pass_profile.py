@@ -26,7 +26,7 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     sessions = [_session(limits, index) for index in range(sizes[-1])]
     for session in sessions:
         method.open(session)
-        if isinstance(method, ReadsStates):  # the states are all zeros
+        if isinstance(method, ReadsStates):  # states of zeros
             method.states(session.session, 0, bytes((PROMPT_TOKENS - 1) * method.states_format.row_bytes))
     batches = [[_request(each, length) for each in sessions[:rows]] for rows in sizes for length in lengths]
     seconds = iter(fastest_s([partial(method.draft, requests) for requests in batches]))

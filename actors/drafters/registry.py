@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class DraftSetup:
     """Deployment facts that a method needs besides its own configuration section."""
 
-    dtype: str  # of draft and target
+    dtype: str  # dtype of draft and target
     max_context: int  # tokens of the longest session
     draft_tokens: int  # tokens of the longest block
     target_tokens: Mapping[int, str]  # token strings by id; other ids are never proposed

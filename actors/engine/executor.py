@@ -28,7 +28,7 @@ from protos.messages import Open, TokenScore
 @dataclass(slots=True)
 class _SessionState:
     open: Open
-    tokens: list[int]  # committed tokens first, then all fed and kept tokens
+    tokens: list[int]  # the committed text, then fed tokens that are still cached
     chain: ProcessorChain | None
     prompt_scores: list[TokenScore] | None = None  # scores of the prompt from its second token on; None: not requested
 
@@ -84,7 +84,7 @@ class StepExecutor:
         return self._decide(plan, self._score_prompts(plan.rows, feeds, logits))
 
     def _opened(self, request: Open) -> _SessionState:
-        is_begun = len(request.tokens) > request.prompt_len  # the first tokens already carried the prompt's scores
+        is_begun = len(request.tokens) > request.prompt_len  # the prompt's scores were sent with the first tokens
         scores: list[TokenScore] | None = None if request.scoring.prompt_top is None or is_begun else []
         return _SessionState(request, list(request.tokens), chain_of(request, self._makers), scores)
 

@@ -284,8 +284,10 @@ class Rank:
         loaded = load(Path(spec.folder), spec.dtype, device, self._group)
         self._model = loaded.model
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
-        self._attention, attention = choose_attention(shape, device)  # first, since it may allocate memory
-        self._project = self._captured.projection_on(device) if self._captured else None  # before memory is counted
+        self._attention, attention = choose_attention(shape, device)  # called first, since it may allocate memory
+        self._project = (
+            self._captured.projection_on(device) if self._captured else None
+        )  # before free memory is measured
         page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
         pages = page_count(spec.cache, page_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share)
         return RankReport(os.getpid(), pages, loaded.report, attention)
@@ -355,9 +357,9 @@ class RankGroup:
         aside: StepCaller,
         running: Sequence[Any],
     ) -> None:
-        self.reports = tuple(reports)  # by rank
+        self.reports = tuple(reports)  # reports of the ranks, in order
         self.pids = tuple(report.pid for report in reports)
-        self.pages = min(report.pages for report in reports)  # pages of each rank's cache
+        self.pages = min(report.pages for report in reports)  # number of pages in each rank's cache
         self.takes_trees = all(report.attention.takes_trees for report in reports)
         self.step_cost = step_cost  # measured before serving
         self._ranks = ranks

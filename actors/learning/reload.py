@@ -23,7 +23,7 @@ from cluster.draft_quality import VersionWatch
 from cluster.drafting.method import ExchangesWeights
 from cluster.errors import ModelError
 
-PERIOD_S = 5.0  # between two checks of the current version
+PERIOD_S = 5.0  # seconds between checks of the current version
 CONFIGURED = 0  # version number of the configured draft
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class LearnedDraft:
 
     versions: VersionFolder
     configured: Version
-    target: str  # the target's fingerprint
+    target: str  # fingerprint of the target
 
     def current(self) -> int:
         """Returns the number of the current version. Raises ModelError if it is unreadable."""

@@ -40,7 +40,7 @@ from protos.frozen import value
 
 POSITIONS_AT_ONCE = 256  # positions per slice of logits
 ATTENTION = "slipstream_training"
-FUSED_FROM = 512  # row length in tokens above which storing attention scores takes too much memory
+FUSED_FROM = 512  # tokens per row; storing the scores of longer rows takes too much memory
 
 
 @dataclass(frozen=True, slots=True)

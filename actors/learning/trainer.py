@@ -53,7 +53,7 @@ class Draft:
 
     folder: Path
     method: str
-    target: str  # the target's fingerprint
+    target: str  # fingerprint of the target
     draft_tokens: int
     device: torch.device = CPU  # used for training
 

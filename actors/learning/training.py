@@ -99,8 +99,8 @@ class TrainingResult:
     steps: int  # steps done
     best_step: int  # step at which the written weights were taken; 0: initial weights
     seconds: float
-    before: Figures  # initial weights, on the held-out examples
-    after: Figures  # best weights, on the held-out examples
+    before: Figures  # scores of the initial weights on the held-out examples
+    after: Figures  # scores of the best weights on the held-out examples
 
 
 def train(

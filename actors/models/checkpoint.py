@@ -172,7 +172,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
     for path in files:
         with path.open("rb") as file:
             digest.update(file.read(int.from_bytes(file.read(8), "little")))
-            digest.update(file.read(4096))  # of the weights, enough to tell fine-tunes apart
+            digest.update(file.read(4096))  # first bytes of the weights, to tell fine-tunes apart
     return digest.hexdigest()
 
 
@@ -321,7 +321,7 @@ def _mlp_widths(config: Any) -> set[int]:
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 Wanted = Callable[[Collection[str]], Collection[str]]
-"""Chooses among the names of a checkpoint's tensors."""
+"""Selects from the names of a checkpoint's tensors."""
 
 
 def folder_with(name: str, wanted: Wanted) -> Path:

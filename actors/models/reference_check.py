@@ -164,7 +164,7 @@ class _Texts:
 
     a: tuple[int, ...]
     b: tuple[int, ...]
-    rejected: tuple[int, ...]  # follow 27 tokens of session a
+    rejected: tuple[int, ...]  # tokens drafted after 27 tokens of session a
     branch: tuple[int, ...]  # the tree's other branch; session a continues with the first one
     logits: dict[tuple[int, ...], Tensor]  # (tokens, vocabulary) each, by complete text
 

@@ -18,7 +18,7 @@ import grpc
 from actors.net.credentials import Credentials
 from cluster.trust import PeerRole, Refusals
 
-HANDSHAKE_TIMEOUT_S = 10.0  # as long as a caller may take to send its Hello
+HANDSHAKE_TIMEOUT_S = 10.0  # equals the time that a caller has to send its Hello
 NO_HANDSHAKE = "a caller that did not get through the TLS handshake"
 
 
@@ -29,7 +29,7 @@ class Handshakes:
         self._refusals = refusals
         self._loop = asyncio.get_running_loop()
         self._begun = 0  # number of handshakes not yet checked
-        self._passed = 0  # number of these followed by a call
+        self._passed = 0  # number of unchecked handshakes matched by a call
 
     def begins(self) -> None:
         """Records that a handshake begins; called in a gRPC thread, sometimes after the loop has closed."""

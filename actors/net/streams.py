@@ -47,7 +47,7 @@ FRAME_BYTES = 4 << 20  # approximate frame size; a single message may be larger
 HELLO_S = 10.0  # longest wait for a caller's Hello
 RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # pauses between dial attempts; the last one repeats
 
-MAX_FRAME_MESSAGES = 1024  # reading a frame of this size blocks the event loop for some 20 ms
+MAX_FRAME_MESSAGES = 1024  # reading this number of messages blocks the event loop for some 20 ms
 REST_FACTOR = 40.0  # pause after unrequested messages, as a multiple of the time taken to handle them
 
 REFUSING = (
@@ -55,7 +55,7 @@ REFUSING = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
-"""Status codes of a peer that refuses us until something is changed."""
+"""Status codes of a peer that refuses the connection until its or this side's setup changes."""
 
 
 class Outbox:

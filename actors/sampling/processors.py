@@ -57,9 +57,9 @@ class LogitsProcessor(Protocol):
 
 
 Maker = Callable[[Open], LogitsProcessor | None]
-"""Makes a session's processor of one kind; None for a request that asks for nothing of the kind.
+"""Creates a session's processor of one kind; returns None if the request does not need it.
 
-The Open may hold generated tokens already: they come by `advance`.
+Generated tokens in the Open are passed to `advance` later.
 """
 
 
@@ -119,7 +119,7 @@ class Penalties:
         self._prompt = sorted(set(prompt)) if sampling.repetition_penalty != 1.0 else []
         self._fresh: list[int] = []  # generated tokens that are not counted yet
         self._counts: Tensor | None = None  # counts of generated tokens, (vocabulary,)
-        self._in_prompt: Tensor | None = None  # (vocabulary,)
+        self._in_prompt: Tensor | None = None  # (vocabulary,): whether the prompt contains each token
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._fresh += tokens

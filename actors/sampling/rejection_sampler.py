@@ -91,7 +91,7 @@ class PendingBlock:
     rule: Acceptance
     sampling: Sampling
     draft: DraftTree  # always a chain under rejection sampling
-    chain: ProcessorChain | None  # the session's, advanced to the block's start; None: logits stay unchanged
+    chain: ProcessorChain | None  # processors of the session; None: logits stay unchanged
     at: DrawAddress
 
     @property
@@ -106,7 +106,7 @@ class PendingBlock:
 
 
 _Kind = tuple[tuple[float, int, float, float], Acceptance, bool]
-"""What blocks that are decided together have in common: filters, rule, and whether their logits are processed."""
+"""Properties shared by blocks that are decided together: filters, rule, and whether their logits are processed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ EMBEDDING = (
 HEAD = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING)  # tied heads are stored as the embedding
 
 Aliases = Sequence[tuple[str, str]]
-"""Pairs of a regular expression for the beginning of a tensor's name, and its replacement."""
+"""Pairs: a regular expression for the beginning of a tensor's name, and its replacement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -245,7 +245,7 @@ class HeadDrafter:
 
 
 Foresee = Callable[[Sequence[PredictedDraft], Sequence[int]], Sequence[Tensor]]
-"""Returns logits of the positions after each draft's text, (positions, columns): at least as many as requested."""
+"""Returns logits, (positions, columns), after each draft's text, for at least the requested number of positions."""
 
 
 def fill_positions(

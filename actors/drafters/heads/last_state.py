@@ -251,7 +251,7 @@ log = logging.getLogger(__name__)
 
 
 HeadLoader = Callable[[Path, Path, torch.dtype, torch.device, Collection[int], Product], LastStateHead]
-"""Loads a head from a folder, for the target in another. Raises ModelError if it does not fit the target."""
+"""Loads the head in the first folder for the target in the second. Raises ModelError if it does not fit the target."""
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:

@@ -25,7 +25,7 @@ from cluster.config import DraftPool
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
-__all__ = ["create", "states_needed"]  # for the registry
+__all__ = ["create", "states_needed"]  # looked up by the registry
 
 MERGED = "medusa_head."
 PREFIXES = (MERGED, "medusa_heads.")

@@ -24,7 +24,7 @@ from cluster.config import DraftPool
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
-__all__ = ["create", "states_needed"]  # for the registry
+__all__ = ["create", "states_needed"]  # looked up by the registry
 
 EPS = 1e-6  # epsilon of the norms
 ALIASES = ((r"speculator\.", ""),)

@@ -15,7 +15,7 @@ from actors.models.decoder import fix_frequencies
 from cluster.errors import ModelError
 
 DEFAULT_BASE = 10000.0  # default if the configuration sets none; independent of the target's base
-PLAIN = frozenset({"default", "mrope"})  # text gives all sections of mrope equal positions
+PLAIN = frozenset({"default", "mrope"})  # for text, mrope equals the default: all its sections have the same positions
 
 
 @dataclass(frozen=True, slots=True)

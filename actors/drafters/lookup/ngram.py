@@ -71,7 +71,7 @@ class GrowingText:
 class Occurrences:
     """Earlier positions in a text where one of its suffixes occurs."""
 
-    tokens: Ids  # the whole text
+    tokens: Ids  # the text that was searched
     ends: Indices  # (count,): index of the token after each occurrence, ascending
     sizes: Indices  # (count,): length of each match in tokens, at most the longest suffix compared
 
@@ -284,7 +284,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> "NgramDraft":
 class NgramBlock(BlockDraft):
     """A block drafted from the text's own continuations. For a tree, `drafted` is its main path."""
 
-    known: Continuations  # continuations after the outcome
+    known: Continuations  # candidates in the text after the outcome
     nodes: list[tuple[TokenPath, float]] = field(default_factory=list)  # acceptance probability by path, highest first
 
     @property
@@ -303,7 +303,7 @@ class NgramDraft:
         self._longest = longest
         self._shortest = shortest
         self._texts: dict[str, SessionText] = {}
-        self._arrays: dict[str, GrowingText] = {}  # the same texts as arrays
+        self._arrays: dict[str, GrowingText] = {}  # tokens of `_texts` as arrays
         self._calibration = NgramCalibration()
 
     def open(self, request: Open) -> None:

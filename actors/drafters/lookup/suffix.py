@@ -98,7 +98,7 @@ class SuffixIndex:
             return NO_MATCH
         end = list(text[-longest:])
         matches: list[Occurrence] = []
-        alike = self._shortest  # verified below: different tokens may have equal hashes
+        alike = self._shortest  # checked below, because different tokens may have equal hashes
         for occurrence in reversed(self._occurrences.get(self._key(text, len(text)), [])[-MAX_OCCURRENCES:]):
             other, at = occurrence
             if other[at - alike : at] != end[-alike:]:

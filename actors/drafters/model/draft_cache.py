@@ -34,7 +34,7 @@ class CacheBranch:
     name: str
     tokens: list[int]
     first: int = 0  # index where the text begins for the model; earlier tokens are skipped
-    # Used for draft heads only, which are fed each token with the preceding state:
+    # Only for draft heads, which are fed each token with the preceding state:
     exact: int = 0  # number of leading tokens fed with the target's states
     predicted: dict[int, Tensor] = field(default_factory=dict)  # the head's states, by index of the token fed with them
 

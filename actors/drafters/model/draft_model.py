@@ -49,7 +49,7 @@ class _ReadStates:
     """States of a block under verification, by the tokens accepted before each."""
 
     base_len: int  # number of tokens before the block
-    states: dict[tuple[int, ...], Tensor]  # each (hidden,), by the tokens of the block before it
+    states: dict[tuple[int, ...], Tensor]  # states, (hidden,), by the block's tokens before them
 
 
 class HeadDrafting:
@@ -140,7 +140,7 @@ class DraftWeights:
     token_ids: Tensor
     masks: MaskTokens = ONE_AT_A_TIME
     head: DraftHead | None = None
-    max_positions: int | None = None  # as in `DraftingLimits`
+    max_positions: int | None = None  # see `DraftingLimits`
 
     @property
     def tokens_per_forward(self) -> int:
@@ -148,7 +148,7 @@ class DraftWeights:
 
 
 LoadWeights = Callable[[Path], DraftWeights]
-"""Loads another checkpoint, over the pages of the first one. Raises ModelError if it does not fit."""
+"""Loads another checkpoint, which reuses the pages of the first. Raises ModelError if it does not fit."""
 
 
 class DraftModel:
@@ -184,7 +184,9 @@ class DraftModel:
         )
         self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
-        self._considered: dict[str, _Considered] = {}  # by session: candidates of the latest proposed blocks
+        self._considered: dict[
+            str, _Considered
+        ] = {}  # by session: candidates at each position of the latest proposed blocks
         self._busy: set[str] = set()  # sessions of the current pass, whose pages are not evicted
         self._load = load
         self._use(DraftWeights(runner, token_ids, masks, head, limits.max_positions))

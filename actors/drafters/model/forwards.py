@@ -167,7 +167,7 @@ class DraftForwards:
         if self._states is not None:
             for draft, _, predicted in read:
                 assert predicted is not None, "a head that is fed states predicts some"
-                self._states.remember(draft.branch, predicted[: draft.logits])  # outputs at masks are not states
+                self._states.remember(draft.branch, predicted[: draft.logits])  # a mask's output is no state
         return read
 
     def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:

@@ -27,7 +27,7 @@ SHAPES = {"state_norm.weight": "d", "token_norm.weight": "d", "gate_up.weight": 
 class DraftHead(Protocol):
     """Predicts further tokens after a forward's own."""
 
-    width: int  # tokens per forward, including the model's own
+    width: int  # tokens predicted per forward, including the model's own
 
     def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
         """Predicts the token after each of `tokens`, which were sampled from `states`, (tokens, hidden)."""

@@ -98,7 +98,7 @@ class _Step(NamedTuple):
     starts: Sequence[int]  # first position of each block
     states: Tensor  # (rows, hidden): unread states of all contexts, concatenated
     counts: list[int]  # rows of `states` per context
-    rotation: Rotation  # covers the positions of the states, then of the blocks
+    rotation: Rotation  # rotates the states' positions, then the blocks'
 
 
 class DFlashDecoder:
@@ -107,7 +107,7 @@ class DFlashDecoder:
     def __init__(self, config: DFlashConfig, weights: DFlashWeights, rotary: nn.Module) -> None:
         self.config = config
         self.token_ids = weights.token_ids  # (columns,): the target's token id for each logit column
-        self.like = weights.mask_embedding  # gives the dtype and device for incoming rows
+        self.like = weights.mask_embedding  # incoming rows are converted to its dtype and device
         self._weights = weights
         self._rotary = rotary
 

@@ -150,22 +150,22 @@ class EagleKind(Enum):
 
     EAGLE = "EAGLE-1/2"  # the projected concatenation of embedding and final state
     EAGLE3 = "EAGLE-3"  # concatenated embedding and state
-    MTP = "multi-token prediction"  # as EAGLE-1, with embedding and state normed separately
+    MTP = "multi-token prediction"  # EAGLE-1's input with embedding and state normed separately
 
 
 class FeatureNorm(Enum):
     """Norm applied to the target's states before their projection."""
 
     NOTHING = "nothing"
-    ALL = "all states as one row"  # tensor input_norm, set by norm_before_fc
-    EACH = "each state by itself"  # tensors fc_norm
+    ALL = "all states as one row"  # stored as input_norm, set by norm_before_fc
+    EACH = "each state by itself"  # stored as fc_norm
 
 
 class OutputNorm(Enum):
     """Outputs to which the norm after the last layer applies."""
 
     NOTHING = "nothing"
-    LOGITS = "logits"  # states fed back are not normed
+    LOGITS = "logits"  # states are fed back without this norm
     BOTH = "logits and recycled states"  # set by norm_output: EAGLE 3.1
 
 
@@ -249,7 +249,7 @@ class EagleConfig:
 
 
 FIRST_QUERIES = "layers.0.self_attn.q_proj"
-BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # config key to the tensor that it requires
+BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # tensor required by each configuration key
 MAX_POSITIONS = 2048  # default if the configuration sets none
 
 

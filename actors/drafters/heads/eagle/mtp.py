@@ -38,7 +38,7 @@ LAYER = re.compile(
     r"layers\.0\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)"
     r"|mlp\.(gate|up|down)_proj)\.(weight|bias)"
 )
-"""Tensors of a decoder layer of the Llama kind."""
+"""Matches the tensor names of a decoder layer with the Llama architecture."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class EagleWeights:
     embedding: Tensor  # (vocabulary, hidden)
     embedding_norm: Norm
     row_projection: RowProjection | None  # EAGLE-3: projects the target's states; None if they are fed unprojected
-    fc: Projection | None  # projects a step's embedding and state; None for EAGLE-3
+    fc: Projection | None  # projects a step's embedding and state to one input; None for EAGLE-3
     state_norm: Norm  # norms a step's input state; the identity for EAGLE-1
     layers: tuple[Layer, ...]
     norm: Norm | None  # applied after the last layer
