@@ -93,9 +93,7 @@ class Drafter:
         self._reporter = DraftReporter(figures.cost)
         self._progress = Watchdog(TimeoutPolicy())
         self.refused: Counter[str] = Counter()  # number of malformed messages by kind
-        self.pass_s: defaultdict[str, float] = defaultdict(
-            float
-        )  # seconds spent in passes, requested or ahead of verdicts
+        self.pass_s: defaultdict[str, float] = defaultdict(float)  # seconds spent in passes, by kind of pass
         self._credentials = access.credentials
         self._tracer = tracer
         self._method = method

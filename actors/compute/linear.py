@@ -109,9 +109,7 @@ class EightBitProjection:
             alone: Tensor = self._linear(x, self._weight, self._reduce_range)
             return alone
         largest = x.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
-        together: Tensor = self._linear(
-            x / largest, self._weight, self._reduce_range
-        )  # torch applies one scale to all rows
+        together: Tensor = self._linear(x / largest, self._weight, self._reduce_range)  # one scale for all rows
         return together.mul_(largest)
 
 

@@ -285,9 +285,7 @@ class Rank:
         self._model = loaded.model
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
         self._attention, attention = choose_attention(shape, device)  # called first, since it may allocate memory
-        self._project = (
-            self._captured.projection_on(device) if self._captured else None
-        )  # before free memory is measured
+        self._project = self._captured.projection_on(device) if self._captured else None  # before memory is counted
         page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
         pages = page_count(spec.cache, page_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share)
         return RankReport(os.getpid(), pages, loaded.report, attention)

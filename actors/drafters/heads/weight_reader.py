@@ -18,10 +18,7 @@ from actors.models.decoder import Norm, norm_of
 
 TRAINING_PREFIXES = ("t2d", "verifier_")  # prefixes of tensors used only in training
 DERIVED_SUFFIX = "rotary_emb.inv_freq"  # suffix of tensors that the configuration determines
-BORROWABLE = {
-    "embed_tokens.weight": EMBEDDING,
-    "lm_head.weight": HEAD,
-}  # the target's possible names, by the head's name
+BORROWABLE = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}  # the target's names, by the head's name
 
 
 class HeadSizes(Protocol):

@@ -184,9 +184,7 @@ class DraftModel:
         )
         self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
-        self._considered: dict[
-            str, _Considered
-        ] = {}  # by session: candidates at each position of the latest proposed blocks
+        self._considered: dict[str, _Considered] = {}  # by session: candidates in the latest proposed blocks
         self._busy: set[str] = set()  # sessions of the current pass, whose pages are not evicted
         self._load = load
         self._use(DraftWeights(runner, token_ids, masks, head, limits.max_positions))

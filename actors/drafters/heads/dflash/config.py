@@ -15,10 +15,7 @@ from protos.messages import StatesNeeded
 
 BLOCK_SIZE = 16  # default if the configuration sets none
 OUTPUTS_KEY = "target_layer_ids"  # ids of the layers whose outputs the head reads
-STATES_KEYS = (
-    "aux_hidden_state_layer_ids",
-    "eagle_aux_hidden_state_layer_ids",
-)  # ids of states, counted as inputs of layers
+STATES_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # ids of states (layer inputs)
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options, each with the values that disable it
     "sample_from_anchor": (None, False),

@@ -142,7 +142,7 @@ class DFlashDecoder:
         return blocks.flatten(0, 1) * self.config.embedding_scale
 
     def _step(self, contexts: Sequence[DFlashContext], starts: Sequence[int]) -> _Step:
-        """Builds the step's inputs and marks the contexts' unread states read."""
+        """Builds the step's inputs and marks the contexts' unread states as read."""
         size = self.config.block_size
         before = [torch.arange(context.read, start) for context, start in zip(contexts, starts, strict=True)]
         within = [torch.arange(start, start + size) for start in starts]
