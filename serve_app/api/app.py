@@ -129,7 +129,7 @@ def create_api(
     bodies = Bodies(
         max_bytes=server.max_body_bytes,
         max_held_bytes=MAX_HELD_BODIES * server.max_body_bytes,
-        max_reading=server.max_requests,  # counts requests in flight too; Serve sends one router no more
+        max_reading=server.max_requests,  # as many more may run; Serve sends a router both together
         timeout_s=server.body_timeout_s,
     )
     service = Service(
@@ -338,7 +338,7 @@ class ApiEndpoint(Generic[RequestT]):
             deadline = Deadline.within(service.config.server.request_timeout_s)
             response = await self._respond(request, record, exchange, deadline)
             response.headers[REQUEST_ID] = record.name
-            with suppress(ClientDisconnect):  # the record shows how much was sent
+            with suppress(ClientDisconnect):  # the record shows how much of the answer was sent
                 await response(scope, receive, send)
 
     async def _respond(

@@ -88,7 +88,7 @@ class ChoiceText:
         self._last_token = -1
         self._rejected_text = ""  # rejected draft text to attach to the next piece
         self._unmatched: deque[Piece] = deque()  # detokenized text that may be part of a stop string
-        # Pieces of the next delta, and the counts when the previous one was released.
+        # Pieces for the next delta, and the counts when the previous delta was released.
         self._pieces: list[Piece] = [Piece(options.echoed_text, False)] if options.echoed_text else []
         self._has_sent = False
         self._texts: list[str] = []  # texts of released deltas
@@ -223,7 +223,7 @@ class ChoiceStreamOptions:
     reasoning: bool = True
     max_calls: int | None = None
     opening: bool = False  # send an opening event before the first segment
-    call_finish: FinishReason = "tool_calls"  # finish reason of an answer that ends with calls
+    call_finish: FinishReason = "tool_calls"  # finish reason of an answer that has calls and ends by itself
     trace: bool = False
 
 

@@ -185,7 +185,7 @@ class ChunkWriter(ABC):
 
 def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
     """Returns the chunk fields that the request did not ask for."""
-    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # only the last chunk has metrics
+    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # only the last chunk, of usage, has metrics
     if not request.stream_options.include_usage:
         left_out["usage"] = True
     if not request.speculation.rejected:

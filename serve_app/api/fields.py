@@ -394,8 +394,8 @@ class StructuredOutputs(RequestPart):
     ] = None
     grammar: Annotated[str, Field(min_length=1)] | None = None  # in Lark's notation or in GBNF
     json_object: Flag | None = None
-    whitespace_pattern: Annotated[str, Field(min_length=1)] | None = None  # regular expression
-    disable_any_whitespace: Flag = False  # whitespace between JSON tokens
+    whitespace_pattern: Annotated[str, Field(min_length=1)] | None = None  # regular expression for whitespace
+    disable_any_whitespace: Flag = False  # refers to whitespace between JSON tokens
 
     disable_additional_properties: Annotated[Any, unserved(False)] = None
     structural_tag: Annotated[Any, unserved()] = None

@@ -69,7 +69,7 @@ class Detokenizer:
             return released
         if self._new < _MAX_TOKENS_PER_CHARACTER:
             return ""
-        released = self._give(text, min(self._lengths))  # the newest tokens may belong to one character
+        released = self._give(text, min(self._lengths))  # the newest tokens may still be parts of one character
         if len(self._window) >= _LONG_WINDOW and len(self._window) % _SHORT_WINDOW == 0:
             self._narrow()
         return released
