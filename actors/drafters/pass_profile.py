@@ -55,6 +55,6 @@ def _session(limits: DrafterLimits, index: int) -> Open:
 
 
 def _request(session: Open, length: int) -> DraftRequest:
-    """Requests a block of this length without a minimum probability."""
+    """Returns a request for a block of `length` tokens, without a minimum probability."""
     prefix_hash = Prefix(session.hash_key, session.tokens).hash
     return DraftRequest(session.session, session.attempt, len(session.tokens), prefix_hash, length)

@@ -191,7 +191,7 @@ async def done_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
 
 
 class Engine(Protocol):
-    """Computes step plans, one at a time."""
+    """Computes one step plan at a time, off the event loop."""
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
         """Computes a plan. Raises EngineError if the engine is no longer usable."""

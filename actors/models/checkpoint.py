@@ -235,7 +235,7 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
 
 
 def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded:
-    """Loads this rank's share of a causal language model, with a report.
+    """Loads this rank's share of a causal language model, and reports the load's time and memory.
 
     Raises ModelError unless every weight is stored, finite and part of the model.
     """

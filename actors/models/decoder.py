@@ -183,7 +183,7 @@ class MirroredNorm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer's weights."""
+    """Weights of one decoder layer."""
 
     attention_norm: Norm
     qkv: Projection  # produces queries, keys and values, concatenated

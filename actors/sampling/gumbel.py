@@ -19,7 +19,7 @@ NOISE_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers per slice: as many 
 
 
 class Purpose(IntEnum):
-    """What noise is used for; each purpose has its own stream."""
+    """Uses of noise; each has its own stream."""
 
     DRAW = 1  # draws of the target; under Gumbel coupling also of the drafter
     ACCEPT = 2  # rejection sampling: decides whether a draft token is accepted

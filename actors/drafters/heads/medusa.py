@@ -71,7 +71,7 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Weights of one head."""
+    """Weights of one Medusa head."""
 
     blocks: tuple[Projection, ...]
     lm_head: Projection
@@ -101,7 +101,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
 
 
 def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
-    """Returns the tensors to borrow from the target, as groups of names; the heads' names carry no prefix."""
+    """Returns the tensors to borrow from the target, as groups of names. The heads' tensor names carry no prefix."""
     return [HEAD] if _names_of(files).lm_head(0) is None else []
 
 

@@ -24,7 +24,7 @@ MASK_FILE = "mask_embedding.pt"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DFlashLayer:
-    """One layer's weights."""
+    """Weights of one decoder layer."""
 
     attention_norm: Norm
     query: Projection

@@ -33,7 +33,7 @@ FIRST_OF_STATES = 2  # state index of the first default id; its layer output ind
 
 
 class LayerIdMeaning(Enum):
-    """What a published layer id k refers to."""
+    """Object to which a published layer id k refers."""
 
     STATE = "state"  # k refers to state k
     OUTPUT = "output"  # k refers to the output of layer k, which is state k + 1
@@ -170,7 +170,7 @@ class OutputNorm(Enum):
 
 
 class WeightSource(Enum):
-    """Where the embedding or the LM head comes from."""
+    """Source of the embedding's or the LM head's weights."""
 
     HEAD = "the head"
     EMBEDDING = "the head's embedding"
