@@ -5,21 +5,15 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import torch
 
 from actors.learning.examples import ExampleStore, ExampleWriter
-from actors.models.decoder import ToyRunner
-from cluster.config import validated
 from cluster.learning import Source
-from serve_app.api.app import create_api
-from serve_app.api.metrics import Metrics
-from serve_app.api.replies import HealthReport
-from serve_app.api.text import TextCodec
+from tests.asgi_front import codec_of, config_of, http_client, toy_api
 from tests.byte_tokenizer import byte_tokenizer
-from tests.integration import harness
+from tests.integration.harness import CONTEXT, cluster
 
 TOKENIZER = byte_tokenizer()
 VOCABULARY = len(TOKENIZER)
@@ -33,28 +27,15 @@ def opened(folder: Path) -> ExampleStore:
 
 
 @asynccontextmanager
-async def front(monkeypatch: Any, folder: Path, consent: str) -> AsyncIterator[httpx.AsyncClient]:
+async def front(folder: Path, consent: str) -> AsyncIterator[httpx.AsyncClient]:
     """A server that learns with this consent; its examples are all written when it ends."""
-    monkeypatch.setattr(harness, "VOCABULARY", VOCABULARY)
     writer = ExampleWriter(lambda: opened(folder), "toy")
-    made = {"target_runner": lambda _: ToyRunner(LOGITS), "draft_logits": LOGITS, "examples": writer.offer}
-    async with harness.cluster(**made, lock_step=True) as c:
+    async with cluster(logits=LOGITS, examples=writer.offer, lock_step=True) as c:
         c.hurry()
         learning = {"folder": str(folder), "consent": consent}
-        config = validated(
-            {
-                "model": {"target": "models/toy", "max_context": 512},
-                "draft": {"model": "models/draft", "learning": learning},
-                "server": {"keys": KEYS},
-            }
-        )
-
-        async def ready() -> HealthReport:
-            return HealthReport(status="ok", audit="ok")
-
-        codec = TextCodec(TOKENIZER, (TOKENIZER.eos_token_id,))
-        api = create_api(c.router, codec, config, Metrics(), ready)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://toy") as client:
+        draft = {"model": "models/draft", "learning": learning}
+        config = config_of({"keys": KEYS}, CONTEXT, draft=draft)
+        async with http_client(toy_api(c.router, codec_of(TOKENIZER), config)) as client:
             yield client
     writer.close()
 
@@ -81,11 +62,11 @@ def on_disk(folder: Path, prompt: str) -> bool:
     return array("i", tokens).tobytes() in data or prompt.encode() in data
 
 
-async def test_only_agreed_answers_reach_the_disk(monkeypatch, tmp_path):
+async def test_only_agreed_answers_reach_the_disk(tmp_path):
     kept_with = {"opted_in": [("open", "true")], "all": [("open", None), ("open", "true")]}
     for consent, kept in kept_with.items():
         folder = tmp_path / consent
-        async with front(monkeypatch, folder, consent) as client:
+        async with front(folder, consent) as client:
             texts = await served(client)
         store = opened(folder)
         examples = store.read("toy")
@@ -98,8 +79,8 @@ async def test_only_agreed_answers_reach_the_disk(monkeypatch, tmp_path):
         assert found == [case in kept for case in texts]
 
 
-async def test_a_choice_that_is_no_choice_is_refused(monkeypatch, tmp_path):
-    async with front(monkeypatch, tmp_path, "all") as client:
+async def test_a_choice_that_is_no_choice_is_refused(tmp_path):
+    async with front(tmp_path, "all") as client:
         body = {"model": "toy", "prompt": "x", "max_tokens": 4, "metadata": {"learn": "yes"}}
         reply = await client.post("/v1/completions", json=body, headers={"Authorization": "Bearer sk-open"})
     assert reply.status_code == 400
