@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from protos.frozen import value
 
 SHINGLE = 4  # tokens per shingle
-BANDS = 4
-HASHES_PER_BAND = 6  # answers with 90 % equal shingles share a band with probability 0.95, answers with 50 % with 0.06
+BANDS = 6
+HASHES_PER_BAND = 12  # answers with 95 % equal shingles share a band with probability 0.99, answers with 70 % with 0.08
 HELD_OUT = 5  # one example in this many is never trained on
 
 

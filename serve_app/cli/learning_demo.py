@@ -23,7 +23,7 @@ LEARNS_WITHIN_S = 1800.0
 FOLLOWS_S = 5.0  # seconds for drafters to load a promoted version
 
 # Trains once 150 of the 300 answers are kept, since near-duplicates are not kept.
-OVERRIDES = ("draft.learning.consent=all", "draft.learning.min_examples=150")
+OVERRIDES = ("draft.learning.consent=all", "draft.learning.min_examples=180")
 
 
 @dataclass(frozen=True, slots=True)
