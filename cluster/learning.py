@@ -138,7 +138,7 @@ class Figures(BaseModel):
 class Comparison(BaseModel):
     """Results of a candidate and of the current version on the same examples."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     before: Figures
     after: Figures
@@ -208,7 +208,7 @@ def decide(recent: Comparison, general: Comparison | None, max_general_loss: flo
 class Manifest(BaseModel):
     """The record of one version, stored with its weights. Version 0 is the configured draft."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     version: int = Field(gt=0)
     parent: int = Field(ge=0)

@@ -16,6 +16,8 @@ from serve_app.serve_manifest import APPLICATION as APPLICATION
 from serve_app.serve_manifest import ROUTER_OPTIONS, router_sizes
 
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
+# A trainer that computes only on idle cores may answer late, and is healthy nonetheless.
+TRAINER_HEALTH = {"health_check_period_s": 10, "health_check_timeout_s": 120}
 POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}
 SHUTDOWN_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # seconds that a target gets to end after it has drained
 
@@ -63,7 +65,7 @@ def _trainer(config: SlipstreamConfig, learning: LearningOptions) -> serve.Appli
     trainer = serve.deployment(TrainerDeployment, name="Trainer").options(
         num_replicas=1,
         ray_actor_options=actor_options(learning.resources),
-        **HEALTH,
+        **TRAINER_HEALTH,
         **_logging(config.server),
         **POOL_SHUTDOWN,
     )

@@ -73,6 +73,9 @@ async def _wait_for_version(endpoint: ChatEndpoint, progress: Progress) -> None:
     until = time.monotonic() + LEARNS_WITHIN_S
     while time.monotonic() < until:
         learning = (await endpoint.page_state())["learning"]
+        if learning is None:  # the trainer is too busy to answer
+            await asyncio.sleep(1.0)
+            continue
         progress.update(task, completed=learning["progress"] or 0.0, note=learning["phase"])
         if learning["version"]:
             progress.update(task, completed=1.0, note=f"version {learning['version']}")

@@ -7,7 +7,9 @@ import pytest
 from cluster.learning import (
     Consent,
     Example,
+    Manifest,
     SessionScore,
+    State,
     compare,
     decide,
     is_held_out,
@@ -149,3 +151,21 @@ def test_figures_that_are_no_numbers_promote_nothing():
     assert not decide(broken, None, MAX_LOSS, MIN_SESSIONS).is_better
     general = recent.model_copy(update={"after": recent.after.model_copy(update={"agreement": float("nan")})})
     assert not decide(recent, general, MAX_LOSS, MIN_SESSIONS).is_better
+
+
+def test_a_comparison_of_too_few_sessions_survives_its_record():
+    comparison = compare(sessions([30]), sessions([20]))
+    manifest = Manifest(
+        version=1,
+        parent=0,
+        created=0.0,
+        state=State.REJECTED,
+        reason="too few",
+        method="draft_model",
+        target="target",
+        examples=1,
+        tokens=64,
+        seconds=1.0,
+        recent=comparison,
+    )
+    assert Manifest.model_validate_json(manifest.model_dump_json()) == manifest
