@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -279,27 +278,14 @@ def history(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 
 def history_table(manifests: Sequence[Manifest]) -> Table:
-    """Tabulates versions from oldest to newest."""
-    columns = (
-        "version",
-        "parent",
-        "created",
-        "state",
-        "examples",
-        "seconds",
-        "agreement",
-        "tokens per verify",
-        "general",
-    )
-    shown = table("Versions of the draft", *columns)
+    """Tabulates versions, oldest first."""
+    shown = table("Versions of the draft", "version", "parent", "state", "examples", "agreement", "a verify", "general")
     for one in manifests:
         shown.add_row(
             str(one.version),
             str(one.parent),
-            datetime.fromtimestamp(one.created, UTC).strftime("%Y-%m-%d %H:%M"),
             one.state.value,
             str(one.examples),
-            f"{one.seconds:.0f}",
             _change(one.recent, "agreement"),
             _change(one.recent, "tokens_per_verify"),
             _change(one.general, "agreement"),
@@ -310,7 +296,7 @@ def history_table(manifests: Sequence[Manifest]) -> Table:
 def _change(comparison: Comparison | None, figure: str) -> str:
     if comparison is None:
         return ""
-    return f"{getattr(comparison.before, figure):.3f} -> {getattr(comparison.after, figure):.3f}"
+    return f"{getattr(comparison.before, figure):.2f} → {getattr(comparison.after, figure):.2f}"
 
 
 @learn_app.command()
