@@ -1,4 +1,4 @@
-"""Measures how well and how fast the demo's draft learns one kind of traffic, and what it forgets.
+"""Measures the demo draft's learning on one kind of traffic: agreement, speed and forgetting.
 
     python benchmarks/learning.py --trial [--epochs 2] [--data FOLDER] [--json FILE]
 

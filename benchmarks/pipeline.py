@@ -1,4 +1,4 @@
-r"""What the pipeline brings: speculation against plain decoding, lock step, a draft of no use, and `generate`.
+r"""Compares speculation with non-speculative decoding, lock step, a useless draft, and `generate`.
 
     python benchmarks/pipeline.py [--concurrency 1,2,4,8] [--rounds 5] [--tokens 64] [--json OUT]
     python benchmarks/pipeline.py --table acceptance

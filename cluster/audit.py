@@ -53,7 +53,7 @@ class Difference:
 
 
 class Progress(Enum):
-    """What an audit does next after a verdict."""
+    """An audit's next action after a verdict."""
 
     CONTINUES = "continues"
     REOPENS = "reopens"
@@ -78,7 +78,7 @@ class Replay:
         self.served_by = served_by
         self.attempt = 0
         self.failures = 0  # number of targets lost so far
-        self.near_ties: list[float] = []  # margins of near ties so far, in logits
+        self.near_ties: list[float] = []  # margins, in logits
         self._generation = generation
         self._committed = committed
         self._near_tie = near_tie

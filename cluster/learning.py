@@ -30,7 +30,7 @@ HELD_OUT = 5  # one example in this many is never trained on
 
 
 class Consent(StrEnum):
-    """Which sessions may become examples."""
+    """Rule that decides which sessions may become examples."""
 
     ALL = "all"  # unless a request or its API key opts out
     OPTED_IN = "opted_in"  # only those of requests that opt in
@@ -178,7 +178,7 @@ class State(StrEnum):
 
 @value
 class Decision:
-    """Whether a candidate is promoted, and the reason."""
+    """Verdict on a candidate, with the reason."""
 
     is_better: bool
     reason: str

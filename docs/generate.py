@@ -104,7 +104,7 @@ def _definition(schema: Json, field: Json) -> Json:
 
 
 def _values(field: Json) -> Json:
-    """What a mapping holds, if it is one."""
+    """Returns the schema of a mapping's values; empty for other types."""
     values = field.get("additionalProperties")
     return values if isinstance(values, dict) else {}
 

@@ -27,7 +27,7 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How many likeliest tokens to report per position; None: no scores."""
+    """Number of most likely tokens to report per position; None: no scores."""
 
     top: int | None = None  # for each generated token
     prompt_top: int | None = None  # for each prompt token

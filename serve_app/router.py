@@ -66,7 +66,7 @@ class RouterActivity:
 
     seeking: int  # number of sessions without a target
     breakers: Mapping[str, bool]  # True if a breaker is open, by drafter address
-    opened: Mapping[tuple[str, str], int]  # times that breakers opened, by address and cause
+    opened: Mapping[tuple[str, str], int]  # counts of breaker openings, by address and cause
 
 
 @dataclass(eq=False)

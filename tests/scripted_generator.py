@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from cluster.routing.ledger import CommittedTokens, Ended, Generation
 
 STALL = "stall"
-"""In a script: nothing more is generated."""
+"""Script entry after which nothing more is generated."""
 
 Script = list[CommittedTokens | Ended | Exception | str]
 

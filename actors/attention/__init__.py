@@ -46,7 +46,7 @@ class AttentionBackend(Protocol):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether rows may contain trees."""
+        """True if rows may contain trees."""
         ...
 
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> AttentionPlan: ...

@@ -138,7 +138,7 @@ class AttentionReport:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether a GPU uses the gathering backend, which copies pages that others read in place."""
+        """True if a GPU uses the gathering backend, which copies pages that others read in place."""
         return bool(self.tried) and self.chosen == FALLBACK
 
 

@@ -61,7 +61,7 @@ class InputRow:
 
     @property
     def seen(self) -> list[int]:
-        """For each token, the last slot up to which it attends to everything; a node also attends to its path."""
+        """Returns, per token, the last slot of its fully attended prefix; a tree node also attends to its path."""
         first = self.tree_start
         return [*range(self.start, first), *[first - 1] * len(self.parents)]
 

@@ -168,7 +168,7 @@ class DraftReload:
         try:
             version = await self._in_thread(lambda: self._draft.find(number))
             exchange = await self._in_thread(lambda: self._method.prepare_weights(version.folder))
-        except Exception as error:  # noqa: BLE001  # whatever a broken checkpoint raises, the drafter goes on
+        except Exception as error:  # noqa: BLE001  # a broken checkpoint may raise anything, and the drafter continues
             self._refused = number
             self.counts["refused"] += 1
             what = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"

@@ -143,7 +143,7 @@ class VerificationLimits:
         return ""
 
     def unfit(self, block: Block) -> str | None:
-        """Returns why a block must be dropped, whatever its session, or None."""
+        """Returns why a block must be dropped for any session, or None."""
         probs = block.tree.probs
         named = [block.tree.tokens, *(probs.token_ids if probs is not None else ())]
         if max(map(max, named)) >= self.vocabulary:

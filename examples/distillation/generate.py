@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def wants_choice(self) -> bool:
-        """Whether the last known token was just fed."""
+        """Returns True if the last known token was just fed."""
         return self.fed == len(self.tokens)
 
     def finished(self) -> Example:

@@ -71,7 +71,7 @@ def leading_to_the_last(steps: list[Step], variant: str) -> tuple[str, list[Step
 
 
 def is_ignored(path: PurePosixPath, patterns: list[str]) -> bool:
-    """Whether a path of the context stays out of the build: the last pattern that fits decides."""
+    """Returns True if the build excludes a path of the context; the last matching pattern decides."""
     places = [str(place) for place in (path, *path.parents)]
     fitting = [one for one in patterns if any(fnmatch(place, one.removeprefix("!")) for place in places)]
     return bool(fitting) and not fitting[-1].startswith("!")
@@ -87,7 +87,7 @@ class CleanRoot:
         self.user = "0"
 
     def begin(self, image: str) -> None:
-        """With the Debian and the Python that a name like `python:3.11-slim-bookworm` tells."""
+        """Creates the root with the Debian and Python versions in a name like `python:3.11-slim-bookworm`."""
         version, _, suite = image.partition("@")[0].removeprefix("python:").split("-")
         made = ["debootstrap", "--variant=minbase", "--include=ca-certificates,python3-venv", suite, str(self.root)]
         subprocess.run(["unshare", "--mount", *made], check=True)
@@ -121,7 +121,7 @@ class CleanRoot:
                 shutil.copy(CONTEXT / source, place)
 
     def place(self, path: PurePosixPath) -> Path:
-        """Where a path in the root is on this machine."""
+        """Returns the path on this machine of a path in the root."""
         return self.root / path.relative_to("/")
 
     def take(self, step: Step) -> None:

@@ -91,7 +91,7 @@ class ChoiceText:
         # Pieces for the next delta, and the counts when the previous delta was released.
         self._pieces: list[Piece] = [Piece(options.echoed_text, False)] if options.echoed_text else []
         self._has_sent = False
-        self._texts: list[str] = []  # texts of released deltas
+        self._texts: list[str] = []  # text of each released delta
         self._chars = 0
         self._sent_tokens = 0
         self._sent_accepted = 0

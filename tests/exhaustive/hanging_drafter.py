@@ -32,7 +32,7 @@ class HangingMethod:
 
 
 class HangingDrafter(DraftDeployment):
-    """Works as the real drafter until it is told to hang."""
+    """Behaves like the real drafter until a test makes it hang."""
 
     def hang(self, name: str) -> None:
         """The drafter of this name answers everything from now on, and drafts nothing any more."""

@@ -1,4 +1,4 @@
-"""Which answers become examples, from the HTTP request to the files: consent by deployment, key and request."""
+"""Tests consent by deployment, key and request, from the HTTP request to the files on disk."""
 
 import hashlib
 from array import array

@@ -137,7 +137,7 @@ def load(folder: Path) -> DraftWeights:
 
 
 async def test_a_bad_version_is_rolled_back_and_a_broken_one_refused_while_texts_stay(tmp_path: Path) -> None:
-    """The texts are right throughout; the acceptance in service tells the bad version."""
+    """Texts stay correct throughout; the low acceptance in service reveals the bad version."""
     torch.save(UNSURE, tmp_path / "logits.pt")
     versions = VersionFolder(tmp_path)
     async with cluster(draft_logits=USELESS, lock_step=True) as c:

@@ -18,7 +18,7 @@ from tests.lossless import test_trees as trees
 from tests.lossless.parts import Schedule, Setting, a_draft_model
 from tests.lossless.world import World, calm, near_patience, stormy
 
-SWAPS = 0.5  # chance of an exchange before a pass, or when nothing is to be drafted
+SWAPS = 0.5  # probability of an exchange before a pass, or while the drafter is idle
 LEAST_SWAPS = 2
 VERSIONS = [small.DRAFTERS[name] for name in ("good", "adversarial", "bad")]
 VARIANTS = {

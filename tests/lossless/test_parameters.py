@@ -1,4 +1,4 @@
-"""With every sampling parameter and each pair, speculation gives the text of a simple non-speculative reference.
+"""Speculation gives the text of a simple non-speculative reference, with each sampling parameter and each pair.
 
 The reference changes one row of logits at a time, in Python loops.
 """

@@ -45,7 +45,7 @@ MORE: dict[str, dict[str, Any]] = {
     "greedy_grammar": {"grammar": GRAMMAR, "stop_ids": (END,)},
     "scored": {"scoring": Scoring(top=2)},
 }
-"""What else requests of these names ask for."""
+"""Additional fields of the requests with these names."""
 
 
 def asked(session: str, prompt: list[int], new_tokens: int = 40) -> Open:

@@ -18,7 +18,7 @@ VOCABULARY = 259
 CONTEXT = 256
 STEP_TOKENS = 64  # that a step feeds
 Script = Callable[[str, Prefix], Iterable[Block]]
-"""What drafters send for a session once it has come to a prefix."""
+"""Messages that drafters send for a session once it reaches a prefix."""
 
 
 @dataclass

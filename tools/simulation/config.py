@@ -91,7 +91,7 @@ class Fleet:
 
 
 class Mode(Enum):
-    """How drafting and verification take turns."""
+    """Schedule of drafting and verification."""
 
     LOCK_STEP = "lock-step"  # executable specification: draft for all sessions, then verify all
     ADAPTIVE = "adaptive"  # the pacing policy sets waits and draft lengths

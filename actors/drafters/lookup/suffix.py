@@ -166,7 +166,7 @@ class EscapeRates:
 
 
 class RecentAnswers:
-    """Holds up to `max_tokens` tokens in total; drops the oldest answers first, whatever their salt."""
+    """Holds up to `max_tokens` tokens in total; drops the oldest answers first, regardless of salt."""
 
     def __init__(self, shortest: int, max_tokens: int) -> None:
         self.tokens = 0

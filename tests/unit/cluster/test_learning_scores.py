@@ -1,4 +1,4 @@
-"""How many target steps an answer takes, given which predictions are right."""
+"""Tests the number of target steps per answer, given the correct predictions."""
 
 import pytest
 from hypothesis import given

@@ -51,7 +51,7 @@ def other_weights(logits: Tensor = OTHER) -> DraftWeights:
 @pytest.mark.parametrize("acceptance", Acceptance)
 @pytest.mark.parametrize("shape", Shape)
 def test_an_exchanged_method_drafts_as_a_new_one(acceptance: Acceptance, shape: Shape) -> None:
-    """In the middle of a text, on request and ahead of a verdict."""
+    """Exchanges weights in the middle of a text, on request and ahead of a verdict."""
     runner = PrefixRunner(scale=4.0)
     method = a_method(SpyRunner())
     new = a_method(PrefixRunner(scale=4.0))

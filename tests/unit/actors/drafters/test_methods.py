@@ -1,4 +1,4 @@
-"""What every drafting method does: open, draft, follow verdicts, draft ahead, yield, and close.
+"""Tests the behavior that all drafting methods share: open, draft, follow verdicts, draft ahead, yield, and close.
 
 Blocks are compared with a teacher-forced reference: the logits after a committed text and the draft tokens after it,
 computed from scratch for each. A lookup's reference has one possible token.

@@ -41,7 +41,7 @@ class Method:
 
 
 class Drafting:
-    """A drafter: its watch, and what it was told of each version."""
+    """Stands in for a drafter: has its version watch, and records each exchanged version."""
 
     def __init__(self, version: int = 0) -> None:
         self.version_watch = VersionWatch(version)

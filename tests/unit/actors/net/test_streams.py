@@ -37,7 +37,7 @@ async def test_a_frame_of_states_is_small_so_that_other_streams_get_their_turn()
 
 
 async def test_a_drafter_that_takes_no_states_loses_its_stream_and_not_the_targets_memory():
-    """What it has taken leaves room for as much again; what comes after the end of its stream is dropped."""
+    """Taking messages frees their space; messages after the end of the stream are dropped."""
     outbox = StatesOutbox()
     ends = asyncio.ensure_future(outbox.overflow())
     for _ in range(3):

@@ -39,7 +39,7 @@ async def before_no_proxy(front: AsgiFront) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def named(http: httpx.AsyncClient, body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the answer's only request id header, and the end of its id."""
+    """Returns the response's only request ID header, and the last part of the response's id."""
     answer = await http.post("/v1/completions", json={**COMPLETION, **body}, headers=headers)
     assert answer.status_code == 200, answer.text
     (header,) = answer.headers.get_list(REQUEST_ID)
