@@ -25,7 +25,8 @@ from rich.table import Table
 PACKAGES = ("protos", "cluster", "actors", "serve_app", "tools")
 GENERATED = "speculation_pb2"
 ROOTS = (
-    "serve_app.api.app",
+    "serve_app.api.routes",
+    "serve_app.api.app",  # its name before
     "serve_app.http.api",
     "serve_app.router",
     "actors.servers",

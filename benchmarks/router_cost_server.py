@@ -79,7 +79,7 @@ def _large(limits: Callable[..., Any], *fields: Any, **named: Any) -> Any:
 @asynccontextmanager
 async def served() -> AsyncIterator[str]:
     """The API in front of the toy cluster; its address."""
-    create_api = found("create_api", "serve_app.api.app", "serve_app.api")
+    create_api = found("create_api", "serve_app.api.routes", "serve_app.api.app", "serve_app.api")
     metrics = found("Metrics", "serve_app.api.metrics", "serve_app.metrics")()
     codec_of = found("TextCodec", "serve_app.api.text", "serve_app.text")
     check_origin()

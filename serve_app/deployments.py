@@ -452,9 +452,9 @@ class RouterDeployment(_ReplicaDeployment):
     ) -> None:
         self._begin()
         from serve_app.api.access import AdminAddress, ServeRequestIds
-        from serve_app.api.app import create_api
         from serve_app.api.failures import RefuseWhenStopped
         from serve_app.api.metrics import Metrics
+        from serve_app.api.routes import create_api
         from serve_app.api.template_process import TemplateProcess
         from serve_app.api.text import TextCodec
         from serve_app.api.validation import NO_DEFAULTS, load_defaults

@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.config import SlipstreamConfig, validated
 from cluster.routing.ledger import CommittedTokens
 from serve_app.api.access import ADMIN_PORT
-from serve_app.api.app import create_api
 from serve_app.api.generation import Generator
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
+from serve_app.api.routes import create_api
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import find_template
 from serve_app.api.validation import NO_DEFAULTS, GenerationDefaults

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actors.sampling.filters import filtered
+from actors.sampling.acceptance import BlockDecision, DrawAddress, distribution, match, offsets
 from actors.sampling.gumbel import Purpose, gumbel_argmax, uniform_scalar
-from actors.sampling.processors import Penalties, paths_of
-from actors.sampling.rejection_sampler import BlockDecision, DrawAddress, distribution, match, offsets
+from actors.sampling.logits_processors import Penalties, paths_of
+from actors.sampling.truncation import filtered
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling
 

@@ -27,7 +27,7 @@ from protos.messages import StateDtype, StatesFormat, StatesNeeded
 
 if TYPE_CHECKING:
     from actors.compute.hidden_states import CaptureSpec, StateProjection
-    from actors.sampling.processors import Maker
+    from actors.sampling.logits_processors import Maker
 
 
 @value

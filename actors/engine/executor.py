@@ -18,8 +18,8 @@ from torch import Tensor
 from actors.compute.kv_cache import InputRow
 from actors.engine.runner import Runner
 from actors.grammars import GrammarCompiler
-from actors.sampling.processors import MAKERS, Maker, ProcessorChain, chain_of
-from actors.sampling.rejection_sampler import DrawAddress, PendingBlock, decide
+from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
+from actors.sampling.logits_processors import MAKERS, Maker, ProcessorChain, chain_of
 from actors.sampling.scoring import decided_scores, margin, score
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan, riding
 from protos.messages import Open, TokenScore

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import to_device
+from actors.sampling.acceptance import BlockDecision, DrawAddress, PendingBlock
 from actors.sampling.gumbel import Purpose, gumbel
-from actors.sampling.processors import ProcessorChain
-from actors.sampling.rejection_sampler import BlockDecision, DrawAddress, PendingBlock
+from actors.sampling.logits_processors import ProcessorChain
 from protos.messages import Sampling, TokenScore
 
 ROWS_AT_ONCE = 64

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from actors.sampling.processors import Maker, ProcessorChain, chain_of
-from actors.sampling.rejection_sampler import BlockDecision, DrawAddress, PendingBlock, decide
+from actors.sampling.acceptance import BlockDecision, DrawAddress, PendingBlock, decide
+from actors.sampling.logits_processors import Maker, ProcessorChain, chain_of
 from actors.sampling.scoring import decided_scores, margin
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE, DraftTree

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from actors.sampling.processors import MAKERS
-from actors.sampling.rejection_sampler import PendingBlock
+from actors.sampling.acceptance import PendingBlock
+from actors.sampling.logits_processors import MAKERS
 from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, request_in
 
 VOCABULARY_KEY = "slipstream_vocabulary"  # key in vLLM's additional_config

@@ -16,8 +16,8 @@ import torch
 
 from actors.compute.hidden_states import CaptureSpec, StateCapture
 from actors.grammars import grammars_of, load_grammar_vocabulary
-from actors.sampling.processors import MAKERS, Maker
-from actors.sampling.rejection_sampler import PendingBlock
+from actors.sampling.acceptance import PendingBlock
+from actors.sampling.logits_processors import MAKERS, Maker
 from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, request_in
 from cluster.errors import ModelError
 

@@ -26,7 +26,7 @@ from cluster.config_sections import ApiKey
 from cluster.errors import CapacityError, ConfigError, RequestError
 from cluster.routing.ledger import Generation
 from serve_app.api.replies import ErrorDetail, error_response
-from serve_app.api.schemas import REQUEST_ID_PATTERN, GenerationRequest
+from serve_app.api.request_schemas import REQUEST_ID_PATTERN, GenerationRequest
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.errors import RequestError
 from serve_app.api.chat_template import ChatTemplate, Message, TemplateOptions
-from serve_app.api.schemas import ChatMessage, ChatRequest, NamedTool, ToolCall
+from serve_app.api.request_schemas import ChatMessage, ChatRequest, NamedTool, ToolCall
 from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, ResponseReaders
 
 

@@ -18,7 +18,7 @@ from actors.grammars import GrammarCompiler
 from cluster.errors import GrammarError, RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
 from serve_app.api.fields import AnswerFormat, StructuredOutputs
-from serve_app.api.schemas import ChatRequest, NamedTool, Tool
+from serve_app.api.request_schemas import ChatRequest, NamedTool, Tool
 from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, TaggedArguments
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # limits whitespace between JSON tokens, which small models may repeat forever

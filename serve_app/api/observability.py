@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from actors.tracing import TRACEPARENT, context_of, traceparent_of
 from serve_app.api.replies import FinishReason
-from serve_app.api.schemas import GenerationRequest
+from serve_app.api.request_schemas import GenerationRequest
 
 CLIENT_LEFT = 499
 """Status of requests whose client disconnected before the end of the answer."""

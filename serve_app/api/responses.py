@@ -13,6 +13,7 @@ from serve_app.api.choices import Choice, ChoiceEvent
 from serve_app.api.failures import Failure
 from serve_app.api.fields import AnswerFormat, RequestBounds, check
 from serve_app.api.replies import FinishReason, RequestMetrics, Usage
+from serve_app.api.request_schemas import ChatRequest
 from serve_app.api.responses_schemas import (
     CallInput,
     CallItem,
@@ -35,7 +36,6 @@ from serve_app.api.responses_schemas import (
     ResponsesUsage,
     Status,
 )
-from serve_app.api.schemas import ChatRequest
 from serve_app.api.tool_calls import Call, Content, Reasoning, Segment
 
 Json = dict[str, Any]

@@ -18,7 +18,7 @@ from serve_app.api.fields import (
     is_text,
     unserved,
 )
-from serve_app.api.schemas import (
+from serve_app.api.request_schemas import (
     MAX_EFFORT_CHARS,
     MAX_MODEL_CHARS,
     CallId,

@@ -17,7 +17,7 @@ from cluster.learning import Source, may_learn
 from cluster.routing.ledger import Generation
 from protos.from_pb import REPETITION_PENALTIES
 from protos.messages import Acceptance, Sampling, Scoring, TokenRules
-from serve_app.api.schemas import GenerationRequest
+from serve_app.api.request_schemas import GenerationRequest
 from serve_app.api.served_model import check_model
 from serve_app.api.text import TextCodec
 

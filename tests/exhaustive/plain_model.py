@@ -13,14 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.grammars import GrammarCompiler, load_grammar_vocabulary
-from actors.sampling.processors import MAKERS, chain_of
-from actors.sampling.rejection_sampler import DrawAddress
+from actors.sampling.acceptance import DrawAddress
+from actors.sampling.logits_processors import MAKERS, chain_of
 from actors.sampling.scoring import margin
 from cluster.config import SlipstreamConfig
 from cluster.routing.ledger import Generation
 from protos.messages import Open
 from serve_app.api.fields import RequestBounds, check
-from serve_app.api.schemas import CompletionRequest
+from serve_app.api.request_schemas import CompletionRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.validation import bad_words_of, check_request, load_defaults, resolve, truncated
 

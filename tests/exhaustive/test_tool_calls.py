@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from serve_app.api.chat_template import TemplateOptions
 from serve_app.api.grammars import call_grammar
-from serve_app.api.schemas import ChatRequest
+from serve_app.api.request_schemas import ChatRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import Call, find_template, read_whole
 from tests.exhaustive.schemas import ASKED, PERSON, Asked, closed, listed, text, whole

@@ -16,8 +16,8 @@ from actors.attention.varlen import varlen_for
 from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
-from actors.sampling.processors import chain_of
-from actors.sampling.rejection_sampler import DrawAddress, PendingBlock, decide
+from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
+from actors.sampling.logits_processors import chain_of
 from cluster.verification.step import Row, StepPlan
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Open, Sampling, TokenRules

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import CapacityError, DrainingError, NonFiniteLogitsError, RequestError, TargetLostError
 from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Acceptance, Finish, Scoring, TokenRules, TokenScore
-from serve_app.api.app import create_api
 from serve_app.api.fields import parse
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
+from serve_app.api.routes import create_api
 from serve_app.api.text import TextCodec
 from tests.asgi_front import byte_codec, config_of
 from tests.scripted_generator import STALL, Script, ScriptedGenerator
@@ -552,7 +552,7 @@ async def test_requests_are_parsed_and_tokenized_off_the_event_loop(front: Front
         return (1, 2)
 
     front.plays([Ended(Finish.STOP)])
-    with patch.object(front.codec, "encode", encode), patch("serve_app.api.endpoints.parse", wraps=parse) as parsing:
+    with patch.object(front.codec, "encode", encode), patch("serve_app.api.formats.parse", wraps=parse) as parsing:
         parsing.side_effect = lambda *_: threads.add(threading.get_ident()) or DEFAULT
         await front.openai.completions.create(model="toy", prompt="hi")
     assert threads

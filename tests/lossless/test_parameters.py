@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.sampling.filters import filtered
-from actors.sampling.rejection_sampler import DrawAddress
+from actors.sampling.acceptance import DrawAddress
+from actors.sampling.truncation import filtered
 from cluster.routing.ledger import Generation
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Block, Sampling, TokenRules

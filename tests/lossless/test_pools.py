@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.sampling.rejection_sampler import DrawAddress
+from actors.sampling.acceptance import DrawAddress
 from cluster.costs import ForwardCost
 from cluster.routing.ledger import Generation
 from protos.draft_tree import DraftTree

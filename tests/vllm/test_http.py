@@ -20,9 +20,9 @@ from cluster.config import AuditConfig, SlipstreamConfig
 from cluster.drafting.session_table import DrafterLimits
 from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import ReferenceLoop
-from serve_app.api.app import create_api
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
+from serve_app.api.routes import create_api
 from serve_app.api.text import TextCodec
 from serve_app.cli.demo import demo_config
 from serve_app.demo_data import BENCH_PROMPTS

@@ -23,7 +23,7 @@ from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
 from actors.models.decoder import ForwardOutput
-from actors.sampling.processors import MAKERS
+from actors.sampling.logits_processors import MAKERS
 from cluster.config import DraftPool
 from cluster.config_sections import HeadOptions
 from cluster.drafting.trees import TokenPath, threshold_of, worth_branching

@@ -23,7 +23,7 @@ from actors.drafters.model.forwards import ONE_AT_A_TIME, DraftForwards, MaskTok
 from actors.drafters.model.recurrent_head import DraftHead
 from actors.drafters.model.sampling import MAX_BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
 from actors.engine.runner import InterruptibleRunner
-from actors.sampling.processors import MAKERS, Maker
+from actors.sampling.logits_processors import MAKERS, Maker
 from cluster.drafting.draft_state import DraftedToken
 from cluster.drafting.lookahead import (
     MAX_OUTCOMES,

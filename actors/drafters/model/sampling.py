@@ -25,9 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.sampling.filters import filtered
 from actors.sampling.gumbel import Purpose, gumbel_argmax, gumbels, key
-from actors.sampling.processors import MAKERS, Maker, ProcessorChain, chain_of
+from actors.sampling.logits_processors import MAKERS, Maker, ProcessorChain, chain_of
+from actors.sampling.truncation import filtered
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import PendingPositions, TextPosition
 from cluster.drafting.requests import SessionText

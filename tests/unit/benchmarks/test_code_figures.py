@@ -13,7 +13,7 @@ code_figures = script("code_figures")
 
 
 def write_tree(root: Path, **texts: str) -> Path:
-    """Writes files named like `serve_app__api__app` into a tree."""
+    """Writes files named like `serve_app__api__routes` into a tree."""
     for name, text in texts.items():
         path = root / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,8 +35,8 @@ def test_request_path_follows_runtime_imports(tmp_path: Path):
         "def f():\n    import protos.codec\n"
     )
     unrelated = dict.fromkeys(("cluster__errors", "cluster__typed", "cluster__unused", "protos__codec"), "")
-    tree = code_figures.Tree(write_tree(tmp_path, serve_app__api__app=app, cluster__ledger="import os\n", **unrelated))
-    assert tree.request_path() == ["cluster.errors", "cluster.ledger", "protos.codec", "serve_app.api.app"]
+    tree = code_figures.Tree(write_tree(tmp_path, serve_app__api__routes=app, cluster__ledger="import os\n", **unrelated))
+    assert tree.request_path() == ["cluster.errors", "cluster.ledger", "protos.codec", "serve_app.api.routes"]
 
 
 def test_forms_are_data_classes_on_the_request_path(tmp_path: Path):
@@ -46,8 +46,8 @@ def test_forms_are_data_classes_on_the_request_path(tmp_path: Path):
         "class Plain: pass\n"
     )
     form = "@dataclass\nclass Other: pass\n"
-    tree = code_figures.Tree(write_tree(tmp_path, serve_app__api__app=app, cluster__config=form, cluster__unused=form))
-    assert tree.request_forms() == [f"serve_app.api.app.{name}" for name in "ABCDE"]
+    tree = code_figures.Tree(write_tree(tmp_path, serve_app__api__routes=app, cluster__config=form, cluster__unused=form))
+    assert tree.request_forms() == [f"serve_app.api.routes.{name}" for name in "ABCDE"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from cluster.verification.scheduler import TargetActivity
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import FinishReason
-from serve_app.api.schemas import ChatRequest
+from serve_app.api.request_schemas import ChatRequest
 from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, trainer_levels, version_levels
 from serve_app.replica_counters import CAUSE_LABEL, HELP, LABELS
 from serve_app.router import RouterActivity

@@ -30,7 +30,7 @@ from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
 from actors.models.decoder import Rotation, rotation_of
-from actors.sampling.processors import MAKERS
+from actors.sampling.logits_processors import MAKERS
 from cluster.config import DraftPool
 from protos.messages import StatesNeeded
 

@@ -25,7 +25,7 @@ from actors.drafters.registry import DraftSetup
 from actors.engine.memory import page_count
 from actors.engine.process import device_of
 from actors.models.checkpoint import local_folder
-from actors.sampling.processors import Maker
+from actors.sampling.logits_processors import Maker
 from cluster.config import DraftPool
 from cluster.config_sections import HeadOptions
 from protos.messages import StatesNeeded

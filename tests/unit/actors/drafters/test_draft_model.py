@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.sampling.rejection_sampler import DrawAddress
+from actors.sampling.acceptance import DrawAddress
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Sampling, Shape, TokenRules
 from tests.sampling_reference import draw, process

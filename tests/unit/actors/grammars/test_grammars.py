@@ -8,7 +8,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits
 
 from actors.grammars import GrammarCompiler, TextGrammar, unpacked
-from actors.sampling.processors import MAKERS, chain_of, paths_of
+from actors.sampling.logits_processors import MAKERS, chain_of, paths_of
 from cluster.errors import GrammarError
 from protos.draft_tree import DraftTree
 from protos.messages import TokenRules

@@ -15,7 +15,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from actors.sampling.processors import ProcessorChain, chain_of, paths_of
+from actors.sampling.logits_processors import ProcessorChain, chain_of, paths_of
 from protos.draft_tree import DraftTree
 from protos.messages import Open, Sampling, TokenRules
 from tests.unit.actors.sampling.processor_opens import opened

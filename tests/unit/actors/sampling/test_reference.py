@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
+from actors.sampling.acceptance import BlockDecision, DrawAddress, match
 from actors.sampling.gumbel import Purpose, key, uniform_scalar
-from actors.sampling.rejection_sampler import BlockDecision, DrawAddress, match
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling
 from tests.sampling_reference import accept, draw, process

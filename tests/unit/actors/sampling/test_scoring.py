@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.sampling.acceptance import DrawAddress
 from actors.sampling.gumbel import Purpose, gumbel
-from actors.sampling.processors import chain_of
-from actors.sampling.rejection_sampler import DrawAddress
+from actors.sampling.logits_processors import chain_of
 from actors.sampling.scoring import margin, score
 from protos.draft_tree import NO_TREE
 from protos.messages import Sampling

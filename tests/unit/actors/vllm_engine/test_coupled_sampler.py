@@ -5,8 +5,8 @@ import pickle
 import pytest
 import torch
 
-from actors.sampling.processors import MAKERS, chain_of
-from actors.sampling.rejection_sampler import DrawAddress, PendingBlock, decide
+from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
+from actors.sampling.logits_processors import MAKERS, chain_of
 from actors.sampling.scoring import decided_scores, margin
 from actors.vllm_engine.coupled_sampler import (
     ExtraResults,

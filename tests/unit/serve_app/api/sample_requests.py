@@ -9,7 +9,7 @@ import pytest
 
 from cluster.errors import RequestError
 from serve_app.api.fields import RequestBounds, parse
-from serve_app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.api.request_schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import ConfigError
-from serve_app.api.schemas import CompletionRequest
+from serve_app.api.request_schemas import CompletionRequest
 from serve_app.api.validation import NO_DEFAULTS, GenerationDefaults, load_defaults
 
 

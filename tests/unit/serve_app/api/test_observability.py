@@ -13,12 +13,12 @@ from ray.serve._private.logging_utils import ServeFormatter
 from cluster.errors import RequestError
 from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Finish
-from serve_app.api.endpoints import ApiFormat, ChatFormat, CompletionFormat, ResponsesFormat
 from serve_app.api.fields import RequestBounds, parse
+from serve_app.api.formats import ApiFormat, ChatFormat, CompletionFormat, ResponsesFormat
 from serve_app.api.metrics import Metrics
 from serve_app.api.observability import OPERATIONS, OTHER_VERSION, PromptVersions, RequestRecord, logged
 from serve_app.api.replies import FinishReason
-from serve_app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.api.request_schemas import ChatRequest, CompletionRequest, GenerationRequest
 from serve_app.api.text import TextCodec
 from serve_app.publishing.aggregate_metrics import exposition
 from serve_app.startup import log_under_serve

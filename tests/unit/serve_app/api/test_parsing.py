@@ -9,7 +9,7 @@ import pytest
 from cluster.errors import RequestError
 from serve_app.api.failures import failure_of
 from serve_app.api.fields import RequestBounds, parse
-from serve_app.api.schemas import ChatRequest, CompletionRequest
+from serve_app.api.request_schemas import ChatRequest, CompletionRequest
 
 BOUNDS = RequestBounds(
     prompts=8, prompt_tokens=64, messages=16, parts=4, stops=4, labels=4, containers=100, token_ids=4

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from protos.messages import Scoring, TokenRules
-from serve_app.api.schemas import CompletionRequest
+from serve_app.api.request_schemas import CompletionRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.validation import bad_words_of, check_rules, rules_of, scoring_of, truncated
 from tests.unit.serve_app.api.sample_requests import chat, completion, refusal_of

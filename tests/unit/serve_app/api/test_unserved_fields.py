@@ -26,7 +26,7 @@ from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel
 
 from cluster.errors import RequestError
-from serve_app.api.schemas import (
+from serve_app.api.request_schemas import (
     CalledFunction,
     ChatMessage,
     ChatRequest,

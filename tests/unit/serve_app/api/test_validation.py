@@ -11,7 +11,7 @@ from cluster.config import ServerConfig, SlipstreamConfig, validated
 from cluster.errors import RequestError
 from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Sampling
-from serve_app.api.schemas import GenerationRequest
+from serve_app.api.request_schemas import GenerationRequest
 from serve_app.api.served_model import UnknownModelError
 from serve_app.api.validation import check_request, resolve, rules_of
 from tests.unit.serve_app.api.sample_requests import chat, completion, refusal_of

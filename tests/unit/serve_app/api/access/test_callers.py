@@ -9,7 +9,7 @@ import pytest
 from cluster.config_sections import ApiKey
 from cluster.errors import CapacityError, ConfigError, RequestError
 from serve_app.api.access import Caller, Callers
-from serve_app.api.schemas import CompletionRequest
+from serve_app.api.request_schemas import CompletionRequest
 from serve_app.cli.main import key_lines, new_key
 from tests.asgi_front import config_of
 from tests.unit.serve_app.api.sample_requests import refusal_of

@@ -3,10 +3,10 @@
 import pytest
 
 from cluster.errors import DrainingError
-from serve_app.api.app import create_api
 from serve_app.api.failures import RefuseWhenStopped
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
+from serve_app.api.routes import create_api
 from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, asgi_front, config_of, http_client, stream_data
 from tests.scripted_generator import ScriptedGenerator

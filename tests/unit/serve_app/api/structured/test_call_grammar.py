@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.grammars import GrammarCheck, RequestedGrammar, call_grammar, content_grammar
-from serve_app.api.schemas import ChatRequest
+from serve_app.api.request_schemas import ChatRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import Call, Content, Reasoning, ReasoningInPrompt, read_whole
 from tests.call_writers import Sayings, json_writer, lined_writer, special_writer, tagged_writer

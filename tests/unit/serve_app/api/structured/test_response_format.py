@@ -9,7 +9,7 @@ from actors.grammars import GrammarCompiler, grammar_vocabulary
 from cluster.errors import RequestError
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.grammars import GrammarCheck, RequestedGrammar, content_grammar
-from serve_app.api.schemas import ChatRequest, CompletionRequest
+from serve_app.api.request_schemas import ChatRequest, CompletionRequest
 from tests.byte_tokenizer import byte_tokenizer
 from tests.unit.serve_app.api.sample_requests import refusal_of
 

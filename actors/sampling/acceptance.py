@@ -10,6 +10,7 @@ Both are exact; greedy decoding is the special case of both. Other code cuts the
   draft_probs[x]); after a rejection, the recovered token is drawn from the normalised max(target_probs - draft_probs,
   0) (Leviathan et al. 2023, arXiv 2211.17192). A draft token without probabilities is a point mass. Chains only.
 
+Blocks that are dropped before any check, such as late ones, are counted in `cluster/verification/block_buffer.py`.
 `tests/sampling_reference.py` decides one block at a time and is easier to read; tests require equal results.
 """
 
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import to_device
-from actors.sampling.filters import Restricted, restrict
 from actors.sampling.gumbel import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, key, uniform_scalar
-from actors.sampling.processors import ProcessorChain, paths_of
+from actors.sampling.logits_processors import ProcessorChain, paths_of
+from actors.sampling.truncation import Restricted, restrict
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling
 

@@ -1,4 +1,4 @@
-"""The HTTP API as one ASGI application.
+"""The HTTP API as one ASGI application: all routes, and the endpoints behind them.
 
 `ApiEndpoint` serves the generating endpoints: it parses the body, checks the request, tokenises its prompts, starts one
 session per choice, and sends the answer whole or as server-sent events. A client that disconnects cancels its sessions.
@@ -42,7 +42,9 @@ from serve_app.api.access import (
     request_id_of,
 )
 from serve_app.api.choices import Choice, ChoiceStream, ChoiceText, Delta, TextOptions
-from serve_app.api.endpoints import (
+from serve_app.api.failures import failure_of
+from serve_app.api.fields import RequestBounds, RequestPart, parse
+from serve_app.api.formats import (
     AnswerWriter,
     ApiFormat,
     ChatFormat,
@@ -51,8 +53,6 @@ from serve_app.api.endpoints import (
     ResponsesFormat,
     Tokenizing,
 )
-from serve_app.api.failures import failure_of
-from serve_app.api.fields import RequestBounds, RequestPart, parse
 from serve_app.api.generation import Generator, follow, metrics_of, usage_of
 from serve_app.api.grammars import GrammarCheck, RequestedGrammar
 from serve_app.api.limits import Bodies, Deadline
@@ -72,8 +72,7 @@ from serve_app.api.replies import (
     Usage,
     VersionReport,
 )
-from serve_app.api.responses_schemas import ResponseReply, ResponsesRequest, ResponseStreamEvent
-from serve_app.api.schemas import (
+from serve_app.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeReply,
@@ -82,6 +81,7 @@ from serve_app.api.schemas import (
     TokenizeReply,
     TokenizeRequest,
 )
+from serve_app.api.responses_schemas import ResponseReply, ResponsesRequest, ResponseStreamEvent
 from serve_app.api.served_model import find_card, fingerprint, model_list, version
 from serve_app.api.streaming import EventStream, as_json, first_of, while_connected
 from serve_app.api.text import StopMatcher, TextCodec

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.errors import RequestError
 from serve_app.api.fields import RequestBounds, parse
-from serve_app.api.schemas import ChatRequest, CompletionRequest
+from serve_app.api.request_schemas import ChatRequest, CompletionRequest
 from tests.unit.serve_app.api.sample_requests import CHAT, COMPLETION, parsed, refusal_of
 
 

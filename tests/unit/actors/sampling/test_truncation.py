@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.sampling.filters import restrict
+from actors.sampling.truncation import restrict
 from protos.draft_tree import DraftTree
 from protos.messages import Sampling
 from tests.sampling_reference import process

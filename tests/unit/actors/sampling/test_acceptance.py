@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.sampling.filters import filtered
-from actors.sampling.processors import ProcessorChain, chain_of, paths_of
-from actors.sampling.rejection_sampler import NOT_DECIDED, BlockDecision, DrawAddress, PendingBlock, decide
+from actors.sampling.acceptance import NOT_DECIDED, BlockDecision, DrawAddress, PendingBlock, decide
+from actors.sampling.logits_processors import ProcessorChain, chain_of, paths_of
+from actors.sampling.truncation import filtered
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling, TokenRules
 from tests.sampling_reference import accept
@@ -155,7 +155,7 @@ def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():
 
 def test_a_rejection_where_rounding_leaves_no_residual_is_decided_by_the_specification_too(monkeypatch):
     """Equal distributions and noise that rejects: each draws its token from the target's row."""
-    for module in ("actors.sampling.rejection_sampler", "tests.sampling_reference"):
+    for module in ("actors.sampling.acceptance", "tests.sampling_reference"):
         monkeypatch.setattr(f"{module}.uniform_scalar", lambda _: 1.0)
     equal = SparseProbs(((0, 1, 2),), ((1, 1, 1),))
     drafted = DraftTree.chain((0,), equal)

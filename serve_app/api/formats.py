@@ -42,9 +42,7 @@ from serve_app.api.replies import (
     Trace,
     Usage,
 )
-from serve_app.api.responses import ResponsesChat, ResponseWriter, as_chat, initial_response
-from serve_app.api.responses_schemas import ResponsesRequest
-from serve_app.api.schemas import (
+from serve_app.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeReply,
@@ -54,6 +52,8 @@ from serve_app.api.schemas import (
     TokenizeReply,
     TokenizeRequest,
 )
+from serve_app.api.responses import ResponsesChat, ResponseWriter, as_chat, initial_response
+from serve_app.api.responses_schemas import ResponsesRequest
 from serve_app.api.served_model import check_model
 from serve_app.api.streaming import as_event
 from serve_app.api.text import TextCodec
