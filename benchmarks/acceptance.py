@@ -1,10 +1,11 @@
-"""Measures accepted tokens by draft rule: full noise, damped, learned, and ratio; chains and trees.
+"""Compares drafting rules by acceptance: full, damped and learned noise, and rejection sampling; chains and trees.
 
     python benchmarks/acceptance.py [--temperatures 0.7 1] [--tokens 64] [--json FILE]
-    python benchmarks/acceptance.py --nodes 1 2 4 8 12     # at temperature 0: tokens a verify by a block's nodes
+    python benchmarks/acceptance.py --nodes 1 2 4 8 12     # temperature 0: tokens per verification by block size
 
-The demo pair over the prompts of `slipstream bench`, in lock step over the real schedulers, engine and drafting method,
-without a network. It says how many different texts the coupled arms gave: in bfloat16 near-ties may part them.
+Runs the demo pair on the prompts of `slipstream bench` in lock step, with the real schedulers, engine and drafting
+method but without a network. Reports the number of distinct texts from the coupled arms: near-ties in bfloat16 may
+make them differ.
 """
 
 import argparse
@@ -35,7 +36,7 @@ LONGEST_BLOCK = 16
 
 
 class FixedNoise(Calibration):
-    """Counts a given share of the noise, and learns nothing."""
+    """Weights the noise by a fixed share instead of a learned one."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -47,23 +48,23 @@ class FixedNoise(Calibration):
 
 @dataclass(frozen=True)
 class Arm:
-    """Rules by which blocks are drafted and verified."""
+    """Drafting and verification rule of the compared blocks."""
 
     name: str
     acceptance: Acceptance = Acceptance.COUPLED
-    noise: float | None = None  # share of it that counts; None: learned
+    noise: float | None = None  # weight of the noise; None: learned
     nodes: int = 4
     trees: bool = False
 
 
 @dataclass(frozen=True)
 class Found:
-    """Results of an arm's blocks."""
+    """Acceptance of an arm's blocks."""
 
     arm: str
     temperature: float
     nodes: int
-    first: float  # share of blocks of which the first place was right, by whichever of its tokens
+    first: float  # share of blocks with an accepted token at the first position
     tokens_a_verify: float
 
 
@@ -79,7 +80,7 @@ class Pair:
     def run(
         self, arm: Arm, temperature: float, prompts: Sequence[tuple[int, ...]], tokens: int
     ) -> tuple[Found, list[str]]:
-        """All prompts, one after the other; what the arm has learned of one is known in the next."""
+        """Runs all prompts in sequence; a learned calibration carries over from prompt to prompt."""
         assert self._draft.model is not None, "the demo drafts with a model"
         calibration = Calibration() if arm.noise is None else FixedNoise(arm.noise)
         method = load_draft_model(local_folder(self._draft.model), self._draft, self._setup, CPU, calibration)
@@ -96,7 +97,7 @@ class Pair:
 
 
 def rules() -> list[Arm]:
-    """Blocks of one token, chains, and trees, by what chooses their tokens."""
+    """Returns single tokens, chains and trees under each drafting rule."""
     found = []
     for shape, nodes, trees in (
         ("one token", 1, False),

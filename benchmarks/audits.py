@@ -1,11 +1,11 @@
-"""Measures what audits cost requests: the demo pair with and without them, on requests that come now and then.
+"""Measures the cost of audits to requests: the demo pair with and without audits, under sparse requests.
 
     python benchmarks/audits.py [--share 0.05] [--rounds 5] [--prompts 24] [--tokens 64] [--pause 1] [--json OUT]
 
-Two servers side by side, pinned as in `pipeline.py`, are asked the same prompts, one at a time and with pauses between,
-by turns. In the pauses one of them audits, so that requests come while it does. Before the other has its turn, its
-audits are waited for. The ratio is that of the answers' throughput; an interval that reaches 1 means that no cost was
-found.
+Two servers, pinned as in `pipeline.py`, take turns to answer the same prompts, one request at a time with pauses in
+between. One of them audits during the pauses, so its audits overlap later requests. A turn ends when all of its audits
+have finished. The reported ratio is the throughput with audits over that without; an interval that contains 1 means no
+measurable cost.
 """
 
 import argparse
@@ -31,14 +31,14 @@ from tools.bench.tables import speedups_table
 
 AUDITED = "audited"
 PLAIN = "not audited"
-NAMES = {AUDITED: APPLICATION, PLAIN: "plain"}  # of the Serve applications
+NAMES = {AUDITED: APPLICATION, PLAIN: "plain"}  # Serve application names
 PATIENCE_S = 120.0
 
 
 async def turn(
     endpoint: ChatEndpoint, arm: str, prompts: Sequence[Prompt], number: int, arguments: argparse.Namespace
 ) -> list[Batch]:
-    """All prompts, one at a time; each is a batch of its own. The pauses are the same for both arms."""
+    """Sends the prompts one at a time, each as its own batch, with the same pauses for both arms."""
     pauses = random.Random(number)
     model = await endpoint.model()
     batches = []
@@ -63,7 +63,7 @@ def wait_for_audits(name: str) -> None:
         if target["idle"] and not audits_of(name)["waiting"]:
             return
         time.sleep(0.5)
-    raise SystemExit(f"audits were not done after {PATIENCE_S:.0f} s")
+    raise SystemExit(f"audits did not finish within {PATIENCE_S:.0f} s; lower --share")
 
 
 async def measure(urls: Mapping[str, str], arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Batch]:
@@ -92,10 +92,10 @@ def show(arguments: argparse.Namespace, batches: Sequence[Batch]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=float, default=0.05, help="of the requests that are audited")
+    parser.add_argument("--share", type=float, default=0.05, help="share of requests to audit")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=24, help="how many of the demo's")
-    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    parser.add_argument("--prompts", type=int, default=24, help="number of demo prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
     parser.add_argument("--pause", type=float, default=1.0, help="mean seconds between an answer and the next request")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here, after every round")
     arguments = parser.parse_args()

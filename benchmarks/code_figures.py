@@ -2,7 +2,7 @@
 
     python benchmarks/code_figures.py [TREE] [--against EARLIER_TREE] [--since COMMIT]
 
-Reads sources without importing them, so that it works on any tree of this project. Generated stubs are left out.
+Parses sources without importing them, so it works on any tree of this project. Excludes generated stubs.
 
 The request path is an upper bound: every module reached by imports, lazy ones included, from the HTTP application, the
 router and the actors' servers (`ROOTS`). Imports under `TYPE_CHECKING` do not count. A form is a dataclass, a `@value`
@@ -26,7 +26,7 @@ PACKAGES = ("protos", "cluster", "actors", "serve_app", "tools")
 GENERATED = "speculation_pb2"
 ROOTS = (
     "serve_app.api.routes",
-    "serve_app.api.app",  # its name before
+    "serve_app.api.app",  # its earlier name
     "serve_app.http.api",
     "serve_app.router",
     "actors.servers",
@@ -40,7 +40,7 @@ PREPOSITIONS = {"after", "as", "at", "before", "by", "for", "from", "in", "of", 
 
 
 class Tree:
-    """The sources, tests and documents of one checkout."""
+    """Sources, tests and documents of a checkout."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

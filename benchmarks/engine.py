@@ -1,9 +1,9 @@
-"""The engine against others and against itself: non-speculative decoding, time to first token, and what a step costs.
+"""Compares the engine with other engines: non-speculative throughput, time to first token, and step time.
 
     python benchmarks/engine.py FOLDER [--draft FOLDER] [--dtype float32] [--threads 2] [--json FILE] [--plot FILE]
 
-Every arm has a process of its own and works only while it is asked; arms take turns prompt by prompt, so that what else
-the machine does falls on all of them; what is reported are ratios and medians of rounds.
+Each arm runs in its own process, suspended between its requests. Arms alternate prompt by prompt, so background load
+affects all of them. Reports medians and ratios over the rounds.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def some_prompts(count: int, length: int, seed: int) -> Prompts:
 
 
 def throughput(workers: Sequence[Worker], concurrency: int, new_tokens: int, rounds: int) -> Throughput:
-    """Arms take turns; assisted generation takes one prompt at a time."""
+    """Alternates the arms; assisted generation runs only at concurrency 1."""
     found: dict[str, list[float]] = {w.name: [] for w in workers if concurrency == 1 or w.name != "assisted"}
     for number in track(range(rounds), f"{concurrency} at once", console=Console(stderr=True)):
         prompts = some_prompts(concurrency, PROMPT_TOKENS, number)
@@ -58,7 +58,7 @@ def throughput(workers: Sequence[Worker], concurrency: int, new_tokens: int, rou
 
 
 def first_token(workers: Sequence[Worker], rounds: int) -> dict[str, float]:
-    """Median seconds until the first token after a long prompt."""
+    """Returns each arm's median time to first token for a long prompt, in seconds."""
     runs: dict[str, list[Run]] = {worker.name: [] for worker in workers}
     for number in range(rounds):
         for worker in workers:
@@ -70,7 +70,7 @@ def first_token(workers: Sequence[Worker], rounds: int) -> dict[str, float]:
 
 
 def median_ms(*sides: Callable[[], object], rounds: int = 15) -> list[float]:
-    """Medians of sides that take turns."""
+    """Returns each side's median milliseconds over alternating runs."""
     found: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
         for side, times in zip(sides, found, strict=True):
@@ -81,7 +81,7 @@ def median_ms(*sides: Callable[[], object], rounds: int = 15) -> list[float]:
 
 
 def step_times(setup: Setup) -> list[dict[str, float]]:
-    """Our forward, transformers' over a padded batch with a DynamicCache, and the bare linear layers, in turn."""
+    """Times our forward pass, transformers' forward pass with a DynamicCache, and the linear layers alone, in turn."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -126,7 +126,7 @@ def step_times(setup: Setup) -> list[dict[str, float]]:
     return rows_of
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- report
 
 
 def show(console: Console, found: list[Throughput], first: dict[str, float], steps: list[dict[str, float]]) -> None:
@@ -173,17 +173,17 @@ def plot(path: Path, found: list[Throughput]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the target model")
-    parser.add_argument("--draft", type=Path, help="a draft model: adds assisted generation")
+    parser.add_argument("folder", type=Path, help="target model")
+    parser.add_argument("--draft", type=Path, help="draft model; adds assisted generation")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 12, 32])
-    parser.add_argument("--tokens", type=int, default=48, help="of every answer")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--without-vllm", action="store_true", help="even where it is installed")
-    parser.add_argument("--without-steps", action="store_true", help="leave out what a step costs")
+    parser.add_argument("--without-vllm", action="store_true", help="skip vLLM even if installed")
+    parser.add_argument("--without-steps", action="store_true", help="skip step times")
     parser.add_argument("--json", type=Path, help="write all measurements here")
-    parser.add_argument("--plot", type=Path, help="write a picture here")
+    parser.add_argument("--plot", type=Path, help="write a plot here")
     return parser.parse_args()
 
 

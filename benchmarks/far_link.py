@@ -1,8 +1,8 @@
-"""A network of two machines on one: a namespace of the kernel's, and a line to it that delays and loses packets.
+"""Emulates a second machine: a network namespace behind a link that delays and drops packets.
 
-The line is two TUN devices with a process between them, which holds every IP packet for as long as it is told and
-drops some. TCP above it is the kernel's own: it waits, retransmits and slows down as over a real line, without needing
-the kernel's netem, which not every kernel has. Needs root.
+The link is two TUN devices joined by a process, which holds each IP packet for the configured delay and drops a share
+of them. The kernel's own TCP runs above it, so retransmission and congestion control are real. Unlike netem, it needs
+no kernel module. Needs root.
 """
 
 import fcntl
@@ -25,13 +25,13 @@ HERE = "10.77.0.1"
 THERE = "10.77.0.2"
 DEVICES = {HERE: "slip-here", THERE: "slip-there"}
 SET_INTERFACE = 0x400454CA  # TUNSETIFF
-PACKETS = 0x0001 | 0x1000  # IFF_TUN | IFF_NO_PI: whole IP packets, nothing before them
+PACKETS = 0x0001 | 0x1000  # IFF_TUN | IFF_NO_PI: raw IP packets without a header
 PACKET_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Properties of the line: one-way delay in seconds, and the share of packets lost."""
+    """Link properties: one-way delay in seconds, and share of packets lost."""
 
     delay_s: float = 0.0
     loss: float = 0.0
@@ -43,7 +43,7 @@ class Line:
 
 
 class FarLink:
-    """The line to the namespace, whose state can be changed while it is in use."""
+    """Link to the namespace; its properties can change while packets are in flight."""
 
     def __init__(self, orders: Connection) -> None:
         self._orders = orders
@@ -54,7 +54,7 @@ class FarLink:
 
 @contextmanager
 def far_link() -> Iterator[FarLink]:
-    """The namespace and the line, while a block of code runs."""
+    """Creates the namespace and the link, and removes them on exit."""
     ip("netns", "add", NAMESPACE)
     context = mp.get_context("spawn")
     orders, theirs = context.Pipe()
@@ -62,7 +62,7 @@ def far_link() -> Iterator[FarLink]:
     try:
         process.start()
         theirs.close()
-        orders.recv()  # both devices are there
+        orders.recv()  # both devices exist
         yield FarLink(orders)
     finally:
         process.kill()
@@ -75,14 +75,14 @@ def ip(*arguments: str) -> None:
 
 
 def _device(address: str) -> int:
-    """A TUN device; it is there as long as what is returned is open."""
+    """Creates a TUN device that exists as long as the returned file descriptor is open."""
     opened = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(opened, SET_INTERFACE, struct.pack("16sH", DEVICES[address].encode(), PACKETS))
     return opened
 
 
 def _carry(orders: Connection) -> None:
-    """Sets both ends up, then carries packets until it is killed."""
+    """Configures both ends, then forwards packets until killed."""
     here, there = _device(HERE), _device(THERE)
     ip("addr", "add", f"{HERE}/24", "dev", DEVICES[HERE])
     ip("link", "set", DEVICES[HERE], "up")
@@ -122,7 +122,7 @@ def carry(ends: dict[int, int], orders: Connection) -> None:
 
 @contextmanager
 def far_node(gcs_address: str, *arguments: str) -> Iterator[None]:
-    """A Ray node in the namespace, while a block of code runs; all of its processes end with it."""
+    """Runs a Ray node in the namespace, and stops all of its processes on exit."""
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     started = [*ray, f"--address={gcs_address}", f"--node-ip-address={THERE}", *arguments]
     node = subprocess.Popen(["ip", "netns", "exec", NAMESPACE, *started], stdout=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
-"""Slipstream as an arm of a comparison: router and target in the arm's process, the drafter in a child, gRPC between.
+"""Slipstream as a benchmark arm: router and target in the arm's process, the drafter in a child, connected by gRPC.
 
-HTTP and Ray are left out, for the other arms have neither.
+Uses neither HTTP nor Ray, because the other arms have neither.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ PAGE_SIZE = 16
 
 
 def fleet_config(setup: Setup, engine: str) -> SlipstreamConfig:
-    """The demo's, but for the engine; `speculative` of the setup has the draft's own options and its block's length."""
+    """Returns the demo's settings with the given engine and the draft length from `setup.speculative`."""
     options = dict(setup.speculative or {})
     resources = {"threads": setup.threads}
     target: dict[str, Any] = {"engine": engine, "max_sessions": setup.sessions, "resources_per_rank": resources}
@@ -63,7 +63,7 @@ def fleet_config(setup: Setup, engine: str) -> SlipstreamConfig:
 
 
 class FleetArm:
-    """Greedy sessions through the router."""
+    """Decodes greedily in sessions through the router."""
 
     def __init__(self, setup: Setup, engine: str) -> None:
         self._config = fleet_config(setup, engine)
@@ -73,7 +73,7 @@ class FleetArm:
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Run:
         deadline = time.monotonic() + 60
-        while len(self._router.reachable) < 2:  # after a rest in which its processes stood still
+        while len(self._router.reachable) < 2:  # its processes were suspended since the last call
             assert time.monotonic() < deadline, "target and drafter are not both reachable"
             self._loop.run_until_complete(asyncio.sleep(0.01))
         return self._loop.run_until_complete(self._decode(prompts, new_tokens))
@@ -85,7 +85,7 @@ class FleetArm:
         self._drafter = context.Process(target=_draft, args=(config, theirs), daemon=True)
         self._drafter.start()
         replica = await _target(config)
-        self._server = target = await serve_target(replica, "127.0.0.1")  # it serves as long as it is held
+        self._server = target = await serve_target(replica, "127.0.0.1")  # keeps the server alive
         draft: str = await asyncio.to_thread(pipe.recv)
         members = Members((Endpoint(target.address, target.address),), (Endpoint(draft, draft),))
         audits = Audits(AuditConfig(), config.model.dtype, lambda difference: None)
@@ -119,7 +119,7 @@ class FleetArm:
 
 
 async def _target(config: SlipstreamConfig) -> TargetReplica:
-    """The own engine without ranks, which are Ray's actors: on one thread of this process."""
+    """Creates the target replica; Slipstream's own engine runs on one thread of this process instead of Ray ranks."""
     folder = Path(config.model.target)
     pacing = Adaptive()
     if config.target.engine == "vllm":

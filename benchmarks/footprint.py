@@ -1,10 +1,10 @@
-"""Footprint of a deployment: seconds from the command to the first token, and memory of each process.
+"""Measures a deployment's footprint: seconds from the command to the first token, and memory of each process.
 
     python benchmarks/footprint.py [--starts 3] [--streams 8] [--image]
 
-Starts `slipstream serve` on the demo pair several times and waits for a token each time. Then reports the memory of
-each kind of process, idle and with streams running, as PSS: shared pages count in parts, so the sum is what the machine
-has less. `--image` reports the disk use of the packages in `k8s/images/requirements-cpu.txt` instead, as installed
+Starts `slipstream serve` on the demo pair several times and waits for the first token each time. Then reports memory
+by kind of process, idle and under load. Memory is PSS, which divides shared pages among their users, so the sum is the
+total use. `--image` instead reports the disk use of the packages in `k8s/images/requirements-cpu.txt`, as installed
 here.
 """
 
@@ -35,7 +35,7 @@ from tools.bench.experiment import read_prompts
 SERVE = (sys.executable, "-c", "from serve_app.cli.main import main; main()", "serve")
 REQUIREMENTS = Path(__file__).parents[1] / "k8s" / "images" / "requirements-cpu.txt"
 PINNED = re.compile(r"^([\w.\-]+)==([\w.+!]+)", re.MULTILINE)
-KINDS = (  # of processes, by what their command line begins with or holds
+KINDS = (  # kind of process, and text in its command line
     ("router", "ray::ServeReplica:slipstream:Router"),
     ("drafter", "ray::ServeReplica:slipstream:Drafter"),
     ("target: coordinator", "ray::ServeReplica:slipstream:Target"),
@@ -52,19 +52,19 @@ FIRST_TOKEN_S = 300.0
 
 @contextmanager
 def served() -> Iterator[tuple[str, float, psutil.Process]]:
-    """`slipstream serve` in a process; gives its URL, when it was started, and the process."""
+    """Runs `slipstream serve` in a child process; yields its URL, start time and process."""
     port = checked_port("127.0.0.1", 0)
     began = time.monotonic()
     process = subprocess.Popen([*SERVE, str(CONFIG), "--port", str(port)], stdout=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}", began, psutil.Process(process.pid)
     finally:
-        process.terminate()  # as Ctrl-C; that one is ignored in what a script starts in the background
+        process.terminate()  # not SIGINT, which background processes of a script ignore
         process.wait()
 
 
 def until_first_token(url: str, model: str) -> None:
-    """Asks until something is answered; of that, until the first piece of text."""
+    """Repeats a streaming request until it succeeds and yields its first chunk."""
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
     deadline = time.monotonic() + FIRST_TOKEN_S
     while time.monotonic() < deadline:
@@ -72,11 +72,11 @@ def until_first_token(url: str, model: str) -> None:
             if response.is_success and any(line.startswith("data: {") for line in response.iter_lines()):
                 return
         time.sleep(0.05)
-    raise TimeoutError(f"{url} had no token for {FIRST_TOKEN_S:.0f} s")
+    raise TimeoutError(f"{url} sent no token within {FIRST_TOKEN_S:.0f} s; read the server's log")
 
 
 def memory(command: psutil.Process) -> dict[str, float]:
-    """MiB by kind of process."""
+    """Returns MiB by kind of process."""
     taken: dict[str, float] = defaultdict(float)
     for process in [command, *command.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
@@ -87,7 +87,7 @@ def memory(command: psutil.Process) -> dict[str, float]:
 
 
 async def loaded_memory(url: str, model: str, streams: int, command: psutil.Process) -> dict[str, float]:
-    """The most of each kind while so many streams run."""
+    """Returns the peak MiB of each kind of process with `streams` concurrent streams."""
     most: dict[str, float] = {}
     prompts = [prompt.prompt for prompt in read_prompts(BENCH_PROMPTS)]
     until = time.monotonic() + LOADED_S
@@ -117,7 +117,7 @@ def show(starts: Sequence[float], idle: Mapping[str, float], loaded: Mapping[str
 
 
 def show_image() -> None:
-    """Lists packages that are missing here or installed in another version, and does not count them."""
+    """Prints the disk use of the pinned packages, and those that are missing here or have another version."""
     sizes = {}
     missing = []
     for name, version in PINNED.findall(REQUIREMENTS.read_text()):
@@ -131,7 +131,7 @@ def show_image() -> None:
         sizes[name] = sum(
             path.stat().st_size for file in found.files or () if (path := Path(str(file.locate()))).is_file()
         )
-    print(f"{len(sizes)} packages, {sum(sizes.values()) / 2**20:.0f} MiB installed; not as the image has it: {missing}")
+    print(f"{len(sizes)} packages, {sum(sizes.values()) / 2**20:.0f} MiB installed; missing or mismatched: {missing}")
     for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:8]:
         print(f"| {name} | {size / 2**20:.0f} |")
 
@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--image", action="store_true", help="tell the size of the image's packages, and nothing else")
+    parser.add_argument("--image", action="store_true", help="report only the size of the image's packages")
     arguments = parser.parse_args()
     if arguments.image:
         show_image()

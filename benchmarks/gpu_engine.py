@@ -1,11 +1,11 @@
-"""A step on a GPU against the least it can take, and what the host adds between steps.
+"""Compares GPU step time with its memory-bandwidth floor, and measures the host time between steps.
 
     python benchmarks/gpu_engine.py [--model 8b 1b] [--context 512] [--json FILE]
 
-Models have the shapes of Llama 3.1 8B and Llama 3.2 1B and random weights, in bfloat16. The floor is the bytes that a
-step must read, weights and cached keys and values once each, over the bandwidth of a copy on the same device. Between
-steps: from the last operation of one forward to the first of the next, decisions and their copy included, on the
-device's own clock. `--model tiny` runs anywhere, CPUs included, and shows only that everything works.
+Models have the shapes of Llama 3.1 8B and Llama 3.2 1B, random weights, and dtype bfloat16. The floor is the number of
+bytes a step must read (all weights and cached keys and values, once each) divided by the copy bandwidth of the device.
+The time between steps runs from the last operation of one forward pass to the first of the next, on the device's
+clock; it includes decisions and their copy to the host. `--model tiny` also runs on CPUs, as a smoke test.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SMALL = {"vocab_size": 1000, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 @dataclass(frozen=True)
 class Step:
-    """Medians of one shape of steps."""
+    """Median times of one step shape."""
 
     model: str
     rows: int
@@ -62,7 +62,7 @@ class Step:
 
 
 class Marks(Protocol):
-    """Moments on the device's clock."""
+    """Timestamps on the device's clock."""
 
     def mark(self) -> Any: ...
 
@@ -70,7 +70,7 @@ class Marks(Protocol):
 
 
 class GpuMarks:
-    """Events in the stream of operations."""
+    """Records CUDA events in the current stream."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -83,7 +83,7 @@ class GpuMarks:
 
 
 class CpuMarks:
-    """A CPU has done what it was told when it is told the next."""
+    """Reads the host clock; CPU operations are synchronous."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -93,7 +93,7 @@ class CpuMarks:
 
 
 class MarkedDecoder:
-    """A runner's decoder that notes when each forward begins and ends on the device."""
+    """Wraps a runner's decoder and records the start and end of each forward pass on the device."""
 
     def __init__(self, decode: Decoder, marks: Marks) -> None:
         self._decode = decode
@@ -113,7 +113,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def bytes_per_second(device: torch.device, size: int) -> float:
-    """Measures the bandwidth of a copy, reads and writes added; the best of several."""
+    """Returns the best bandwidth of ten copies, counting both reads and writes."""
     source, to = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(10):
@@ -126,7 +126,7 @@ def bytes_per_second(device: torch.device, size: int) -> float:
 
 
 def random_model(name: str, device: torch.device) -> PreTrainedModel:
-    """Weights as the architecture draws them; a small vocabulary for `tiny`."""
+    """Creates a model with the architecture's default initialization, in bfloat16."""
     torch.manual_seed(0)
     common = SMALL if name == "tiny" else COMMON
     config = LlamaConfig(**common, **SHAPES[name], max_position_embeddings=8192, tie_word_embeddings=name == "1b")
@@ -140,7 +140,7 @@ def random_model(name: str, device: torch.device) -> PreTrainedModel:
 
 
 def read_bytes(model: PreTrainedModel, shape: AttentionShape, rows: int, end: int) -> int:
-    """Returns the bytes a step must read: weights (few rows of an untied embedding), and keys and values per row."""
+    """Returns the bytes a step must read: weights without an untied embedding, and `end` cached positions per row."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if not model.config.tie_word_embeddings:
         embedding = model.get_input_embeddings().weight
@@ -168,7 +168,7 @@ def an_open(name: str, tokens: tuple[int, ...]) -> Open:
 def measure(
     name: str, context: int, repeats: int, device: torch.device, bandwidth: float
 ) -> tuple[list[Step], AttentionReport]:
-    """All shapes of steps of one model."""
+    """Measures all step shapes of a model."""
     model = random_model(name, device)
     shape = attention_shape(model, PAGE_SIZE)
     attention, report = choose_attention(shape, device)
@@ -201,14 +201,14 @@ def measure(
 def timed(
     executor: StepExecutor, plan: StepPlan, decoder: MarkedDecoder, marks: Marks, repeats: int
 ) -> tuple[float, float]:
-    """Median milliseconds of a step, and between the forwards of two."""
+    """Returns median milliseconds of a step, and of the gap between two forward passes."""
     for _ in range(3):
         executor.step(plan)
     decoder.forwards.clear()
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
-        executor.step(plan)  # it ends with the decisions on the host
+        executor.step(plan)  # returns once the decisions are on the host
         times.append(1000 * (time.perf_counter() - began))
     ends = zip(decoder.forwards, decoder.forwards[1:], strict=False)
     between = [marks.ms(first[1], second[0]) for first, second in ends]
@@ -229,13 +229,13 @@ def show(console: Console, steps: list[Step], reports: dict[str, AttentionReport
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, nargs="+", default=["8b", "1b"])
-    parser.add_argument("--context", type=int, default=512, help="tokens that each row has cached")
+    parser.add_argument("--context", type=int, default=512, help="cached tokens per row")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", type=Path, help="write all measurements here")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and set(arguments.model) != {"tiny"}:
-        parser.error("torch sees no CUDA device; expected one, or --model tiny, which shows only that everything works")
+        parser.error("torch finds no CUDA device; run on a GPU, or pass --model tiny for a smoke test")
     console = Console()
     bandwidth = bytes_per_second(device, COPIED_BYTES if device.type == "cuda" else COPIED_BYTES // 16)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

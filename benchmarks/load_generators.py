@@ -1,10 +1,10 @@
-"""Load generators of others against a server: vLLM's `bench serve`, GuideLLM and AIPerf, a small sweep each.
+"""Runs third-party load generators against a server: small sweeps of vLLM's `bench serve`, GuideLLM and AIPerf.
 
     python benchmarks/load_generators.py --programs .load/bin [--vllm VLLM] [--url URL --model NAME --tokenizer FOLDER]
 
-Without `--url` the demo's pair is served. Each program says what it measured; all that they write is kept in `--out`.
-The run fails where a program's own report has a failed request, or fewer answers than were asked for. AIPerf also reads
-what answers tell of their drafts: without its figures of them the run fails too.
+Serves the demo pair unless `--url` is given. Each program prints its measurements; `--out` keeps its output and
+reports. The run fails if a report contains a failed request, or fewer answers than requests. AIPerf also checks the
+speculation statistics in answers; the run fails if its reports contain none.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from serve_app.operations.local import serving
 PROMPT_TOKENS = 64
 ANSWER_TOKENS = 32
 VLLM_BENCH = Path(__file__).with_name("vllm_bench.py")
-DRAFT_FIGURES = "spec_decode"  # begins the names of its figures of drafts
+DRAFT_FIGURES = "spec_decode"  # prefix of AIPerf's speculation metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Settings of the load."""
+    """Server under load."""
 
     url: str
     model: str
@@ -40,7 +40,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Size of the sweep: the number of requests at each concurrency."""
+    """Concurrencies, and the number of requests at each."""
 
     concurrency: tuple[int, ...]
     requests: int
@@ -48,13 +48,13 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One call of a program."""
+    """One run of a load generator."""
 
     command: list[str]
-    packages: tuple[str, ...]  # that the program may come in
+    packages: tuple[str, ...]  # possible names of the program's package
     report: Path
     read: Callable[[Path], list[Requests]]
-    runs: int  # that its report tells of
+    runs: int  # expected number of runs in the report
 
     def version(self) -> str:
         """Returns the version installed in the program's own environment."""
@@ -64,7 +64,7 @@ class Load:
             told = subprocess.run([python, "-c", code, package], capture_output=True, text=True, check=False)
             if not told.returncode:
                 return f"{package} {told.stdout.strip()}"
-        raise SystemExit(f"{self.command[0]}: its environment has none of {', '.join(self.packages)}")
+        raise SystemExit(f"{self.command[0]}: its environment lacks the package; install {' or '.join(self.packages)}")
 
 
 def vllm_loads(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> dict[str, Load]:
@@ -115,9 +115,9 @@ def aiperf_load(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> Load:
 
 
 def check_drafts(out: Path) -> None:
-    """AIPerf has figures of drafts only where its own check found nothing wrong with what answers tell of them.
+    """Fails unless an AIPerf report has speculation metrics, which AIPerf writes only for valid statistics in answers.
 
-    Where speculation rests for a whole run, for instance with several requests at once, answers tell of none.
+    A run without any speculation, for instance at high concurrency, has no metrics.
     """
     reports = sorted((out / "aiperf").rglob(AIPERF_REPORT))
     found = {
@@ -125,13 +125,14 @@ def check_drafts(out: Path) -> None:
         for report in reports
     }
     for report, names in found.items():
-        print(f"{report}: {', '.join(names) or 'no figures of drafts'}")
+        print(f"{report}: {', '.join(names) or 'no speculation metrics'}")
     if reports and not any(found.values()):
         raise SystemExit(
-            "AIPerf has no figures of drafts: it did not take what answers tell of them, or nothing was drafted"
+            "AIPerf reported no speculation metrics: it rejected the statistics in answers, or no answer was drafted;"
+            " read aiperf.txt"
         )
     if not reports:
-        raise SystemExit(f"AIPerf left no {AIPERF_REPORT} under {out}")
+        raise SystemExit(f"AIPerf wrote no {AIPERF_REPORT} under {out}; read aiperf.txt there")
 
 
 @contextmanager
@@ -154,14 +155,14 @@ def clear(report: Path) -> None:
 
 
 def run(name: str, load: Load, out: Path, requests: int) -> None:
-    """Fails unless every request of the load was answered."""
+    """Runs a load generator; raises SystemExit unless every request was answered."""
     clear(load.report)
     print(f"\n{name}, {load.version()}: {' '.join(load.command)}\n", flush=True)
     done = subprocess.run(load.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     (out / f"{name}.txt").write_text(done.stdout)
     print(done.stdout, flush=True)
     if done.returncode:
-        raise SystemExit(f"{name} ended with {done.returncode}")
+        raise SystemExit(f"{name} exited with status {done.returncode}; see its output above")
     found = load.read(load.report)
     for one in found:
         print(f"{one.run}: {one.answered} requests answered, {one.failed} failed")
@@ -171,13 +172,13 @@ def run(name: str, load: Load, out: Path, requests: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=Path, required=True, help="folder that has guidellm and aiperf")
-    parser.add_argument("--vllm", type=Path, help="vLLM's command, for its bench")
-    parser.add_argument("--url", help="of a server that runs")
-    parser.add_argument("--model", help="its name there")
-    parser.add_argument("--tokenizer", help="folder of its tokenizer")
+    parser.add_argument("--programs", type=Path, required=True, help="folder with the programs guidellm and aiperf")
+    parser.add_argument("--vllm", type=Path, help="path of the vllm command; adds its bench")
+    parser.add_argument("--url", help="URL of a running server")
+    parser.add_argument("--model", help="model name on that server")
+    parser.add_argument("--tokenizer", help="folder of the model's tokenizer")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--requests", type=int, default=8, help="at each number of requests at once")
+    parser.add_argument("--requests", type=int, default=8, help="requests at each concurrency")
     parser.add_argument("--out", type=Path, default=Path("load"))
     arguments = parser.parse_args()
     if arguments.url is not None and not (arguments.model and arguments.tokenizer):

@@ -1,6 +1,6 @@
-"""Reads the reports of load generators: how many requests were answered, and how many failed.
+"""Reads the numbers of answered and failed requests from load generators' reports.
 
-A load generator whose requests all fail ends with status 0, and so its status alone shows nothing.
+Load generators exit with status 0 even if every request fails, so the status alone proves nothing.
 """
 
 import json
@@ -21,19 +21,19 @@ class Requests:
 
 
 def of_vllm(report: Path) -> list[Requests]:
-    """`bench serve --save-result`: what was not completed has failed."""
+    """Reads a report of `bench serve --save-result`; counts incomplete requests as failed."""
     data = json.loads(report.read_text())
     return [Requests(report.stem, data["completed"], data["num_prompts"] - data["completed"])]
 
 
 def of_guidellm(report: Path) -> list[Requests]:
-    """Incomplete requests are those that it gave up itself once it had enough."""
+    """Reads a GuideLLM report; ignores requests that GuideLLM cancelled at its request limit."""
     totals = [one["metrics"]["request_totals"] for one in json.loads(report.read_text())["benchmarks"]]
     return [Requests(f"{report.stem} {at}", one["successful"], one["errored"]) for at, one in enumerate(totals)]
 
 
 def of_aiperf(folder: Path) -> list[Requests]:
-    """A report for each number of requests at once; counts that are 0 are left out."""
+    """Reads AIPerf's reports, one per concurrency; AIPerf omits counts of 0."""
     reports = sorted(folder.rglob(AIPERF_REPORT))
     return [_of_aiperf(str(report.parent.relative_to(folder.parent)), report) for report in reports]
 
@@ -51,7 +51,7 @@ def fault(found: Iterable[Requests], least: int, runs: int) -> str | None:
     """Returns the first fault in a load generator's runs, or None. `runs` is the expected number."""
     found = list(found)
     if len(found) != runs:
-        return f"its reports tell of {len(found)} runs, expected {runs}"
+        return f"its reports contain {len(found)} runs, expected {runs}"
     bad = [one for one in found if one.failed or one.answered < least]
     if bad:
         return "; ".join(f"{one.run}: {one.failed} failed, {one.answered} of {least} were answered" for one in bad)

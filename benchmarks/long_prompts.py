@@ -1,10 +1,10 @@
-"""Measures what a long prompt costs running streams, and what a shared prefix saves.
+"""Measures the delay that a long prompt causes in running streams, and the time saved by a shared prefix.
 
     python benchmarks/long_prompts.py [--json FILE]
 
-Serves the demo pair without speculation. First: the worst gap between two tokens of eight running streams, with and
-without a prompt of 3000 tokens arriving among them, beside the time of a step that is full. Then: the time to the first
-token for a system prompt of 1000 tokens, and for a second request that begins with the same.
+Serves the demo pair without speculation. First measures the worst gap between two tokens of eight running streams,
+with and without the arrival of a 3000-token prompt, and the duration of a full step. Then measures the time to first
+token for a 1000-token system prompt, and for a second request with the same system prompt.
 """
 
 import argparse
@@ -31,14 +31,14 @@ SYSTEM_TOKENS = 1000
 
 
 class Client:
-    """Completions over token ids, streamed."""
+    """Streams completions of token-id prompts."""
 
     def __init__(self, url: str, model: str) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=300)
         self._model = model
 
     async def times(self, prompt: list[int], max_tokens: int) -> list[float]:
-        """Seconds from the request to each chunk."""
+        """Returns the seconds from the request to each chunk."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         extensions = {"stream": True, "ignore_eos": True, "speculation": PLAIN}
         began = time.perf_counter()
@@ -61,18 +61,18 @@ def worst_gap(streams: list[list[float]]) -> float:
 
 
 async def gaps(client: Client, long: list[int] | None) -> tuple[float, float]:
-    """The worst gap of the running streams, and the long prompt's time to its first token."""
+    """Returns the worst gap of the running streams and the long prompt's time to first token, in seconds."""
     running = [asyncio.create_task(client.times(tokens(24, seed), RUNNING_TOKENS)) for seed in range(RUNNING)]
     first = 0.0
-    await asyncio.sleep(2.0)  # all of them are decoding now
+    await asyncio.sleep(2.0)  # until all streams are decoding
     if long is not None:
         first = (await client.times(long, 2))[0]
-    # The first gaps are their own prompts'.
+    # The first gaps come from the streams' own prompts.
     return worst_gap([times[8:] for times in await asyncio.gather(*running)]), first
 
 
 async def shared_beginning(client: Client, rounds: int) -> tuple[float, float]:
-    """Median time to the first token of a first request, and of a second one with the same beginning."""
+    """Returns the median time to first token of a request, and of a second one with the same prefix."""
     firsts = []
     seconds = []
     for number in range(rounds):
@@ -86,7 +86,7 @@ async def measure(url: str, model: str, full_step_s: float) -> dict[str, Any]:
     client = Client(url, model)
     await client.times(tokens(24, 0), 8)
     plain = [(await gaps(client, None))[0] for _ in range(3)]
-    among = [await gaps(client, tokens(LONG_TOKENS, seed)) for seed in (97, 98, 99)]  # none has been read before
+    among = [await gaps(client, tokens(LONG_TOKENS, seed)) for seed in (97, 98, 99)]  # new, so uncached
     first, second = await shared_beginning(client, 5)
     return {
         "full_step_s": full_step_s,
@@ -100,7 +100,7 @@ async def measure(url: str, model: str, full_step_s: float) -> dict[str, Any]:
 
 
 async def full_step(url: str, model: str, step_tokens: int) -> float:
-    """Seconds of a step that a prompt fills, at the end of a long context: the dearest chunk there is."""
+    """Returns the seconds of a full prefill step at the end of a long context, the most expensive chunk."""
     client = Client(url, model)
     whole = [(await client.times(tokens(LONG_TOKENS, seed), 2))[0] for seed in (7, 8, 9)]
     less = [(await client.times(tokens(LONG_TOKENS - step_tokens, seed), 2))[0] for seed in (17, 18, 19)]

@@ -1,11 +1,11 @@
-r"""Speculation over a network: drafters in another network namespace, at the end of a line that delays and loses.
+r"""Measures speculation over a network: the drafter sits behind an emulated link with delay and packet loss.
 
     python benchmarks/network.py [--lines 0,1,5,20,5/1,20/1] [--concurrency 1,4] [--rounds 3] [--tokens 48] [--json OUT]
 
-Serves the demo pair in bfloat16 on a Ray cluster of two nodes: router and target here, the drafter there, pinned to one
-core each. Each line is given as milliseconds one way, and after a slash the percentage of packets that are lost each
-way. On every line all prompts are asked with and without speculation, batch by batch and interleaved; before that, some
-are asked until pacing knows the line. Needs root.
+Serves the demo pair in bfloat16 on a Ray cluster of two nodes, pinned to one core each: router and target here, the
+drafter on the far node. A line is the one-way delay in milliseconds and, after a slash, the packet loss in percent per
+direction. Each line runs all prompts with and without speculation, interleaved batch by batch. An unmeasured round
+before that lets the speculation controller adapt to the line. Needs root.
 """
 
 import argparse
@@ -34,18 +34,18 @@ from serve_app.operations.local import checked_port, serving
 from tools.bench.experiment import PLAIN, SPECULATIVE, Bench, BenchReport, Plan, Prompt, read_prompts
 
 STORE_BYTES = 80 << 20
-JOINS_S = 30  # a node that starts
+JOINS_S = 30  # time limit for a node to join
 PLACED = (
     *(setting for setting in PINNED if not setting.startswith("server.port")),
     "target.resources_per_rank.labels={pool: target}",
     "draft.resources.labels={pool: draft}",
-    "trust.insecure=true",  # the network is this machine's own
+    "trust.insecure=true",  # the network is local to this machine
 )
 
 
 @contextmanager
 def two_nodes() -> Iterator[str]:
-    """A Ray cluster with a node at each end of the line; gives its address."""
+    """Runs a Ray cluster with a node at each end of the link; yields its address."""
     os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"})
     store = {"object_store_memory": STORE_BYTES}
     head = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": HERE, "labels": {"pool": "target"}, **store}
@@ -59,19 +59,19 @@ def two_nodes() -> Iterator[str]:
 
 
 def wait_for_nodes(address: str, count: int) -> None:
-    """Raises SlipstreamError when not so many have joined within half a minute."""
+    """Waits for `count` nodes; raises SlipstreamError after JOINS_S seconds."""
     client = GcsClient(address=address)
     deadline = time.monotonic() + JOINS_S
     while len(client.get_all_node_info()) < count:
         if time.monotonic() > deadline:
-            raise SlipstreamError(f"the far node did not join {address} within {JOINS_S} s")
+            raise SlipstreamError(f"the far node did not join {address} within {JOINS_S} s; see its output above")
         time.sleep(0.2)
 
 
 async def measure(
     url: str, model: str, link: FarLink, arguments: argparse.Namespace, prompts: Sequence[Prompt]
 ) -> list[tuple[str, BenchReport]]:
-    """Measures every line in turn; lines named twice are measured again, as a control."""
+    """Measures the lines in order; a repeated line serves as a control."""
     reports = []
     async with ChatEndpoint.at(url) as endpoint:
         bench = Bench(endpoint, model, reference=None)
@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lines", default="0,1,5,20,5/1,20/1")
     parser.add_argument("--concurrency", default="1,4")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=48, help="of every answer")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help='JSON lines {"kind", "prompt"}')
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here")
     arguments = parser.parse_args()

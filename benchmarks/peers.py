@@ -1,11 +1,11 @@
-"""Measures the gain of speculation in other engines, each against itself, over the prompts of `slipstream bench`.
+"""Measures the speedup from speculation within other engines, on the prompts of `slipstream bench`.
 
     python benchmarks/peers.py TARGET --draft DRAFT [--threads 1] [--rounds 5] [--json FILE]
     python benchmarks/peers.py TARGET --vllm '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
 
-With `--draft`, transformers' assisted generation, which takes one prompt at a time. With `--vllm`, vLLM under that
-speculative_config; repeat it for several. Each engine decodes greedily, in one process with its drafts; arms take turns
-batch by batch. Their own ratios stand beside those of `pipeline.py`; their speeds are not comparable with a server's.
+`--draft` adds transformers' assisted generation, at concurrency 1. `--vllm` adds vLLM with that speculative_config;
+repeat it to add several. Each engine decodes greedily, in one process with its draft; arms alternate batch by batch.
+Compare the ratios with those of `pipeline.py`; the absolute speeds exclude a server and are not comparable.
 """
 
 import argparse
@@ -31,7 +31,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Ratio:
-    """Speed of an arm relative to its engine without speculation, with a bootstrap interval over batches."""
+    """Ratio of an arm's speed to its engine's without speculation, with a bootstrap interval over batches."""
 
     arm: str
     base: str
@@ -51,7 +51,7 @@ def token_ids(target: Path, prompts_file: Path) -> Prompts:
 
 
 def engines(arguments: argparse.Namespace) -> dict[str, dict[str, Setup]]:
-    """Returns all arms of each engine, by the arm without speculation."""
+    """Returns the arms of each engine; keys are the names of the arms without speculation."""
     setup = Setup(
         arguments.target, arguments.draft, arguments.dtype, arguments.threads, 1024, max(arguments.concurrency)
     )
@@ -66,7 +66,7 @@ def engines(arguments: argparse.Namespace) -> dict[str, dict[str, Setup]]:
 
 
 def batches_of(prompts: Prompts, at_once: int, number: int) -> list[Prompts]:
-    """Returns the prompts of one round; single prompts come in the same order in all."""
+    """Returns the batches of a round; rounds at concurrency 1 keep the order of prompts, others shuffle it."""
     order = list(prompts) if at_once == 1 else random.Random(number).sample(list(prompts), len(prompts))
     return [order[place : place + at_once] for place in range(0, len(order), at_once)]
 
@@ -74,7 +74,7 @@ def batches_of(prompts: Prompts, at_once: int, number: int) -> list[Prompts]:
 def seconds(
     workers: Mapping[str, Worker], prompts: Prompts, at_once: int, arguments: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Returns speeds by arm, per batch; per prompt for single prompts, because repeats are not independent."""
+    """Returns seconds by arm, per batch. At concurrency 1, sums the dependent repeats of each prompt."""
     names = list(workers)
     rounds: dict[str, list[list[float]]] = {name: [] for name in names}
     for number in track(range(arguments.rounds), f"{names[0]}, {at_once} at once", console=Console(stderr=True)):
@@ -98,7 +98,7 @@ def ratios(found: Mapping[str, Sequence[float]], base: str, at_once: int) -> lis
 
 
 def measured(base: str, arms: Mapping[str, Setup], prompts: Prompts, arguments: argparse.Namespace) -> list[Ratio]:
-    """One engine, with all its arms, at every concurrency that it knows."""
+    """Measures all arms of an engine at every concurrency it supports."""
     found: list[Ratio] = []
     with ExitStack() as stack:
         workers = {}
@@ -122,18 +122,18 @@ def show(found: Sequence[Ratio]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--draft", type=Path, help="a draft model for assisted generation")
+    parser.add_argument("--draft", type=Path, help="draft model for assisted generation")
     parser.add_argument("--vllm", type=json.loads, action="append", default=[], metavar="SPECULATIVE_CONFIG")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--tokens", type=int, default=48, help="of every answer")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     if not arguments.draft and not arguments.vllm:
-        parser.error("nothing to compare: name --draft, --vllm or both")
+        parser.error("nothing to compare; pass --draft, --vllm or both")
     return arguments
 
 

@@ -5,15 +5,15 @@ r"""Compares speculation with non-speculative decoding, lock step, a useless dra
     python benchmarks/pipeline.py --arms plain,adaptive,other --other \
         'draft={method: eagle, model: FOLDER, resources: {num_cpus: 0.1, cpu_affinity: [1], background: true}}'
 
-Serves the demo pair in bfloat16, drafter and target pinned to one core each, once for every configuration that is
-compared, and asks over HTTP. In each round every batch of prompts runs under all arms, one right after the other, in an
-order that rotates. At a concurrency above 1 a batch holds several prompts for each request at once, the next one is
-asked as soon as one is answered, and batches are mixed anew every round.
+Serves the demo pair in bfloat16 over HTTP, once per compared configuration, with drafter and target pinned to one core
+each. In each round, every batch of prompts runs under all arms in rotating order. At a concurrency above 1, a batch
+holds several prompts per concurrent request, a new request starts as soon as one finishes, and each round shuffles the
+prompts.
 
-All prompts are asked once before the first round, so that every arm but `generate` has them in its prefix cache. The
-arms `plain` and `adaptive` share a server; `control` is plain decoding on the server with the useless draft: how far
-its ratio to `plain` is from 1 is what two servers differ by anyway. An idle server still takes a few hundredths of a
-core for health checks: name fewer --arms to have fewer servers.
+An unmeasured pass over all prompts fills the prefix caches of every arm except `generate`. The arms `plain` and
+`adaptive` share a server. `control` is non-speculative decoding on the server with the useless draft: its ratio to
+`plain` shows the difference between two servers. An idle server takes a few hundredths of a core for health checks;
+name fewer --arms to start fewer servers.
 """
 
 import argparse
@@ -46,16 +46,16 @@ from tools.bench.experiment import WARM_UP_TOKENS, Prompt, prompt_batches, read_
 from tools.bench.latencies import Batch
 from tools.bench.tables import speedups_table
 
-# ---------------------------------------------------------------- what is compared
+# ---------------------------------------------------------------- arms
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to get the answers."""
+    """Server and request options to compare."""
 
     name: str
     server: str | None  # None: transformers' `generate`, one request at a time
-    draft_tokens: int | None = None  # None: as the server is configured
+    draft_tokens: int | None = None  # None: the server's setting
     temperature: float = 0.0
     acceptance: Literal["coupled", "rejection"] | None = None
 
@@ -70,14 +70,14 @@ PIPELINE = (
     Arm("other", "other"),
 )
 TEMPERATURES = (0.0, 0.7, 1.0)
-# How many tokens are accepted where every round has a block, whatever it costs, is what lock step tells.
+# Lock step drafts in every round whatever the cost, so it measures acceptance without the controller's choices.
 ACCEPTANCE = tuple(
     Arm(f"{rule} {temperature:g}{suffix}", server, None, temperature, rule)
     for server, suffix in (("adaptive", ""), ("lock_step", " in lock step"))
     for temperature in TEMPERATURES
     for rule in ("rejection", "coupled")
 )
-TURNOVER = 3  # prompts of a batch for each that is asked at once
+TURNOVER = 3  # prompts in a batch, per concurrent request
 TABLES = {"pipeline": PIPELINE, "acceptance": ACCEPTANCE}
 RATIOS = (
     ("adaptive", "plain"),
@@ -93,7 +93,7 @@ RATIOS = (
 
 
 def config_of(server: str, scratch: Path, other: Sequence[str]) -> SlipstreamConfig:
-    """The demo's config, but for what the server is named after."""
+    """Returns the demo's config with the one change that gives the server its name."""
     if server == "other":
         return demo_config([*PINNED, *other])
     if server == "lock_step":
@@ -105,11 +105,11 @@ def config_of(server: str, scratch: Path, other: Sequence[str]) -> SlipstreamCon
     return demo_config(PINNED)
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- measurement
 
 
 class Experiment:
-    """Asks the servers, each in its turn."""
+    """Sends batches to the servers in turn."""
 
     def __init__(
         self,
@@ -124,14 +124,14 @@ class Experiment:
         self._reference = reference
 
     async def warm_up(self, arms: Iterable[Arm], prompts: Sequence[Prompt]) -> None:
-        """Everything has run once, and every prompt is in every cache."""
+        """Runs every arm once and puts every prompt into every prefix cache."""
         for arm in arms:
             await self._answers(arm, prompts[:1] if arm.server is None else prompts, len(prompts), WARM_UP_TOKENS)
 
     async def turn(
         self, arm: Arm, prompts: Sequence[Prompt], concurrency: int, max_tokens: int, index: int, number: int
     ) -> Turn:
-        """One batch, so many prompts at once; `number` is the round's."""
+        """Runs one batch with `concurrency` requests in flight; `number` is the round's."""
         idle = [server for name, server in self._servers.items() if name != arm.server]
         server = self._servers.get(arm.server or "")
         mark = await asyncio.to_thread(server.mark) if server else None
@@ -173,9 +173,9 @@ class Experiment:
 def round_of(
     arms: Sequence[Arm], prompts: Sequence[Prompt], concurrency: int, number: int
 ) -> list[tuple[Arm, tuple[Prompt, ...], int]]:
-    """Every batch under every arm in the order in which they run; batches of one index are of the same prompts.
+    """Returns (arm, batch, index) in execution order; batches with the same index hold the same prompts.
 
-    Single prompts keep their index from round to round, so that repeats of a prompt count as one in an interval.
+    At concurrency 1, a prompt keeps its index in all rounds, so an interval counts its repeats as one observation.
     """
     order = list(prompts)
     if concurrency > 1:
@@ -193,7 +193,7 @@ def round_of(
 async def run(
     experiment: Experiment, arguments: argparse.Namespace, prompts: Sequence[Prompt], save: Callable[[list[Turn]], None]
 ) -> list[Turn]:
-    """All rounds at all concurrencies; `save` is called after every round."""
+    """Runs all rounds at all concurrencies; calls `save` after each round."""
     arms = arguments.arms
     turns = list[Turn]()
     await experiment.warm_up(arms, prompts)
@@ -207,7 +207,7 @@ async def run(
     return turns
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- report
 
 ROWS = (
     "tokens/s (median of rounds)",
@@ -224,7 +224,10 @@ ROWS = (
 
 
 def cells_sheet(concurrency: int, cells: Iterable[Cell]) -> Table:
-    """tokens/s = tokens a step / target step x share of time in a step, up to the spread of rounds."""
+    """Formats the cells of one concurrency.
+
+    Apart from noise, tokens/s = (tokens per step / step time) x share of time in a step.
+    """
     columns = {cell.arm: _column(cell) for cell in cells if cell.concurrency == concurrency}
     return sheet(f"{concurrency} at once", ROWS, columns)
 
@@ -249,7 +252,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def acceptance_markdown(arms: Sequence[Arm], cells: Iterable[Cell]) -> str:
-    """A line for each rule, temperature, pacing and concurrency."""
+    """Formats a Markdown row per rule, temperature, schedule and concurrency."""
     lines = [
         "| at once | pacing | temperature | rule | acceptance rate | tokens a verify | block length | tokens/s |",
         "|---|---|---|---|---|---|---|---|",
@@ -282,7 +285,7 @@ def show(console: Console, arguments: argparse.Namespace, turns: Sequence[Turn])
 
 
 def write(path: Path, arguments: argparse.Namespace, turns: Sequence[Turn]) -> None:
-    """Everything so far, the raw turns included; what was there before stays whole until it is replaced."""
+    """Writes all results and raw turns so far, replacing the file atomically."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     data: dict[str, Any] = {
         "settings": {**settings, "arms": [asdict(arm) for arm in arguments.arms]},
@@ -296,7 +299,7 @@ def write(path: Path, arguments: argparse.Namespace, turns: Sequence[Turn]) -> N
     whole.replace(path)
 
 
-# ---------------------------------------------------------------- the command
+# ---------------------------------------------------------------- command line
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -304,11 +307,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--table", choices=TABLES, default="pipeline")
     parser.add_argument("--concurrency", help="comma-separated; default 1,2,4,8, for acceptance 1")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
     parser.add_argument(
-        "--arms", help=f"comma-separated; default: all but control and other; of the pipeline {_names(PIPELINE)}"
+        "--arms", help=f"comma-separated; default: all except control and other; pipeline arms: {_names(PIPELINE)}"
     )
-    parser.add_argument("--other", action="append", default=[], metavar="KEY=VALUE", help="settings of the arm other")
+    parser.add_argument("--other", action="append", default=[], metavar="KEY=VALUE", help="settings of the arm 'other'")
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help='JSON lines {"kind", "prompt"}')
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here, after every round")
     arguments = parser.parse_args()
@@ -317,20 +320,20 @@ def parse_arguments() -> argparse.Namespace:
         arguments.arms.split(",") if arguments.arms else [name for name in known if name not in ("control", "other")]
     )
     if unknown := set(names) - known.keys():
-        parser.error(f"--arms: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(f"--arms: unknown {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
     at_once = arguments.concurrency or ("1" if arguments.table == "acceptance" else "1,2,4,8")
     if not all(part.isdigit() and int(part) > 0 for part in at_once.split(",")):
-        parser.error(f"--concurrency is {at_once}; expected numbers of requests at once, as in 1,4")
+        parser.error(f"--concurrency is {at_once}; expected comma-separated positive integers, such as 1,4")
     arguments.arms = [known[name] for name in names]
     if ("other" in names) != bool(arguments.other):
         parser.error(
-            "--other and the arm other come together: expected as in --arms plain,other --other draft.method=suffix"
+            "--other needs the arm 'other' and vice versa; for example --arms plain,other --other draft.method=suffix"
         )
     if all(arm.server is None for arm in arguments.arms):
-        parser.error("--arms: generate alone is compared with nothing; name another arm too")
+        parser.error("--arms: nothing to compare generate with; add another arm")
     arguments.concurrency = [int(part) for part in at_once.split(",")]
     if arguments.rounds < 1 or arguments.tokens < 1:
-        parser.error("--rounds and --tokens are at least 1")
+        parser.error("--rounds and --tokens must be at least 1")
     return arguments
 
 

@@ -1,19 +1,18 @@
-"""Measures how well the simulator predicts a running system, from nothing but published costs and measured acceptance.
+"""Compares the simulator's predictions with a running system, given only published costs and measured acceptance.
 
     python benchmarks/prediction.py [--concurrency 1,2,4,8] [--draft-tokens 1,2,4] [--rounds 3] [--tokens 64]
         [--json OUT]
 
-Serves the demo pair twice, adaptive with draft-ahead and in lock step, drafter and target pinned to one core each. One
-half of the prompts, in lock step at the longest block, says how often each position of a block is accepted. The other
-half is asked over HTTP at every point (mode, concurrency, draft length), all points interleaved. The costs are those
-that the replicas publish by the end of a batch, for a machine's pace drifts. The simulator is told no speed: it runs
-such batches under these costs and this acceptance.
+Serves the demo pair twice, once adaptive with draft-ahead and once in lock step, with drafter and target pinned to one
+core each. Half of the prompts measure the acceptance rate of each block position, in lock step at the longest draft
+length. The other half is sent over HTTP at every point (mode, concurrency, draft length), with all points interleaved.
+The replicas publish their costs after each batch, because machine speed drifts. The simulator receives no measured
+throughput: it runs the same batches with these costs and acceptance rates.
 
-A batch keeps so many requests at once going and ends with the last answer, so towards its end there are fewer; its
-prompts are in the prefix caches. What pacing has learnt stays from batch to batch, so the simulator runs many of them
-in a row. Blocks do not end in doubt here (`min_confidence` is 0): the simulator knows how often
-tokens are accepted, not how sure of them the model is. Its blocks are chains, while a drafter's have tokens beside the
-first.
+A batch keeps a fixed number of requests in flight until its prompts run out, and then drains. Its prompts are in the
+prefix caches. The speculation controller keeps its estimates between batches, so the simulator runs many batches in a
+row. Confidence does not shorten blocks here (`min_confidence` is 0), because the simulator models acceptance rates but
+not the draft model's confidence. The simulator drafts chains, whereas a drafter adds siblings of the first token.
 """
 
 import argparse
@@ -50,12 +49,12 @@ from tools.simulation.oracle import ClosedLoop, DraftQuality, Workload
 from tools.simulation.world import World
 
 SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
-UNCACHED_TOKENS = 8  # of a prompt: half a page, the last one, is computed anew
+UNCACHED_TOKENS = 8  # per prompt: on average half of the last page is recomputed
 WARM_UP_TOKENS = 16
-TURNOVER = 3  # prompts of a batch for each that is asked at once
-SIMULATED_BATCHES = 20  # of one point, one after the other
-BOUND = 0.15  # the error that is allowed; modes closer than this count as equal
-DIFFERENT = 0.10
+TURNOVER = 3  # prompts in a batch, per concurrent request
+SIMULATED_BATCHES = 20  # consecutive batches per point
+BOUND = 0.15  # allowed relative error
+DIFFERENT = 0.10  # modes with a smaller relative difference count as equal
 
 
 # ---------------------------------------------------------------- points
@@ -76,16 +75,16 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Results of a point."""
+    """Throughput and round time at a point."""
 
     tokens_per_s: float
     tokens_per_verify: float
-    round_s: float  # of one session: from one verdict to the next, first tokens and all else included
+    round_s: float  # mean seconds between two verdicts of a session, prompt processing included
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A point, measured and predicted."""
+    """Measured and predicted rates at a point."""
 
     point: Point
     measured: Rate
@@ -97,7 +96,7 @@ class Result:
 
 
 def points_of(concurrencies: Iterable[int], draft_lengths: Sequence[int]) -> list[Point]:
-    """Plain decoding once at each concurrency, then both modes at every draft length."""
+    """Returns non-speculative decoding once per concurrency, then both modes at every draft length."""
     found = []
     for concurrency in concurrencies:
         found.append(Point(Mode.DRAFT_AHEAD, concurrency, 0))
@@ -106,9 +105,9 @@ def points_of(concurrencies: Iterable[int], draft_lengths: Sequence[int]) -> lis
 
 
 def orderings(results: Sequence[Result]) -> list[tuple[Result, Result, bool]]:
-    """Pairs of modes that differ clearly at one concurrency and draft length, and whether it was predicted which wins.
+    """Returns (faster, slower, predicted correctly) for clearly different modes at one concurrency and draft length.
 
-    Plain decoding is compared with every draft length.
+    Non-speculative decoding is compared with every draft length.
     """
     found = []
     for one, other in combinations(results, 2):
@@ -122,20 +121,21 @@ def orderings(results: Sequence[Result]) -> list[tuple[Result, Result, bool]]:
     return found
 
 
-# ---------------------------------------------------------------- what is predicted
+# ---------------------------------------------------------------- prediction
 
 
 def acceptances(accepted: Sequence[int], draft_tokens: int) -> tuple[float, ...]:
-    """Chance of each position, given those before it, from the accepted counts of verdicts on blocks of `draft_tokens`.
+    """Returns each position's acceptance rate, given acceptance of all earlier positions.
 
-    A block that ended early, in doubt, counts as rejected where it ended.
+    `accepted` holds the accepted tokens of each block of `draft_tokens`. A block that ended early counts as rejected
+    where it ended.
     """
     reached = [sum(count >= position for count in accepted) for position in range(draft_tokens + 1)]
     return tuple(after / before for before, after in pairwise(reached) if before)
 
 
 def predict(point: Point, costs: CostModel, draft: DraftQuality, tokens: int) -> Rate:
-    """Many simulated batches in a row."""
+    """Simulates SIMULATED_BATCHES consecutive batches."""
     sessions = TURNOVER * point.concurrency * SIMULATED_BATCHES
     arrivals = ClosedLoop(point.concurrency, batch=TURNOVER * point.concurrency)
     load = Workload(arrivals, sessions, UNCACHED_TOKENS, tokens)
@@ -146,7 +146,7 @@ def predict(point: Point, costs: CostModel, draft: DraftQuality, tokens: int) ->
     return Rate(report.tokens_per_s, report.tokens / report.verifies, point.concurrency * seconds / report.verifies)
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +156,11 @@ class Batch:
     point: Point
     seconds: float
     tally: Tally
-    costs: CostModel  # as its server publishes them afterwards
+    costs: CostModel  # published by its server after the batch
 
 
 class Experiment:
-    """Asks both servers, each in its turn."""
+    """Sends batches to both servers in turn."""
 
     def __init__(self, model: str, endpoints: Mapping[str, ChatEndpoint], urls: Mapping[str, str]) -> None:
         self._model = model
@@ -168,13 +168,13 @@ class Experiment:
         self._urls = urls
 
     async def warm_up(self, prompts: Sequence[Prompt]) -> None:
-        """Every prompt is in every cache."""
+        """Puts every prompt into the prefix caches of both servers."""
         for endpoint in self._endpoints.values():
             for prompt in prompts:
                 await endpoint.ask(self._model, ChatQuestion(prompt.prompt, WARM_UP_TOKENS, ignore_eos=True))
 
     async def accepted(self, prompts: Sequence[Prompt], tokens: int, draft_tokens: int) -> list[int]:
-        """Returns accepted tokens per block in lock step, without the prompt's step and the last, truncated one."""
+        """Returns accepted tokens per block in lock step, excluding the prompt's step and the truncated last block."""
         endpoint = self._endpoints[SERVERS[Mode.LOCK_STEP]]
         found = list[int]()
         for prompt in prompts:
@@ -185,7 +185,7 @@ class Experiment:
         return found
 
     async def batch(self, point: Point, prompts: Sequence[Prompt], tokens: int) -> Batch:
-        """All prompts, so many at once, until the last answer."""
+        """Answers all prompts with `point.concurrency` requests in flight."""
         endpoint = self._endpoints[SERVERS[point.mode]]
         places = asyncio.Semaphore(point.concurrency)
 
@@ -203,7 +203,7 @@ class Experiment:
 
 
 def runs(drafted: Sequence[bool]) -> list[int]:
-    """Lengths of the runs of drafted tokens before each of the target's own."""
+    """Returns the number of consecutive drafted tokens before each token of the target's own."""
     found = []
     length = 0
     for is_drafted in drafted:
@@ -216,7 +216,7 @@ def runs(drafted: Sequence[bool]) -> list[int]:
 
 
 def rate(batches: Sequence[Batch]) -> Rate:
-    """The median batch's speed; verifies of all batches together."""
+    """Returns the median speed of the batches, and per-verification means over all of them."""
     tally = sum((batch.tally for batch in batches), Tally())
     sessions_s = sum(batch.point.concurrency * batch.seconds for batch in batches)
     speed = median(batch.tally.tokens / batch.seconds for batch in batches)
@@ -224,7 +224,7 @@ def rate(batches: Sequence[Batch]) -> Rate:
 
 
 def live_costs(url: str) -> CostModel:
-    """Runs `slipstream status --costs` in a process of its own."""
+    """Returns the costs that `slipstream status --costs` writes in a child process."""
     address = ray.get_runtime_context().gcs_address
     with TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
@@ -234,13 +234,13 @@ def live_costs(url: str) -> CostModel:
         return CostModel.load(path)
 
 
-# ---------------------------------------------------------------- the run
+# ---------------------------------------------------------------- run
 
 
 async def run(
     servers: Mapping[str, Server], arguments: argparse.Namespace, save: Callable[[DraftQuality, list[Batch]], None]
 ) -> tuple[DraftQuality, list[Batch]]:
-    """Calibrates, then measures all points in rounds; `save` is called after each."""
+    """Measures acceptance, then all points in rounds; calls `save` after each round."""
     prompts = read_prompts(arguments.prompts)
     known = prompts[::2]
     asked = prompts[1::2]
@@ -278,7 +278,7 @@ def results_of(draft: DraftQuality, batches: Sequence[Batch], tokens: int) -> li
     return sorted(found, key=lambda result: (result.point.concurrency, result.point.draft_tokens, result.point.name))
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- report
 
 
 def results_table(results: Iterable[Result]) -> Table:
@@ -354,10 +354,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=integers, default=[1, 2, 4], help="draft lengths")
     parser.add_argument("--block-len", type=integers, dest="draft_tokens", help=argparse.SUPPRESS)  # its earlier name
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--calibrate", type=int, default=12, help="prompts that acceptance is measured on")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
+    parser.add_argument("--calibrate", type=int, default=12, help="number of prompts for measuring acceptance")
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
-    parser.add_argument("--json", type=Path, help="write inputs, results and every batch here, after each round")
+    parser.add_argument("--json", type=Path, help="write inputs, batches and results here, after each round")
     return parser.parse_args()
 
 

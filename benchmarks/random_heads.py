@@ -1,7 +1,6 @@
-"""Draft heads of random weights for a target, in published layouts: of the size and the wire of a real one, but blind.
+"""Writes draft heads with random weights for a target, in published checkpoint layouts.
 
-What a head reads, how much of it travels and what it computes do not depend on its weights; only what it is right about
-does.
+They have the inputs, message sizes and compute time of trained heads; only their acceptance rate differs.
 """
 
 import json
@@ -16,14 +15,14 @@ from torch import Tensor
 from transformers import AutoConfig
 
 DRAFT_VOCABULARY = 8192
-HEADS = 3  # of Medusa, and steps of an MLPSpeculator
+HEADS = 3  # Medusa heads, or MLPSpeculator steps
 
 Head = tuple[dict[str, Any], dict[str, Tensor]]
 """Configuration and tensors."""
 
 
 class Weights:
-    """Draws tensors for a target's sizes; every head of a seed is the same."""
+    """Draws random tensors of a target's sizes, deterministically for each seed."""
 
     def __init__(self, target: Path, seed: int = 0) -> None:
         text = AutoConfig.from_pretrained(target).get_text_config()
@@ -73,13 +72,13 @@ class Weights:
         }
 
     def draft_vocabulary(self) -> dict[str, Tensor]:
-        """The target's first tokens."""
+        """Returns an LM head and `d2t` for the first tokens of the target's vocabulary."""
         columns = min(DRAFT_VOCABULARY, self.vocabulary)
         return {"lm_head.weight": self.drawn(columns, self.hidden), "d2t": torch.zeros(columns, dtype=torch.int64)}
 
 
 def eagle3(weights: Weights) -> Head:
-    """Writes a head over three of the target's states, in SafeAILab's layout."""
+    """Creates an EAGLE-3 head over three of the target's layers, in SafeAILab's layout."""
     hidden = weights.hidden
     tensors = {
         "fc.weight": weights.drawn(hidden, 3 * hidden),
@@ -93,13 +92,13 @@ def eagle3(weights: Weights) -> Head:
 
 
 def eagle1(weights: Weights) -> Head:
-    """Writes a head over the final state, with the target's embedding and LM head, in SafeAILab's layout."""
+    """Creates an EAGLE-1 head over the final state, with the target's embedding and LM head, in SafeAILab's layout."""
     fc = weights.drawn(weights.hidden, 2 * weights.hidden)
     return weights.config(bias=False), {"fc.weight": fc, **weights.layer("layers.0", weights.hidden)}
 
 
 def medusa(weights: Weights) -> Head:
-    """Heads of one residual block over the final state, in FasterDecoding's layout."""
+    """Creates Medusa heads of one residual block over the final state, in FasterDecoding's layout."""
     tensors: dict[str, Tensor] = {}
     for head in range(HEADS):
         tensors[f"{head}.0.linear.weight"] = weights.drawn(weights.hidden, weights.hidden)
@@ -109,7 +108,7 @@ def medusa(weights: Weights) -> Head:
 
 
 def mlp_speculator(weights: Weights) -> Head:
-    """Writes a head over the final state, with the same weights in all steps but the first's projection."""
+    """Creates an MLPSpeculator over the final state; all steps share weights except the first projection."""
     width = weights.hidden
     tensors = {
         "emb.0.weight": weights.drawn(weights.vocabulary, width),
@@ -123,7 +122,10 @@ def mlp_speculator(weights: Weights) -> Head:
 
 
 def dflash(weights: Weights) -> Head:
-    """Blocks of eight over five of the target's states, in z-lab's layout, with the target's embedding and LM head."""
+    """Creates a DFlash head with blocks of eight over five of the target's layers, in z-lab's layout.
+
+    It shares the target's embedding and LM head.
+    """
     hidden = weights.hidden
     outputs = [round(1 + index * (weights.layers - 4) / 4) for index in range(5)]
     tensors = {
@@ -145,7 +147,7 @@ MAKERS: Mapping[str, Callable[[Weights], Head]] = MappingProxyType(
 
 
 def random_head(name: str, target: Path, folder: Path) -> Path:
-    """Writes it into `folder`, unless it is there."""
+    """Writes the head into `folder` unless the folder exists; returns the folder."""
     if not folder.is_dir():
         folder.mkdir(parents=True)
         config, tensors = MAKERS[name](Weights(target))

@@ -1,12 +1,13 @@
-r"""A target and a draft of random weights that agree as often as asked: real sizes, without anybody's weights.
+r"""Builds a target and a draft of published sizes with random weights and a chosen rate of agreement.
 
     python benchmarks/random_pair.py FOLDER --tokenizer CHECKPOINT [--size 8b] [--agreement 0.75]
     slipstream bench FOLDER/pair.yaml
 
-A target of Llama 3.1 8B's layers follows a random walk over the vocabulary: the row of its output for a token's
-successor is that token's embedding. Its layers disturb the walk, by as much as makes the token that follows the
-successor so often as asked. The draft has the same embedding and output, and layers that cost time and add nothing. So
-a step costs what it costs with real weights, and a text means nothing.
+By default, the target has the layer shapes of Llama 3.1 8B. Without its layers it would follow a fixed random cycle
+through the vocabulary, because the embedding of each token is the LM-head row of its successor. Its layers perturb the
+cycle, scaled until the greedy choice follows it at the requested rate. The draft has the same embedding and LM head;
+its layers cost time but add zero. Step times therefore equal those with trained weights, and the generated text is
+meaningless.
 """
 
 import argparse
@@ -25,8 +26,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8},
 }
 KV_HEADS = 8
-DRAFT_PART = 8  # of the target's layers, one in so many
-TRIED = (8, 256)  # rows and tokens that the agreement is counted over
+DRAFT_PART = 8  # target layers per draft layer
+TRIED = (8, 256)  # rows and tokens for measuring the agreement
 HALVINGS = 12
 CONTEXT = 4096
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -42,7 +43,7 @@ def config_of(size: str, vocabulary: int, layers: int) -> LlamaConfig:
 
 @torch.inference_mode()
 def random_model(config: LlamaConfig, device: torch.device) -> PreTrainedModel:
-    """Returns a model in bfloat16 with the walk in its embedding and output; each seed has the same walk."""
+    """Returns a bfloat16 model whose embedding and LM head encode the cycle; the cycle is the same for every model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -58,7 +59,7 @@ def random_model(config: LlamaConfig, device: torch.device) -> PreTrainedModel:
 
 
 def successors(vocabulary: int, device: torch.device) -> Tensor:
-    """(vocabulary,): where the walk goes from each token; one round through all of them."""
+    """Returns each token's successor, (vocabulary,), in one cycle through all tokens."""
     order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(2)).to(device)
     after = torch.empty_like(order)
     after[order] = order.roll(-1)
@@ -66,14 +67,14 @@ def successors(vocabulary: int, device: torch.device) -> Tensor:
 
 
 def disturbing_weights(model: PreTrainedModel) -> list[Tensor]:
-    """Returns each layer's output weights; scaling them scales what the layer adds."""
+    """Returns the output projections of all layers; scaling them scales each layer's contribution."""
     layers = model.model.layers
     return [weight for layer in layers for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)]
 
 
 @torch.inference_mode()
 def agreement(model: PreTrainedModel) -> float:
-    """Returns how often the walk's next token is the target's greedy choice, over random prompts."""
+    """Returns the share of positions in random prompts at which the greedy choice is the successor."""
     device = model.device
     vocabulary = int(model.config.vocab_size)
     tokens = torch.randint(vocabulary, TRIED, generator=torch.Generator().manual_seed(3)).to(device)
@@ -84,7 +85,7 @@ def agreement(model: PreTrainedModel) -> float:
 
 @torch.inference_mode()
 def disturb(model: PreTrainedModel, wanted: float) -> float:
-    """Scales the layers until the walk is followed as often as wanted; returns how often it is."""
+    """Scales the layers until the greedy choice follows the cycle at the `wanted` rate; returns the actual rate."""
     weights = disturbing_weights(model)
     originals = [weight.clone() for weight in weights]
     least, most = 0.0, 1024.0
@@ -101,7 +102,7 @@ def disturb(model: PreTrainedModel, wanted: float) -> float:
 
 @torch.inference_mode()
 def silence(model: PreTrainedModel) -> None:
-    """Its layers add nothing."""
+    """Zeroes the contribution of all layers."""
     for weight in disturbing_weights(model):
         weight.zero_()
 
@@ -117,7 +118,7 @@ def save(model: PreTrainedModel, tokenizer: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a checkpoint's folder; it says the vocabulary")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="checkpoint folder; sets the vocabulary")
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--agreement", type=float, default=0.75)
     arguments = parser.parse_args()
@@ -138,7 +139,7 @@ def main() -> None:
         "draft": {"model": str(arguments.folder / "draft"), "resources": {"num_gpus": 0.3 if on_gpu else 0}},
     }
     (arguments.folder / "pair.yaml").write_text(yaml.safe_dump(pair))
-    print(f"{arguments.folder}: the walk is followed at {found:.3f} of the positions")
+    print(f"{arguments.folder}: target and draft agree at {found:.3f} of the positions")
 
 
 if __name__ == "__main__":

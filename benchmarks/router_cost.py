@@ -1,14 +1,14 @@
-"""Measures the cost of HTTP and the router: streams of a target that answers at once, through everything but models.
+"""Measures the cost of HTTP and routing: streams through the full system around a model that takes no time.
 
     python benchmarks/router_cost.py --streams 64 --tokens 256 --json router_cost.json
     git worktree add /tmp/older COMMIT && python benchmarks/router_cost.py --rounds 5 --against /tmp/older
 
 The API, the router, a drafter and a target replica (`router_cost_server.py`) run in one process and one event loop,
-over real HTTP and gRPC on loopback, around a model that is one table: what is left is text, ledgers, scheduling and
-messages. The clients are a process of their own, so that the server's processor time a token can be told from theirs.
+with real HTTP and gRPC on loopback. The model is a lookup table, so the remaining cost is text, ledgers, scheduling and
+messages. The clients run in a separate process, so the server's CPU time per token excludes them.
 
-With `--against`, another checkout's server is measured too, in turn with this one's in each round, because machines
-drift. The profile is of this checkout, in a run of its own, for a profile slows down what it looks at.
+`--against` adds another checkout's server, which alternates with this one in each round because machine speed drifts.
+The profile covers this checkout, in a separate run because profiling slows the server down.
 """
 
 import argparse
@@ -42,8 +42,8 @@ class Asked:
     """The load of one run."""
 
     streams: int
-    tokens: int  # of each stream
-    drafted: int | None  # most draft tokens of a block; None: as the server will
+    tokens: int  # per stream
+    drafted: int | None  # maximum draft length; None: the server's choice
 
     @property
     def body(self) -> str:
@@ -55,11 +55,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Cost:
-    """Results of one run."""
+    """Time and CPU time of one run."""
 
     tokens: int
     seconds: float
-    cpu_s: float  # of the process with the API, router, drafter and target
+    cpu_s: float  # CPU time of the process with the API, router, drafter and target
 
     @property
     def tokens_per_s(self) -> float:
@@ -67,13 +67,13 @@ class Cost:
 
     @property
     def us_per_token(self) -> float:
-        """Microseconds of processor time per token."""
+        """Returns microseconds of CPU time per token."""
         return 1e6 * self.cpu_s / self.tokens
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A checkout's server."""
+    """Running server of a checkout."""
 
     url: str
     process: psutil.Process
@@ -90,7 +90,7 @@ class ServerProcess:
 
 @asynccontextmanager
 async def started(checkout: Path) -> AsyncIterator[ServerProcess]:
-    """Its server, which ends with the block."""
+    """Runs the checkout's server, and stops it on exit."""
     command = (sys.executable, str(HERE / "router_cost_server.py"))
     pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
     environment = os.environ | {"PYTHONPATH": str(checkout)}
@@ -99,7 +99,7 @@ async def started(checkout: Path) -> AsyncIterator[ServerProcess]:
     assert process.stdout is not None
     url = (await process.stdout.readline()).decode().strip()
     if not url:
-        raise SystemExit(f"the server of {checkout} did not start; what it said above tells why")
+        raise SystemExit(f"the server of {checkout} did not start; see its output above")
     try:
         yield ServerProcess(url, psutil.Process(process.pid))
     finally:
@@ -108,22 +108,22 @@ async def started(checkout: Path) -> AsyncIterator[ServerProcess]:
 
 
 async def clients(url: str, body: str, streams: int) -> float:
-    """Seconds that they took, as they measured it themselves."""
+    """Runs the clients in a child process; returns the elapsed seconds that they measured."""
     command = (sys.executable, str(HERE / "stream_clients.py"), url, body, str(streams))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()
     if process.returncode:
-        raise SystemExit(f"the clients failed with status {process.returncode}")
+        raise SystemExit(f"the clients failed with status {process.returncode}; see their output above")
     return float(json.loads(said))
 
 
 async def measure(checkouts: Mapping[str, Path], asked: Asked, rounds: int) -> dict[str, list[Cost]]:
-    """Returns the costs of each round by checkout; every other round begins with the last one."""
+    """Returns each checkout's costs by round; every other round runs the checkouts in reverse order."""
     costs: dict[str, list[Cost]] = {name: [] for name in checkouts}
     async with AsyncExitStack() as stack:
         servers = {name: await stack.enter_async_context(started(path)) for name, path in checkouts.items()}
         for server in servers.values():
-            await clients(server.url, asked.body, 1)  # warms everything up
+            await clients(server.url, asked.body, 1)  # warm-up
         for number in range(rounds):
             order = list(servers) if number % 2 == 0 else list(reversed(servers))
             for name in order:
@@ -132,10 +132,10 @@ async def measure(checkouts: Mapping[str, Path], asked: Asked, rounds: int) -> d
 
 
 async def profile(asked: Asked) -> list[dict[str, Any]]:
-    """The first functions of this checkout's server, in this process."""
+    """Profiles this checkout's server in this process; returns its most expensive functions."""
     async with served() as url:
         await clients(url, asked.body, 1)
-        profiling = cProfile.Profile(time.thread_time)  # the processor's, and so nothing of waiting
+        profiling = cProfile.Profile(time.thread_time)  # CPU time, which excludes waiting
         profiling.enable()
         await clients(url, asked.body, asked.streams)
         profiling.disable()
@@ -143,7 +143,7 @@ async def profile(asked: Asked) -> list[dict[str, Any]]:
 
 
 def hottest(profiling: cProfile.Profile, top: int = TOP) -> list[dict[str, Any]]:
-    """The functions that most processor time went to, of the event loop's thread."""
+    """Returns the functions with the most CPU time of their own in the event loop's thread."""
     stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(profiling).stats  # type: ignore[attr-defined]
     found = [
         {"function": f"{Path(file).name}:{line} {name}", "calls": calls, "own_s": round(own_s, 4)}
@@ -153,7 +153,7 @@ def hottest(profiling: cProfile.Profile, top: int = TOP) -> list[dict[str, Any]]
 
 
 def shown(costs: Mapping[str, Sequence[Cost]], asked: Asked) -> Table:
-    """Medians of the rounds; the ratio is this checkout's over the other's, with the lowest and highest of a round."""
+    """Formats medians of the rounds, and the ratio of this checkout to the other with its range over the rounds."""
     table = Table("", "tokens/s", "processor time a token", title=f"{asked.streams} streams of {asked.tokens} tokens")
     for name, runs in costs.items():
         rate = statistics.median(run.tokens_per_s for run in runs)
@@ -172,13 +172,13 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="What HTTP and the router cost.")
+    parser = argparse.ArgumentParser(description="Measures the cost of HTTP and the router.")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--drafted", type=int, help="most draft tokens of a block; 0: non-speculative decoding")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per stream")
+    parser.add_argument("--drafted", type=int, help="maximum draft length; 0: non-speculative decoding")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--against", type=Path, help="another checkout of this project, measured too")
-    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--against", type=Path, help="another checkout of this project to measure")
+    parser.add_argument("--json", type=Path, help="write all measurements here")
     options = parser.parse_args(arguments)
     asked = Asked(options.streams, options.tokens, options.drafted)
     checkouts = {PRESENT: HERE.parent} | ({OTHER: options.against.resolve()} if options.against else {})

@@ -1,9 +1,9 @@
-"""The server whose cost `router_cost.py` measures, by itself: prints its address, and serves until its input ends.
+"""Runs the server that `router_cost.py` measures: prints its address and serves until its standard input closes.
 
     PYTHONPATH=CHECKOUT python benchmarks/router_cost_server.py
 
-It uses only what all checkouts since the first with an API have in common, and looks for each name where old ones and
-new ones have it. So the checkout in PYTHONPATH is what is measured, whichever has this file.
+PYTHONPATH selects the measured checkout, which may lack this file. The server uses only interfaces common to all
+checkouts since the first API, and looks each name up in its old and new modules.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from cluster.config import validated
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration import harness
 
-SESSIONS = 64  # that the target serves at once
+SESSIONS = 64  # concurrent sessions of the target
 STEP_TOKENS = 4 * SESSIONS
 ROOT = Path(harness.__file__).resolve().parents[2]
 OURS = ("protos", "cluster", "actors", "serve_app", "tests")
@@ -32,31 +32,31 @@ PAGES = SESSIONS * CONTEXT // getattr(harness, "PAGE_SIZE", 16)
 
 
 def found(name: str, *modules: str) -> Any:
-    """The first of these modules that the checkout has has the name."""
+    """Returns the named object from the first of `modules` that the checkout contains."""
     for module in modules:
         if (ROOT / f"{module.replace('.', '/')}.py").exists():
             return getattr(import_module(module), name)
-    raise ImportError(f"this checkout has none of {', '.join(modules)}")
+    raise ImportError(f"this checkout has none of {', '.join(modules)}; it is too old to measure")
 
 
 def check_origin() -> None:
-    """A package without an `__init__.py` may have modules of an installed checkout, which is not what is measured."""
+    """Raises ImportError if a package without `__init__.py` took modules from an installed checkout."""
     for name, module in sys.modules.items():
         file = getattr(module, "__file__", None)
         if name.partition(".")[0] in OURS and file is not None and not Path(file).is_relative_to(ROOT):
-            raise ImportError(f"{name} is that of another checkout: {file}")
+            raise ImportError(f"{name} comes from another checkout: {file}; uninstall that checkout")
 
 
 @asynccontextmanager
 async def toy_cluster() -> AsyncIterator[Any]:
-    """Configures one target and one drafter whose steps take no time; as large in each checkout."""
+    """Runs one target and one drafter whose steps take no time, with the same sizes in every checkout."""
     known = inspect.signature(harness.cluster).parameters
     sizes = {"pages": PAGES, "sessions": SESSIONS}
     options: dict[str, Any] = {name: size for name, size in sizes.items() if name in known}
     if "sessions" not in known:
         enlarge_harness()
     if not hasattr(harness.Cluster, "hurry"):
-        options["wrap_engine"] = lambda engine: engine  # else each step would be made to take as long as a model's
+        options["wrap_engine"] = lambda engine: engine  # the default wrapper delays each step by a model's step time
     async with harness.cluster(**options) as toy:
         if hasattr(toy, "hurry"):
             toy.hurry()
@@ -64,7 +64,7 @@ async def toy_cluster() -> AsyncIterator[Any]:
 
 
 def enlarge_harness() -> None:
-    """Configures a checkout whose harness takes no number of sessions."""
+    """Enlarges the harness of a checkout whose `cluster` has no `sessions` parameter."""
     for name in ("VerificationLimits", "VerifierLimits"):
         if hasattr(harness, name):
             setattr(harness, name, partial(_large, getattr(harness, name)))
@@ -78,7 +78,7 @@ def _large(limits: Callable[..., Any], *fields: Any, **named: Any) -> Any:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[str]:
-    """The API in front of the toy cluster; its address."""
+    """Serves the API of the toy cluster; yields its URL."""
     create_api = found("create_api", "serve_app.api.routes", "serve_app.api.app", "serve_app.api")
     metrics = found("Metrics", "serve_app.api.metrics", "serve_app.metrics")()
     codec_of = found("TextCodec", "serve_app.api.text", "serve_app.text")
@@ -95,7 +95,7 @@ async def served() -> AsyncIterator[str]:
         codec = codec_of(tokenizer, (tokenizer.eos_token_id,))
         api = create_api(toy.router, codec, config, metrics, _never_asked)
         server = uvicorn.Server(uvicorn.Config(api, log_level="error", lifespan="off"))
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:  # who comes early waits in it
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:  # queues early connections
             serving = asyncio.create_task(server.serve([listening]))
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
             server.should_exit = True
@@ -103,7 +103,7 @@ async def served() -> AsyncIterator[str]:
 
 
 async def _never_asked() -> Any:
-    """Nobody asks for the health of this server, and what it were to be differs by checkout."""
+    """Replaces the health check, which no client calls and whose signature differs by checkout."""
     raise NotImplementedError
 
 

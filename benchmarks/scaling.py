@@ -1,12 +1,12 @@
-r"""Two pools under steps of load: what runs when, recorded from a real deployment, and its picture.
+r"""Records and plots the replicas of both pools in a real deployment under stepped load.
 
     python benchmarks/scaling.py --json OUT [--picture OUT.svg] [--stretch 1]
     python benchmarks/scaling.py --from FILE --picture OUT.svg
 
-Serves the demo's target in bfloat16 with lookups as drafters, on a Ray cluster of a head and a node for each pool. Up
-to three replicas of each; drafters may be none. Streams come and go in steps: some that want drafts, then many that
-want none, then some that want drafts again. `--stretch` makes every step so many times as long, for machines on which
-replicas start slowly. Exits with 1 if a request failed.
+Serves the demo's target in bfloat16 with n-gram drafters, on a Ray cluster of a head and one node per pool. Each pool
+scales up to three replicas, and drafters down to zero. The load changes in steps: some streams with drafts, many
+without, then some with drafts again. `--stretch` multiplies the length of every step, for machines on which replicas
+start slowly. Exits with status 1 if a request failed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TOKENS = 64
 SETTINGS = (
     "model.dtype=bfloat16",
     "model.max_context=1024",
-    "speculation.schedule=lock_step",  # every session that may be drafted for wants drafts at all times
+    "speculation.schedule=lock_step",  # a session with speculation requests drafts in every round
     "target={max_sessions: 16, cache_per_rank: {gib: 0.1}, resources_per_rank: {num_cpus: 0.1, labels: {pool: target}},"
     " replicas: {min: 1, max: 3, sessions_per_replica: 8, up_delay_s: 4, down_delay_s: 20}}",
     "draft={method: ngram, model: null, max_sessions: 4, resources: {num_cpus: 0.1, labels: {pool: draft}},"
@@ -47,7 +47,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Streams for a while, one request after the other in each."""
+    """Number of concurrent streams for some seconds; each stream sends one request after another."""
 
     name: str
     seconds: float
@@ -67,17 +67,17 @@ PHASES = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """State at one moment."""
+    """Requests and replicas at one time."""
 
     at_s: float
-    drafted: int  # requests in flight that may be drafted for
+    drafted: int  # requests in flight with speculation
     plain: int
-    targets: int  # replicas that run
+    targets: int  # running replicas
     drafters: int
 
 
 class Load:
-    """Streams of both kinds, as many as are wanted."""
+    """Keeps the wanted number of streams of both kinds running."""
 
     def __init__(self, endpoint: ChatEndpoint, model: str, prompts: Sequence[str]) -> None:
         self._endpoint = endpoint
@@ -90,7 +90,7 @@ class Load:
         self.failures: list[str] = []
 
     def become(self, phase: Phase) -> None:
-        """Streams beyond what is wanted end with the request that they have."""
+        """Starts missing streams; surplus streams stop after their current request."""
         self._wanted = {True: phase.drafted, False: phase.plain}
         for kind, wanted in self._wanted.items():
             self._tasks[kind] = [task for task in self._tasks[kind] if not task.done()]
@@ -124,7 +124,7 @@ def replicas(deployment: str) -> int:
 
 
 async def record(url: str, model: str, prompts: Sequence[str], stretch: float) -> tuple[list[Sample], Load]:
-    """A sample a second, over all phases."""
+    """Runs all phases and takes a sample about every second."""
     samples = []
     async with ChatEndpoint.at(url) as endpoint:
         load = Load(endpoint, model, prompts)
@@ -144,7 +144,7 @@ async def record(url: str, model: str, prompts: Sequence[str], stretch: float) -
 
 @contextmanager
 def three_nodes() -> Iterator[str]:
-    """A head that runs no model, and a node for each pool; gives the cluster's address."""
+    """Runs a Ray cluster of a head without models and one node per pool; yields its address."""
     os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"})
     store = {"object_store_memory": STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **store})
@@ -157,20 +157,20 @@ def three_nodes() -> Iterator[str]:
 
 
 def picture(samples: Sequence[Sample], path: Path) -> None:
-    """Requests in flight above, replicas below, over time."""
+    """Plots requests in flight and, below them, replicas over time."""
     from matplotlib import pyplot
 
     figure, (load, pools) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 4.6), layout="constrained")
     at = [sample.at_s for sample in samples]
     drafted = [sample.drafted for sample in samples]
     both = [sample.drafted + sample.plain for sample in samples]
-    load.fill_between(at, drafted, step="post", color="#2f7ed8", alpha=0.7, label="may be drafted for")
+    load.fill_between(at, drafted, step="post", color="#2f7ed8", alpha=0.7, label="speculation on")
     load.fill_between(at, drafted, both, step="post", color="#999999", alpha=0.7, label="speculation off")
     load.set_ylabel("requests in flight")
     load.legend(loc="upper right", frameon=False)
     pools.step(at, [sample.targets for sample in samples], where="post", color="#222222", label="targets")
     pools.step(at, [sample.drafters for sample in samples], where="post", color="#2f7ed8", label="drafters")
-    pools.set_ylabel("replicas that run")
+    pools.set_ylabel("running replicas")
     pools.set_xlabel("seconds")
     pools.set_yticks(range(4))
     pools.set_ylim(-0.1, 4.2)
@@ -183,8 +183,8 @@ def picture(samples: Sequence[Sample], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="where the record goes")
-    parser.add_argument("--from", type=Path, dest="recorded", metavar="FILE", help="a record to draw, without a run")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the samples here")
+    parser.add_argument("--from", type=Path, dest="recorded", metavar="FILE", help="plot these samples without a run")
     parser.add_argument("--picture", type=Path, metavar="OUT.svg")
     parser.add_argument("--stretch", type=float, default=1.0)
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Several servers side by side on one local Ray cluster, what their actors did in a turn, and a draft of no use.
+"""Runs several servers on one local Ray cluster, measures their actors per turn, and creates a useless draft.
 
-Each is a Serve application of its own with its own processes, behind one HTTP proxy. Those without the turn are left
-idle, not stopped: Serve's health checks and gRPC's keep-alive would take a stopped process for a dead one. What idling
-costs is measured instead.
+Each server is a separate Serve application with its own processes, behind a shared HTTP proxy. Servers idle between
+their turns instead of being suspended: Serve's health checks and gRPC's keep-alive would take a suspended process for
+dead. Benchmarks report the CPU time of idle servers.
 """
 
 import shutil
@@ -27,15 +27,15 @@ from serve_app.operations.ray_cluster import broadcast, deployed
 
 VERIFY = tuple(stage for stage in STAGES if stage.name == "verify")
 
-TARGET_CORE = 0  # of the target alone; of the drafter, and of routers, proxy and client besides
-OTHERS_CORE = 1
+TARGET_CORE = 0  # for the target alone
+OTHERS_CORE = 1  # for drafters, routers, proxy and client
 PINNED = (
     "server.port=0",
     "model.dtype=bfloat16",
     "draft.method=draft_model",
     f"target.resources_per_rank.cpu_affinity=[{TARGET_CORE}]",
     f"draft.resources.cpu_affinity=[{OTHERS_CORE}]",
-    # What Ray counts, so that several servers fit; what the processes use is said by threads and affinity.
+    # Small Ray reservations let several servers fit; threads and affinity set the actual use.
     "target.resources_per_rank.num_cpus=0.1",
     "draft.resources.num_cpus=0.1",
 )
@@ -50,7 +50,7 @@ class Mark:
 
 
 class Server:
-    """One application, seen from outside; its calls block and must not be made in an event loop."""
+    """Client of one Serve application; its methods block, so never call them in an event loop."""
 
     def __init__(self, name: str, url: str) -> None:
         self.url = url
@@ -63,12 +63,12 @@ class Server:
         self._processes = [psutil.Process(pid) for pid in pids]
 
     def mark(self) -> Mark:
-        """Begins a turn."""
+        """Returns the state at the start of a turn."""
         events = self._recorded().recording.events
         return Mark(self._counts(), events[-1].order + 1 if events else 0)
 
     def since(self, mark: Mark) -> Work | None:
-        """Ends a turn; None where the turn's beginning is no longer in the target's recording."""
+        """Returns the work since `mark`; None if the target's recording no longer reaches back to it."""
         counts = self._counts()
         recorded = self._recorded()
         events = tuple(event for event in recorded.recording.events if event.order >= mark.events)
@@ -80,7 +80,7 @@ class Server:
         return Work(hits, misses, len(steps), sum(step.ended_s - step.began_s for step in steps), gaps)
 
     def cpu_s(self) -> float:
-        """Processor time that its processes have taken since they began."""
+        """Returns the CPU seconds of its processes since their start."""
         times = [process.cpu_times() for process in self._processes]
         return float(sum(time.user + time.system for time in times))
 
@@ -96,10 +96,10 @@ class Server:
 
 @contextmanager
 def side_by_side(configs: Mapping[str, SlipstreamConfig], console: Console) -> Iterator[dict[str, Server]]:
-    """Serves every config, by name; the first one's cluster and proxy are those of all.
+    """Runs a server per config; yields them by name. All share the first one's cluster and proxy.
 
-    From now on this process and all that it starts leave the target's core alone: a router or a client that found it
-    idle, as it is while a block is waited for, would go on there beside the next step.
+    Pins this process and its children off the target's core. Otherwise a router or client scheduled there while the
+    target waits for a block would compete with the next step.
     """
     run_on([OTHERS_CORE])
     (first, config), *others = configs.items()
@@ -115,7 +115,7 @@ def side_by_side(configs: Mapping[str, SlipstreamConfig], console: Console) -> I
 
 
 def useless_draft(draft: Path, folder: Path, seed: int = 0) -> Path:
-    """A copy of the draft model in `folder` with matrices drawn at random: of its speed and scale, but blind."""
+    """Writes a copy of the draft model to `folder`, with random matrices of the same scale; returns `folder`."""
     import torch
     from safetensors.torch import load_file, save_file
 

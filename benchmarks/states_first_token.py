@@ -1,11 +1,11 @@
-"""Measures whether hidden states delay the first token of a long prompt, with and without a drafter that reads them.
+"""Measures whether sending hidden states to a drafter delays the first token of a long prompt.
 
     python benchmarks/states_first_token.py [--arm "eagle3 at target"] [--rounds 20] [--prompt 1500] [--json OUT]
 
-Serves the demo's target with a head of random weights (`random_heads.py`) over HTTP, target and drafter pinned to one
-core each. A pair are two prompts of as many random tokens, of which one is answered plainly, on the same server; who is
-first takes turns. The ratio is that of their times to the first token: an interval that reaches 1 means that no cost
-was found. In lock step the states of every prompt are sent, whatever drafts would bring.
+Serves the demo's target with a random-weight head (`random_heads.py`) over HTTP, with target and drafter pinned to one
+core each. A pair is two prompts with the same number of random tokens on the same server, one with and one without
+speculation, in alternating order. The reported ratio is their times to first token; an interval that contains 1 means
+no measurable cost. The lock-step schedule sends the states of every prompt, regardless of the expected gain.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from serve_app.operations.ray_cluster import broadcast, deployed
 from serve_app.tables import shown, table
 from tools.bench.latencies import mean_ratio
 
-ANSWER = 8  # tokens, of which the first is timed
-TOKENS = range(100, 20_000)  # that prompts are drawn from
+ANSWER = 8  # tokens per answer; only the first is timed
+TOKENS = range(100, 20_000)  # token ids for random prompts
 DRAFTED = "drafted for"
 PLAIN = "plain"
 SPECULATION: Mapping[str, dict[str, int]] = {DRAFTED: {}, PLAIN: {"draft_tokens": 0}}
@@ -44,14 +44,14 @@ SPECULATION: Mapping[str, dict[str, int]] = {DRAFTED: {}, PLAIN: {"draft_tokens"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Seconds to the first token."""
+    """Seconds to first token, with and without speculation."""
 
     drafted: float
     plain: float
 
 
 class Client:
-    """Completions of token ids, streamed."""
+    """Streams completions of token-id prompts."""
 
     def __init__(self, http: httpx.AsyncClient, model: str, prompt_tokens: int) -> None:
         self._http = http
@@ -65,7 +65,7 @@ class Client:
         return Pair(found[DRAFTED], found[PLAIN])
 
     async def _first_token_s(self, arm: str) -> float:
-        """Times the first token of a new prompt; reads the answer to its end."""
+        """Returns the seconds to first token of a new prompt; reads the whole answer."""
         body = {
             "model": self._model,
             "prompt": self._random.choices(TOKENS, k=self._prompt_tokens),
@@ -89,13 +89,13 @@ class Client:
 async def pairs(url: str, model: str, arguments: argparse.Namespace) -> list[Pair]:
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, trust_env=False) as http:
         client = Client(http, model, arguments.prompt)
-        await client.pair(0)  # what happens for the first time takes longer
+        await client.pair(0)  # warm-up
         numbers = track(range(arguments.rounds), "Pairs", console=Console(stderr=True))
         return [await client.pair(number) for number in numbers]
 
 
 def states_sent() -> dict[str, int]:
-    """Returns the rows and bytes that the target has sent, with verdicts and apart from them."""
+    """Returns the rows and bytes that the target has sent, both with verdicts and in separate messages."""
     (target,) = broadcast(deployed("Target", APPLICATION), "inspect")
     counts: dict[str, int] = target["states"]
     return counts
@@ -123,14 +123,14 @@ def show(arguments: argparse.Namespace, found: list[Pair], sent: Mapping[str, in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arm", default="eagle3 at target", help=f"one of {', '.join(arm.name for arm in ARMS)}")
-    parser.add_argument("--rounds", type=int, default=20, help="pairs")
-    parser.add_argument("--prompt", type=int, default=1500, help="tokens")
+    parser.add_argument("--rounds", type=int, default=20, help="number of pairs")
+    parser.add_argument("--prompt", type=int, default=1500, help="tokens per prompt")
     parser.add_argument("--schedule", choices=("lock_step", "adaptive"), default="lock_step")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here")
     arguments = parser.parse_args()
     (arm,) = chosen(arguments.arm, parser)
     if arguments.rounds < 2:
-        parser.error("--rounds is at least 2: one pair says nothing of its own spread")
+        parser.error("--rounds must be at least 2 for an interval")
     console = Console(stderr=True)
     try:
         target = Path(demo_config().model.target)

@@ -1,10 +1,10 @@
-"""Measures what hidden states cost on the wire: bytes that target and drafter write to each other for a token.
+"""Measures the wire cost of hidden states: bytes per token between target and drafter.
 
     python benchmarks/states_wire.py [--arms "eagle3 at target,medusa"] [--prompts 4] [--tokens 48] [--json OUT]
 
-The demo's target and a head of random weights for each method, place of its projection and format, in lock step over
-real gRPC in one process; what is counted are the frames as they are written. The state of a token travels once, whether
-the token was drafted or not, so what a head is right about changes nothing but the number of rounds.
+Runs the demo's target with a random-weight head for each method, projection side and state format, in lock step over
+real gRPC in one process. Counts the bytes of the written frames. The target sends each token's state once, whether or
+not the token was drafted, so the head's accuracy affects only the number of rounds.
 """
 
 import argparse
@@ -64,7 +64,7 @@ FROM_DRAFTER = (pb.DrafterToTarget, pb.DrafterToTargetStates)
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A head and how its states travel."""
+    """Draft head, projection side and wire format of its states."""
 
     head: str
     project: str = "drafter"
@@ -80,7 +80,7 @@ class Arm:
         return "eagle" if self.head.startswith("eagle") else self.head
 
     def draft(self, target: Path, scratch: Path, resources: str = "{num_cpus: 0.1}") -> str:
-        """The section of the configuration, as an override has it; the head is in `scratch` afterwards."""
+        """Writes the head to `scratch`; returns the `draft` section as a configuration override."""
         folder = random_head(self.head, target, scratch / self.head)
         states = f"{{project: {self.project}, dtype: {self.dtype}}}"
         return f"draft={{method: {self.method}, model: {folder}, states: {states}, resources: {resources}}}"
@@ -104,20 +104,20 @@ ARMS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Bytes per token that an arm wrote: of the prompts where it says so, else of the answers."""
+    """Written bytes per answer token, except `prompt_states`, which is per prompt token."""
 
     arm: str
-    row: int  # of a state as it is laid out
+    row: int  # bytes of one encoded state
     prompt_states: float
     states: float
     rest_to_drafter: float
     from_drafter: float
     rounds: int
-    tokens: int  # of the answers
+    tokens: int  # in all answers
 
 
 class FrameCounter:
-    """Bytes of frames as they are written, and of the messages with hidden states in them."""
+    """Counts the bytes of written frames and of their messages with hidden states."""
 
     def __init__(self, prompt_len: Mapping[str, int]) -> None:
         self._prompt_len = prompt_len  # by session
@@ -125,14 +125,14 @@ class FrameCounter:
         self.begin()
 
     def begin(self) -> None:
-        """Counts from 0."""
+        """Resets all counts."""
         self.frames: Counter[str] = Counter()  # by type
         self.prompt_states = 0
         self.states = 0
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Counts frames of streams that begin now; running writers keep their function."""
+        """Counts the frames of streams opened inside this context; open streams keep the uncounted encoder."""
         streams.encode = self._counted  # type: ignore[assignment]
         try:
             yield
@@ -151,7 +151,7 @@ class FrameCounter:
         return frame
 
     def _count(self, frame_type: Any, message: States) -> None:
-        """A message may have both; what is around its rows is split as they are."""
+        """Splits a message's bytes between prompt and answer in proportion to its rows."""
         size = self._encode(frame_type, [message]).ByteSize()
         of_prompt = min(message.end, self._prompt_len[message.session]) - message.first
         share = max(0, of_prompt) / (message.end - message.first)
@@ -160,7 +160,7 @@ class FrameCounter:
 
 
 async def wire_of(arm: Arm, config: SlipstreamConfig, model: Any, asked: Sequence[Generation]) -> Wire:
-    """All of `asked`, one after the other; the first one comes once before, until everybody is connected."""
+    """Runs all generations in sequence, after an uncounted run of the first that establishes all connections."""
     first = replace(asked[0], session="before")
     prompt_len = {generation.session: len(generation.prompt) for generation in (first, *asked)}
     counter = FrameCounter(prompt_len)
@@ -196,7 +196,7 @@ async def emitted(router: Router, generation: Generation) -> list[CommittedToken
 
 @asynccontextmanager
 async def connected(config: SlipstreamConfig, model: Any, spec: CaptureSpec) -> AsyncIterator[Router]:
-    """A router of one target and one drafter, which talk over gRPC, in this process."""
+    """Runs a target and a drafter that communicate over gRPC in this process; yields their router."""
     folder = Path(config.model.target)
     capture = StateCapture(spec, PAGES, PAGE_SIZE, CPU, spec.projection_on(CPU))
     runner = ModelRunner(model, PAGES, PAGE_SIZE, capture=capture)
@@ -231,7 +231,7 @@ async def connected(config: SlipstreamConfig, model: Any, spec: CaptureSpec) -> 
         await engine.close()
 
 
-# ---------------------------------------------------------------- the command
+# ---------------------------------------------------------------- command line
 
 
 def generations(target: Path, prompts: int, tokens: int) -> list[Generation]:
@@ -275,11 +275,11 @@ def wire_table(found: Sequence[Wire]) -> Table:
 
 
 def chosen(names: str | None, parser: argparse.ArgumentParser) -> list[Arm]:
-    """Returns the entries of a comma-separated list; all without one."""
+    """Returns the arms in a comma-separated list, or all arms without a list."""
     known = {arm.name: arm for arm in ARMS}
     wanted = names.split(",") if names else list(known)
     if unknown := set(wanted) - known.keys():
-        parser.error(f"--arms: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(f"--arms: unknown {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
     return [known[name] for name in wanted]
 
 
@@ -298,8 +298,8 @@ def measured(arms: Sequence[Arm], prompts: int, tokens: int, console: Console) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", help=f"comma-separated; default: all of {', '.join(arm.name for arm in ARMS)}")
-    parser.add_argument("--prompts", type=int, default=4, help="how many of the demo's")
-    parser.add_argument("--tokens", type=int, default=48, help="of every answer")
+    parser.add_argument("--prompts", type=int, default=4, help="number of demo prompts")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here")
     arguments = parser.parse_args()
     arms = chosen(arguments.arms, parser)

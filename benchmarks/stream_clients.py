@@ -1,4 +1,4 @@
-"""Streams of completions at once, from a process of its own; prints how many seconds they took, as JSON.
+"""Runs concurrent completion streams against a server; prints the elapsed seconds as JSON.
 
 python benchmarks/stream_clients.py http://127.0.0.1:8000 '{"model": ...}' 64
 """
@@ -12,7 +12,7 @@ import httpx
 
 
 async def ask_all(url: str, body: str, streams: int) -> float:
-    """Measures from the first request to the end of the last answer."""
+    """Returns the seconds from the first request to the end of the last answer."""
     limits = httpx.Limits(max_connections=None)
     headers = {"Content-Type": "application/json"}
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, headers=headers, trust_env=False) as client:

@@ -1,10 +1,10 @@
-"""Measures the cost of tensor parallelism on a CPU: a forward by several ranks against one by one rank, on equal cores.
+"""Measures the cost of tensor parallelism on a CPU: forward passes of several ranks and of one rank, on the same cores.
 
     python benchmarks/tensor_parallel.py FOLDER [--ranks 3] [--dtype bfloat16] [--json FILE]
 
-One process holds the whole model and computes with one thread and with one a core; the ranks have one thread each.
-All are measured in turn, many times, so that what else the machine does falls on all. A ratio is the median over the
-rounds, to the faster of the whole model's two: threads that wait for each other suffer most on a busy machine.
+One process holds the whole model and computes with one thread, then with `--threads`; each rank has one thread. All
+sides alternate for many rounds, so background load affects all of them. A ratio is the median over the rounds against
+the faster of the two single-process times, because synchronised threads suffer most on a busy machine.
 """
 
 import argparse
@@ -39,18 +39,18 @@ SPLIT = ("ranks", "ranks over gloo")
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of every process."""
+    """Settings shared by all processes."""
 
     folder: Path
     dtype: str
     ranks: int
-    context: int  # tokens in the cache before the forward that is timed
-    repeats: int  # of a forward, for one measurement
+    context: int  # cached tokens before the timed forward pass
+    repeats: int  # forward passes per measurement
 
 
 @dataclass(frozen=True)
 class Order:
-    """The next thing to time: a forward of some tokens, or the all-reduces of one without the rest of it."""
+    """Next measurement: a forward pass of `tokens` tokens or, if `bare`, only its all-reduces."""
 
     side: str
     tokens: int
@@ -58,7 +58,7 @@ class Order:
 
 
 class Side:
-    """A model, or a rank's share of it, and what speaks to the other ranks."""
+    """Whole model or one rank's shard, with its process group."""
 
     def __init__(self, setting: Setting, group: Group, threads: int = 1) -> None:
         self._threads = threads
@@ -74,7 +74,7 @@ class Side:
         self._runner.forward([InputRow((1,) * setting.context, 0, 1, self._pages)])
 
     def measure(self, order: Order) -> float:
-        """Median seconds."""
+        """Returns median seconds over the repeats."""
         torch.set_num_threads(self._threads)
         work = self._all_reduces if order.bare else self._forward
         work(order.tokens)
@@ -97,7 +97,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 @torch.inference_mode()
 def whole(setting: Setting, threads: int, pipe: Connection) -> None:
-    """The process with the whole model."""
+    """Runs the process with the whole model."""
     obey(pipe, {side: Side(setting, SingleRank(), count) for side, count in zip(WHOLE, (1, threads), strict=True)})
 
 
@@ -115,7 +115,7 @@ def obey(pipe: Connection, sides: dict[str, Side]) -> None:
 
 
 def ask(pipes: list[Connection], order: Order) -> float:
-    """Seconds of the slowest process."""
+    """Returns the seconds of the slowest process."""
     for pipe in pipes:
         pipe.send(order)
     return max(pipe.recv() for pipe in pipes)
@@ -130,7 +130,7 @@ def compare(setting: Setting, threads: int, rounds: int) -> dict[str, object]:
         processes = [context.Process(target=target, args=args, daemon=True) for target, args in calls]
         for process, (_, its) in zip(processes, ends, strict=True):
             process.start()
-            its.close()  # so that the death of a process is seen here
+            its.close()  # so that a dead process closes the pipe
         pipes = [mine for mine, _ in ends]
         loads = [pipe.recv()[0] for pipe in pipes]
         by_side = dict.fromkeys(WHOLE, pipes[:1]) | dict.fromkeys(SPLIT, pipes[1:])
@@ -148,7 +148,7 @@ def compare(setting: Setting, threads: int, rounds: int) -> dict[str, object]:
 
 
 def rows(found: dict[Order, list[float]]) -> list[dict[str, object]]:
-    """Medians of times and ratios."""
+    """Returns median times in milliseconds and median ratios."""
     shown = []
     for order, times in found.items():
         bases = map(min, *(found[Order(side, order.tokens)] for side in WHOLE))
@@ -167,14 +167,14 @@ def table(result: dict[str, object]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the model's folder")
+    parser.add_argument("folder", type=Path, help="model folder")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the whole model's process")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the single process")
     parser.add_argument("--context", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--json", type=Path, help="write the result here")
     given = parser.parse_args()
     setting = Setting(given.folder, given.dtype, given.ranks, given.context, given.repeats)
     result = compare(setting, given.threads, given.rounds)

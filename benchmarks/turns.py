@@ -1,4 +1,4 @@
-"""Summarises the turns of `pipeline.py` for each arm at each concurrency and for pairs of arms. Pure."""
+"""Summarises the turns of `pipeline.py` by arm and concurrency, and by pair of arms."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ from tools.bench.latencies import Batch, Speedup, speedup
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Activity of one server's actors in one turn."""
+    """Activity of a server's actors during a turn."""
 
-    guess_hits: int  # verdicts for which a block had been drafted ahead
+    guess_hits: int  # verdicts that match a block drafted ahead
     guess_misses: int
-    steps: int  # of the target, those that read prompts included
-    step_s: float  # of all steps together, as the target's loop sees them
-    gaps_s: tuple[float, ...]  # from each step's end to the next's beginning
+    steps: int  # target steps, including prefill
+    step_s: float  # total seconds in steps, measured in the target's loop
+    gaps_s: tuple[float, ...]  # seconds from the end of each step to the start of the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class Turn:
     """One batch under one arm; `batch.repeat` is the round."""
 
     batch: Batch
-    work: Work | None  # None for `generate`, and where the turn was too long for the target's recording
-    idle_cpu_s: float  # processor time that the servers without the turn took meanwhile
+    work: Work | None  # None for `generate`, or if the turn outlasted the target's recording
+    idle_cpu_s: float  # CPU seconds of the idle servers during the turn
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One arm at one concurrency. None is what has no meaning for the arm."""
+    """Figures of one arm at one concurrency; None if undefined for the arm."""
 
     arm: str
     concurrency: int
@@ -38,13 +38,13 @@ class Cell:
     round_tokens_per_s: tuple[float, ...]
     acceptance_rate: float | None
     tokens_per_verify: float | None
-    block_tokens: float | None  # mean length of the blocks that were verified
+    block_tokens: float | None  # mean length of verified blocks
     verifies_with_block: float | None  # share
-    guess_hits: float | None  # share of the verdicts that something was drafted ahead for
-    step_s: float | None  # mean of the target's steps
+    guess_hits: float | None  # share of verdicts, among those with lookahead drafts
+    step_s: float | None  # mean seconds of a target step
     tokens_per_step: float | None
-    gap_s: float | None  # median time between two steps
-    target_busy: float | None  # share of the time in which the target is in a step, of the turns that are known
+    gap_s: float | None  # median seconds between two steps
+    target_busy: float | None  # share of time with the target in a step, over turns with `work`
 
 
 def cells_of(turns: Sequence[Turn]) -> list[Cell]:
@@ -83,7 +83,7 @@ def _cell(turns: Sequence[Turn]) -> Cell:
 
 
 def _tokens_per_s(batches: Sequence[Batch], number: int) -> float:
-    """Results of one round."""
+    """Returns the throughput of round `number`."""
     found = [batch for batch in batches if batch.repeat == number]
     return sum(answer.tokens for batch in found for answer in batch.answers) / sum(batch.seconds for batch in found)
 
@@ -93,7 +93,7 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def speedups_of(turns: Sequence[Turn], ratios: Iterable[tuple[str, str]]) -> list[Speedup]:
-    """Returns the ratio of every pair of arms in `ratios` where both ran."""
+    """Returns the speedup of each pair in `ratios`, at each concurrency with results for both arms."""
     groups: dict[tuple[int, str], list[Batch]] = {}
     for turn in turns:
         groups.setdefault((turn.batch.concurrency, turn.batch.arm), []).append(turn.batch)

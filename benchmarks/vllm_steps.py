@@ -1,14 +1,15 @@
-"""Steps of a vLLM target: with blocks of one length, with ragged ones and with none, and what the adapter adds to them.
+"""Times the steps of a vLLM target with equal, ragged and no draft blocks, and the adapter's share of them.
 
     python benchmarks/vllm_steps.py CONFIG [--rows 1 4 16] [--tokens 5] [--steps 50]
 
-CONFIG is that of a deployment with `target.engine: vllm`; the target's folder and the extra [vllm] must be there. All
-drafts are wrong, so every step of a kind has the same rows. Kinds take turns; medians are told. "adapter" is a step's
-time outside of vLLM's forward and sampling: the plan's way into vLLM's scheduler and back, and vLLM's own scheduling.
+CONFIG describes a deployment with `target.engine: vllm`; it needs the target's folder and the extra [vllm]. All drafts
+are wrong, so rows keep their lengths in every step of a kind. The kinds alternate, and the table shows medians. The
+column "adapter" is the step time outside vLLM's forward pass and sampling: conversion of the plan, vLLM's own
+scheduling, and conversion of the outcomes.
 
-What to look at first on a GPU: whether ragged steps take longer than equal ones of as many tokens (vLLM's second model
-runner replays a full CUDA graph only where all rows are equally long), and whether the adapter is below a millisecond.
-Then run it with `--set target.vllm.enforce_eager=true`: the difference is what the graphs bring.
+On a GPU, first check that ragged steps take no longer than equal steps of as many tokens: vLLM's second model runner
+replays a full CUDA graph only if all rows have the same length. Then check that the adapter takes less than a
+millisecond. A second run with `--set target.vllm.enforce_eager=true` shows the gain from CUDA graphs.
 """
 
 import argparse
@@ -34,7 +35,7 @@ PROMPT = tuple(range(10, 74))
 
 
 class SteppedSessions:
-    """Sessions of one vLLM core, which are all in every step."""
+    """Sessions of one vLLM core; every step contains all of them."""
 
     def __init__(self, core: Any, context: int, sampling: Sampling) -> None:
         self._core = core
@@ -53,7 +54,7 @@ class SteppedSessions:
             rows = tuple([row for row in rows if row.session not in self._tokens])
 
     def step(self, lengths: Sequence[int]) -> None:
-        """One token and a draft of so many, wrong from its first token on, of each session."""
+        """Runs one step; each session feeds one token and a draft of its length, wrong from the first token on."""
         rows = []
         for (name, (length, last)), drafted in zip(self._tokens.items(), lengths, strict=True):
             draft = DraftTree.chain((0,) * drafted)
@@ -71,7 +72,7 @@ class SteppedSessions:
 
 
 def computing_seconds(core: Any) -> Callable[[], float]:
-    """Makes the core count the seconds of its forwards and samplings; returns what was counted since the last call."""
+    """Instruments the core; returns a function for the seconds of forward passes and sampling since its last call."""
     executor = core._core.model_executor
     spent = 0.0
 
@@ -133,8 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--tokens", type=int, default=5, help="of a block")
-    parser.add_argument("--steps", type=int, default=50, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=5, help="tokens per block")
+    parser.add_argument("--steps", type=int, default=50, help="steps of each kind")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     config = load_config(options.config, options.overrides)

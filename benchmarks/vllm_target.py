@@ -1,14 +1,14 @@
-"""Measures whether vLLM behind a draft pool is faster than vLLM alone: four arms on the same pair, in turns.
+"""Compares vLLM behind a draft pool with vLLM alone: four arms on the same pair, in alternation.
 
     python benchmarks/vllm_target.py TARGET --draft DRAFT [--concurrency 1 4 16] [--rounds 3] [--json FILE]
 
-vLLM plain; vLLM with its own draft_model speculation; Slipstream with a vLLM target; Slipstream with its own engine.
-All decode the prompts of `slipstream bench` greedily, batch by batch, and only one arm runs at a time. vLLM's own arms
-are called in their process; Slipstream's go through a router and gRPC, and their drafter is a process of its own.
-`--vllm` is for both kinds: '{"enforce_eager": true}' leaves compilation out.
+The arms are vLLM without speculation, vLLM with its own draft_model speculation, Slipstream with a vLLM target, and
+Slipstream with its own engine. All decode the prompts of `slipstream bench` greedily, batch by batch, and only one arm
+runs at a time. vLLM's own arms are called in-process; Slipstream's use a router and gRPC, with the drafter in a
+separate process. `--vllm` sets engine arguments of all vLLM arms: '{"enforce_eager": true}' skips compilation.
 
-What to look at first on a GPU: the first two lines without Slipstream, once with vLLM's asynchronous scheduling, which
-is its default, and once with `--vllm '{"async_scheduling": false}'`. The difference is what blocks have to earn back.
+On a GPU, first compare the two arms without Slipstream, once with vLLM's default asynchronous scheduling and once with
+`--vllm '{"async_scheduling": false}'`. Speculation must recover the difference.
 """
 
 import argparse
@@ -32,7 +32,7 @@ WARM_UP_TOKENS = 24
 
 
 def arms(arguments: argparse.Namespace) -> dict[str, Setup]:
-    """Returns arms by name; only the first word has meaning."""
+    """Returns the arms' setups by name; the name's first word selects the engine."""
     longest = max(arguments.concurrency)
     own = {
         "method": "draft_model",
@@ -65,7 +65,7 @@ def arms(arguments: argparse.Namespace) -> dict[str, Setup]:
 def speeds(
     workers: Mapping[str, Worker], prompts: Prompts, at_once: int, arguments: argparse.Namespace
 ) -> Mapping[str, list[float]]:
-    """Tokens a second of every batch, by arm."""
+    """Returns tokens per second of every batch, by arm."""
     names = list(workers)
     found: dict[str, list[float]] = {name: [] for name in names}
     chooser = random.Random(at_once)
@@ -79,7 +79,7 @@ def speeds(
 
 
 def show(found: Mapping[int, Mapping[str, Sequence[float]]]) -> None:
-    table = Table("arm", *[f"{at_once} at once" for at_once in found], title="Tokens a second, and over plain vLLM")
+    table = Table("arm", *[f"{at_once} at once" for at_once in found], title="Tokens/s, and ratio to plain vLLM")
     for name in next(iter(found.values())):
         cells = []
         for of in found.values():
@@ -93,13 +93,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("--draft", type=Path, required=True)
-    parser.add_argument("--draft-tokens", type=int, default=4, help="of each of vLLM's own blocks")
+    parser.add_argument("--draft-tokens", type=int, default=4, help="draft length of vLLM's own speculation")
     parser.add_argument("--vllm", type=json.loads, default={}, metavar="ENGINE_ARGUMENTS")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--tokens", type=int, default=48, help="of every answer")
-    parser.add_argument("--rounds", type=int, default=8, help="batches of each concurrency")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
+    parser.add_argument("--rounds", type=int, default=8, help="batches at each concurrency")
     parser.add_argument("--without", nargs="+", default=[], metavar="ARM")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()

@@ -42,7 +42,7 @@ def test_aiperf_leaves_out_counts_that_are_0(tmp_path: Path) -> None:
     ("found", "wrong"),
     [
         ([Requests("a", 8, 0), Requests("b", 9, 0)], None),
-        ([Requests("a", 8, 0)], "its reports tell of 1 runs, expected 2"),
+        ([Requests("a", 8, 0)], "its reports contain 1 runs, expected 2"),
         ([Requests("a", 8, 0), Requests("b", 8, 1)], "b: 1 failed, 8 of 8 were answered"),
         ([Requests("a", 7, 0), Requests("b", 8, 0)], "a: 0 failed, 7 of 8 were answered"),
     ],
