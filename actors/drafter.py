@@ -1,9 +1,9 @@
-"""A drafter: the drafting loop around the scheduler, a drafting method, and the streams to routers and targets.
+"""Drafter: a drafting loop that connects the scheduler, a drafting method, and the streams to routers and targets.
 
-`run` takes one pass after another from the scheduler: the sessions that request a block are drafted together on the
-drafting thread, and their blocks go straight to the targets that verify them. Without requests, it drafts ahead of
-verdicts. Routers open and close sessions over their own streams; the drafter dials the targets that these sessions
-name. The module is independent of Ray and of the drafting method.
+`run` repeatedly takes a pass from the scheduler. A pass drafts for all sessions that request a block, on the drafting
+thread, and sends the blocks directly to their targets. Without requests, it drafts ahead of verdicts. Routers open and
+close sessions over their own streams; the drafter dials the targets named by these sessions. This module is independent
+of Ray and of the drafting method.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingThread:
-    """Settings of the thread that drafts."""
+    """Settings of the drafting thread."""
 
     prepare: Callable[[], None] | None = None  # runs first on the thread
-    clock: Callable[[], float] | None = None  # times passes to detect a stuck one; default: the drafter's clock
+    clock: Callable[[], float] | None = None  # measures pass durations; default: the drafter's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +54,12 @@ class MethodFigures:
 
     cost: DraftCost = DraftCost(forward=ForwardCost.linear(0.0))
     first_token_acceptance: float | None = None  # published in the draft's folder
-    version: int = 0  # number of the learned draft's version; 0: the configured draft
+    version: int = 0  # version number of the learned draft; 0: the configured draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAccess:
-    """Targets that the drafter may dial, and the credentials it presents to them."""
+    """Targets that the drafter may dial, and the credentials presented to them."""
 
     credentials: Credentials = field(default_factory=NoCredentials)
     known: Callable[[], frozenset[str]] | None = None  # allowed addresses; default: any
@@ -92,8 +92,8 @@ class Drafter:
         self.timing = DraftTiming(figures.cost)
         self._reporter = DraftReporter(figures.cost)
         self._progress = Watchdog(TimeoutPolicy())
-        self.refused: Counter[str] = Counter()  # number of malformed messages by kind
-        self.pass_s: defaultdict[str, float] = defaultdict(float)  # seconds spent in passes, by kind of pass
+        self.refused: Counter[str] = Counter()  # malformed messages by kind
+        self.pass_s: defaultdict[str, float] = defaultdict(float)  # total duration of passes, by kind of pass
         self._credentials = access.credentials
         self._tracer = tracer
         self._method = method
@@ -126,7 +126,7 @@ class Drafter:
             self._offer(await self._make(drafting))
             if drafting.updates.closed:
                 await self._drop_unused_targets()
-            await asyncio.sleep(0)  # lets the loop send the blocks and handle messages that arrived meanwhile
+            await asyncio.sleep(0)  # yields, so that blocks are sent and received messages are handled
 
     async def _make(self, drafting: DraftingPass) -> list[Proposal]:
         """Runs one pass on the drafting thread."""
@@ -161,23 +161,21 @@ class Drafter:
     async def exchange(
         self, exchange: Callable[[], object], version: int, published_acceptance: float | None = None
     ) -> object:
-        """Exchanges the method's weights on the drafting thread, between two passes; interrupts drafting ahead.
+        """Exchanges the method's weights on the drafting thread between two passes; interrupts drafting ahead.
 
-        `exchange` comes from `ExchangesWeights.prepare_weights`; its result is returned. `published_acceptance` is the
-        new version's acceptance of first tokens, if known. Later passes read all prompts again.
+        `exchange` comes from `ExchangesWeights.prepare_weights`; returns its result. `published_acceptance` is the new
+        version's first-token acceptance rate, if known. Later passes read all prompts again.
         """
         loop = asyncio.get_running_loop()
         self.timing = self.timing.without(self.timing.read)  # the new weights must read all texts again
         self._wanted.set()
         earlier = await loop.run_in_executor(self._thread, exchange)
-        self.timing = self.timing.without(self.timing.read)  # a pass that was running may have added some
+        self.timing = self.timing.without(self.timing.read)  # a running pass may have added some
         self.scheduler.exchanged(version, published_acceptance)
         return earlier
 
     async def leave(self, within_s: float) -> None:
-        """Accepts no more sessions; drafts for open ones until routers have moved them or `within_s` seconds have
-        passed.
-        """
+        """Refuses new sessions; drafts for open ones until routers have moved them, for at most `within_s` seconds."""
         self._send(self.scheduler.leave())
         self._changed.set()
         try:
@@ -187,7 +185,9 @@ class Drafter:
             return  # the remaining sessions continue without speculation
 
     def _expected_s(self, drafting: DraftingPass) -> float | None:
-        """Estimates a pass's duration from measured costs, counting each unread token as a row; None if unknown."""
+        """Estimates a pass's duration from measured costs, counting each unread token as a row; None without
+        measurements.
+        """
         cost = self.timing.cost
         requests: list[DraftRequest | LookaheadRequest] = [*drafting.requests, *drafting.lookahead]
         longest = max((request.max_tokens for request in requests), default=0)
@@ -203,10 +203,10 @@ class Drafter:
         self._thread.shutdown(wait=self.stuck_s is None)  # a stuck pass may never end
 
     def _offer(self, proposals: list[Proposal]) -> None:
-        """Sends blocks, except those made obsolete by a verdict."""
+        """Sends blocks, except blocks made obsolete by a verdict."""
         sends = self.scheduler.proposed(proposals, self._clock())
         if sent := dict.fromkeys(message.session for _, message in sends if isinstance(message, Block)):
-            self.timeline.record("sent", *sent)  # blocks drafted ahead are sent before their pass ends
+            self.timeline.record("sent", *sent)  # a block drafted ahead is sent before its pass ends
         self._send(sends)
 
     def _send(self, sends: list[Send]) -> None:
@@ -275,7 +275,7 @@ class Drafter:
             self._dial_feed(address)
 
     def _dial_feed(self, address: str) -> None:
-        """Dials a target's stream for hidden states; sessions attach once this and the verifying stream are up."""
+        """Dials a target's stream for hidden states; sessions attach once it and the verification stream are up."""
         name = states_stream(address)
         self._feeds[name] = Link(
             address,
@@ -290,7 +290,7 @@ class Drafter:
         )
 
     async def _drop_unused_targets(self) -> None:
-        while unused := self._targets.keys() - self.scheduler.targets:  # again each time: sessions may open meanwhile
+        while unused := self._targets.keys() - self.scheduler.targets:  # recomputed: sessions may open during a close
             address = unused.pop()
             links = [self._targets.pop(address), self._feeds.pop(states_stream(address), None)]
             for link in links:
@@ -308,7 +308,7 @@ class Drafter:
             self._target_up(address)
 
     def _wake(self) -> None:
-        """Wakes the loop after a message; interrupts drafting ahead for requests, or if a verdict made it stale."""
+        """Wakes the loop after a message; interrupts drafting ahead for requests or if a verdict made it stale."""
         self._changed.set()
         if self.scheduler.has_requests or self.scheduler.is_lookahead_stale:
             self._wanted.set()
@@ -316,18 +316,18 @@ class Drafter:
     # ------------------------------------------------------------ inspection
 
     def report(self) -> DraftReport:
-        """Returns load since the previous report, for autoscaling."""
+        """Returns the load since the previous report, for autoscaling."""
         late = self.scheduler.counts["blocks_late"]
         return self._reporter.report(late + self.scheduler.counts["blocks_in_time"], late, self._clock())
 
     @property
     def version_watch(self) -> VersionWatch:
-        """Acceptance of the draft's version in use and of the previous one."""
+        """Acceptance rates of the current and the previous version of the draft."""
         return self.scheduler.version_watch
 
     @property
     def stuck_s(self) -> float | None:
-        """Seconds by which the current pass has exceeded its limit; None if it has not."""
+        """Seconds since the current pass exceeded its limit; None if it has not."""
         return self._progress.stuck_s(self._working_clock())
 
     @property

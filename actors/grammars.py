@@ -1,8 +1,8 @@
-"""Grammars that constrain a text: compiled in the background, advanced by its tokens, applied as vocabulary masks.
+"""Grammars: compiled in the background, advanced by a text's tokens, applied to its logits as vocabulary masks.
 
-`GrammarCompiler` compiles on one thread, with bounds on work and memory, and caches the latest grammars. `TextGrammar`
-follows one text and computes masks after each path of a draft. `GrammarMasking` applies them as a logits processor, in
-targets and drafters alike.
+`GrammarCompiler` compiles on one thread, with limits on work and memory, and caches the most recently used grammars.
+`TextGrammar` tracks one text and computes a mask after each path of its draft. `GrammarMasking` applies the masks as a
+logits processor, in targets and drafters.
 """
 
 import logging
@@ -28,10 +28,9 @@ from protos.messages import Open
 
 
 def load_grammar_vocabulary(folder: Path) -> LLTokenizer:
-    """Loads a checkpoint's vocabulary for grammars, which takes a second, or several for a large vocabulary.
+    """Loads a checkpoint's vocabulary for grammars. Takes one second, or several for a large vocabulary.
 
-    Raises ModelError if grammars are unsupported: the model has no end-of-text id, or the tokenizer is of another
-    library.
+    Raises ModelError if the model has no end-of-text id or its tokenizer is not of the tokenizers library.
     """
     return grammar_vocabulary(load_tokenizer(folder), end_ids(folder))
 
@@ -43,7 +42,7 @@ def grammar_vocabulary(tokenizer: Any, ends: Sequence[int]) -> LLTokenizer:
             "the model has no end-of-text token, and grammars need one; add eos_token_id to generation_config.json"
         )
     if not getattr(tokenizer, "is_fast", False):
-        raise ModelError(f"{type(tokenizer).__name__} has no tokens of the tokenizers library, which grammars need")
+        raise ModelError(f"{type(tokenizer).__name__} is no fast tokenizer, and grammars need one; add tokenizer.json")
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -60,8 +59,8 @@ class TextGrammar:
     """A compiled grammar and its state after a text.
 
     A mask has one bit per token, lowest bit of a byte first. The end-of-text ids `ends` are allowed where the grammar
-    may end, and are the only ones allowed where it must end. If the grammar allows only one string, it is tokenised as
-    the tokenizer would.
+    may end; where it must end, only they are allowed. A string that the grammar forces is tokenised as the tokenizer
+    would.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
@@ -77,9 +76,9 @@ class TextGrammar:
             )
 
     def masks(self, paths: Sequence[tuple[int, ...]]) -> list[bytes | None]:
-        """Returns a mask after the text plus each path; None where the path ended the text or broke the grammar.
+        """Returns the mask after the text plus each path; None if the path ends the text or breaks the grammar.
 
-        No mask is needed there, because nothing after such a token can be decided.
+        No mask is needed after such a path, because no token after it is ever committed.
         """
         if self._is_over:
             return [None] * len(paths)
@@ -92,7 +91,9 @@ class TextGrammar:
 
 
 class _Walk:
-    """Moves a copy of the grammar along paths, reusing common prefixes; an expensive path affects only itself."""
+    """Advances a copy of the grammar along paths, reusing common prefixes; a path over the work limit affects only
+    itself.
+    """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._start = matcher
@@ -109,7 +110,7 @@ class _Walk:
         self._taken = path[: shared + consumed]
         if self._taken != path:
             return None
-        mask = self._matcher.compute_bitmask()  # contains only the ends if the mask exceeded its work limit
+        mask = self._matcher.compute_bitmask()  # only `ends` if the mask exceeds its work limit
         if self._matcher.is_error():
             self._matcher = self._start.deep_copy()
             self._taken = ()
@@ -127,8 +128,8 @@ _BITS = 8
 class GrammarMasking:
     """Logits processor that leaves only the tokens allowed by a session's grammar.
 
-    The grammar may still be compiling; the first row waits for it. If other processors forbid everything the grammar
-    allows, all allowed tokens become equally likely: the grammar takes precedence.
+    The first row waits until the grammar is compiled. The grammar takes precedence: if other processors forbid every
+    token that it allows, these tokens become equally likely.
     """
 
     def __init__(self, compiled: Callable[[], TextGrammar]) -> None:
@@ -152,7 +153,7 @@ class GrammarMasking:
 def unpacked(masks: Sequence[bytes | None], logits: Tensor) -> Tensor:
     """Unpacks bit masks into booleans shaped like `logits`, (rows, vocabulary); rows without a mask allow everything.
 
-    Unpacks on the device, because the bits have a thirty-second of the logits' bytes to copy.
+    Unpacks on the device: the bits have a thirty-second of the bytes of the logits, so copying them is cheap.
     """
     width = -(-logits.shape[-1] // _BITS)
     rows = [np.full(width, 0xFF, np.uint8) if m is None else np.frombuffer(m, np.uint8, width) for m in masks]
@@ -161,7 +162,7 @@ def unpacked(masks: Sequence[bytes | None], logits: Tensor) -> Tensor:
     return (bits.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : logits.shape[-1]].bool()
 
 
-MAX_CACHED_GRAMMARS = 64  # most compiled grammars in the cache
+MAX_CACHED_GRAMMARS = 64  # maximum number of cached grammars
 MAX_MESSAGE_CHARS = 1024
 REWORDED_ERRORS = {  # replacements for the library's messages
     "NoExtensionBias": "no text meets this: nothing can stand at its beginning, for instance because a rule or a $ref"
@@ -175,22 +176,22 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     step_lexer_fuel=100_000,  # work limit per mask, about 7 ms
     step_max_items=4_000,  # items per mask; the library's default of 50,000 may take a second
-    precompute_large_lexemes=False,  # large lexemes cost time only once they are reached
+    precompute_large_lexemes=False,  # large lexemes are compiled only when reached
     verbose_errors=False,
 )
 
 
 def grammars_of(vocabulary: Callable[[], LLTokenizer]) -> "GrammarCompiler | None":
-    """Returns a compiler for a vocabulary; None, after logging the reason, if grammars are not supported."""
+    """Returns a compiler for a vocabulary; if grammars are not supported, logs the reason and returns None."""
     try:
         return GrammarCompiler(vocabulary())
     except ModelError as error:
-        _logger.warning("no structured output: %s", error)
+        _logger.warning("structured output is disabled: %s", error)
         return None
 
 
 class GrammarCompiler:
-    """Compiles grammars over one vocabulary, on one thread, so that grammars use one core at most.
+    """Compiles grammars over one vocabulary on one thread, so that compilation uses at most one core.
 
     Methods may be called from any thread. Caches the `max_cached` most recently used results, failures included.
     """
@@ -203,7 +204,7 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
     def begin(self, grammar: str) -> "Future[LLMatcher]":
-        """Starts to compile a grammar unless it is cached; the future raises GrammarError on failure."""
+        """Starts compiling a grammar unless it is cached; the future raises GrammarError on failure."""
         with self._lock:
             if grammar not in self._compiled:
                 self._compiled[grammar] = self._thread.submit(self._compile, grammar)
@@ -213,7 +214,7 @@ class GrammarCompiler:
             return self._compiled[grammar]
 
     def follow(self, grammar: str) -> TextGrammar:
-        """Returns the compiled grammar in its initial state; waits for it. Raises GrammarError."""
+        """Waits for the compiled grammar and returns it in its initial state. Raises GrammarError if it is invalid."""
         return TextGrammar(self.begin(grammar).result().deep_copy(), self._tokenizer.eos_tokens)
 
     def fault(self, grammar: str) -> str | None:
@@ -224,18 +225,18 @@ class GrammarCompiler:
         return None if error is None else str(error)
 
     def masking(self, request: Open) -> GrammarMasking | None:
-        """Returns a session's logits processor and starts to compile; None without a grammar."""
+        """Starts compiling a session's grammar and returns its logits processor; None without a grammar."""
         if not request.grammar:
             return None
         self.begin(request.grammar)
         return GrammarMasking(partial(self.follow, request.grammar))
 
     def draft_masking(self, request: Open) -> GrammarMasking | None:
-        """Returns a drafter's logits processor, like `masking`; None also for a grammar that cannot be compiled."""
+        """Returns a drafter's logits processor, like `masking`; also returns None for an invalid grammar."""
         try:
             return self.masking(request) if request.grammar and self.begin(request.grammar).result() else None
         except GrammarError as error:
-            _logger.warning("session %s is drafted for without its grammar: %s", request.session, error)
+            _logger.warning("drafting for session %s without its invalid grammar: %s", request.session, error)
             return None
 
     def close(self) -> None:
@@ -247,6 +248,6 @@ class GrammarCompiler:
         if not matcher.is_error():
             trial.compute_bitmask()  # reveals errors of unreachable rules
         if trial.is_error():
-            why, *_ = trial.get_error().split("\n<")  # drops the part meant for the library's developers
+            why, *_ = trial.get_error().split("\n<")  # drops details for the library's developers
             raise GrammarError(REWORDED_ERRORS.get(why, why)[:MAX_MESSAGE_CHARS])
         return matcher

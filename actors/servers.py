@@ -1,4 +1,4 @@
-"""The gRPC servers of drafter and target; they translate streams into calls on the replica."""
+"""gRPC servers of drafters and targets; they translate streams into calls on the replica."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ async def _serve_stream(
     connect: Callable[[Hello], tuple[str, Outbox]],
     disconnect: Callable[[str, Outbox], None],
 ) -> None:
-    """Serves one stream from a caller with this role, from its Hello to its end."""
+    """Serves one stream of a caller with this role, from the Hello to the end of the stream."""
     async with interceptor.stream(context, role):
         hello = await read_hello(context, replica.vocabulary, replica.target_model)
         stream, outbox = connect(hello)

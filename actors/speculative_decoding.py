@@ -1,18 +1,18 @@
 """Speculative decoding on one screen: draft K tokens, score them in one target forward, accept a prefix, commit.
 
-This is the whole algorithm over plain tensors, for one sequence and without a cache. Everything else in this project
-runs the same rounds as a distributed system: drafters and targets in actors, blocks and verdicts over gRPC, paged
-caches, many sequences a step, trees of drafts, drafting ahead of the verdict. `tests/lossless/test_algorithm.py` holds
-the engine to this page, token for token.
+This module is the whole algorithm over plain tensors, for one sequence and without a cache. The rest of the project
+runs the same rounds as a distributed system, with drafters and targets in actors, blocks and verdicts over gRPC, paged
+caches, many sequences per step, draft trees, and drafting ahead of the verdict. `tests/lossless/test_algorithm.py`
+checks that the engine commits the same tokens.
 
-Two acceptance rules are exact, and greedy decoding is the special case of both:
+Both acceptance rules are exact, and greedy decoding is a special case of each:
 
 * Gumbel coupling (`Acceptance.COUPLED`): draft and target add the same noise to their logits and take the argmax. A
-  draft token is accepted when it equals the target's own draw, so the text does not depend on the draft at all
-  (Daliri et al. 2024, arXiv 2408.07978).
-* Rejection sampling (`Acceptance.REJECTION`): draft token x is accepted with probability
-  min(1, target_probs[x] / draft_probs[x]); after a rejection the next token is drawn from the normalised residual
-  max(target_probs - draft_probs, 0) (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+  draft token is accepted if it equals the target's own draw, so the text does not depend on the draft (Daliri et al.
+  2024, arXiv 2408.07978).
+* Rejection sampling (`Acceptance.REJECTION`): draft token x is accepted with probability min(1, target_probs[x] /
+  draft_probs[x]). After a rejection, the next token is drawn from the normalised residual max(target_probs -
+  draft_probs, 0) (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 
 Noise is a pure function of seed, position, purpose and token id (`actors.sampling.gumbel`); no generator has state.
 """
@@ -32,7 +32,7 @@ Model = Callable[[list[int]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Parameters of one sequence; under rejection sampling the draft must not use `seed`."""
+    """Parameters of one sequence; under rejection sampling, the draft must not use `seed`."""
 
     new_tokens: int
     draft_tokens: int  # draft length K
@@ -43,14 +43,14 @@ class Decoding:
     stop_ids: Collection[int] = ()
 
     def draw(self, logits: Tensor, seed: int, position: int, purpose: Purpose) -> int:
-        """Draws the token at `position` from softmax(logits / temperature), by argmax of logits plus Gumbel noise."""
+        """Draws the token at `position` from softmax(logits / temperature): the argmax of logits plus Gumbel noise."""
         if self.temperature == 0:
             return int(logits.argmax())
         return gumbel_argmax(logits / self.temperature, key(seed, 0, position, purpose))
 
 
 def speculative_decode(target: Model, draft: Model, prompt: Sequence[int], how: Decoding) -> Iterator[list[int]]:
-    """Yields the tokens that each round commits: the accepted draft tokens and one token of the target's own."""
+    """Yields the tokens committed by each round: the accepted draft tokens and one token drawn by the target."""
     tokens = list(prompt)
     end = len(tokens) + how.new_tokens
     while len(tokens) < end:
@@ -67,7 +67,7 @@ def speculative_decode(target: Model, draft: Model, prompt: Sequence[int], how: 
 
 
 def propose(draft: Model, tokens: list[int], count: int, how: Decoding) -> tuple[list[int], list[Tensor]]:
-    """Drafts `count` tokens one by one; returns them with the logits from which each was drawn."""
+    """Drafts `count` tokens one by one; returns the tokens and the logits of each."""
     is_coupled = how.rule is Acceptance.COUPLED
     seed, purpose = (how.seed, Purpose.DRAW) if is_coupled else (how.draft_seed, Purpose.DRAFT)
     block: list[int] = []
@@ -81,9 +81,9 @@ def propose(draft: Model, tokens: list[int], count: int, how: Decoding) -> tuple
 def verify(
     target_logits: Tensor, draft_logits: Sequence[Tensor], block: Sequence[int], position: int, how: Decoding
 ) -> tuple[int, int]:
-    """Returns how many tokens of the block are accepted, and the recovered or bonus token that follows them.
+    """Returns the number of accepted tokens, and the recovered or bonus token that follows them.
 
-    `target_logits` has shape (block + 1, vocabulary); `position` is that of the block's first token.
+    `target_logits` has shape (block + 1, vocabulary); `position` is the position of the block's first token.
     """
     for at, token in enumerate(block):
         if how.rule is Acceptance.COUPLED or how.temperature == 0:

@@ -1,8 +1,8 @@
-"""A target replica: the verification loop around the scheduler, the engine and the streams.
+"""Target replica: a verification loop that connects the scheduler, the engine and the streams.
 
-Reads top to bottom: messages arrive, a step is planned, the engine computes, verdicts are sent. This module is
-independent of Ray; the engine may be a thread or ranks. `GrammarGate` holds sessions back until their grammars are
-compiled, so that no step waits for one.
+Each iteration plans a step from the messages received, runs it on the engine and sends the verdicts. This module is
+independent of Ray; the engine may be a thread or a group of ranks. `GrammarGate` holds a session until its grammar is
+compiled, so that no step waits for a grammar.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from protos.codec import Decoded
 from protos.messages import Block, Close, Hello, Message, Open, Refusal, RefusalReason, Welcome
 
 Prepare = Callable[[str], Awaitable[str | None]]
-"""Compiles a grammar for the engine; returns an error message, or None if it succeeded."""
+"""Compiles a grammar for the engine; returns an error message, or None on success."""
 
 
 @dataclass
@@ -44,10 +44,10 @@ class HeldSession:
 
 
 class GrammarGate:
-    """Holds sessions of one target until their grammars are compiled, then calls `admit` or `refuse` with their stream.
+    """Holds one target's sessions until their grammars are compiled, then calls `admit` or `refuse` with their stream.
 
-    Holds at most `limit` sessions. A held session belongs to the router that opened it, like an admitted one;
-    `router_of` maps an admitted session to its router.
+    Holds at most `limit` sessions. A session belongs to the router that opened it; `router_of` returns the router of an
+    admitted session.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class GrammarGate:
         return not self._held
 
     def _intercept_open(self, router: str, request: Open) -> bool:
-        """Holds a session with a grammar; a later attempt replaces an earlier one."""
+        """Holds a session with a grammar; a newer attempt replaces an older one."""
         name = request.session
         if (held := self._held.get(name)) is not None:
             if held.router != router:
@@ -116,7 +116,7 @@ class GrammarGate:
         return True
 
     def _close(self, router: str, close: Close) -> None:
-        """Drops a held session, unless it is another router's or a newer attempt."""
+        """Drops a held session unless it belongs to another router or a newer attempt."""
         held = self._held.get(close.session)
         if held is not None and held.router == router and held.open.attempt <= close.attempt:
             self._drop(close.session)
@@ -125,7 +125,7 @@ class GrammarGate:
         why = await self._prepare(request.grammar)
         held = self._held.get(request.session)
         if held is None or held.open is not request:
-            return  # dropped meanwhile; compiling continues regardless
+            return  # dropped during the compilation, which cannot be cancelled
         del self._held[request.session]
         if why is None:
             self._admit(held.router, request)
@@ -137,15 +137,15 @@ class GrammarGate:
         self._held.pop(session).task.cancel()
 
 
-STATES_BYTES_PER_STEP = 4 << 20  # bytes of hidden states read between two steps
+STATES_BYTES_PER_STEP = 4 << 20  # limit on hidden states read between two steps
 Computed = TypeVar("Computed")
 
 
 class TargetReplica:
-    """Serves sessions for routers, with blocks from drafters.
+    """Serves sessions of routers by verifying blocks from drafters.
 
-    `vocabulary` and `target_model` are fingerprints that callers must match. `memory` is set if the engine manages its
-    own pages.
+    Callers must present the fingerprints `vocabulary` and `target_model`. Set `memory` if the engine manages its own
+    pages.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class TargetReplica:
         self.target_model = target_model
         self.scheduler = VerificationScheduler(limits, pacing, step_cost, memory)
         self.timeline = Timeline(clock)
-        self.refused: Counter[str] = Counter()  # number of malformed messages by kind
+        self.refused: Counter[str] = Counter()  # malformed messages by kind
         self.committed_tokens = 0  # tokens committed in steps, including those after a session's end
         self.failure: EngineError | None = None
         self._engine = engine
@@ -210,12 +210,12 @@ class TargetReplica:
         self.timeline.record("decided", *sessions)
         self.committed_tokens += sum([outcome.token_count for outcome in outcomes])
         self._send(self.scheduler.apply(outcomes, now - began, now))
-        await asyncio.sleep(0)  # sends verdicts and handles messages that arrived meanwhile before the next plan
+        await asyncio.sleep(0)  # yields, so that verdicts are sent and received messages are handled
 
     async def _feed_drafters(self) -> bool:
-        """Sends missing hidden states to drafters, up to a byte limit, between two steps and after verdicts.
+        """Sends drafters their missing hidden states, up to a byte limit per step.
 
-        Returns whether drafters now have all existing states for which they have room.
+        Returns True once every drafter has all existing states that its window admits.
         """
         left = STATES_BYTES_PER_STEP
         while (read := self.scheduler.feeds.next_read()) is not None:
@@ -227,7 +227,7 @@ class TargetReplica:
         return True
 
     def _expected_s(self, plan: StepPlan) -> float | None:
-        """Estimates a step's duration from measured costs; None without measurements."""
+        """Estimates a step's duration, in seconds, from measured costs; None without measurements."""
         rows = len(plan.rows)
         tokens = sum(len(row.tokens) for row in plan.rows)
         cost = self.scheduler.controller.load.step
@@ -257,7 +257,7 @@ class TargetReplica:
             return  # the deadline of an awaited block has passed
 
     async def leave(self, within_s: float) -> None:
-        """Accepts no more sessions, and continues open ones until routers have moved them.
+        """Refuses new sessions and continues open ones until routers have moved them.
 
         After `within_s` seconds, refuses the remaining sessions; routers reopen them elsewhere.
         """
@@ -287,7 +287,7 @@ class TargetReplica:
         return stream, outbox
 
     def drafter_up(self, hello: Hello) -> tuple[str, Outbox]:
-        """Handles a drafter's new stream. It may attach to sessions, but not open or close them."""
+        """Handles a drafter's new stream. The drafter may attach to sessions, but not open or close them."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
         outbox = Outbox()
@@ -309,7 +309,7 @@ class TargetReplica:
             del self._outboxes[states_stream(stream)]
 
     def receive(self, stream: str, frame: Decoded) -> int:
-        """Handles messages of a peer that arrived together; returns how many were not requested."""
+        """Handles the messages of one frame; returns the number of unrequested ones."""
         now = self._clock()
         before = self.scheduler.counts.unrequested
         self._count_malformed(stream, frame)
@@ -337,7 +337,7 @@ class TargetReplica:
         self._changed.set()
 
     def _count_malformed(self, stream: str, frame: Decoded) -> None:
-        """Counts malformed messages; refuses a malformed Open, so that its router does not wait."""
+        """Counts malformed messages; answers a malformed Open with a Refusal, so that its router does not wait."""
         for item in frame.malformed:
             self.refused[item.kind] += 1
             self.scheduler.refusals.log_once(stream, f"a malformed {item.kind}", item.why)
@@ -347,12 +347,12 @@ class TargetReplica:
     # ------------------------------------------------------------ inspection
 
     def report(self) -> TargetReport:
-        """Returns load since the previous report, for autoscaling."""
+        """Returns the load since the previous report, for autoscaling."""
         return self.scheduler.report(self._clock())
 
     @property
     def stuck_s(self) -> float | None:
-        """Seconds by which the current step has exceeded its limit; None if it has not."""
+        """Seconds since the current step exceeded its limit; None if it has not."""
         return self._progress.stuck_s(self._clock())
 
     @property

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans for a process's work on traced sessions.
+"""OpenTelemetry spans of traced sessions in one process.
 
 `ServiceTracing` is the entry point; its tracers do nothing unless tracing is configured. `SessionSpans` records one
-span per session, as a child of the router's; slow ones list their rounds as events. `TracedService` exports them, with
-one provider per service, since traces distinguish services by provider.
+span per session, as a child of the router's span; slow spans list their rounds as events. `TracedService` exports spans
+through one provider per service, since traces distinguish services by provider.
 """
 
 import time
@@ -40,7 +40,7 @@ def traceparent_of(span: Span) -> str:
     return carrier[TRACEPARENT]
 
 
-MAX_SESSIONS = 4096  # most sessions traced at once; further ones are not traced
+MAX_SESSIONS = 4096  # maximum number of concurrently traced sessions; further ones are not traced
 NANO = 1_000_000_000
 
 
@@ -53,7 +53,7 @@ class _TracedSession:
 
 
 class SessionSpans:
-    """One process's spans of traced sessions; ignores others. `name` describes what the process does for a session."""
+    """Records the spans of traced sessions in one process. `name` describes the process's work on a session."""
 
     def __init__(
         self, tracer: Tracer, name: str, kind: SpanKind, slow_s: float, clock_ns: Callable[[], int] = time.time_ns
@@ -66,7 +66,7 @@ class SessionSpans:
         self._sessions: dict[str, _TracedSession] = {}
 
     def opened(self, session: str, traceparent: str, by: str = "", **facts: Fact) -> str:
-        """Starts the process's span for the peer `by`; returns the traceparent to pass on, empty if not traced."""
+        """Starts a span for a session opened by peer `by`; returns the traceparent to pass on, empty if not traced."""
         now = self._clock_ns()
         if (spans := self._sessions.get(session)) is not None:
             spans.by = by
@@ -92,7 +92,7 @@ class SessionSpans:
                 self._note(message)
 
     def on_sent(self, peer: str, message: Message) -> None:
-        """Records a message sent to this peer."""
+        """Records a message sent to a peer."""
         traced = self._sessions.get(getattr(message, "session", ""))
         if traced is None or (isinstance(message, Verdict) and peer != traced.by):
             return  # a target sends its router's verdicts to drafters too
@@ -101,14 +101,14 @@ class SessionSpans:
             self.ended(message.session, "refused")
 
     def marked(self, name: str, sessions: Iterable[str], **facts: Fact) -> None:
-        """Records an event in each of these sessions' spans."""
+        """Records an event in the span of each session."""
         if self._sessions:
             for session in sessions:
                 if (traced := self._sessions.get(session)) is not None:
                     traced.events.add(self._clock_ns(), name, facts)
 
     def ended(self, session: str, why: str) -> None:
-        """Ends the process's span of a session."""
+        """Ends a session's span."""
         if (traced := self._sessions.pop(session, None)) is None:
             return
         now = self._clock_ns()
@@ -122,7 +122,7 @@ class SessionSpans:
         span.end(now)
 
     def gone(self, peer: str) -> None:
-        """Ends all spans started for this peer, because its stream broke."""
+        """Ends all spans of a peer whose stream broke."""
         for session in [name for name, traced in self._sessions.items() if traced.by == peer]:
             self.ended(session, "stream broke")
 
@@ -143,7 +143,7 @@ def _named(facts: Mapping[str, Fact]) -> dict[str, Fact]:
     return {f"slipstream.{name}": value for name, value in facts.items()}
 
 
-EXPORT_PERIOD_MS = 1000  # ended spans that are not yet exported are lost if the process dies
+EXPORT_PERIOD_MS = 1000  # if the process dies, spans not yet exported are lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class TracedService:
         return cls(provider.get_tracer("slipstream"), provider, options.slow_s)
 
     def sessions(self, name: str, kind: SpanKind = SpanKind.SERVER) -> SessionSpans:
-        """Returns a recorder of spans for the service's work on sessions."""
+        """Returns a recorder of session spans; `name` describes the service's work on a session."""
         return SessionSpans(self.tracer, name, kind, self.slow_s)
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class ServiceTracing:
     """One service's tracing in this process."""
 
     def __init__(self, options: TracingConfig, service: str) -> None:
-        """Starts tracing if configured. Raises ConfigError if the exporter is then not installed."""
+        """Starts tracing if configured. Raises ConfigError if the exporter is not installed."""
         self.service = TracedService.begun(options, service) if options.is_on else None
 
     @property
@@ -187,7 +187,7 @@ class ServiceTracing:
         return NO_TRACER if self.service is None else self.service.tracer
 
     def sessions(self, work: str) -> SessionSpans:
-        """Returns the session tracer; `work` describes what the service does for a session."""
+        """Returns a recorder of session spans; `work` describes the service's work on a session."""
         return NO_TRACING if self.service is None else self.service.sessions(work)
 
     def close(self) -> None:

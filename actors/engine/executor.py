@@ -1,8 +1,8 @@
-"""Executes the target's steps on one rank: rows in, decisions out. Sampling and acceptance run where the logits are.
+"""Executes the target's steps on one rank: rows in, decisions out. Sampling and acceptance run on the logits' device.
 
-The executor stores the tokens that each session was fed. It does not know why a row is in a step, nor who owns the
-cache's pages. `Engine` is the interface to it off the event loop: one awaitable call per step. `done_within` waits with
-a limit that excludes time in which this process itself was suspended.
+The executor stores the tokens fed for each session. It knows neither a row's purpose nor the owners of cache pages.
+`Engine` is its asynchronous interface, with one awaitable call per step. `done_within` is a timeout that excludes time
+during which this process was suspended.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from protos.messages import Open, TokenScore
 @dataclass(slots=True)
 class _SessionState:
     open: Open
-    tokens: list[int]  # the committed text, then fed tokens that are still cached
+    tokens: list[int]  # committed text, then fed tokens that are still cached
     chain: ProcessorChain | None
-    prompt_scores: list[TokenScore] | None = None  # scores of the prompt from its second token on; None: not requested
+    prompt_scores: list[TokenScore] | None = None  # from the second prompt token on; None: not requested
 
     def take_prompt_scores(self) -> tuple[TokenScore, ...]:
         """Returns the prompt's scores and clears them, so that they are sent once."""
@@ -46,14 +46,14 @@ class _SessionState:
 
 
 class StepExecutor:
-    """Runs step plans on a `Runner`. Ids from `vocabulary` on only pad the model's embedding and are never drawn."""
+    """Runs step plans on a `Runner`. Ids >= `vocabulary` are padding of the model's embedding and are never drawn."""
 
     def __init__(
         self,
         runner: Runner,
         vocabulary: int,
         makers: tuple[Maker, ...] = MAKERS,
-        grammars: GrammarCompiler | None = None,  # None if the model supports no grammars
+        grammars: GrammarCompiler | None = None,  # None: grammars are not supported
     ) -> None:
         self._runner = runner
         self._makers = makers if grammars is None else (*makers, grammars.masking)  # factories of logits processors
@@ -66,11 +66,11 @@ class StepExecutor:
         return self.step(request) if isinstance(request, StepPlan) else self.read(request)
 
     def read(self, read: StateRead) -> bytes:
-        """Returns hidden states from pages, without a forward."""
+        """Reads hidden states from pages, without a forward."""
         return self._runner.read_states(read.slots)
 
     def step(self, plan: StepPlan) -> list[Outcome]:
-        """Closes and opens sessions, feeds the rows and decides; returns one outcome per deciding row, in order."""
+        """Closes and opens sessions, feeds the rows and decides; returns one outcome per deciding row, in row order."""
         for name in plan.closes:
             del self._sessions[name]
         for request in plan.opens:
@@ -89,8 +89,8 @@ class StepExecutor:
         return _SessionState(request, list(request.tokens), chain_of(request, self._makers), scores)
 
     def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar for a future session; returns an error message or None. Safe to call during a step."""
-        return "this target has none" if self._grammars is None else self._grammars.fault(grammar)
+        """Compiles a grammar for a future session; returns an error message, or None on success. Safe during a step."""
+        return "the target supports none" if self._grammars is None else self._grammars.fault(grammar)
 
     @property
     def is_idle(self) -> bool:
@@ -153,7 +153,7 @@ class StepExecutor:
         return riding(rows, outcomes, self._runner.read_states)
 
     def _margin(self, row: Row, block: PendingBlock, logits: Tensor) -> float | None:
-        """Returns the margin against the rival token that an audit names; None for other sessions."""
+        """Returns the margin against an audit's rival token; None without an audit."""
         rival = self._sessions[row.session].open.rival
         if rival is None:
             return None
@@ -174,14 +174,13 @@ class StepExecutor:
         )
 
 
-CHECK_PERIOD_S = 1.0  # seconds between checks: the most that one suspension counts
+CHECK_PERIOD_S = 1.0  # seconds between checks; one suspension counts at most this long
 
 
 async def done_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
-    """Returns whether the future finishes within the limit.
+    """Returns whether the future completes within the limit.
 
-    If the process or its machine was suspended, the limit may have passed before the answer could be read; counting
-    that time would abandon successful work.
+    A suspension of the process or the machine counts only CHECK_PERIOD_S, because the result may be ready but unread.
     """
     left_s = limit_s
     while not work.done() and left_s >= 0:
@@ -191,20 +190,20 @@ async def done_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
 
 
 class Engine(Protocol):
-    """Computes one step plan at a time, off the event loop."""
+    """Executes one step plan at a time, off the event loop."""
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Computes a plan. Raises EngineError if the engine is no longer usable."""
+        """Executes a plan. Raises EngineError if the engine is no longer usable."""
         ...
 
     async def read(self, read: StateRead) -> bytes:
-        """Returns hidden states from the cache, between two steps; raises as `step` does."""
+        """Reads hidden states from the cache between two steps; raises as `step` does."""
         ...
 
     async def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar before its session reaches a step; returns an error message or None.
+        """Compiles a grammar before its session's first step; returns an error message, or None on success.
 
-        Steps continue meanwhile. Raises as `step` does.
+        Steps may run concurrently. Raises as `step` does.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Sizes the cache: bytes per page, and the number of pages that fit."""
+"""Computes the cache size: bytes per page and number of pages."""
 
 from pathlib import Path
 
@@ -11,22 +11,22 @@ from cluster.config import CacheConfig
 from cluster.errors import ModelError
 
 GIB = 1 << 30
-SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # share of free memory to use; other programs need some of a host's memory
+SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # usable share of free memory; on a host, other programs need the rest
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
-    """Returns the bytes of one page in all layers, on one of `ranks`."""
+    """Returns the size of one page over all layers, in bytes per rank."""
     return attention_shape(model, page_size, ranks).page_bytes
 
 
 def state_bytes(capture: CaptureSpec | None, page_size: int) -> int:
-    """Returns the bytes of hidden states stored with each page."""
+    """Returns the size of one page's hidden states, in bytes."""
     return page_size * capture.format.row_bytes if capture is not None and capture.is_kept else 0
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes that can be allocated, within a container's limit if there is one."""
+    """Returns the free memory in bytes, at most a container's memory limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -36,7 +36,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def left_of_share(device: torch.device, share: float) -> int:
-    """Returns the bytes that a process with this share of a GPU may still allocate."""
+    """Returns the bytes that a process may still allocate of its share of a GPU."""
     total = int(torch.cuda.mem_get_info(device)[1])
     return int(share * total) - int(torch.cuda.memory_reserved(device))
 
@@ -44,7 +44,7 @@ def left_of_share(device: torch.device, share: float) -> int:
 def page_count(
     cache: CacheConfig, bytes_each: int, sessions: int, context: int, device: torch.device, gpu_share: float = 1.0
 ) -> int:
-    """Returns the number of pages of the cache. Raises ModelError if not even one full-length session fits."""
+    """Returns the number of cache pages. Raises ModelError if one session of full context does not fit."""
     per_session = -(-context // cache.page_size)
     if cache.gib is not None:
         pages = int(cache.gib * GIB) // bytes_each
@@ -57,7 +57,7 @@ def page_count(
     if pages < per_session:
         needed = per_session * bytes_each / GIB
         raise ModelError(
-            f"the cache has room for {pages * cache.page_size} tokens, but a session may have {context}: give it at"
-            f" least {needed:.2f} GiB or lower model.max_context"
+            f"the cache has room for {pages * cache.page_size} tokens, but a session may have {context}: set"
+            f" cache_per_rank.gib to at least {needed:.2f}, or lower model.max_context"
         )
     return pages

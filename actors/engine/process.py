@@ -9,22 +9,22 @@ from cluster.config import Resources
 
 
 def run_on(cores: Collection[int]) -> None:
-    """Restricts this process and its children to these cores; empty: no restriction."""
+    """Restricts this process and its children to these cores; no-op if empty."""
     if cores:
-        for thread in os.listdir("/proc/self/task"):  # passing the process's id would affect only the calling thread
+        for thread in os.listdir("/proc/self/task"):  # a process id would affect only its main thread
             os.sched_setaffinity(int(thread), cores)
 
 
 def use_cpu(resources: Resources) -> None:
-    """Applies the configured cores and number of threads to this process."""
+    """Applies the configured cores and thread count to this process."""
     run_on(resources.cpu_affinity)
     torch.set_num_threads(resources.threads)
 
 
 def compute_in_background() -> None:
-    """Gives the calling thread, and threads it starts, the idle priority: they run only on otherwise idle cores.
+    """Gives the calling thread and its future threads idle priority, so they run only on otherwise idle cores.
 
-    Any other thread that wakes up treats such a core as idle and runs there at once.
+    The kernel schedules other threads on such a core as if it were idle.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 

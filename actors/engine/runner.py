@@ -1,4 +1,4 @@
-"""Runs one model with one cache, one forward over ragged rows per step; measures step costs once before serving."""
+"""Runs one model with one cache, with one forward over ragged rows per step, and measures step costs before serving."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ from cluster.page_allocator import PageCopy, SlotMove
 
 
 class Runner(Protocol):
-    """Moves slots, copies pages and feeds rows; returns outputs at the requested positions.
+    """Moves slots, copies pages and feeds rows; returns logits at the requested positions.
 
-    The number of outputs is the sum of the rows' `logits`.
+    The number of positions is the sum of the rows' `logits`.
     """
 
     vocabulary: int
@@ -35,12 +35,12 @@ class Runner(Protocol):
     ) -> ForwardOutput: ...
 
     def read_states(self, slots: Sequence[int]) -> bytes:
-        """Returns the encoded hidden states at these slots, if the runner captures them."""
+        """Returns the encoded hidden states at these slots. Requires a runner that captures them."""
         ...
 
 
 class InterruptibleRunner(Protocol):
-    """A `Runner` that abandons a forward between layers, by raising Interrupted, once `interrupted` returns True."""
+    """A `Runner` whose forward raises Interrupted between two layers once `interrupted` returns True."""
 
     vocabulary: int
 
@@ -57,19 +57,18 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
     last = int(model.config.get_text_config().num_hidden_layers)
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
         raise ModelError(
-            f"hidden states of layers {tuple(layers)} were requested, expected ascending numbers from 0,"
+            f"cannot capture hidden states of layers {tuple(layers)}: expected ascending numbers from 0,"
             f" the embeddings, to {last}, the last layer of {type(model).__name__}; see where the draft's configuration"
-            " numbers layers"
+            " numbers its layers"
         )
 
 
 class ModelRunner:
     """Runs a Hugging Face causal language model on texts of up to `context` tokens.
 
-    By default `choose_attention` selects `attention` and `decoder_for` the `decoder`. With `capture` it stores the
-    hidden states of all tokens that it is fed. A runner of other weights of the same shape may take over `cache`, the
-    memory of this one's pages. Raises ModelError for a model that cannot be proved exact, unless its class and config
-    were checked before (`is_checked`).
+    By default, `choose_attention` selects `attention`, and `decoder_for` selects `decoder`. `capture` stores the hidden
+    states of all fed tokens. `cache` may be reused from a runner of the same model shape. Raises ModelError for a model
+    that cannot be proved exact; `is_checked` skips this check.
     """
 
     def __init__(
@@ -120,22 +119,23 @@ class ModelRunner:
         return self._capture.cache.read(slots)
 
 
-SIZES = (1, 4, 6, 8, 12, 16, 32, 64)  # tokens per step; the cost of some processors' products jumps at some of these
-CONTEXT = 64  # cached tokens before those of the step
-REPEATS = 5  # repeats; the fastest counts, since thread pools start slowly
+SIZES = (1, 4, 6, 8, 12, 16, 32, 64)  # tokens per step; includes sizes at which CPU matrix products become slower
+CONTEXT = 64  # cached tokens before the step
+REPEATS = 5  # the fastest counts, since thread pools start slowly
 
 
 def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
-    """Measures forwards over one row of each size, and over as many one-token rows; overwrites the first pages.
+    """Measures forwards over one row of each size and over the same number of one-token rows; overwrites the first
+    pages.
 
-    Skips sizes that do not fit the pages.
+    Skips sizes that do not fit in the pages.
     """
     sizes = [size for size in SIZES if size <= pages * page_size]
     one_row = []
     single_tokens = []
     for size in sizes:
         start = min(CONTEXT, pages * page_size - size)
-        # Rows may share pages here, since their content does not matter.
+        # Rows may share pages, since their content does not matter.
         needed = tuple(range(-(-(start + size) // page_size)))
         one_row.append([InputRow((0,) * size, start, size, needed)])
         single_tokens.append([InputRow((0,), start, 1, needed)] * size)
@@ -151,14 +151,14 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
 
 
 def _forward(runner: Runner, rows: list[InputRow]) -> None:
-    runner.forward(rows).logits.max(dim=-1).indices.tolist()  # fetches the result, as a verdict needs it
+    runner.forward(rows).logits.max(dim=-1).indices.tolist()  # fetches the result, as a verdict does
 
 
 def fastest_s(todo: Sequence[Callable[[], object]]) -> list[float]:
-    """Returns the least time of each function, in seconds.
+    """Returns each function's shortest duration, in seconds.
 
-    The functions run alternately, so that other load does not affect only one of them. The first repeat, which
-    allocates memory and reads prompts, is not counted.
+    The functions run alternately, so that other load affects all of them. The first repeat does not count, since it
+    allocates memory and reads prompts.
     """
     turns = []
     for _ in range(1 + REPEATS):

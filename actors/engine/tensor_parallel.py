@@ -1,8 +1,8 @@
-"""Tensor-parallel ranks: one Ray actor each, one torch.distributed group, one engine for the coordinator.
+"""Tensor-parallel ranks, each a Ray actor, in one torch.distributed group; to the coordinator, they are one engine.
 
-The coordinator sends each step plan to rank 0 over a Unix socket, since a Ray call costs milliseconds where cores are
-few. Rank 0 broadcasts the plan's rows as one tensor of integers, every rank makes the same forward, and rank 0 samples.
-Ray still starts the ranks and reports their death. Only processes of the same user can reach the socket, which is
+The coordinator sends each step plan to rank 0 over a Unix socket, since a Ray call takes milliseconds on a machine with
+few cores. Rank 0 broadcasts the plan's rows as one integer tensor, every rank makes the same forward, and rank 0
+samples. Ray starts the ranks and reports their death. Only processes of the same user can reach the socket, and it is
 unlinked once the coordinator has connected. If a rank dies, the others would wait forever in a collective, so the
 engine fails and the whole replica is replaced.
 """
@@ -54,7 +54,7 @@ Done = TypeVar("Done")
 
 
 async def first_to_end(running: Sequence[Awaitable[Any]]) -> NoReturn:
-    """Waits until one of these ends, which is always a failure, then raises EngineError."""
+    """Waits until any of these ends, which is always a failure, then raises EngineError."""
     tasks = [asyncio.ensure_future(reference) for reference in running]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -137,7 +137,7 @@ ROW_FIELDS = 5  # fields: tokens, start, logits, pages, parents
 
 
 def to_tensor(rows: Sequence[InputRow], copies: Sequence[PageCopy], moves: Sequence[SlotMove] = ()) -> Tensor:
-    """Encodes rows, copies and moves as one tensor, (length,); its first number is the length itself."""
+    """Encodes rows, copies and moves as one tensor of shape (length,); the first element is the length."""
     numbers = [0, len(rows), len(copies), len(moves)]
     for row in rows:
         numbers += (len(row.tokens), row.start, row.logits, len(row.pages), len(row.parents))
@@ -173,9 +173,9 @@ def from_tensor(tensor: Tensor) -> tuple[list[InputRow], list[PageCopy], list[Sl
     return rows, copies, [SlotMove(*pair) for pair in pairs[copy_count:]]
 
 
-STEP_NUMBERS = 4096  # integers in a step's first message: 16 KiB, enough for all but long prompts
-PREPARE_S = 60.0  # seconds for compiling one grammar, which a router has compiled before
-IDLE_TIMEOUT = timedelta(days=30)  # followers wait in a collective while idle; the coordinator detects a hung step
+STEP_NUMBERS = 4096  # integers in a step's first message; 16 KiB hold all but long prompts
+PREPARE_S = 60.0  # timeout for compiling one grammar; its router has already compiled it
+IDLE_TIMEOUT = timedelta(days=30)  # idle followers wait in a collective; the coordinator detects hung steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +185,12 @@ class RankSpec:
     folder: str
     vocabulary: int  # exclusive upper bound of token ids; the model may have padding rows beyond
     dtype: str
-    sessions: int  # most sessions in the cache at once
-    context: int  # tokens of the longest session
+    sessions: int  # maximum number of cached sessions
+    context: int  # maximum tokens per session
     cache: CacheConfig
     resources: Resources
     ranks: int
-    capture: CaptureSpec | None = None  # hidden states that the leader captures
+    capture: CaptureSpec | None = None  # hidden states to capture on the leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +198,13 @@ class RankReport:
     """A rank's report after loading its model."""
 
     pid: int
-    pages: int  # cache pages that fit its memory
+    pages: int  # cache pages that fit in its memory
     load: LoadReport
     attention: AttentionReport
 
 
 class LeadingRunner:
-    """Rank 0's runner; it makes every follower run the same forward."""
+    """Runner of rank 0; makes every follower run the same forward."""
 
     def __init__(self, runner: ModelRunner, group: Group, device: torch.device) -> None:
         self._runner = runner
@@ -223,7 +223,7 @@ class LeadingRunner:
 
 
 def send_step(step: Tensor, group: Group, device: torch.device) -> None:
-    """Broadcasts a step to the followers in one message of fixed size, and a second one only if needed."""
+    """Broadcasts a step to the followers as one message of fixed size, and a second one if it is longer."""
     first = torch.zeros(STEP_NUMBERS, dtype=torch.int32)
     first[: min(len(step), STEP_NUMBERS)] = step[:STEP_NUMBERS]
     group.broadcast(first.to(device))
@@ -232,7 +232,7 @@ def send_step(step: Tensor, group: Group, device: torch.device) -> None:
 
 
 def receive_step(group: Group, device: torch.device) -> Tensor:
-    """Receives a step that the leader broadcasts."""
+    """Receives the step broadcast by the leader."""
     first = torch.zeros(STEP_NUMBERS, dtype=torch.int32, device=device)
     group.broadcast(first)
     rest = int(first[0]) - STEP_NUMBERS
@@ -257,14 +257,14 @@ class Rank:
         self._model: PreTrainedModel | None = None
         self._attention: AttentionBackend | None = None
         self._executor: StepExecutor | None = None
-        self._runner: ModelRunner | None = None  # runs this rank's share only
+        self._runner: ModelRunner | None = None  # runs only this rank's share
         self._leading: Runner | None = None  # runs the forward on all ranks
         self._pages = 0
         self._listener: StepListener | None = None
         self._aside: StepListener | None = None
 
     def free_address(self) -> str:
-        """Returns an address with a free port on this rank's node, where the group can meet."""
+        """Returns an address with a free port on this rank's node, at which the group initialises."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
@@ -284,14 +284,14 @@ class Rank:
         loaded = load(Path(spec.folder), spec.dtype, device, self._group)
         self._model = loaded.model
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
-        self._attention, attention = choose_attention(shape, device)  # called first, since it may allocate memory
-        self._project = self._captured.projection_on(device) if self._captured else None  # before memory is counted
+        self._attention, attention = choose_attention(shape, device)  # may allocate memory, so before `page_count`
+        self._project = self._captured.projection_on(device) if self._captured else None  # likewise
         page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
         pages = page_count(spec.cache, page_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share)
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def allocate(self, pages: int) -> None:
-        """Creates the cache, with the same number of pages on every rank."""
+        """Allocates the cache; `pages` is equal on all ranks."""
         spec = self._spec
         assert self._model is not None, "load first"
         page_size = spec.cache.page_size
@@ -304,7 +304,7 @@ class Rank:
             context=spec.context,
             is_checked=True,  # the leader checked the model while loading
         )
-        self._model = None  # the runner holds all that it needs of the model
+        self._model = None  # the runner holds the parts that it needs
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
         grammars = grammars_of(lambda: load_grammar_vocabulary(Path(spec.folder))) if self._index == 0 else None
@@ -317,19 +317,21 @@ class Rank:
         return StateCapture(self._captured, pages, self._spec.cache.page_size, self._device, self._project)
 
     def profile(self) -> ForwardCost:
-        """Measures steps on the leader while the followers follow."""
+        """Measures step costs on the leader; followers must be in `follow`."""
         assert self._leading is not None, "allocate first"
         return profile_steps(self._leading, self._spec.cache.page_size, self._pages)
 
     def follow(self) -> None:
-        """Runs the leader's forwards on a follower until the leader ends."""
+        """Runs the leader's forwards on a follower until the leader exits."""
         assert self._runner is not None, "allocate first"
         while True:
             rows, copies, moves = from_tensor(receive_step(self._group, self._device))
             self._runner.forward(rows, copies, moves=moves)
 
     def listen(self) -> tuple[str, str]:
-        """Returns the paths of two sockets on the leader: for steps, and for preparing grammars meanwhile."""
+        """Creates two sockets on the leader and returns their paths: one for steps, one for preparing grammars during
+        steps.
+        """
         self._listener = StepListener()
         self._aside = StepListener()
         return self._listener.path, self._aside.path
@@ -344,7 +346,7 @@ class Rank:
 
 
 class RankGroup:
-    """The engine that a target's coordinator uses: all ranks of the replica."""
+    """Engine of a target replica: all of its ranks."""
 
     def __init__(
         self,
@@ -355,21 +357,21 @@ class RankGroup:
         aside: StepCaller,
         running: Sequence[Any],
     ) -> None:
-        self.reports = tuple(reports)  # reports of the ranks, in order
+        self.reports = tuple(reports)  # by rank
         self.pids = tuple(report.pid for report in reports)
-        self.pages = min(report.pages for report in reports)  # number of pages in each rank's cache
+        self.pages = min(report.pages for report in reports)  # cache pages on each rank
         self.takes_trees = all(report.attention.takes_trees for report in reports)
         self.step_cost = step_cost  # measured before serving
         self._ranks = ranks
         self._leader = leader
         self._aside = aside
         self._aside_turn = asyncio.Lock()
-        self._running = running  # calls that run on each rank until it fails
-        self._is_hung = asyncio.Event()  # set if a rank is alive but does not answer
+        self._running = running  # one unfinished call per rank; each ends only when its rank fails
+        self._is_hung = asyncio.Event()  # set if a live rank does not answer
 
     @classmethod
     async def start(cls, spec: RankSpec, group: PlacementGroup | None) -> "RankGroup":
-        """Starts the ranks inside the replica's placement group, loads the model and measures steps."""
+        """Starts the ranks in the replica's placement group, loads the model and measures step costs."""
         actor = ray.remote(Rank)
         ranks = []
         for index in range(spec.ranks):
@@ -393,7 +395,7 @@ class RankGroup:
         return cls(ranks, reports, step_cost, *callers, [leading, *following])
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Computes a plan. Raises EngineError if a rank is gone or its step failed."""
+        """Executes a plan. Raises EngineError if a rank has died or its step failed."""
         outcomes: list[Outcome] = await self._call(plan)
         return outcomes
 
@@ -403,7 +405,7 @@ class RankGroup:
         return states
 
     async def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar; raises as `step` does. A cancelled call still runs to its end."""
+        """Compiles a grammar; raises as `step` does. Cancellation does not stop the compilation."""
         return await asyncio.shield(asyncio.ensure_future(self._prepare(grammar)))
 
     async def _prepare(self, grammar: str) -> str | None:

@@ -1,10 +1,10 @@
-"""Access control for a server's streams. A refused caller receives a status and nothing else.
+"""Access control for a server's streams. A refused caller receives only a status code.
 
-Each stream is for one role, and its frames can hold only the kinds of message that this role may send. So a role is
-enforced for each kind of message too.
+Each stream is for one role. Its frames can hold only messages that this role may send, so checking the role of a stream
+also restricts its messages.
 
-`Handshakes` counts callers that fail the TLS handshake. gRPC reports when a handshake begins, but not how it ends or
-who the caller was, so each one is checked later: an admitted caller has made a call by that time.
+`Handshakes` counts callers that fail the TLS handshake. gRPC reports the start of a handshake, but neither its end nor
+its caller. A handshake counts as failed if no call follows it within a timeout.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import grpc
 from actors.net.credentials import Credentials
 from cluster.trust import PeerRole, Refusals
 
-HANDSHAKE_TIMEOUT_S = 10.0  # equals the time that a caller has to send its Hello
+HANDSHAKE_TIMEOUT_S = 10.0  # equals the timeout for a caller's Hello
 NO_HANDSHAKE = "a caller that did not get through the TLS handshake"
 
 
@@ -28,16 +28,18 @@ class Handshakes:
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self._loop = asyncio.get_running_loop()
-        self._begun = 0  # number of handshakes not yet checked
-        self._passed = 0  # number of unchecked handshakes matched by a call
+        self._begun = 0  # handshakes within the timeout
+        self._passed = 0  # handshakes within the timeout that a call has followed
 
     def begins(self) -> None:
-        """Records that a handshake begins; called in a gRPC thread, sometimes after the loop has closed."""
+        """Records the start of a handshake; called in a gRPC thread, sometimes after the loop has closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begins)
 
     def called(self) -> None:
-        """Records a call, which proves one handshake. Peers make one call per connection, so extra calls are rare."""
+        """Records a call, which proves that one handshake succeeded. Peers rarely make more than one call per
+        connection.
+        """
         self._passed = min(self._passed + 1, self._begun)
 
     def _begins(self) -> None:
@@ -63,13 +65,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self.handshakes = Handshakes(refusals)
         self._credentials = credentials
         self._max_streams_per_host = max_streams_per_host
-        self.streams: Counter[str] = Counter()  # number of open streams by host
+        self.streams: Counter[str] = Counter()  # open streams by host
         self._rejecting: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._reject)
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Checks calls to every service, gRPC's own included, so that a stranger cannot even list the services."""
+        """Authenticates calls to every service, gRPC reflection included, so that a stranger cannot even list the
+        services.
+        """
         self.handshakes.called()
         if self._credentials.belongs(details.invocation_metadata):
             return await continuation(details)
@@ -81,7 +85,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def stream(self, context: Context, role: PeerRole) -> AsyncIterator[None]:
-        """Admits a caller of this role for the duration of a stream; aborts the call if the caller is not allowed."""
+        """Admits a caller of this role for the duration of a stream; aborts the call of any other caller."""
         host = host_of(context)
         roles = self._credentials.roles(context.auth_context())
         if role not in roles:

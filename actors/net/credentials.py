@@ -1,10 +1,11 @@
-"""Authentication of peers: by certificates, by a shared token, or, on one machine, none.
+"""Authentication of peers by certificates or a shared token; on one machine, none is required.
 
 The other modules use `Credentials` to listen, to dial, and to check callers.
 
-`CertificateFiles` reads cert-manager's layout, and files may be replaced while in use. Kubernetes swaps all files of a
-secret at once, but a reader may run between two of them: if certificate and key do not match, the previous set stays in
-use. The channel and server options limit frame sizes and set how soon a silent peer counts as disconnected.
+`CertificateFiles` reads the file layout of cert-manager. Files may be replaced while in use. Kubernetes replaces all
+files of a secret at once, but a reader may read one file before the swap and another after it. If certificate and key
+do not match, the previous set stays in use. The channel and server options limit the frame size and set the timeout
+after which a silent peer counts as disconnected.
 """
 
 import hmac
@@ -31,7 +32,7 @@ AUTHORITY = "ca.crt"
 
 @dataclass(frozen=True, slots=True)
 class CertificateSet:
-    """PEM data: own certificate, its private key, and the trusted authorities; `authority` may hold several."""
+    """PEM data: own certificate, its private key, and one or more trusted authorities."""
 
     certificate: bytes
     key: bytes
@@ -39,23 +40,23 @@ class CertificateSet:
 
 
 class CertificateFiles:
-    """Reads certificates from a folder; keeps the latest complete set."""
+    """Reads certificates from a folder; keeps the latest valid set."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the first set. Raises ConfigError, naming what is missing or does not match."""
+        """Reads the first set. Raises ConfigError if files are missing or invalid, or do not match."""
         self._folder = folder
         self._current = self._read()
-        self._unfit: str | None = None  # why the latest set was rejected; None: it was not
+        self._unfit: str | None = None  # error of the latest set; None if it is valid
 
     def current(self) -> CertificateSet:
-        """Reads the folder and returns the latest complete set; never raises."""
+        """Reloads the folder and returns the latest valid set; never raises ConfigError."""
         try:
             self._current = self._read()
             self._unfit = None
         except ConfigError as error:
             if str(error) != self._unfit:
                 self._unfit = str(error)
-                log.error("certificates were replaced by some that cannot be used, so the old ones stay: %s", error)
+                log.error("new certificates are unusable, so the previous ones stay in use; fix the files: %s", error)
         return self._current
 
     def _read(self) -> CertificateSet:
@@ -66,7 +67,7 @@ class CertificateFiles:
         except OSError as error:
             missing = f"{error.filename}: {error.strerror}"
             files = f"{CERTIFICATE}, {KEY} and {AUTHORITY}"
-            raise ConfigError(f"trust.certificates: cannot read {missing}; expected {files} there") from error
+            raise ConfigError(f"trust.certificates: cannot read {missing}; add {files}") from error
         self._check(certificates)
         return certificates
 
@@ -76,22 +77,22 @@ class CertificateFiles:
             context.load_verify_locations(cadata=certificates.authority.decode("ascii"))
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
-                f"trust.certificates: {self._folder / AUTHORITY} holds no certificates: {error}"
+                f"trust.certificates: {self._folder / AUTHORITY} holds no certificates; expected PEM: {error}"
             ) from error
         try:
-            # `load_cert_chain` takes only paths, so the files are then compared with the bytes read above.
+            # `load_cert_chain` takes only paths, so compare the files with the bytes read above.
             context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, password="")
             is_same = (self._folder / CERTIFICATE).read_bytes() == certificates.certificate
             is_same = is_same and (self._folder / KEY).read_bytes() == certificates.key
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"trust.certificates: {CERTIFICATE} and {KEY} in {self._folder} do not fit each other: {error}"
+                f"trust.certificates: {CERTIFICATE} and {KEY} in {self._folder} do not match; replace both: {error}"
             ) from error
         if not is_same:
             raise ConfigError(f"trust.certificates: the files in {self._folder} are being replaced; try again")
 
 
-KEEPALIVE_MS = 2_000  # a hanging peer is detected within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS
+KEEPALIVE_MS = 2_000  # a hung peer is detected within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS
 KEEPALIVE_TIMEOUT_MS = 3_000
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -99,12 +100,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # this timeout takes effect; its default is a minute
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # the effective timeout; its default is one minute
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    ("grpc.use_local_subchannel_pool", 1),  # redialing a hanging peer must not reuse a pooled connection
+    ("grpc.use_local_subchannel_pool", 1),  # redialing a hung peer must not reuse a pooled connection
     ("grpc.so_reuseport", 0),
 )
 
@@ -125,11 +126,11 @@ def ignore() -> None:
 
 
 class Credentials(Protocol):
-    """Credentials with which one process, in its role, listens, dials and checks callers."""
+    """Credentials of one process in its role: for listening, dialing and checking callers."""
 
     @property
     def metadata(self) -> Metadata:
-        """Metadata sent with each stream that this process opens."""
+        """Metadata that this process sends with each stream it opens."""
         ...
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
@@ -141,11 +142,11 @@ class Credentials(Protocol):
         ...
 
     def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Returns whether a caller with this metadata may be answered at all."""
+        """Returns whether the metadata authenticates a caller."""
         ...
 
     def roles(self, auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
-        """Returns the roles that a caller's connection proves."""
+        """Returns the roles proved by a caller's connection."""
         ...
 
 
@@ -160,8 +161,8 @@ class NoCredentials:
     def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
         if not self._insecure and not is_loopback(host):
             raise ConfigError(
-                f"trust: a gRPC server is to listen on {host}, beyond this machine, and nothing says whom it may trust;"
-                " give trust.certificates or trust.token_file, or trust.insecure: true if all of its network is trusted"
+                f"trust: a gRPC server is to listen on {host}, beyond this machine, without authentication;"
+                " set trust.certificates or trust.token_file, or trust.insecure: true on a trusted network"
             )
         return server.add_insecure_port(f"{host}:{port}")
 
@@ -176,7 +177,7 @@ class NoCredentials:
 
 
 class TokenFile:
-    """Accepts every caller with the shared token, in any role; does not encrypt."""
+    """Accepts every caller that presents a shared token, in any role; does not encrypt."""
 
     def __init__(self, path: Path) -> None:
         """Reads the tokens. Raises ConfigError if the file holds none."""
@@ -196,7 +197,7 @@ class TokenFile:
     def belongs(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         header = next((value for key, value in metadata if key == AUTHORIZATION), "")
         presented = header.encode() if isinstance(header, str) else header
-        # Compares with all tokens, each in constant time, so that the duration reveals nothing.
+        # Compare with every token in constant time, so that the duration reveals nothing.
         matches = [hmac.compare_digest(presented, f"Bearer {token}".encode()) for token in self._current()]
         return any(matches)
 
@@ -208,7 +209,7 @@ class TokenFile:
         try:
             self._tokens = self._read()
         except ConfigError as error:
-            log.error("the tokens before it stay in use: %s", error)
+            log.error("cannot reload the tokens, so the previous ones stay in use: %s", error)
         return self._tokens
 
     def _read(self) -> tuple[str, ...]:
@@ -217,12 +218,12 @@ class TokenFile:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"trust.token_file: cannot read {self._path}: {error}") from error
         if not tokens:
-            raise ConfigError(f"trust.token_file: {self._path} is empty; expected a token in each line")
+            raise ConfigError(f"trust.token_file: {self._path} is empty; write one token per line")
         return tokens
 
 
 class MutualTls:
-    """Mutual TLS: both sides present certificates, signed by the same authority, that contain their roles."""
+    """Mutual TLS: both sides present certificates that contain their roles and are signed by the same authority."""
 
     metadata: Metadata = ()
 
@@ -233,7 +234,7 @@ class MutualTls:
         served = self._files.current()
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
-            """Called at each handshake; returns the new configuration, or None to keep the current one."""
+            """Called at each handshake; returns a changed configuration, or None to keep the current one."""
             nonlocal served
             begins()
             certificates = self._files.current()
@@ -244,13 +245,13 @@ class MutualTls:
 
         offered = grpc.dynamic_ssl_server_credentials(
             _server_configuration(served),
-            newer,  # type: ignore[arg-type]  # None, missing in the stubs, keeps the current one
+            newer,  # type: ignore[arg-type]  # the stubs do not allow None
             require_client_authentication=True,
         )
         return server.add_secure_port(f"{host}:{port}", offered)
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
-        """Dials with the role as the expected name, because certificates do not contain the addresses of pods."""
+        """Dials with the role as the expected name, because certificates contain roles rather than addresses."""
         certificates = self._files.current()
         shown = grpc.ssl_channel_credentials(certificates.authority, certificates.key, certificates.certificate)
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer.name_in_certificate))

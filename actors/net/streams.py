@@ -1,6 +1,6 @@
 """Long-lived bidirectional streams of frames, with one writer and one bounded queue per peer.
 
-The writer sends all messages queued for its peer as one frame, up to a size limit. No peer waits for another peer's
+A writer sends all messages queued for its peer as one frame, up to a size limit. No peer waits for another peer's
 write: if a queue overflows, its peer counts as disconnected.
 """
 
@@ -23,7 +23,7 @@ from protos.messages import MAX_STATES_BYTES, PROTOCOL_VERSION, Hello, Message, 
 
 
 async def until_one_ends(*coroutines: Any) -> None:
-    """Runs until the first coroutine ends, cancels the others, and raises the first one's exception, if any."""
+    """Runs coroutines until one ends, cancels the others, and raises the exception of the first, if any."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -32,7 +32,7 @@ async def until_one_ends(*coroutines: Any) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    # The exception references this frame by its traceback; without clearing, the cycle would keep the stream alive.
+    # The exception's traceback references this frame; unless cleared, the reference cycle keeps the stream alive.
     tasks.clear()
     done.clear()
     if failures:
@@ -42,24 +42,24 @@ async def until_one_ends(*coroutines: Any) -> None:
 log = logging.getLogger(__name__)
 
 OUTBOX_LIMIT = 8192  # messages; a peer this far behind will not catch up in time
-STATES_OUTBOX_BYTES = 32 << 20  # several windows: after reattaching, a drafter is sent in-flight messages again
+STATES_OUTBOX_BYTES = 32 << 20  # several windows: after reattaching, a drafter receives in-flight messages again
 FRAME_BYTES = 4 << 20  # approximate frame size; a single message may be larger
-HELLO_S = 10.0  # longest wait for a caller's Hello
+HELLO_S = 10.0  # timeout for a caller's Hello
 RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # pauses between dial attempts; the last one repeats
 
-MAX_FRAME_MESSAGES = 1024  # reading this number of messages blocks the event loop for some 20 ms
-REST_FACTOR = 40.0  # pause after unrequested messages, as a multiple of the time taken to handle them
+MAX_FRAME_MESSAGES = 1024  # decoding this number of messages blocks the event loop for about 20 ms
+REST_FACTOR = 40.0  # pause after unrequested messages, as a multiple of their handling time
 
 REFUSING = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
-"""Status codes of a peer that refuses the connection until its or this side's setup changes."""
+"""Status codes of a refusal that persists until the configuration of either side changes."""
 
 
 class Outbox:
-    """Queue of messages for one peer."""
+    """Outgoing message queue of one peer."""
 
     def __init__(self, limit: int = OUTBOX_LIMIT, frame_bytes: int = FRAME_BYTES) -> None:
         self._limit = limit
@@ -69,7 +69,7 @@ class Outbox:
         self._overflow = asyncio.Event()
 
     def put(self, message: Message) -> None:
-        """Enqueues a message without waiting. An overflow ends the stream like any other break."""
+        """Enqueues a message without waiting. An overflow ends the stream."""
         if len(self._due) >= self._limit:
             self._overflow.set()
         else:
@@ -77,7 +77,7 @@ class Outbox:
             self._changed.set()
 
     async def take(self) -> list[Message]:
-        """Waits for messages; returns at least one, and at most one frame's worth."""
+        """Waits for messages; returns one or more, at most one frame."""
         while not self._due:
             self._changed.clear()
             await self._changed.wait()
@@ -96,16 +96,16 @@ class Outbox:
 
 
 class StatesOutbox(Outbox):
-    """Queue of hidden states for one peer, sent in small frames so that other streams can send in between."""
+    """Outgoing queue of hidden states for one peer. Frames are small, so that other streams can send between them."""
 
     def __init__(self) -> None:
         super().__init__(frame_bytes=MAX_STATES_BYTES)
         self._bytes = 0
 
     def put(self, message: Message) -> None:
-        """Enqueues a message; also limits the queue's bytes.
+        """Enqueues a message; also limits the queue size in bytes.
 
-        If the peer follows the protocol, the windows keep the queue below that limit.
+        The flow-control windows keep the queue of a well-behaved peer below this limit.
         """
         self._bytes += encoded_bytes(message)
         if self._bytes > STATES_OUTBOX_BYTES:
@@ -120,20 +120,20 @@ class StatesOutbox(Outbox):
 
 
 class InvalidFrame(ProtocolError):
-    """Raised for a frame that no correct peer sends; it ends the stream."""
+    """Frame that no correct peer sends; it ends the stream."""
 
 
 def decode_after_greeting(frame: ProtoMessage) -> Decoded:
-    """Decodes a frame after the greeting. Raises InvalidFrame for a second greeting or too many messages.
+    """Decodes a frame received after the greeting. Raises InvalidFrame for a second greeting or too many messages.
 
     A greeting is the first field of a frame, so checking the first message is enough.
     """
     repeated = [value for descriptor, value in frame.ListFields() if descriptor.is_repeated]
     if (count := sum(map(len, repeated))) > MAX_FRAME_MESSAGES:
-        raise InvalidFrame(f"{count} messages in one frame")
+        raise InvalidFrame(f"{count} messages in one frame; send at most {MAX_FRAME_MESSAGES}")
     decoded = decode(frame)
     if isinstance(next(iter(decoded.messages), None), Hello | Welcome):
-        raise InvalidFrame("greeted twice on one stream")
+        raise InvalidFrame("second greeting on one stream; send Hello or Welcome once")
     return decoded
 
 
@@ -141,7 +141,7 @@ def decode_after_greeting(frame: ProtoMessage) -> Decoded:
 
 
 def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> Hello:
-    """Returns the greeting. Raises ProtocolError, naming the mismatch, if it does not fit this side."""
+    """Returns the greeting. Raises ProtocolError, naming the mismatch, if it does not match this side."""
     if not isinstance(hello, Hello):
         raise ProtocolError("the first frame on a stream must hold a Hello")
     pairs = (
@@ -156,7 +156,7 @@ def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> He
 
 
 async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: str, target_model: str) -> Hello:
-    """Reads and checks the greeting; aborts the call with the reason if the caller does not match."""
+    """Reads and checks the greeting; aborts the call with the reason if it does not match this side."""
     try:
         async with asyncio.timeout(HELLO_S):
             frame = await _read_frame(context)
@@ -171,7 +171,7 @@ async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: st
 
 
 async def _read_frame(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-    """Returns the next frame or EOF; aborts the call if the bytes are no valid frame."""
+    """Returns the next frame or EOF; aborts the call on an invalid frame."""
     try:
         return await context.read()
     except DecodeError as error:
@@ -187,8 +187,8 @@ async def converse(
 ) -> None:
     """Serves a stream after its greeting until either side ends it.
 
-    `on_frame` returns how many of the messages were not requested. The more such messages a peer sends, the less often
-    it is read, so TCP throttles it and it cannot monopolize the event loop.
+    `on_frame` returns the number of unrequested messages. The more of them a peer sends, the longer the pauses between
+    reads. TCP then throttles the peer, so it cannot monopolize the event loop.
     """
 
     async def read() -> None:
@@ -212,11 +212,11 @@ async def converse(
 
 
 class Link:
-    """A stream to one peer, redialed whenever it breaks, until it is closed.
+    """Stream to one peer, redialed after each break until closed.
 
-    `peer` is the role that the peer has to prove. `call` opens the stream on a channel. `on_up` is called after the
-    peer's Welcome, `on_down` once each time that a stream that was up breaks. `hello` is called for every dial, so that
-    the Hello lists the sessions alive at that time.
+    The peer must prove the role `peer`. `call` opens the stream on a channel. `on_up` is called after the peer's
+    Welcome, and `on_down` when an established stream breaks. `hello` is called for every dial, so that the Hello lists
+    the sessions alive at that time.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Link:
     async def close(self) -> None:
         """Ends the stream and its connection."""
         if (task := self._task) is not None:
-            self._task = None  # a cancelled task references this link by its traceback, which would keep the connection
+            self._task = None  # a cancelled task's traceback references this link and would keep the connection open
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -266,7 +266,7 @@ class Link:
             except (grpc.aio.AioRpcError, ProtocolError, asyncio.InvalidStateError) as error:
                 failures = 0 if self.is_up else failures + 1
                 self._note(error)
-            except Exception:  # no exception from handling a peer's messages may end the link for good
+            except Exception:  # handling a peer's messages must not end the link for good
                 failures += 1
                 log.exception("stream to %s broke on a message that could not be handled", self.address)
             finally:
@@ -288,7 +288,7 @@ class Link:
             log.info("stream to %s broke: %s: %s", self.address, error.code(), error.details())
 
     async def _converse(self) -> None:
-        """Dials and runs the stream. Reads credentials for each dial, so that replaced ones take effect."""
+        """Dials and runs the stream. Reloads credentials for each dial, so that replacements take effect."""
         async with self._credentials.dial(self.address, self._peer) as channel:
             stream = self._call(channel, self._credentials.metadata)
             await stream.write(encode(self._frame_type, [self._hello()]))
