@@ -1,8 +1,8 @@
 """HTTP access: API keys and their limits, the admin port, request ids and CORS.
 
-Middleware here runs before any endpoint. `AuthMiddleware` resolves the API key to a `Caller`, which counts the caller's
-sessions in flight. Admin endpoints (metrics, status, profiling) may be served on a port of their own and then answer
-404 on the public one.
+This middleware runs before all endpoints. `AuthMiddleware` resolves the API key to a `Caller`, which counts the
+caller's sessions in flight. Admin endpoints (metrics, status, profiling) can have a separate port; the public port then
+answers 404 for them.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ from serve_app.api.request_schemas import REQUEST_ID_PATTERN, GenerationRequest
 
 @dataclass(eq=False)
 class Caller:
-    """Holder of one API key; if no keys are configured, one `Caller` stands for every client."""
+    """Client with one API key. Without configured keys, all clients share one `Caller`."""
 
     name: str | None = None
     max_sessions: int | None = None
     max_tokens: int | None = None
     cache_salt: str = ""
-    learn: bool = True  # False: this caller's requests never become examples
+    learn: bool = True  # False: never use this caller's requests as training examples
     sessions: int = 0  # sessions in flight
 
     @contextmanager
     def exchange(self) -> Iterator["Exchange"]:
-        """Opens an exchange; its sessions count against the key's limit until the block ends."""
+        """Opens an exchange, whose sessions count against the key's limit until the block ends."""
         exchange = Exchange(self)
         try:
             yield exchange
@@ -50,10 +50,10 @@ class Caller:
             self.sessions -= exchange.sessions
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises RequestError if more tokens are requested than the key allows."""
+        """Raises RequestError if the request asks for more tokens than the key allows."""
         for name, limit in request.token_limits.items():
             if self.max_tokens is not None and limit > self.max_tokens:
-                message = f"{name} is {limit}, expected at most {self.max_tokens}, which this key allows"
+                message = f"{name} is {limit}, expected at most {self.max_tokens}, the limit of this key"
                 raise RequestError(message, name)
 
     def bounded(self, generations: Sequence[Generation]) -> list[Generation]:
@@ -68,16 +68,16 @@ class Caller:
 
 @dataclass(eq=False)
 class Exchange:
-    """One request of a caller, with its number of sessions in flight."""
+    """One request from a caller, and its number of sessions in flight."""
 
     caller: Caller
     sessions: int = 0
 
     def take(self, sessions: int) -> None:
-        """Counts the request's sessions. Raises CapacityError or RequestError if they exceed the key's limit."""
+        """Adds sessions to the request. Raises CapacityError or RequestError if the key's limit is exceeded."""
         most = self.caller.max_sessions
         if most is not None and sessions > most:
-            raise RequestError(f"n: {sessions} sessions exceed the {most} that this key allows", "n")
+            raise RequestError(f"n: {sessions} sessions requested, expected at most {most}, the limit of this key", "n")
         if most is not None and self.caller.sessions + sessions > most:
             raise CapacityError(f"this key has {self.caller.sessions} of {most} sessions in flight; try again later")
         self.caller.sessions += sessions
@@ -86,7 +86,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Callers:
-    """Callers by the digest of their API key."""
+    """Maps API key digests to callers."""
 
     by_digest: Mapping[bytes, Caller] = field(default_factory=dict)
 
@@ -99,7 +99,7 @@ class Callers:
         return bool(self.by_digest)
 
     def find(self, key: str) -> Caller | None:
-        """Returns the key's holder. Compares every stored digest in full, so timing reveals nothing about keys."""
+        """Returns the key's caller. Compares every stored digest in full, so timing reveals nothing about keys."""
         digest = hashlib.sha256(key.encode()).digest()
         matches = [caller for stored, caller in self.by_digest.items() if hmac.compare_digest(stored, digest)]
         return matches[0] if matches else None
@@ -111,19 +111,19 @@ def _caller(name: str, key: ApiKey) -> Caller:
 
 
 def _combined(key_salt: str, request_salt: str) -> str:
-    """Hashes a key's and a request's salts into one, which reveals neither and fits the length limit of a salt."""
+    """Hashes the key's salt and the request's salt into one; the result reveals neither and has a fixed length."""
     return hashlib.sha256(f"{key_salt}\n{request_salt}".encode()).hexdigest()
 
 
 ADMIN_PATHS = frozenset({"/", "/metrics"})
 ADMIN_FOLDER = "/page/"
-ADMIN_PORT = "slipstream.admin"  # ASGI scope key, set if the request came to the admin port
+ADMIN_PORT = "slipstream.admin"  # ASGI scope key; set on requests to the admin port
 BACKLOG = 128
 SHUTDOWN_S = 5
 
 
 class AdminPort:
-    """Answers 404 to requests for admin endpoints on all ports except the admin port."""
+    """Restricts admin endpoints to the admin port; other ports answer 404."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -138,7 +138,7 @@ class AdminPort:
 class AdminAddress:
     """Serves the whole application, admin endpoints included, on a separate port.
 
-    Routers on one machine share the port, since any of them may answer.
+    All routers on a machine share the port; any of them may answer.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
@@ -174,7 +174,7 @@ def _is_admin_path(path: str) -> bool:
 
 
 def _not_here(path: str) -> Response:
-    message = f"{path} is served on another address; see server.admin"
+    message = f"{path} is only served on the admin address; see server.admin"
     detail = ErrorDetail(message=message, type="invalid_request_error", code="not_found")
     return error_response(404, detail)
 
@@ -204,7 +204,7 @@ class CrossOrigin(CORSMiddleware):
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/metrics", "/version", "/openapi.json", "/docs", "/"}
 )
-OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # public: the page asks the user for a key
+OPEN_FILES = re.compile(r"/page/[^/]+\.(js|css|svg)")  # public: the page itself asks for an API key
 READING_METHODS = frozenset({"GET", "HEAD"})
 CALLER = "slipstream.caller"  # ASGI scope key of the caller
 SCHEME = "bearer"
@@ -259,7 +259,7 @@ REQUEST_ID = "X-Request-Id"
 
 
 def request_id_of(request: Request) -> str | None:
-    """Returns the header's request id, if valid. Behind Serve there always is one, perhaps not from the client."""
+    """Returns the header's request id, or None if invalid. Serve's proxy sets the header if the client does not."""
     name = request.headers.get(REQUEST_ID, "")
     return name if re.fullmatch(REQUEST_ID_PATTERN, name) else None
 
@@ -267,11 +267,11 @@ def request_id_of(request: Request) -> str | None:
 def check_request_id(request: Request) -> None:
     """Raises RequestError if the header is not a valid request id."""
     if REQUEST_ID in request.headers and request_id_of(request) is None:
-        raise RequestError(f"{REQUEST_ID} must be 1 to 128 of the characters A-Za-z0-9_.:-", REQUEST_ID)
+        raise RequestError(f"{REQUEST_ID} must be 1 to 128 characters from A-Za-z0-9_.:-", REQUEST_ID)
 
 
 class ServeRequestIds:
-    """Removes the request id header, which Serve's proxy adds; keeps it on the admin port, which has no proxy."""
+    """Removes the request id header from responses, since Serve's proxy adds it. The admin port has no proxy."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

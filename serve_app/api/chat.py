@@ -11,10 +11,10 @@ from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, ResponseReader
 
 
 def check_features(request: ChatRequest, template: ChatTemplate, *, reads_answers: bool) -> None:
-    """Raises RequestError for features the model lacks; `reads_answers` states whether answers are split into parts."""
+    """Raises RequestError for features the model lacks. `reads_answers`: whether a response template splits answers."""
     _check_choice(request)
     if request.offered and not template.takes("tools", with_tools=True):
-        raise RequestError("tools: this model's chat template does not support tools", "tools")
+        raise RequestError("tools: this model's chat template does not support tools; leave them out", "tools")
     if request.offered and not reads_answers:
         message = "tools: the format of this model's tool calls is unknown; set server.response_template"
         raise RequestError(message, "tools")
@@ -40,7 +40,7 @@ def _check_choice(request: ChatRequest) -> None:
         return
     names = [tool.function.name for tool in request.tools]
     if not names:
-        raise RequestError("tool_choice: there are no tools; expected auto or none", "tool_choice")
+        raise RequestError("tool_choice: the request has no tools; expected auto or none", "tool_choice")
     choice = request.tool_choice
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         message = f"tool_choice: {choice.function.name!r} is not in tools, expected one of {', '.join(names[:8])}"
@@ -65,7 +65,7 @@ def options_of(request: ChatRequest) -> TemplateOptions:
 
 
 def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: ResponseReaders) -> ReasoningInPrompt:
-    """Returns the reasoning that the prompt already contains; it only depends on the template options."""
+    """Returns how far the prompt itself carries the answer's reasoning; depends on the template options only."""
     options = options_of(request)
     if options.continues_last:
         return "over"
@@ -74,7 +74,7 @@ def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: Resp
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
-    """Returns the template variables for a reasoning effort: its name, and whether the model reasons."""
+    """Returns the template variables for a reasoning effort; "none" disables thinking."""
     return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
@@ -96,7 +96,7 @@ def _call(call: ToolCall) -> Mapping[str, Any]:
 
 
 def _arguments(written: str) -> Any:
-    """Parses arguments into the object that templates expect; returns invalid JSON verbatim."""
+    """Parses arguments into an object for the template; returns anything else verbatim."""
     try:
         read = json.loads(written or "{}")
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Chat templates: render a conversation and tokenise it into a prompt."""
+"""Renders conversations with chat templates and tokenises them into prompts."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ from cluster.errors import ModelError, RequestError, SlipstreamError
 MAX_MESSAGE_CHARS = 1000
 
 Values = Mapping[str, Any]
-"""Keyword arguments of transformers' `render_jinja_template`, apart from the template and its conversations."""
+"""Keyword arguments of transformers' `render_jinja_template`, except the template and the conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Rendering:
 
 
 Render = Callable[[Rendering], str]
-"""Returns the text of a conversation; raises whatever the template raises, or TemplateFailure."""
+"""Renders a conversation. Raises TemplateFailure or any exception from the template."""
 
 
 class TemplateFailure(Exception):
-    """Raised if a template raised, or exceeded the limit that the message names."""
+    """Raised if a template fails or exceeds a limit; the message gives the reason."""
 
 
 def render_here(rendering: Rendering) -> str:
@@ -51,12 +51,12 @@ def render_here(rendering: Rendering) -> str:
     )
     text = str(texts[0])
     if len(text) > rendering.max_chars:
-        raise TemplateFailure(f"its text has {len(text)} characters, more than fit the context")
+        raise TemplateFailure(f"the rendered text has {len(text)} characters, more than the context can hold")
     return text
 
 
 def describe(error: BaseException) -> str:
-    """Returns an error's message, preceded by its type except for errors that templates commonly raise."""
+    """Returns an error's message, with its type unless templates commonly raise it."""
     if isinstance(error, TemplateError | TemplateFailure | ValueError | TypeError):
         return str(error)[:MAX_MESSAGE_CHARS]
     return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS].removesuffix(": ")
@@ -65,11 +65,11 @@ def describe(error: BaseException) -> str:
 MadeT = TypeVar("MadeT")
 
 Message = Mapping[str, Any]
-"""A message as chat templates take it: role, content and any other fields."""
+"""Chat message in the form that templates expect: role, content and optional fields."""
 
 DEFAULT = "default"  # transformers' name for the default template
 TOOL_USE = "tool_use"
-MAX_CHARS = 1 << 25  # limit on a rendered conversation if no context length bounds it
+MAX_CHARS = 1 << 25  # limit on rendered text if the context length is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,14 @@ class TemplateOptions:
     """Options for rendering a conversation."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)  # added to the variables that every template gets
+    variables: Mapping[str, Any] = field(default_factory=dict)  # in addition to the standard variables
     begins_answer: bool = True
     continues_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """A tokenizer's chat templates, without and with tools; both may be the same."""
+    """A tokenizer's chat templates without and with tools; they may be identical."""
 
     plain: str
     with_tools: str
@@ -93,7 +93,7 @@ class Templates:
 def templates_of(tokenizer: Any) -> Templates | None:
     """Returns the tokenizer's templates, or None if it has none.
 
-    Raises ModelError for several named templates without a default.
+    Raises ModelError if it has several templates and none is the default.
     """
     templates = tokenizer.chat_template
     if not templates:
@@ -105,7 +105,7 @@ def templates_of(tokenizer: Any) -> Templates | None:
         names = ", ".join(sorted(templates))
         raise ModelError(
             f"the tokenizer has several chat templates ({names}) and none is named '{DEFAULT}';"
-            " rename the one for ordinary chats to that"
+            f" rename the template for ordinary chats to '{DEFAULT}'"
         )
     return Templates(plain, templates.get(TOOL_USE, plain))
 
@@ -121,10 +121,10 @@ class ChatTemplate:
         render: Render = render_here,
         max_chars: int = MAX_CHARS,
     ) -> None:
-        """Raises ModelError if none of several templates is the default.
+        """Raises ModelError if the tokenizer has several templates and none is the default.
 
-        `special_tokens_in_text`: whether control tokens spelled out in a message become tokens. `max_chars` limits the
-        rendered text.
+        With `special_tokens_in_text`, the text of a special token in a message becomes that token. `max_chars` limits
+        the rendered text.
         """
         self._tokenizer = tokenizer
         self._special_tokens_in_text = special_tokens_in_text
@@ -135,19 +135,19 @@ class ChatTemplate:
         self._reserved = frozenset(parameters) | {"messages"}
 
     def encode(self, messages: Sequence[Message], options: TemplateOptions) -> tuple[int, ...]:
-        """Returns the tokens of a conversation, up to where the assistant begins or continues.
+        """Tokenises a conversation up to the start or the continuation of the assistant's message.
 
-        Raises RequestError for `messages` if the template raises.
+        Raises RequestError for `messages` if the template fails.
         """
         sanitized = not self._special_tokens_in_text
         return self._attempt(lambda: self._tokens(self._text(messages, options, sanitized=sanitized), sanitized))
 
     def written(self, messages: Sequence[Message], options: TemplateOptions) -> str:
-        """Returns the rendered text of a conversation from a trusted source."""
+        """Renders a conversation from a trusted source."""
         return self._attempt(lambda: self._text(messages, options, sanitized=False))
 
     def takes(self, variable: str, *, with_tools: bool = False) -> bool:
-        """Returns whether the template mentions a variable or role named `name`."""
+        """Returns whether the template mentions this variable or role."""
         if self._templates is None:
             return False
         text = self._templates.with_tools if with_tools else self._templates.plain
@@ -163,17 +163,17 @@ class ChatTemplate:
             raise RequestError(message, "messages") from error
 
     def _text(self, messages: Sequence[Message], options: TemplateOptions, *, sanitized: bool) -> str:
-        """Renders text as transformers' `apply_chat_template` does, but with our own renderer."""
+        """Renders like transformers' `apply_chat_template`, with the injected renderer."""
         if self._templates is None:
             raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
         self._check_variables(options.variables)
         template = self._templates.with_tools if options.tools else self._templates.plain
-        # Drop None: templates handle missing fields, but rarely None.
+        # Drop None: templates handle missing fields, but rarely None values.
         chat = [{name: part for name, part in message.items() if part is not None} for message in messages]
         if not chat:
-            raise ValueError("there is no message")
+            raise ValueError("the conversation is empty")
         if options.continues_last and options.begins_answer:
-            raise ValueError("continue_final_message continues the last one, so add_generation_prompt must be false")
+            raise ValueError("continue_final_message requires add_generation_prompt to be false")
         tools = [dict(tool) for tool in options.tools] or None
         variables: Any = dict(options.variables)
         if sanitized:
@@ -195,6 +195,6 @@ class ChatTemplate:
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         if reserved := sorted(self._reserved & variables.keys()):
             message = (
-                f"chat_template_kwargs: {reserved[0]} is not for the client to set; expected the template's own names"
+                f"chat_template_kwargs: {reserved[0]} is set by the server; expected names that the template defines"
             )
             raise RequestError(message, "chat_template_kwargs")

@@ -1,8 +1,8 @@
 """Converts the committed tokens of one choice into the events its client receives.
 
-`ChoiceText` detokenizes committed tokens and cuts the text at stop strings. Each `Delta` holds the text that became
-final. `ChoiceStream` splits deltas into content, reasoning and tool calls, and returns one `ChoiceEvent` for each. An
-endpoint's writer serializes the events, or the segments that the stream has collected.
+`ChoiceText` detokenizes committed tokens and cuts the text at stop strings. Each `Delta` holds newly final text.
+`ChoiceStream` splits deltas into content, reasoning and tool calls, and returns one `ChoiceEvent` for each. An
+endpoint's writer serializes the events of a stream, or all segments of a whole answer.
 """
 
 from collections import Counter, deque
@@ -20,7 +20,7 @@ from serve_app.api.tool_calls import Call, Content, Reader, Reasoning, Segment
 
 
 class Piece(NamedTuple):
-    """Text of one token; if requested, with the rejected draft text that the token replaced."""
+    """Text of one token, and the rejected draft text that it replaced (if requested)."""
 
     text: str
     drafted: bool
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text and tokens of one choice since its previous delta."""
+    """New text and tokens of one choice since its previous delta."""
 
     index: int
     text: str
@@ -38,27 +38,27 @@ class Delta:
     pieces: tuple[Piece, ...]
     is_first: bool
     finish: FinishReason | None  # set only in the choice's last delta
-    offset: int = 0  # characters of the choice before this delta
-    scored: tuple[ScoredToken, ...] = ()  # scored tokens of this delta, if scores were requested
+    offset: int = 0  # position of the delta in the choice's text, in characters
+    scored: tuple[ScoredToken, ...] = ()  # empty unless scores were requested
     stop_reason: StopReason = None
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """Selects the tokens whose text the answer contains; stop strings are configured separately."""
+    """Options for an answer's text, apart from its stop strings."""
 
-    stop_ids: frozenset[int] = frozenset()  # tokens that end the session; their text is left out
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the session; their text is omitted
     keeps_stop: bool = False  # include the text of the stop string or token
-    named_stop_ids: frozenset[int] = frozenset()  # stop ids named by the request, in addition to the model's
-    min_tokens: int = 0  # number of first tokens that are not searched for stop strings
-    echoed: tuple[int, ...] = ()  # prompt tokens, if the answer repeats the prompt
+    named_stop_ids: frozenset[int] = frozenset()  # stop ids from the request, which are reported as stop reasons
+    min_tokens: int = 0  # number of initial tokens excluded from the stop-string search
+    echoed: tuple[int, ...] = ()  # prompt tokens to repeat at the start of the answer
     echoed_text: str = ""
 
 
 class ChoiceText:
-    """Text of one choice up to a stop string, with its token counts.
+    """Detokenizes one choice up to a stop string, and counts its tokens.
 
-    Releases the first text at once, and later text after at least `interval` tokens.
+    Releases the first text immediately, and later text after at least `interval` tokens.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class ChoiceText:
         self.accepted = 0
         self.rejected = 0
         self.drafted = 0
-        self.accepted_by_step: Counter[int] = Counter()  # number of verify steps with a draft, by accepted tokens
-        self.cached = 0  # number of prompt tokens found in the prefix cache
-        self.scored: list[ScoredToken] = []  # filled if scores were requested
+        self.accepted_by_step: Counter[int] = Counter()  # verify steps with a draft, by accepted token count
+        self.cached = 0  # prompt tokens found in the prefix cache
+        self.scored: list[ScoredToken] = []  # empty unless scores were requested
         self.prompt_scores: tuple[TokenScore, ...] = ()
         self.finish: FinishReason | None = None
         self.stop_reason: StopReason = None
-        self.first_token_s: float | None = None  # seconds from the session's start
+        self.first_token_s: float | None = None  # seconds since the session's start
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval
@@ -88,7 +88,7 @@ class ChoiceText:
         self._last_token = -1
         self._rejected_text = ""  # rejected draft text to attach to the next piece
         self._unmatched: deque[Piece] = deque()  # detokenized text that may be part of a stop string
-        # Pieces for the next delta, and the counts when the previous delta was released.
+        # Pieces for the next delta.
         self._pieces: list[Piece] = [Piece(options.echoed_text, False)] if options.echoed_text else []
         self._has_sent = False
         self._texts: list[str] = []  # text of each released delta
@@ -162,7 +162,7 @@ class ChoiceText:
             self.scored += [ScoredToken(token, score) for token, score in zip(others, scores, strict=True)]
 
     def _release(self, count: int) -> None:
-        """Releases the first `count` characters of the text held back for stop strings."""
+        """Releases the first `count` characters of the unmatched text."""
         while count > 0:
             piece = self._unmatched.popleft()
             text = piece.text
@@ -205,25 +205,25 @@ class ChoiceEvent:
     is_opening: bool = False
     finish: FinishReason | None = None
     stop_reason: StopReason = None
-    # Set only in a delta's first event:
-    offset: int = 0  # characters of the answer before the segment
+    # Fields of a delta's first event only:
+    offset: int = 0  # position of the segment in the answer, in characters
     scored: tuple[ScoredToken, ...] = ()
     trace: Trace | None = None  # set if requested
 
     @property
     def text(self) -> str:
-        """Returns the event's content; empty for reasoning, calls, the opening and the end."""
+        """Returns the event's content; empty for all other events."""
         return self.segment.text if isinstance(self.segment, Content) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceStreamOptions:
-    """Selects which events of a choice are sent."""
+    """Selects the events of a choice to send."""
 
     reasoning: bool = True
     max_calls: int | None = None
     opening: bool = False  # send an opening event before the first segment
-    call_finish: FinishReason = "tool_calls"  # finish reason of an answer that has calls and ends by itself
+    call_finish: FinishReason = "tool_calls"  # replaces "stop" as the finish reason of an answer with calls
     trace: bool = False
 
 
@@ -231,20 +231,20 @@ class ChoiceStream:
     """Splits the text of one choice into segments and events."""
 
     def __init__(self, index: int, reader: Reader, options: ChoiceStreamOptions, draw: Callable[[], int]) -> None:
-        """`draw` returns 64 random bits, from which call ids are made."""
+        """`draw` returns 64 random bits for a call id."""
         self.index = index
         self.calls: list[Call] = []
-        self.reasoning_tokens = 0  # number of tokens whose text is reasoning
+        self.reasoning_tokens = 0  # number of reasoning tokens
         self.finish: FinishReason | None = None
         self._segments: list[Segment] = []
         self._reader = reader
         self._options = options
         self._draw = draw
-        self._trace = Trace()  # trace of text that the reader holds back
+        self._trace = Trace()  # trace of text held back by the reader
 
     @property
     def segments(self) -> list[Segment]:
-        """Returns the segments in the order in which the model produced them."""
+        """Returns all segments in generation order."""
         return _joined(self._segments)
 
     @property
@@ -256,7 +256,7 @@ class ChoiceStream:
         return "".join([segment.text for segment in self._segments if isinstance(segment, Reasoning)])
 
     def events(self, delta: Delta) -> list[ChoiceEvent]:
-        """Returns the events that a delta completes."""
+        """Returns the events completed by a delta."""
         segments = self._admitted(self._read(delta))
         self._segments += segments
         events = [ChoiceEvent(self.index, segment) for segment in segments]
@@ -327,7 +327,7 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A session, the text of its tokens, and the event stream of that text."""
+    """One choice of an answer: its session, text and event stream."""
 
     generation: Generation
     text: ChoiceText

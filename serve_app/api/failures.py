@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """HTTP error as the client receives it."""
+    """HTTP error in the form sent to the client."""
 
     status: int
     detail: ErrorDetail

@@ -1,12 +1,12 @@
-"""Field types of requests: strict values, bounded lists, inert and unserved fields, grammars.
+"""Request field types: strict values, bounded lists, inert and unsupported fields, grammars.
 
-A list's length is checked before any element is validated, and validation stops at the first bad element. So a large
-body costs time in proportion to its size, but never produces a report per element. Parsing is pure and runs on a worker
+List lengths are checked before elements are validated, and validation stops at the first invalid element. Validation
+time is therefore proportional to the body's size, and error reports stay short. Parsing is pure and runs on a worker
 thread.
 
-Clients of OpenAI and vLLM send fields that change nothing here. Inert ones (user names, storage, billing) are accepted
-with any value of their type. Fields of features that are not served are accepted only with values that leave the
-feature off; any other value is refused by name, since an answer without the feature would be wrong.
+OpenAI and vLLM clients send fields that have no effect here. Inert fields (user names, storage, billing) accept any
+value of their type. Fields of unsupported features accept only values that leave the feature off. Other values raise an
+error that names the field, since an answer without the feature would be wrong.
 """
 
 from collections.abc import Callable
@@ -47,11 +47,11 @@ class RequestBounds:
     choices: int = 4096  # choices of `structured_outputs.choice`
     labels: int = 16  # entries of `metadata`
     containers: int = 1 << 15  # lists and objects in a whole body
-    members: int = 1 << 16  # fields in all objects together
+    members: int = 1 << 16  # fields of all objects in a whole body
     strings: int = 160_000  # strings in a whole body
 
 
-MAX_FAULTS = 10  # maximum errors reported at once
+MAX_FAULTS = 10  # maximum number of errors per report
 NULL = {"type": "null"}
 
 Integer = Annotated[int, Field(strict=True)]  # rejects 1.0, "1" and true
@@ -62,14 +62,14 @@ Count = Annotated[Integer, Field(ge=1, lt=2**63)]
 
 
 class RequestPart(BaseModel):
-    """Base of request objects: unknown fields are refused, and null means "not given"."""
+    """Base class of request objects. Unknown fields are errors; null means "not given"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, data: Any) -> Any:
-        """Drops nulls, and unknown fields except the first few, which suffice for the error message."""
+        """Drops nulls and all but a few unknown fields; the error message names only those."""
         if not isinstance(data, dict):
             return data
         names = {field.alias or name for name, field in cls.model_fields.items()}
@@ -96,9 +96,9 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
     return own | {"anyOf": [*kinds, *([] if NULL in kinds else [NULL])]}
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # True equals 1, so Annotated would merge annotations of both
+@dataclass(frozen=True, slots=True, eq=False)  # no equality: Annotated would merge annotations of True and 1
 class Unserved:
-    """Annotation of a field of an unserved feature: accepts only the `passing` values."""
+    """Annotation for fields of unsupported features; accepts only the `passing` values."""
 
     passing: tuple[object, ...]
 
@@ -116,7 +116,7 @@ class Unserved:
 
 
 def unserved(*neutral: object) -> Unserved:
-    """Declares a field of an unserved feature: accepts only null and values that leave the feature off."""
+    """Declares a field of an unsupported feature; accepts only null and values that leave the feature off."""
     return Unserved(neutral)
 
 
@@ -134,7 +134,7 @@ def bounded(most: Callable[[RequestBounds], int], least: int = 0) -> BeforeValid
 
 
 def as_list(is_single: Callable[[Any], bool], accepted: Any) -> BeforeValidator:
-    """Declares a field that takes an item or a list and is stored as a list; `accepted` is the type of both forms."""
+    """Declares a list field that also accepts a single item; `accepted` is the type of both forms."""
     return BeforeValidator(lambda value: [value] if is_single(value) else value, json_schema_input_type=accepted)
 
 
@@ -177,13 +177,13 @@ def shortened(text: str, most: int = MAX_FAULT_CHARS) -> str:
 
 
 def _check_structure(body: bytes, most: RequestBounds) -> None:
-    """Refuses bodies with too many objects or names, by counting bytes before parsing.
+    """Raises RequestError if a body has too many objects, fields or strings, counted before parsing.
 
-    Parsing would take far longer: a pair of brackets becomes an object of a hundred bytes, and a name in an object
-    costs ten times an item of a list.
+    Parsing is far more expensive: two brackets become an object of a hundred bytes, and an object field costs ten times
+    as much as a list item.
     """
     if _containers(body) <= most.containers and _members(body) <= most.members:
-        return  # within bounds although characters inside strings are counted too
+        return  # within bounds, even counting characters inside strings
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     _check_count(unescaped.count(b'"') // 2, most.strings, "strings")
     without_text = b"".join(unescaped.split(b'"')[::2])
@@ -201,7 +201,7 @@ def _members(body: bytes) -> int:
 
 def _check_count(count: int, most: int, of_what: str) -> None:
     if count > most:
-        raise RequestError(f"the body has more than {most} {of_what}, this server's limit")
+        raise RequestError(f"the body has more than {most} {of_what}, this server's limit; send a smaller body")
 
 
 def _refusal(error: ValidationError) -> RequestError:
@@ -230,7 +230,7 @@ def _step(part: Any) -> str:
 
 
 class UnservedFields(RequestPart):
-    """Inert and unserved fields of completions and chats."""
+    """Inert and unsupported fields of completions and chats."""
 
     user: str | None = None
     session_id: str | None = None
@@ -254,7 +254,7 @@ class UnservedFields(RequestPart):
 
 
 class UnservedCompletionFields(UnservedFields):
-    """Inert and unserved fields of completions only."""
+    """Inert and unsupported fields of completions only."""
 
     add_special_tokens: Annotated[Any, unserved(True)] = None
     best_of: Annotated[Any, unserved(1)] = None
@@ -263,7 +263,7 @@ class UnservedCompletionFields(UnservedFields):
 
 
 class UnservedChatFields(UnservedFields):
-    """Inert and unserved fields of chat completions only."""
+    """Inert and unsupported fields of chat completions only."""
 
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -290,10 +290,10 @@ class UnservedChatFields(UnservedFields):
 
 
 class UnservedMessageFields(RequestPart):
-    """Inert and unserved fields of chat messages; clients send an answer's message back unchanged."""
+    """Inert and unsupported fields of chat messages; clients send answer messages back unchanged."""
 
     name: str | None = None
-    parsed: Any = None  # OpenAI's client sends its parsed value back; ignored
+    parsed: Any = None  # ignored; OpenAI's client sends back its parsed value
 
     annotations: Annotated[Any, unserved([])] = None
     audio: Annotated[Any, unserved()] = None
@@ -305,7 +305,7 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def _schema(value: Any) -> Any:
-    """Reads a JSON schema, which vLLM takes as an object or as text."""
+    """Parses a JSON schema given as an object or, as in vLLM, as text."""
     if not isinstance(value, str):
         return value
     try:
@@ -326,7 +326,7 @@ class JsonSchemaFormat(RequestPart):
 
 
 class AnswerFormat(RequestPart):
-    """OpenAI's response format, common to all endpoints."""
+    """OpenAI response format; base class for all endpoints."""
 
     field: ClassVar[str]  # name of the request field that holds this format
     schema_field: ClassVar[str]
@@ -335,7 +335,7 @@ class AnswerFormat(RequestPart):
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """Returns the JSON schema if the type is json_schema."""
+        """Returns the JSON schema, or None for other types."""
         raise NotImplementedError
 
 
@@ -392,10 +392,10 @@ class StructuredOutputs(RequestPart):
         Field(fail_fast=True),
         bounded(lambda most: most.choices, least=1),
     ] = None
-    grammar: Annotated[str, Field(min_length=1)] | None = None  # in Lark's notation or in GBNF
+    grammar: Annotated[str, Field(min_length=1)] | None = None  # in Lark or GBNF notation
     json_object: Flag | None = None
     whitespace_pattern: Annotated[str, Field(min_length=1)] | None = None  # regular expression for whitespace
-    disable_any_whitespace: Flag = False  # refers to whitespace between JSON tokens
+    disable_any_whitespace: Flag = False  # applies to whitespace between JSON tokens
 
     disable_additional_properties: Annotated[Any, unserved(False)] = None
     structural_tag: Annotated[Any, unserved()] = None

@@ -1,8 +1,8 @@
-"""Wire formats of the generating endpoints, and the computation of /tokenize and /detokenize.
+"""Wire formats of the generating endpoints, and the implementation of /tokenize and /detokenize.
 
-An `ApiFormat` parses one endpoint's requests, tokenises their prompts, and creates the `AnswerWriter` of each answer. A
-writer serializes the answer, whole or event by event. Formats know nothing of how tokens are generated; they are pure
-and also run on worker threads.
+An `ApiFormat` parses one endpoint's requests, tokenises their prompts, and creates an `AnswerWriter` for each answer. A
+writer serializes the answer, whole or event by event. Formats are pure, independent of token generation, and safe to
+use on worker threads.
 """
 
 from abc import ABC, abstractmethod
@@ -124,12 +124,12 @@ class ApiFormat(ABC, Generic[RequestT]):
         return False
 
     def reader(self, request: RequestT, codec: TextCodec, prompt: Sequence[int]) -> Reader:
-        """Returns the reader that splits an answer into segments."""
+        """Returns a reader, which splits an answer into segments."""
         del request, codec, prompt
         return PlainReader()
 
     def stream_options(self, request: RequestT) -> ChoiceStreamOptions:
-        """Returns which events of an answer are sent."""
+        """Returns the selection of events to send."""
         return ChoiceStreamOptions(trace=_has_trace(request))
 
     @abstractmethod
@@ -184,8 +184,8 @@ class ChunkWriter(ABC):
 
 
 def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
-    """Returns the chunk fields that the request did not ask for."""
-    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # only the last chunk, of usage, has metrics
+    """Returns the chunk fields to omit for this request."""
+    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # only the final usage chunk has metrics
     if not request.stream_options.include_usage:
         left_out["usage"] = True
     if not request.speculation.rejected:
@@ -307,7 +307,7 @@ class ChatWriter(ChunkWriter):
 
     def _choice(self, choice: Choice) -> ChatChoice:
         text, stream = choice.text, choice.stream
-        assert stream.finish is not None, "an answer is whole when all its choices have ended"
+        assert stream.finish is not None, "every choice of a whole answer has ended"
         reasoning = stream.reasoning or None
         message = AnswerMessage(
             content=stream.content or (None if stream.calls else ""),
@@ -370,19 +370,19 @@ class ResponsesFormat(ChatFormat):
 
     def writer(self, request: ChatRequest, head: Head, codec: TextCodec) -> AnswerWriter:
         del codec
-        assert isinstance(request, ResponsesChat), "`parse` returned it"
+        assert isinstance(request, ResponsesChat), "`parse` returns ResponsesChat"
         return ResponseWriter(initial_response(request, head["id"], head["created"]))
 
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """Computes the answers of /tokenize and /detokenize."""
+    """Implements /tokenize and /detokenize."""
 
     codec: TextCodec
     config: SlipstreamConfig
 
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
-        """Tokenises a text. First raises RequestError if the text cannot fit the context."""
+        """Tokenises a text. Raises RequestError without tokenising if the text cannot fit the context."""
         self._check_model(request.model)
         context = self.config.model.max_context
         max_chars = context * self.codec.max_token_chars
@@ -397,7 +397,7 @@ class Tokenizing:
         return TokenizeReply(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=strings)
 
     def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
-        """Returns the text of all tokens, special ones too."""
+        """Returns the text of all tokens, including special tokens."""
         self._check_model(request.model)
         if (highest := max(request.tokens)) >= self.codec.vocabulary:
             raise RequestError(
@@ -411,7 +411,7 @@ class Tokenizing:
             return tuple(self.codec.tokenizer(request.prompt, add_special_tokens=special).input_ids)
         if request.add_special_tokens:
             raise RequestError(
-                "add_special_tokens is true, expected false: chat templates add their own", "add_special_tokens"
+                "add_special_tokens is true, expected false: chat templates add special tokens", "add_special_tokens"
             )
         chat = ChatRequest(
             model=self.config.model.name,

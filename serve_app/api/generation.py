@@ -1,7 +1,7 @@
 """Runs a request's sessions and counts their usage.
 
-`Generator` is the interface between HTTP and the distributed system: one session in, committed tokens out. Tests
-implement it with a script. `follow` runs all sessions of a request and yields each choice's deltas.
+`Generator` is the interface between HTTP and the distributed system: one session in, committed tokens out. Tests use a
+scripted generator. `follow` runs all sessions of a request and yields each choice's deltas.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class Generator(Protocol):
     """Generates the tokens of one session."""
 
     def check_room(self, sessions: int) -> None:
-        """Raises CapacityError or DrainingError if `sessions` more sessions would be refused now."""
+        """Raises CapacityError or DrainingError if `sessions` additional sessions would be refused now."""
         ...
 
     def generate(self, generation: Generation) -> AsyncGenerator[CommittedTokens | Ended, None]:
@@ -47,7 +47,7 @@ async def follow(
 
     Closing the iterator cancels all running sessions; a stop string cancels its own session.
     """
-    deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # unbounded: the sessions' length limits bound it
+    deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # no size limit: session lengths are limited
 
     async def follow_all() -> None:
         async with asyncio.TaskGroup() as group:
@@ -102,7 +102,7 @@ async def _follow_one(
 
 
 def usage_of(choices: Sequence[Choice], prompt_tokens: int) -> Usage:
-    """Returns the usage so far; a prompt counts once for all of its choices."""
+    """Returns the usage so far; counts each prompt once for all its choices."""
     completion_tokens = sum(choice.text.tokens for choice in choices)
     return Usage(
         prompt_tokens=prompt_tokens,

@@ -52,9 +52,9 @@ def within_bounds(grammar: RequestedGrammar) -> RequestedGrammar:
 
 
 def check_end(grammar: RequestedGrammar | None, *, ignore_eos: bool) -> None:
-    """Raises RequestError if the answer would have to continue after its grammar has ended."""
+    """Raises RequestError if `ignore_eos` would force the answer past its grammar's end."""
     if grammar is not None and ignore_eos:
-        message = f"ignore_eos is true, expected false: with {grammar.field} the answer ends where its grammar does"
+        message = f"ignore_eos is true, expected false: {grammar.field} determines the end of the answer"
         raise RequestError(message, "ignore_eos")
 
 
@@ -103,7 +103,7 @@ def _notation(text: str, field: str) -> RequestedGrammar:
 
 
 Literals = Callable[[str], str]
-"""Writes text as literals of a grammar."""
+"""Formats text as grammar literals."""
 
 IGNORED_KEYWORDS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})  # not enforced
 OBJECT_KEYWORDS = frozenset(
@@ -115,14 +115,14 @@ JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array
 def arguments_rule(
     rule: str, function: str, schema: Mapping[str, Any], form: CallForm, literals: Literals
 ) -> tuple[str, list[str]]:
-    """Returns the rule for a call's arguments, and the rules that it refers to. Raises RequestError."""
+    """Returns the rule for a call's arguments, and its helper rules. Raises RequestError if it cannot be enforced."""
     if form.tags is None:
         return f"{rule}_json", [f"{rule}_json: %json {json_with_options(schema)}"]
     return _Tagged(rule, function, schema, form.tags, form.closing, literals).rules()
 
 
 class _Tagged:
-    """Writes rules for arguments between tags: strings verbatim, other types as JSON."""
+    """Builds rules for tagged arguments: strings verbatim, other types as JSON."""
 
     def __init__(
         self,
@@ -137,16 +137,16 @@ class _Tagged:
         self._function = function
         self._schema = schema
         self._tags = tags
-        self._end = closing.split()[-1]  # marker that ends a call wherever it appears
+        self._end = closing.split()[-1]  # marker that always ends a call
         self._literals = literals
 
     def rules(self) -> tuple[str, list[str]]:
         schema = self._schema
         if unknown := sorted(schema.keys() - OBJECT_KEYWORDS - IGNORED_KEYWORDS):
-            raise self._refusal(f"have {unknown[0]!r}, which cannot be enforced in this model's calls")
+            raise self._refusal(f"have {unknown[0]!r}, which cannot be enforced in this model's calls; remove it")
         properties: Mapping[str, Any] = schema.get("properties", {})
         if missing := sorted(set(schema.get("required", ())) - properties.keys()):
-            raise self._refusal(f"require {missing[0]!r}, which is not one of their properties")
+            raise self._refusal(f"require {missing[0]!r}, which is not in properties; add it there")
         arguments: list[str] = []
         rules: list[str] = []
         for n, (key, value) in enumerate(properties.items()):
@@ -172,7 +172,7 @@ class _Tagged:
             and all(map(self._is_plain, choices))
         ):
             return [f"{name}: ({' | '.join(map(self._literals, choices))}) {self._literals(after)}"]
-        raise self._refusal(f"have {key!r}, whose schema cannot be enforced in this model's calls")
+        raise self._refusal(f"have {key!r}, whose schema cannot be enforced in this model's calls; simplify it")
 
     def _text(self, name: str) -> list[str]:
         """Returns rules for text up to the argument's end tag; the text cannot contain the end of the call."""
@@ -194,7 +194,7 @@ class _Tagged:
 
 
 def _kinds(schema: Any) -> frozenset[str]:
-    """Returns the types to which the response parser casts text; empty if the schema does not determine them."""
+    """Returns the JSON types for the response parser's cast; empty if the schema leaves them open."""
     if not isinstance(schema, dict):
         return frozenset()
     declared = schema.get("type")
@@ -220,16 +220,16 @@ COMPILE_S = 5.0  # time limit, including the wait for earlier compilations
 
 
 class GrammarCheck:
-    """Compiles each requested grammar once, with the limits that the target uses."""
+    """Compiles each requested grammar once, with the target's limits."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
-        """Takes the compiler; without one, every grammar is refused, since output cannot be constrained."""
+        """Without a compiler, output cannot be constrained and every grammar is refused."""
         self._compiler = compiler
 
     async def check(self, grammar: RequestedGrammar) -> None:
         """Compiles the grammar. Raises RequestError for its request field if that fails."""
         if self._compiler is None:
-            message = f"{grammar.field} is not supported for this model; see the server's log at its start"
+            message = f"{grammar.field} is not supported for this model; see the server's startup log"
             raise RequestError(message, grammar.field)
         compiling = asyncio.wrap_future(self._compiler.begin(grammar.text))
         try:
@@ -248,7 +248,7 @@ ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class OfferedCall:
-    """A tool that may be called; if it has no schema, any arguments are valid."""
+    """Callable tool; without a schema, any arguments are valid."""
 
     name: str
     schema: Mapping[str, Any] | None
@@ -265,7 +265,7 @@ class Calling:
 
 
 class CallGrammar:
-    """Writes call grammars in one model's call form."""
+    """Builds call grammars for one model's call format."""
 
     def __init__(self, form: CallForm) -> None:
         self._form = form
@@ -316,14 +316,14 @@ class CallGrammar:
 
     def _call(self, rule: str, tool: OfferedCall) -> list[str]:
         if PLAIN_NAME.fullmatch(tool.name) is None:
-            message = f"tools: {tool.name!r} is not a plain name (letters, digits and - _ . : / only), so calls of it"
-            raise RequestError(f"{message} cannot be constrained", "tools")
+            message = f"tools: calls of {tool.name!r} cannot be constrained; use only letters, digits and - _ . : /"
+            raise RequestError(f"{message} in its name", "tools")
         schema = ANY_ARGUMENTS if tool.schema is None else _of_object(tool.name, tool.schema)
         arguments, rules = arguments_rule(rule, tool.name, schema, self._form, self._literals)
         return [f"{rule}: {self._literals(tool.name + self._form.middle)} {arguments}", *rules]
 
     def _texts(self) -> list[str]:
-        """Returns rules for text with other special tokens, and for the markers that end it."""
+        """Returns rules for free text, including other special tokens, and for its end markers."""
         thinking = self._form.thinking
         marks = [self._trigger, *(thinking[:1] if thinking else ())]
         rules = [
@@ -351,7 +351,7 @@ class CallGrammar:
 
     @property
     def _trigger(self) -> str:
-        """Returns the mark that ends free text: a special token, or the text before one."""
+        """Returns the marker that ends free text: a special token, or the text before the next special token."""
         first, *_ = self._pieces(self._form.trigger)
         return first
 
@@ -359,7 +359,7 @@ class CallGrammar:
         return f"{rule}{'' if mark in self._special_ids else '[lazy]'}: {text} {self._literals(mark)}"
 
     def _literals(self, text: str) -> str:
-        """Writes text for the grammar: strings as literals, special tokens by id."""
+        """Formats text for the grammar: strings as literals, special tokens by id."""
         parts = [
             f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else json.dumps(piece, ensure_ascii=False)
             for piece in self._pieces(text)
@@ -377,7 +377,7 @@ def _first(grammar: RequestedGrammar) -> dict[str, Any]:
     """Wraps a grammar as one entry of a list of grammars."""
     try:
         (only,) = json.loads(grammar.text)["grammars"]
-    except ValueError:  # not JSON, so it is a rule in Lark's notation
+    except ValueError:  # not JSON: a rule in Lark notation
         return {"lark_grammar": grammar.text}
     return dict(only)
 
@@ -399,9 +399,9 @@ def call_grammar(
     content: RequestedGrammar | None,
     reasoning: Callable[[], ReasoningInPrompt],
 ) -> RequestedGrammar | None:
-    """Returns the grammar of the whole answer; if no call is constrained, `content`, the content's grammar.
+    """Returns the grammar of the whole answer, or `content` if no call is constrained.
 
-    Raises RequestError.
+    Raises RequestError if the calls cannot be constrained.
     """
     strict = any(tool.function.strict for tool in request.offered)
     is_constrained = request.must_call or strict or not request.parallel_tool_calls or content is not None

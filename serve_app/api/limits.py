@@ -1,4 +1,4 @@
-"""Limits on a request: memory for its body, time to send its body, and total time."""
+"""Request limits: body memory, upload time and total time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from cluster.errors import CapacityError, RequestError, SlipstreamError
 
-MIN_UPLOAD_S = 0.25  # minimum seconds that every client gets to send a body
+MIN_UPLOAD_S = 0.25  # guaranteed upload time, in seconds
 
 
 class BodyTooLargeError(RequestError):
@@ -22,7 +22,7 @@ class BodyTimeoutError(RequestError):
 
 @dataclass(eq=False, slots=True)
 class _Arrival:
-    """A request body that is still arriving."""
+    """Request body that is still being received."""
 
     bound: asyncio.Timeout
     since: float  # event loop time in seconds
@@ -30,10 +30,10 @@ class _Arrival:
 
 
 class Bodies:
-    """Request bodies in memory: those that are arriving, and those not yet parsed.
+    """Receives request bodies, and limits their number and memory.
 
-    If a limit is reached, the body that has been arriving longest is dropped, once it has had its minimum time, so slow
-    uploads cannot block others. If no body has, the new one is refused.
+    At a limit, the longest-running upload is dropped if its guaranteed time is over, so slow uploads cannot block
+    others. Otherwise the new body is refused.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Reads a whole body; its bytes count as held until the block ends."""
+        """Reads a whole body; its bytes count against the memory limit until the block ends."""
         self._check(_announced(request))
         if len(self._arriving) >= self._max_reading and not self._drop_slowest():
-            raise CapacityError(f"{len(self._arriving)} request bodies are being read, the limit; try again later")
+            raise CapacityError(f"all {len(self._arriving)} upload slots are in use; try again later")
         arrival = _Arrival(asyncio.timeout(self._timeout_s), asyncio.get_running_loop().time())
         try:
             await self._receive_in_time(request, arrival)
@@ -87,10 +87,10 @@ class Bodies:
             self._check(len(body))
             while self.held > self._max_held:
                 if not self._drop_slowest():
-                    raise CapacityError(f"request bodies fill the limit of {self._max_held} bytes; try again later")
+                    raise CapacityError(f"request bodies use all {self._max_held} bytes of memory; try again later")
 
     def _drop_slowest(self) -> bool:
-        """Drops the body that has been arriving longest. Returns whether one could be dropped."""
+        """Drops the longest-running upload if its guaranteed time is over. Returns whether it was dropped."""
         oldest = next(iter(self._arriving), None)
         if oldest is None or asyncio.get_running_loop().time() < oldest.since + self._min_upload_s:
             return False
@@ -102,7 +102,7 @@ class Bodies:
         return True
 
     def _check(self, size: int) -> None:
-        """Refuses a body as soon as its announced or received length is too large."""
+        """Raises BodyTooLargeError if the announced or received size exceeds the limit."""
         if size > self._max_bytes:
             raise BodyTooLargeError(f"the body is larger than {self._max_bytes} bytes, this server's limit")
 
@@ -113,7 +113,7 @@ def _announced(request: Request) -> int:
 
 
 class RequestTimeoutError(SlipstreamError):
-    """Raised if the request took longer than allowed."""
+    """Raised if the request exceeds its time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Deadline:
 
     @classmethod
     def within(cls, limit_s: float | None) -> "Deadline":
-        """Returns a deadline `seconds` from now."""
+        """Returns a deadline `limit_s` seconds from now."""
         return cls(limit_s, None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
 
     @asynccontextmanager

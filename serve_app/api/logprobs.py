@@ -1,4 +1,4 @@
-"""Log probabilities in the formats of chats, of completions, and of vLLM's `prompt_logprobs`."""
+"""Formats log probabilities for chats, completions and vLLM's `prompt_logprobs`."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ from serve_app.api.replies import (
     TokenLogprob,
 )
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 TokenText = Callable[[int], str]
 """Returns the text of a single token."""
@@ -57,7 +57,7 @@ def prompt_logprobs(
 
 
 def _chat_token(token: int, score: TokenScore | None, top: int, text_of: TokenText) -> ChatTokenLogprob:
-    assert score is not None, "a chat's answer holds nothing of its prompt"
+    assert score is not None, "chat answers never echo the prompt"
     top_logprobs = [_logprob(other, logprob, text_of) for other, logprob in _top_tokens(score, top)]
     text = text_of(token)
     return ChatTokenLogprob(
@@ -74,7 +74,7 @@ def _logprob(token: int, logprob: float, text_of: TokenText) -> TokenLogprob:
 
 
 def _top(one: ScoredToken, top: int, text_of: TokenText) -> dict[str, float] | None:
-    """Returns the token and its likeliest alternatives by text. Of tokens with equal text, the first one is kept."""
+    """Returns log probabilities of the token and its likeliest alternatives by text; the first of equal texts wins."""
     if one.score is None:
         return None
     alternatives = {text_of(one.token): _finite(one.score.logprob)}
@@ -96,5 +96,5 @@ def _top_tokens(score: TokenScore, top: int) -> list[tuple[int, float]]:
 
 
 def _finite(logprob: float) -> float:
-    """Replaces minus infinity and NaN, from forbidden tokens or broken models, since JSON cannot hold them."""
+    """Replaces minus infinity (forbidden tokens) and NaN (broken models), which JSON cannot represent."""
     return max(MIN_LOGPROB, logprob)

@@ -1,4 +1,4 @@
-"""A router's metrics for Prometheus.
+"""Prometheus metrics of one router.
 
 Acceptance rate (accepted / drafted tokens):
 
@@ -8,7 +8,7 @@ Acceptance length (tokens committed per verified block, including the target's o
 
     1 + sum(rate(slipstream_accepted_tokens_total[5m])) / sum(rate(slipstream_blocks_total[5m]))
 
-Share of verify steps that had a block; the others were non-speculative decoding:
+Share of verify steps with a drafted block (the rest is non-speculative decoding):
 
     sum(rate(slipstream_blocks_total[5m])) / sum(rate(slipstream_verifies_total[5m]))
 
@@ -31,7 +31,7 @@ from serve_app.publishing.aggregate_metrics import VllmNames, exposition
 
 __all__ = ["CLIENT_LEFT", "Metrics", "RequestRecord"]
 
-ABORTED = "abort"  # vLLM's finish reason for choices that ended without a reason
+ABORTED = "abort"  # vLLM's label for choices that ended without a finish reason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -67,59 +67,59 @@ class Metrics:
         handovers: Counts = dict,
         model: str = "",
     ) -> None:
-        """`remedies` counts recoveries by drafter and step, `handovers` the router's; `model` is the served name."""
+        """`remedies` counts recovery steps by drafter and step, `handovers` counts moved sessions by pool and cause."""
         self.registry = registry = CollectorRegistry()
         self._vllm_names = VllmNames(registry, model)
         self._versions = PromptVersions()
         registry.register(self._versions)
-        text = "Steps taken because the blocks of a drafter had become bad"
+        text = "Recovery steps for drafters with poor blocks"
         registry.register(CountsCollector("slipstream_drafter_remedies", text, ("drafter", "remedy"), remedies))
-        text = "Sessions that moved, by the pool they left: planned, or their replica was lost"
+        text = "Sessions moved to another replica, by the pool they left and the cause (planned or lost)"
         registry.register(CountsCollector("slipstream_handovers", text, ("pool", "cause"), handovers))
         self._clock = clock
         self._requests = Counter(
             "slipstream_requests", "Requests that have ended", ["endpoint", "status"], registry=registry
         )
-        self._running = Gauge("slipstream_running_requests", "Requests being served", registry=registry)
+        self._running = Gauge("slipstream_running_requests", "Requests in progress", registry=registry)
         self._latency = Histogram(
-            "slipstream_request_seconds", "From request to end of answer", buckets=_SECONDS, registry=registry
+            "slipstream_request_seconds", "Time from request to end of answer", buckets=_SECONDS, registry=registry
         )
         self._first_token = Histogram(
             "slipstream_time_to_first_token_seconds",
-            "From a session's start to its first committed tokens",
+            "Time from a session's start to its first committed tokens",
             buckets=_SECONDS,
             registry=registry,
         )
         self._gap = Histogram(
             "slipstream_inter_token_seconds",
-            "Between one verdict's committed tokens and the next's",
+            "Time between consecutive verdicts of a session",
             buckets=_GAP_SECONDS,
             registry=registry,
         )
-        self._prompt_tokens = Counter("slipstream_prompt_tokens", "Tokens of prompts", registry=registry)
+        self._prompt_tokens = Counter("slipstream_prompt_tokens", "Prompt tokens", registry=registry)
         self._completion_tokens = Counter("slipstream_completion_tokens", "Committed tokens", registry=registry)
-        self._draft_tokens = Counter("slipstream_draft_tokens", "Tokens of verified blocks", registry=registry)
+        self._draft_tokens = Counter("slipstream_draft_tokens", "Draft tokens in verified blocks", registry=registry)
         self._accepted_tokens = Counter("slipstream_accepted_tokens", "Draft tokens accepted", registry=registry)
         self._blocks = Counter("slipstream_blocks", "Blocks verified", registry=registry)
         self._verifies = Counter("slipstream_verifies", "Verdicts committed", registry=registry)
         self._accepted_at = Counter(
             "slipstream_accepted_tokens_at", "Draft tokens accepted, by position", ["position"], registry=registry
         )
-        self._positions: list[Counter] = []  # children of `_accepted_at` by position, kept to avoid lookups
+        self._positions: list[Counter] = []  # cached children of `_accepted_at`, by position
         self._finished = Counter(
-            "slipstream_finished", "Choices that have ended, by reason", ["finished_reason"], registry=registry
+            "slipstream_finished", "Finished choices, by reason", ["finished_reason"], registry=registry
         )
         self._token_time = Histogram(
             "slipstream_time_per_output_token_seconds",
-            "Mean time between a choice's tokens after its first",
+            "Mean time per token of a choice after its first token",
             buckets=_GAP_SECONDS,
             registry=registry,
         )
         self._prompt_lengths = Histogram(
-            "slipstream_request_prompt_tokens", "Tokens of a request's prompts", buckets=_TOKENS, registry=registry
+            "slipstream_request_prompt_tokens", "Prompt tokens per request", buckets=_TOKENS, registry=registry
         )
         self._answer_lengths = Histogram(
-            "slipstream_request_completion_tokens", "Tokens of a choice", buckets=_TOKENS, registry=registry
+            "slipstream_request_completion_tokens", "Completion tokens per choice", buckets=_TOKENS, registry=registry
         )
 
     @contextmanager
@@ -146,7 +146,7 @@ class Metrics:
             self._token_time.observe((seconds - choice.first_token_s) / (choice.tokens - 1))
 
     def prompt(self, tokens: int) -> None:
-        """Counts a prompt before it is served."""
+        """Counts the prompt tokens of a request."""
         self._prompt_tokens.inc(tokens)
         self._prompt_lengths.observe(tokens)
 
@@ -164,7 +164,7 @@ class Metrics:
             self._positions[position].inc()
 
     def families(self) -> Iterator[Metric]:
-        """Returns all metric families; those that vLLM also has appear under vLLM's names too."""
+        """Returns all metric families; metrics that vLLM also has are repeated under vLLM's names."""
         yield from self.registry.collect()
         yield from self._vllm_names.collect()
 

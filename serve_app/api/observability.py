@@ -1,7 +1,7 @@
-"""Log lines, traces, and counters by prompt version for each request.
+"""Request logs, traces, and counters by prompt version.
 
-A `RequestRecord` is filled while the request runs and read when it has ended. No text of a prompt or answer is ever
-recorded. Spans follow OpenTelemetry's conventions for generative AI.
+A `RequestRecord` is filled during a request and read at its end. Prompt and answer texts are never recorded. Spans
+follow OpenTelemetry's conventions for generative AI.
 
 Acceptance by prompt version:
 
@@ -42,7 +42,7 @@ class ChoiceRecord(Protocol):
     accepted: int
     rejected: int
     finish: FinishReason | None
-    first_token_s: float | None  # seconds from the session's start
+    first_token_s: float | None  # seconds since the session's start
 
 
 @dataclass
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Logs the request when the block ends, with its choices' `sessions`, which other processes also log."""
+    """Logs the request when the block ends. Logs of other processes contain the same `sessions` ids."""
     began = clock()
     try:
         yield
@@ -93,7 +93,7 @@ def _as_text(fields: Mapping[str, object]) -> str:
 
 
 OPERATIONS: Mapping[str, str] = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
-"""OpenTelemetry's GenAI operation of each endpoint."""
+"""OpenTelemetry GenAI operation name by endpoint."""
 
 PROVIDER = "slipstream"
 
@@ -181,7 +181,7 @@ def _answer_attributes(record: RequestRecord) -> dict[str, Attribute]:
 
 MAX_VERSIONS = 32  # versions that one router counts separately; each adds about ten series
 OTHER_VERSION = "other"
-"""Label under which all further versions are counted together."""
+"""Label of all versions beyond the limit."""
 
 VERSION = "prompt_version"
 
@@ -219,7 +219,7 @@ class PromptVersions(Collector):
         """Exports copies of the totals, since scrapes run in another thread."""
         prefix = "slipstream_prompt_version"
         requests = CounterMetricFamily(f"{prefix}_requests", "Requests that have ended", labels=(VERSION,))
-        choices = CounterMetricFamily(f"{prefix}_choices", "Choices that have had a token", labels=(VERSION,))
+        choices = CounterMetricFamily(f"{prefix}_choices", "Choices with at least one token", labels=(VERSION,))
         tokens = CounterMetricFamily(f"{prefix}_tokens", "Tokens, by kind", labels=(VERSION, "kind"))
         seconds = CounterMetricFamily(f"{prefix}_seconds", "From request to end of answer", labels=(VERSION, "until"))
         for version, count in dict(self._requests).items():

@@ -99,7 +99,7 @@ def _event_schema(event: type[BaseModel], ends_with_done: bool) -> Json:
 
 
 def openapi_document(api: FastAPI, *, needs_key: bool) -> Json:
-    """Returns FastAPI's document, with the schemas of events and without the 422 responses, which are never sent.
+    """Returns FastAPI's document, with event schemas added and 422 responses removed, since none are sent.
 
     Cached, since all applications of a process document the same routes.
     """
@@ -108,7 +108,7 @@ def openapi_document(api: FastAPI, *, needs_key: bool) -> Json:
     return _documents[needs_key]
 
 
-_documents: dict[bool, Json] = {}  # by whether requests need a key
+_documents: dict[bool, Json] = {}  # key: whether requests need an API key
 
 
 def _build_document(api: FastAPI) -> Json:
@@ -148,7 +148,7 @@ def docs_page(description: Json) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body><h1>{title}</h1>"
-        '<p>The same for machines: <a href="openapi.json">openapi.json</a>.</p>'
+        '<p>Machine-readable version: <a href="openapi.json">openapi.json</a>.</p>'
         f"{''.join(sections)}</body></html>"
     )
 

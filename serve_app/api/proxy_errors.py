@@ -1,7 +1,7 @@
-"""Gives OpenAI's error format to errors of Serve's own proxy.
+"""Converts errors of Serve's proxy to OpenAI's error format.
 
-The proxy answers in plain text if no router can take a request, because all are full or none is running. It loads this
-middleware if its node's environment names it.
+The proxy answers in plain text if all routers are full or none is running. It loads this middleware if an environment
+variable of its node names it.
 """
 
 import json
@@ -35,9 +35,7 @@ def middlewares() -> list[Middleware]:
 
 
 class ProxyErrors:
-    """Rewrites the proxy's plain-text errors. Routers' answers pass unchanged, since none of their errors is plain
-    text.
-    """
+    """Rewrites the proxy's plain-text errors. Router responses pass unchanged: their errors are never plain text."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -6,10 +6,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 from starlette.responses import Response
 
-RETRY_AFTER_S = 1  # sent with errors that may be temporary
+RETRY_AFTER_S = 1  # sent with possibly temporary errors
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = int | str | None
-"""vLLM's field: the request's stop string or stop token that ended the choice."""
+"""vLLM extension; stop string or stop token of the request that ended the choice."""
 
 
 class _Body(BaseModel):
@@ -17,7 +17,7 @@ class _Body(BaseModel):
 
 
 class PromptTokensDetails(_Body):
-    cached_tokens: int = 0  # number of prompt tokens found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
 class CompletionTokensDetails(_Body):
@@ -38,7 +38,7 @@ class SpeculativeDecoding(_Body):
     """vLLM's speculation metrics, over the verify steps of all choices."""
 
     acceptance_histogram: tuple[int, ...]  # number of verify steps with 0 to `num_spec_tokens` accepted tokens
-    num_spec_tokens: int  # most draft tokens of a step along one path
+    num_spec_tokens: int  # maximum draft tokens per step, along one path
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
@@ -51,16 +51,16 @@ class RequestMetrics(_Body):
 
 
 class Trace(_Body):
-    """Extension, sent on request: shows which part of the chunk's text was drafted."""
+    """Extension, sent on request; marks the drafted parts of a chunk's text."""
 
     tokens: int = 0
     accepted: int = 0
-    pieces: tuple[tuple[str, bool], ...] = ()  # text pieces, and whether each was drafted
-    rejected: tuple[str, ...] = ()  # on request: the rejected draft text that each piece replaced, or ""
+    pieces: tuple[tuple[str, bool], ...] = ()  # (text, whether it was drafted)
+    rejected: tuple[str, ...] = ()  # if requested, the rejected draft text replaced by each piece, or ""
 
 
 class _Reply(_Body):
-    """Fields common to whole answers and chunks."""
+    """Fields of both whole answers and chunks."""
 
     id: str
     created: int
@@ -99,7 +99,7 @@ class PromptLogprob(_Body):
 
 
 PromptLogprobs = tuple[dict[int, PromptLogprob] | None, ...]
-"""vLLM's field: scores of each prompt token and of its likeliest alternatives; None for the first token."""
+"""vLLM extension; scores of each prompt token and its likeliest alternatives; None for the first token."""
 
 
 class CompletionChoice(_Body):
@@ -163,7 +163,7 @@ class ToolCallDelta(ToolCallReply):
 
 
 class ChatDelta(_Body):
-    """New parts of a choice; unset fields are omitted."""
+    """Change to a choice in a stream; unset fields are omitted."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
@@ -216,8 +216,8 @@ class ModelCard(_Body):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "slipstream"
-    root: str | None = None  # vLLM's field: the checkpoint that `id` names
-    max_model_len: int  # vLLM's field: limit on prompt and answer tokens together
+    root: str | None = None  # vLLM extension; checkpoint of the model `id`
+    max_model_len: int  # vLLM extension; limit on prompt plus answer tokens
 
 
 class ModelList(_Body):
@@ -256,5 +256,5 @@ class ErrorBody(_Body):
 
 
 def error_response(status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns a response with an error as its body."""
+    """Returns a response with OpenAI's error body."""
     return Response(ErrorBody(error=detail).model_dump_json(), status, dict(headers or {}), "application/json")

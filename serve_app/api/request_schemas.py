@@ -1,7 +1,7 @@
 """Wire format of requests: completions, chat completions, /tokenize and /detokenize, with this project's extensions.
 
-Requests are strict: an unknown field, a wrong type or an unserved feature is refused by name, never ignored. `null`
-means "not given", as in OpenAI's API.
+Requests are strict: unknown fields, wrong types and unsupported features raise errors that name the field. `null` means
+"not given", as in OpenAI's API.
 """
 
 import json
@@ -64,19 +64,19 @@ class TextPart(RequestPart):
 
 class CalledFunction(RequestPart):
     name: FunctionName
-    arguments: str = "{}"  # JSON as the model wrote it
+    arguments: str = "{}"  # JSON text, verbatim from the model
 
-    parsed_arguments: Any = None  # OpenAI's client sends back its parsed value; ignored
+    parsed_arguments: Any = None  # ignored; OpenAI's client sends back its parsed value
 
 
 class ToolCall(RequestPart):
-    """A tool call of an earlier answer."""
+    """Tool call from an earlier answer."""
 
     id: CallId | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    index: Integer | None = None  # clients send it back from streamed calls; ignored
+    index: Integer | None = None  # ignored; clients send it back from streamed calls
 
 
 class ChatMessage(UnservedMessageFields):
@@ -94,7 +94,7 @@ class ChatMessage(UnservedMessageFields):
         tuple[ToolCall, ...], Field(fail_fast=True), bounded(lambda most: most.parts)
     ] = ()  # assistant messages only
     tool_call_id: CallId | None = None  # tool messages only
-    reasoning: str = ""  # vLLM's field, assistant messages only
+    reasoning: str = ""  # vLLM extension; assistant messages only
     reasoning_content: str = ""  # alias of `reasoning`
 
     @field_validator("content")
@@ -117,7 +117,7 @@ class ChatMessage(UnservedMessageFields):
 
     @property
     def chars(self) -> int:
-        """Returns the number of characters that this message adds to a prompt, without the template's own."""
+        """Returns the message's characters in a prompt, without text that the template adds."""
         called = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls)
         return len(self.text) + len(self.reasoning or self.reasoning_content) + called
 
@@ -163,11 +163,11 @@ ToolChoice = Annotated[
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 512
-PROMPT_VERSION = "prompt_version"  # `metadata` key whose value metrics and traces report
+PROMPT_VERSION = "prompt_version"  # `metadata` key of the prompt version, reported in metrics and traces
 LEARN = "learn"  # `metadata` key that opts a request in to or out of learning
 VERSION_PATTERN = r"[\w.:/@+-]{1,64}"
 MAX_EFFORT_CHARS = 32
-REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII only, since an HTTP header carries it
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII only, for use in an HTTP header
 
 TokenIds = Annotated[
     tuple[Annotated[Integer, Field(ge=0)], ...],
@@ -194,13 +194,13 @@ def _is_prompt(value: Any) -> bool:
 
 class StreamOptions(RequestPart):
     include_usage: Flag = False
-    continuous_usage_stats: Flag = False  # vLLM's: with include_usage, every chunk reports usage so far
+    continuous_usage_stats: Flag = False  # vLLM extension; with include_usage, all chunks report usage
 
     include_obfuscation: Annotated[Any, unserved(False)] = None
 
 
 MAX_WORD_CHARS = 256
-MAX_DIGITS = 10  # digits of a token id
+MAX_DIGITS = 10  # maximum digits of a token id
 
 TokenId = Annotated[Integer, Field(ge=0, lt=2**31)]
 Top = Annotated[Integer, Field(ge=0, le=MAX_TOP)]
@@ -213,12 +213,12 @@ def _as_ids(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if not all(key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS for key in value):
-        raise PydanticCustomError("token_id", "a key is not a token id, expected digits alone")
+        raise PydanticCustomError("token_id", "a key is not a token id, expected digits only")
     return {int(key): bias for key, bias in value.items()}
 
 
 class SamplingFields(RequestPart):
-    """Sampling fields of completions and chats; most are vLLM's extensions."""
+    """Sampling fields of completions and chats; most are vLLM extensions."""
 
     repetition_penalty: Annotated[Number, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] = 1.0
     logit_bias: Annotated[
@@ -233,17 +233,17 @@ class SamplingFields(RequestPart):
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
     spaces_between_special_tokens: Flag = True  # False: no space between added tokens
-    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None  # -1: keep as many as fit
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None  # -1: fit the context
     truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: Top | None = None
-    priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] = 0  # lower numbers are served first
+    priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] = 0  # lower values are served first
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
     def _some(cls, value: int | None) -> int | None:
         if value == 0:
-            raise PydanticCustomError("no_tokens", "this is 0, expected -1, or at least 1")
+            raise PydanticCustomError("no_tokens", "this is 0, expected -1 or at least 1")
         return value
 
 
@@ -272,14 +272,14 @@ class GenerationRequest(SamplingFields, UnservedFields):
     """Fields common to completions and chats."""
 
     prompt_field: ClassVar[str]
-    default_max_tokens: ClassVar[int | None]  # None: all of the remaining context
+    default_max_tokens: ClassVar[int | None]  # None: the remaining context
 
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
     max_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] = 0  # vLLM's; 0 or -1: no limit
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0  # vLLM's field
+    top_k: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] = 0  # vLLM extension; 0 or -1: no limit
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0  # vLLM extension
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     seed: Seed | None = None
@@ -287,21 +287,21 @@ class GenerationRequest(SamplingFields, UnservedFields):
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
-    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM's: used in the answer's id
-    ignore_eos: Flag = False  # vLLM's: generate until max_tokens
+    request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None  # vLLM extension; sets the response id
+    ignore_eos: Flag = False  # vLLM extension; generate until max_tokens
     metadata: Annotated[dict[str, str] | None, bounded(lambda most: most.labels)] = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None  # vLLM's field
-    speculation: SpeculationOptions = SpeculationOptions()  # our extension
+    structured_outputs: StructuredOutputs | None = None  # vLLM extension
+    speculation: SpeculationOptions = SpeculationOptions()  # own extension
 
     @property
     def prompt_version(self) -> str | None:
-        """Returns the prompt version that the client names in `metadata`."""
+        """Returns the prompt version from `metadata`."""
         return (self.metadata or {}).get(PROMPT_VERSION)
 
     @property
     def learn(self) -> str | None:
-        """Returns "true" or "false" as given in `metadata`: whether drafts may learn from the answer."""
+        """Returns the client's learning consent from `metadata`: "true", "false", or None if not given."""
         return (self.metadata or {}).get(LEARN)
 
     @property
@@ -320,7 +320,7 @@ class GenerationRequest(SamplingFields, UnservedFields):
 
     @property
     def token_limits(self) -> dict[str, int]:
-        """Returns the client's limits on generated tokens, by field."""
+        """Returns the request's limits on generated tokens, by field."""
         return {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
 
     @field_validator("metadata")
@@ -328,10 +328,10 @@ class GenerationRequest(SamplingFields, UnservedFields):
     def _version_is_short(cls, value: dict[str, str] | None) -> dict[str, str] | None:
         version = (value or {}).get(PROMPT_VERSION)
         if version is not None and re.fullmatch(VERSION_PATTERN, version) is None:
-            rule = "prompt_version has to be 1 to 64 letters, digits or any of _.:/@+-"
+            rule = "prompt_version must be 1 to 64 characters from A-Za-z0-9_.:/@+-"
             raise PydanticCustomError("prompt_version", rule)
         if (value or {}).get(LEARN, "true") not in ("true", "false"):
-            raise PydanticCustomError("learn", 'learn has to be "true" or "false"')
+            raise PydanticCustomError("learn", 'learn must be "true" or "false"')
         return value
 
     @property
@@ -412,17 +412,17 @@ class ChatRequest(UnservedChatFields, GenerationRequest):
     tools: Annotated[tuple[Tool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: Flag = True
-    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None  # values depend on the template
-    include_reasoning: Flag = True  # vLLM's field
-    chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})  # vLLM's field
-    add_generation_prompt: Flag | None = None  # vLLM's; default: not continue_final_message
-    continue_final_message: Flag = False  # vLLM's field
+    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None  # defined by the template
+    include_reasoning: Flag = True  # vLLM extension
+    chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})  # vLLM extension
+    add_generation_prompt: Flag | None = None  # vLLM extension; default: not continue_final_message
+    continue_final_message: Flag = False  # vLLM extension
 
     @field_validator("continue_final_message")
     @classmethod
     def _adds_no_message(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("add_generation_prompt"):
-            message = "add_generation_prompt is true, expected false, since the final message is continued"
+            message = "add_generation_prompt is true, expected false, since continue_final_message is true"
             raise PydanticCustomError("two_beginnings", message)
         return value
 
@@ -476,7 +476,7 @@ class TokenizeRequest(RequestPart):
     chat_template_kwargs: Annotated[dict[str, Any], bounded(lambda most: most.variables)] = Field({})
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag = False
-    add_special_tokens: Flag | None = None  # for prompts only; chat templates add their own
+    add_special_tokens: Flag | None = None  # prompts only; chat templates add special tokens
     return_token_strs: Flag = False
 
     chat_template: Annotated[Any, unserved()] = None

@@ -40,9 +40,9 @@ from serve_app.api.tool_calls import Call, Content, Reasoning, Segment
 
 Json = dict[str, Any]
 
-CONVERTED = {"tools", "tool_choice", "stream_options"}  # fields whose form differs in chats
+CONVERTED = {"tools", "tool_choice", "stream_options"}  # fields with another form in chats
 SHARED = (ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys()) - CONVERTED
-ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded"}  # by error type; all others: server_error
+ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded"}  # code by error type; the default is server_error
 
 
 class ResponsesChat(ChatRequest):
@@ -105,7 +105,7 @@ def _messages(items: Iterable[InputItem]) -> list[Json]:
 
 
 def _assistant_message(messages: list[Json], without: tuple[str, ...]) -> Json:
-    """Returns the assistant message to extend: the last one, or a new one if that has any of these fields."""
+    """Returns the last message if it is an assistant message with none of these fields, else adds a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in without):
         messages.append({"role": "assistant"})
@@ -120,11 +120,11 @@ class ResponseWriter:
     """Writes one response, whole or as events."""
 
     def __init__(self, response: ResponseReply) -> None:
-        """`response` holds the fields that are known before generation."""
+        """`response` holds the fields known before generation."""
         self._response = response
         self._name = response.id.removeprefix("resp_")
         self._items: list[OutputItem] = []  # finished items
-        self._open: OutputItem | None = None  # item in progress, still without text
+        self._open: OutputItem | None = None  # item in progress, without its text
         self._texts: list[str] = []  # text pieces of the open item
         self._events = 0
         self._finish: FinishReason = "stop"
@@ -232,13 +232,13 @@ class ResponseWriter:
         return self._response.model_copy(update=update)
 
     def _sent_text(self, step: str, **fields: Any) -> str:
-        """Returns an event about the open item's text."""
+        """Returns an event for the open item's text."""
         if isinstance(self._open, MessageItem):
             return self._sent_part(f"response.output_text.{step}", **fields, logprobs=[])
         return self._sent_part(f"response.reasoning_text.{step}", **fields)
 
     def _sent_part(self, kind: str, **fields: Any) -> str:
-        """Returns an event about the open item's only content part."""
+        """Returns an event for the open item's only content part."""
         assert self._open is not None, "an item is open"
         return self._sent(kind, item_id=self._open.id, content_index=0, **fields)
 
@@ -251,7 +251,7 @@ class ResponseWriter:
 
 
 def initial_response(chat: ResponsesChat, name: str, created: int) -> ResponseReply:
-    """Returns the response before generation. Omitted parameters are reported with the chat's defaults."""
+    """Returns the initial response, with chat defaults in place of omitted parameters."""
     request = chat.original
     choice = request.tool_choice
     tools = [{"parameters": None, "strict": False} | tool.model_dump(exclude_none=True) for tool in request.tools]

@@ -1,4 +1,4 @@
-"""Wire format of POST /v1/responses: input items and parameters, output items, the response, stream events."""
+"""Wire format of POST /v1/responses: input items, parameters, output items, responses and stream events."""
 
 from typing import Annotated, Any, Literal
 
@@ -53,7 +53,7 @@ ItemText = Annotated[
 
 
 class Item(RequestPart):
-    """Fields that any item may have, all ignored."""
+    """Ignored fields common to all items."""
 
     id: CallId | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -68,7 +68,7 @@ class MessageInput(Item):
 
 
 class CallInput(Item):
-    """A tool call of an earlier answer."""
+    """Tool call from an earlier answer."""
 
     type: Literal["function_call"]
     call_id: CallId
@@ -153,7 +153,7 @@ class ResponsesStreamOptions(RequestPart):
 
 
 class ResponsesRequest(SamplingFields, UnservedFields):
-    """Body of POST /v1/responses. Fields that chats also have mean the same."""
+    """Body of POST /v1/responses. Fields shared with chats have the same meaning."""
 
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
     input: Annotated[
@@ -200,7 +200,7 @@ class ResponsesRequest(SamplingFields, UnservedFields):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    store: Flag | None = None  # ignored: nothing is stored, and the response states that
+    store: Flag | None = None  # ignored; responses always report store=false
     stream_options: ResponsesStreamOptions | None = None
 
     background: Annotated[Any, unserved(False)] = None
@@ -329,7 +329,7 @@ class _ResponsesEvent(BaseModel):
 
 
 class ResponseEvent(_ResponsesEvent):
-    """An event that carries the response so far; the last three types end the stream."""
+    """Event with the response so far; the last three types end the stream."""
 
     type: Literal[
         "response.created",

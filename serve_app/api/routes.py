@@ -1,8 +1,8 @@
-"""The HTTP API as one ASGI application: all routes, and the endpoints behind them.
+"""Routes and endpoints of the HTTP API, as one ASGI application.
 
 `ApiEndpoint` serves the generating endpoints: it parses the body, checks the request, tokenises its prompts, starts one
 session per choice, and sends the answer whole or as server-sent events. A client that disconnects cancels its sessions.
-`ComputedEndpoint` serves /tokenize and /detokenize. This module knows nothing of drafters, targets or Ray.
+`ComputedEndpoint` serves /tokenize and /detokenize. This module is independent of drafters, targets and Ray.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ from serve_app.api.validation import (
 )
 
 WORKERS = 2  # threads that parse and tokenise; more threads would contend with the event loop for the GIL
-MAX_HELD_BODIES = 64  # limit on held bytes, in bodies of the maximum size
+MAX_HELD_BODIES = 64  # memory limit for bodies, in multiples of the maximum body size
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 PartT = TypeVar("PartT", bound=RequestPart)
@@ -119,17 +119,17 @@ def create_api(
     tracer: Tracer = NO_TRACER,
     exposition: Exposition | None = None,
 ) -> FastAPI:
-    """Builds the application from the model's codec (`text`), its `checkpoint` fingerprint and a `generator` of tokens.
+    """Builds the application from a token generator, the model's codec (`text`) and its `checkpoint` fingerprint.
 
-    `health` reports the generator's state, `defaults` fill in parameters that requests leave out, `further` routes are
-    added to the API's, and `exposition` replaces `metrics` as the source of Prometheus' page.
+    `health` reports the generator's state. `defaults` replace omitted request parameters. `further` adds routes.
+    `exposition` replaces `metrics` as the source of /metrics.
     """
     api = FastAPI(title="Slipstream", version=version(), docs_url=None, redoc_url=None)
     server = config.server
     bodies = Bodies(
         max_bytes=server.max_body_bytes,
         max_held_bytes=MAX_HELD_BODIES * server.max_body_bytes,
-        max_reading=server.max_requests,  # as many more may run; Serve sends a router both together
+        max_reading=server.max_requests,  # Serve sends a router twice this number; the rest run
         timeout_s=server.body_timeout_s,
     )
     service = Service(
@@ -156,7 +156,7 @@ def create_api(
     api.add_middleware(AuthMiddleware, callers=Callers.of(server.keys))
     if server.admin.port:
         api.add_middleware(AdminPort)
-    if server.cors_origins:  # runs before authentication: browsers send preflight requests without a key
+    if server.cors_origins:  # before authentication: browsers send preflight requests without a key
         api.add_middleware(
             CrossOrigin, allow_origins=server.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
         )
@@ -170,7 +170,7 @@ def create_api(
 
 
 def _body_routes(service: "Service", *, needs_key: bool) -> list[BodyRoute]:
-    """Returns the endpoints that parse their own bodies."""
+    """Returns the routes of endpoints that parse their own bodies."""
     route = partial(BodyRoute, needs_key=needs_key)
     tokenizing = Tokenizing(service.text, service.config)
     return [
@@ -302,13 +302,13 @@ class Service:
 
     @property
     def bounds(self) -> RequestBounds:
-        """Returns the maximum list lengths, which schemas check before they validate elements."""
+        """Returns the maximum list lengths, which schemas check before elements."""
         server = self.config.server
         prompts = min(server.max_request_sessions, server.max_requests)
         return RequestBounds(prompts=prompts, prompt_tokens=self.config.model.max_context - 1)
 
     def new_request_id(self) -> str:
-        """Returns an id for a request that has none."""
+        """Returns an id for a request without one."""
         return f"{self.draw():016x}"
 
     async def in_thread(self, work: Callable[[Unpack[ArgsT]], ResultT], *args: *ArgsT) -> ResultT:
@@ -317,7 +317,7 @@ class Service:
 
 
 class ApiEndpoint(Generic[RequestT]):
-    """One generating endpoint as an ASGI application; one call handles a whole request and its response."""
+    """ASGI application of one generating endpoint; each call handles a request and its whole response."""
 
     def __init__(self, api_format: ApiFormat[RequestT], service: Service) -> None:
         self._format = api_format
@@ -338,7 +338,7 @@ class ApiEndpoint(Generic[RequestT]):
             deadline = Deadline.within(service.config.server.request_timeout_s)
             response = await self._respond(request, record, exchange, deadline)
             response.headers[REQUEST_ID] = record.name
-            with suppress(ClientDisconnect):  # the record shows how much of the answer was sent
+            with suppress(ClientDisconnect):  # the record shows how much was sent
                 await response(scope, receive, send)
 
     async def _respond(
@@ -452,7 +452,7 @@ class ApiEndpoint(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True)
 class ComputedEndpoint(Generic[PartT]):
-    """Endpoint that computes its answer from the body alone; `work` runs off the event loop."""
+    """Endpoint without generation; `work` computes the answer from the body, off the event loop."""
 
     schema: type[PartT]
     work: Callable[[PartT], BaseModel]
@@ -497,7 +497,7 @@ class ApiAnswer:
         return self.writer.whole(self.choices, self._usage())
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Yields the answer as server-sent events; the first event carries the first text."""
+        """Yields the answer as server-sent events; there is none before the first text."""
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 for event in self.choices[delta.index].stream.events(delta):

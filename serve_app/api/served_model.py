@@ -1,4 +1,4 @@
-"""The served model: its names, and a fingerprint of everything outside the request that determines answers."""
+"""The served model: its names, and a fingerprint of the server state that affects answers."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from cluster.errors import RequestError
 from serve_app.api.replies import ModelCard, ModelList
 
 DISTRIBUTION = "slipstream-serving"
-SERVER_FIELDS = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # these change answers
+SERVER_FIELDS = {"generation_defaults", "allow_special_tokens_in_text", "response_template"}  # these affect answers
 
 
 class UnknownModelError(RequestError):
@@ -47,7 +47,7 @@ def find_card(models: ModelList, name: str) -> ModelCard:
 
 
 def fingerprint(config: SlipstreamConfig, checkpoint: str) -> str:
-    """Returns a fingerprint of everything outside the request that determines an answer; drafts do not."""
+    """Returns a fingerprint of all server state that affects answers; drafts do not affect them."""
     decisive = {
         "version": version(),
         "weights": checkpoint or config.model.target,

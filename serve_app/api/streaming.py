@@ -22,7 +22,7 @@ KEEP_ALIVE = ": keep-alive\n\n"  # an SSE comment, which clients ignore
 
 
 class EventStream(Response):
-    """Sends events as they arrive and comments in between; closes the source when the client disconnects."""
+    """Sends events as they arrive, and keep-alive comments. Closes the source when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -35,7 +35,7 @@ class EventStream(Response):
         deadline: Deadline,
         as_failure: Callable[[Failure], str],
     ) -> None:
-        """`first` is the first event, or a future that will yield it."""
+        """`first` is a completed or pending future of the first event."""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
@@ -44,7 +44,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self._deadline = deadline
         self._as_failure = as_failure
-        self._is_quiet = True  # True: no event was sent since the last check
+        self._is_quiet = True  # no event since the last check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events), _ended(self._first):
@@ -65,7 +65,7 @@ class EventStream(Response):
                     await _send_part(send, "", more=False)
 
     async def _keep_alive(self, send: Send) -> None:
-        """Sends comments from a separate task, so that sending events costs nothing extra."""
+        """Sends comments while idle. A separate task adds no cost to each event."""
         while True:
             await asyncio.sleep(self._keep_alive_s)
             if self._is_quiet:
@@ -73,7 +73,7 @@ class EventStream(Response):
             self._is_quiet = True
 
     async def _guarded(self) -> AsyncGenerator[str, None]:
-        """Yields all events; converts a failure into a last event."""
+        """Yields all events; converts a failure into a final event."""
         try:
             yield await self._first
             async for event in self._events:
@@ -89,7 +89,7 @@ class EventStream(Response):
 
 
 async def first_of(events: AsyncGenerator[str, None], receive: Receive, wait_s: float) -> asyncio.Future[str]:
-    """Returns the first event, or a pending one after `wait_s`. If it fails, closes the source and raises."""
+    """Returns a future of the first event, pending after `wait_s` seconds. On failure, closes the source and raises."""
     first = asyncio.ensure_future(anext(events))
     try:
         await while_connected(receive, asyncio.wait((first,), timeout=wait_s))

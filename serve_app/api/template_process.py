@@ -1,8 +1,8 @@
 """Renders chat templates in a separate process with limits.
 
-A template is a program that comes with a model, and messages determine how long it runs. In a thread nothing stops an
-endless loop, and a single `9**9**9` or repeated string holds the GIL, or takes all memory, within one C call. Kernel
-limits end a process, and its work never delays the event loop.
+A template is a program that comes with a model, and its running time depends on the messages. An endless loop in a
+thread cannot be stopped. A single C call, such as `9**9**9` or a repeated string, can hold the GIL or exhaust memory.
+Kernel limits can end a separate process, which also never blocks the event loop.
 """
 
 import json
@@ -19,18 +19,15 @@ from serve_app.api.template_worker import HEAD, MEMORY_BYTES, SIZE
 from serve_app.api.template_worker import __name__ as PROGRAM
 
 CPU_S = 1.0  # seconds of processor time per conversation
-ANSWER_TIMEOUT_S = 60.0  # seconds of wall clock time, including the program's start on a busy machine
+ANSWER_TIMEOUT_S = 60.0  # seconds of wall-clock time, including the program's start on a busy machine
 STOP_TIMEOUT_S = 5.0
 
 
 class TemplateProcess:
-    """Starts the renderer, lends each caller one of its workers, and replaces workers that were killed.
-
-    Safe to call from several threads.
-    """
+    """Starts the renderer, assigns a worker to each caller, and replaces killed workers. Thread-safe."""
 
     def __init__(self, cpu_s: float = CPU_S) -> None:
-        """Starts the program, which takes seconds; `cpu_s` limits the processor time of one rendering."""
+        """Starts the program, which takes seconds. `cpu_s` limits the processor time per rendering."""
         self._cpu_s = cpu_s
         self._idle: list[socket.socket] = []  # sockets of idle workers
         self._starting = threading.Lock()
@@ -41,7 +38,7 @@ class TemplateProcess:
         try:
             request = json.dumps(rendering.as_json()).encode()
         except RecursionError:
-            raise TemplateFailure("they are nested too deeply") from None
+            raise TemplateFailure("the messages are nested too deeply") from None
         worker = self._worker()
         try:
             text = self._exchange(worker, request)
@@ -63,7 +60,7 @@ class TemplateProcess:
             self._program.wait()
 
     def _worker(self) -> socket.socket:
-        """Returns an idle worker's socket, or that of a new worker."""
+        """Returns the socket of an idle or new worker."""
         while self._idle:
             try:
                 worker = self._idle.pop()
@@ -71,7 +68,7 @@ class TemplateProcess:
                 break
             if not select.select((worker,), (), (), 0)[0]:
                 return worker
-            worker.close()  # readable before a request: the worker has ended
+            worker.close()  # readable without a request: the worker has ended
         ours, theirs = socket.socketpair()
         with theirs, self._starting:
             try:
@@ -87,7 +84,7 @@ class TemplateProcess:
     def _exchange(self, worker: socket.socket, request: bytes) -> str:
         """Returns the rendered text. Raises TemplateFailure for a reported error or a killed worker."""
         over = TemplateFailure(
-            f"it takes more than {self._cpu_s:g} s of processor time or {MEMORY_BYTES >> 20} MiB of memory"
+            f"rendering takes more than {self._cpu_s:g} s of processor time or {MEMORY_BYTES >> 20} MiB of memory"
         )
         try:
             worker.sendall(SIZE.pack(len(request)) + request)

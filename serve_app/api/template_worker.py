@@ -1,8 +1,8 @@
 """The program that renders chat templates: `python -m serve_app.api.template_worker FD CPU_S`.
 
-It receives sockets over the socket FD, and forks a worker for each. A worker answers one request after the other on its
-socket, each within CPU_S seconds of processor time and MEMORY_BYTES of memory. The kernel enforces both limits,
-whatever a template computes. The program and its workers end when the other side closes the sockets.
+It receives sockets over the socket FD, and forks a worker for each. A worker answers requests on its socket in order,
+each within CPU_S seconds of processor time and MEMORY_BYTES of memory. The kernel enforces both limits. The program and
+its workers end when the parent closes the sockets.
 """
 
 import gc
@@ -17,10 +17,10 @@ from typing import BinaryIO
 
 from serve_app.api.chat_template import Rendering, describe, render_here
 
-MEMORY_BYTES = 512 << 20  # limit on data per worker
+MEMORY_BYTES = 512 << 20  # memory limit per worker
 NICENESS = 5  # gives priority to model computation
-SIZE = struct.Struct("=Q")  # size in bytes, before a request
-HEAD = struct.Struct("=?Q")  # before a reply: whether rendering succeeded, size in bytes
+SIZE = struct.Struct("=Q")  # request header: size in bytes
+HEAD = struct.Struct("=?Q")  # reply header: whether rendering succeeded, size in bytes
 
 
 def main() -> None:

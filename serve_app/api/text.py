@@ -1,4 +1,4 @@
-"""Converts text to tokens and back: prompts, incremental detokenisation, stop strings."""
+"""Tokenises prompts, detokenises answers incrementally, and finds stop strings."""
 
 import logging
 from bisect import bisect_left
@@ -28,21 +28,21 @@ _UNFINISHED = "\ufffd"  # decoded text of an incomplete character
 _MAX_TOKENS_PER_CHARACTER = 4  # a character has at most 4 bytes, each decoded to one U+FFFD
 _SHORT_WINDOW = 8  # window lengths in tokens
 _LONG_WINDOW = 16
-_LONGEST_WINDOW = 32  # longer windows give up exact equality for linear time; only invalid bytes get there
+_LONGEST_WINDOW = 32  # longer windows trade exact equality for linear time; only invalid bytes reach this length
 
 
 class Detokenizer:
     """Incremental decoder that only releases complete characters.
 
-    Its output equals decoding all tokens at once, wherever they spell valid text. Each token costs decoding a bounded
-    window. (`tokenizers.DecodeStream` holds back all text that ends in U+FFFD, decodes it again with each token, and
+    For valid text, the output equals that of decoding all tokens at once. Each token decodes a window of bounded
+    length. (`tokenizers.DecodeStream` holds back all text that ends in U+FFFD, decodes it again with each token, and
     never releases trailing bytes that form no character.)
     """
 
     def __init__(
         self, tokenizer: Tokenizer, special_ids: frozenset[int], joined_ids: frozenset[int] = frozenset()
     ) -> None:
-        """Omits the text of `special_ids`, and adds no space between two adjacent `joined_ids`."""
+        """Omits the text of `special_ids`; adds no space between adjacent `joined_ids`."""
         self._tokenizer = tokenizer
         self._special_ids = special_ids
         self._joined_ids = joined_ids
@@ -56,7 +56,7 @@ class Detokenizer:
         self._lengths: deque[int] = deque(maxlen=_MAX_TOKENS_PER_CHARACTER)
 
     def push(self, token: int) -> str:
-        """Returns the text that this token makes final."""
+        """Adds a token and returns newly final text."""
         if token in self._special_ids:
             return ""
         self._window.append(token)
@@ -80,7 +80,7 @@ class Detokenizer:
         return self._give(text, len(text))
 
     def preview(self, tokens: Sequence[int]) -> str:
-        """Returns the text that `tokens` would add if they came next, including that of special tokens."""
+        """Returns the text that `tokens` would add next, including special tokens."""
         return self._decode([*self._window, *tokens])[self._released :]
 
     def _give(self, text: str, end: int) -> str:
@@ -97,9 +97,9 @@ class Detokenizer:
         self._lengths.clear()
 
     def _narrow(self) -> None:
-        """Drops tokens from the window's start, if the parts before and after decode to the text of the whole."""
+        """Drops tokens from the window's start if the two parts, decoded separately, give the same text."""
         shortest = min(range(len(self._lengths)), key=lambda age: self._lengths[-1 - age])
-        end = len(self._window) - shortest  # end at a token that left no character unfinished, if there is one
+        end = len(self._window) - shortest  # after a complete character, if possible
         whole = self._decode(self._window[:end])
         starts = range(end - _SHORT_WINDOW, end - _SHORT_WINDOW + _MAX_TOKENS_PER_CHARACTER)
         borders = (start for start in starts if self._is_border(start, end, whole))
@@ -122,13 +122,14 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Ends growing text at the first complete stop string, and holds back text that may begin one.
+    """Cuts growing text at the first complete stop string; holds back text that may begin one.
 
-    The result does not depend on how the text is split. If several stop strings end at once, the longest counts.
+    The result is independent of the split into pieces. If several stop strings end at the same character, the longest
+    wins.
     """
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
-        """`keeps_stop` releases the matched stop string too."""
+        """With `keeps_stop`, the matched stop string is released too."""
         self._stops = sorted(set(stops))
         self._firsts = frozenset(stop[0] for stop in self._stops)
         self._keeps_stop = keeps_stop
@@ -198,8 +199,8 @@ class TextCodec:
     ) -> None:
         """Takes a Hugging Face tokenizer backed by the tokenizers library.
 
-        Token ids from `vocabulary` on are refused; the default is the tokenizer's own limit. `render` renders its chat
-        templates, up to as many characters as `max_context` tokens can spell.
+        Token ids must be below `vocabulary`, by default the tokenizer's own limit. `render` renders chat templates,
+        with at most the characters that `max_context` tokens can spell.
         """
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
@@ -245,11 +246,11 @@ class TextCodec:
         )
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a prompt, including the special tokens that the model expects around it."""
+        """Tokenises a prompt, and adds the special tokens that the model expects."""
         return tuple(self.tokenizer(text).input_ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a text without special tokens."""
+        """Tokenises a text without special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def token_text(self, token: int) -> str:
@@ -261,7 +262,7 @@ class TextCodec:
         return str(self.tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=skips_special))
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> tuple[int, ...]:
-        """Returns the tokens of a conversation in the model's chat template, up to where the answer begins."""
+        """Tokenises a conversation in the model's chat template, up to the start of the answer."""
         return self.template.encode(messages, options or TemplateOptions())
 
     def grammars(self) -> GrammarCompiler | None:
@@ -270,7 +271,7 @@ class TextCodec:
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """Returns the form in which the model writes calls, or None if a grammar cannot express it."""
+        """Returns the model's call format, or None if a grammar cannot express it."""
         try:
             is_special = self._grammar_vocabulary.is_special_token
         except ModelError:
@@ -285,9 +286,9 @@ class TextCodec:
         return grammar_vocabulary(self.tokenizer, self.eos_ids)
 
     def detokenizer(self, skips_special: bool = True, spaces_special: bool = True) -> Detokenizer:
-        """Returns a detokenizer for one answer; it keeps the special tokens by which a reader splits the answer.
+        """Returns a detokenizer for one answer, which keeps special tokens that a reader splits the answer by.
 
-        Without `spaces_special`, no space is put between added tokens, where some decoders put one.
+        Without `spaces_special`, it puts no space between added tokens, as some decoders do.
         """
         skipped = self._special_ids if skips_special else frozenset()
         joined = frozenset[int]() if spaces_special else frozenset(self._added.values())

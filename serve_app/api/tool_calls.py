@@ -1,9 +1,9 @@
-"""Splits answers into content, reasoning and tool calls, and finds how the served model writes calls.
+"""Splits answers into content, reasoning and tool calls, and derives the served model's call format.
 
-Transformers' response parser reads the answer: a response template names the markers that begin and end each part. The
-parser works on growing text, however it is split. It holds back what may begin a marker, and recognizes a call when
-its region closes. It ends a call at the first end marker, even inside a string, so JSON strings reach it in an escaped
-form that JSON reads as the same text; clients receive the arguments verbatim.
+Transformers' response parser splits the answer by a response template, which names the start and end markers of each
+part. The parser accepts growing text in any pieces. It holds back text that may begin a marker, and recognizes a call
+at its end marker, even inside a string. JSON strings therefore reach the parser with equivalent escapes; clients
+receive the original arguments.
 """
 
 import json
@@ -26,8 +26,8 @@ from transformers.utils.chat_parsing.response_templates import (
 from cluster.errors import ConfigError, RequestError
 from serve_app.api.chat_template import ChatTemplate, Message, TemplateOptions
 
-MAX_STARTS = 16  # candidate positions tried for one call's arguments, since its text may have very many braces
-LINE_ENDS = frozenset("\n\r")  # no JSON string contains these; one that does was never closed
+MAX_STARTS = 16  # maximum start positions tried for a call's arguments; its text may contain many braces
+LINE_ENDS = frozenset("\n\r")  # forbidden in JSON strings, so they reveal an unclosed string
 LAST_IN_ONE_ESCAPE = "\uffff"
 
 _BRACE = re.compile(r"\{")
@@ -48,10 +48,10 @@ class CallText:
         self._in_string = False
         self._is_escaped = False
         self._is_broken = False
-        self._read_chars = 0  # number of characters up to the end of the last arguments
+        self._read_chars = 0  # end of the last arguments, in characters
 
     def take(self, char: str) -> str:
-        """Adds a character and returns it as the parser must receive it."""
+        """Adds a character and returns its escaped form for the parser."""
         self._chars.append(char)
         if self._is_broken:
             return char
@@ -84,14 +84,14 @@ class CallText:
 
 
 def serialized(arguments: Any) -> str:
-    """Serializes arguments to JSON. Raises ValueError for numbers outside JSON and text outside UTF-8."""
+    """Serializes arguments to JSON. Raises ValueError for values that JSON or UTF-8 cannot represent."""
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     written.encode()
     return written
 
 
 def _escaped(char: str) -> str:
-    """Writes a character that may be part of a marker as a JSON escape."""
+    """Escapes a character for JSON if it may be part of a marker."""
     is_plain = char.isalnum() or char.isspace() or char > LAST_IN_ONE_ESCAPE
     return char if is_plain else f"\\u{ord(char):04x}"
 
@@ -147,8 +147,8 @@ class PlainReader:
 class ResponseReader:
     """Reader for models whose answers have reasoning or calls.
 
-    A region without its expected content is returned verbatim as content, and parsing restarts after it. The same holds
-    for calls if no tools are offered. JSON calls are read character by character, to know what is inside a string.
+    Regions with unexpected content become content verbatim, and parsing restarts after them. So do calls if no tools
+    are offered. JSON calls are read by character to keep track of strings.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class ResponseReader:
     def _segments(self, event: dict[str, Any], had_begun: bool) -> list[Segment]:
         match event:
             case {"type": "region_chunk", "field": field, "text": text, "dirty": False}:
-                self._unread = self._unread[self._unread.rfind(text) + len(text) :]  # what may begin a marker is kept
+                self._unread = self._unread[self._unread.rfind(text) + len(text) :]  # keep text that may begin a marker
                 return [Reasoning(text) if field in REASONING_FIELDS else Content(text)]
             case {"type": "region_open", "field": field} if field == CALLS_FIELD and self._json_opening is not None:
                 self._call = CallText()
@@ -266,7 +266,7 @@ class ResponseReaders:
         return ResponseReader(start, text, offers_tools=bool(tools), json_opening=self._json_opening)
 
     def reasoning_in(self, prompt: str) -> ReasoningInPrompt:
-        """Returns the part of the answer's reasoning that the prompt already contains."""
+        """Returns how far the prompt itself carries the answer's reasoning."""
         if self.template is None:
             return "none"
         events = self._parser(prompt).initial_events
@@ -285,12 +285,12 @@ class ResponseReaders:
     def _parser(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
         """Returns a parser for the text that follows `text`."""
         assert self.template is not None, "there is a template to parse by"
-        anchored = text if self.template.start_anchor_re.search(text) else ""  # else it would read the prompt
+        anchored = text if self.template.start_anchor_re.search(text) else ""  # else it would parse the prompt
         return self._tokenizer.get_response_parser(self.template, prefix=anchored, tools=list(tools) or None)
 
 
 def find_template(configured: Configured, tokenizer: Any, model_type: str) -> ResponseTemplate | None:
-    """Returns the configured response template, the checkpoint's, or one for its architecture.
+    """Returns the first available response template: configured, from the checkpoint, or for its architecture.
 
     Raises ConfigError if the template is invalid.
     """
@@ -321,7 +321,7 @@ ARGUMENTS = {"probe_key": "probe value", "probe_other": "other value"}
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """Form of arguments between tags; strings are written verbatim, other values as JSON."""
+    """Format of tagged arguments; strings are written verbatim, other values as JSON."""
 
     before_key: str
     before_value: str
@@ -347,7 +347,7 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Positions of one call's name and arguments in the chat template's text."""
+    """Positions of one call's name and arguments in text from the chat template."""
 
     name_at: int
     begin: int
@@ -355,7 +355,7 @@ class _Written:
 
 
 def find_call_form(template: ChatTemplate, readers: ResponseReaders, special_ids: Mapping[str, int]) -> CallForm | None:
-    """Returns the model's call form. If it is unknown or unsupported, logs the reason and returns None."""
+    """Returns the model's call format. If it is unknown or unsupported, logs the reason and returns None."""
     response = readers.template
     if response is None or CALLS_FIELD not in response.fields or not template.takes("tools", with_tools=True):
         return None
@@ -426,7 +426,7 @@ def _find_call(turn: str, name: str, start: int, tags: TaggedArguments | None) -
 
 
 def _json_at(turn: str, start: int) -> tuple[int, int]:
-    """Returns the start and end of arguments that are a JSON object."""
+    """Returns the start and end of a JSON object with arguments."""
     for brace in _BRACE.finditer(turn, start):
         try:
             value, end = json.JSONDecoder().raw_decode(turn, brace.start())

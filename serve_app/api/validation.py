@@ -2,7 +2,7 @@
 
 `check_request` needs no tokens, so most invalid requests are refused before tokenising. `resolve` returns the sessions
 with every parameter set. Both are pure: randomness is passed in as a function. Every refusal is a RequestError that
-names the field. Parameters that a request leaves out come from the checkpoint's `generation_config.json`.
+names the field. Omitted parameters come from the checkpoint's `generation_config.json`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from serve_app.api.request_schemas import GenerationRequest
 from serve_app.api.served_model import check_model
 from serve_app.api.text import TextCodec
 
-MAX_PROMPT_NUMBERS = 1 << 20  # scores (tokens times alternatives) of one prompt that fit one message
+MAX_PROMPT_NUMBERS = 1 << 20  # scores (tokens times alternatives) of one prompt in one message
 
 
 def check_rules(request: GenerationRequest) -> None:
@@ -50,12 +50,12 @@ def rules_of(
 
 
 def scoring_of(request: GenerationRequest, prompt_len: int) -> Scoring:
-    """Returns which tokens to score, for a prompt of `prompt_len` tokens."""
+    """Returns the tokens to score, for a prompt of `prompt_len` tokens."""
     scoring = Scoring(request.top_of_tokens, request.top_of_prompt)
     numbers = prompt_len * (scoring.prompt_top + 1) if scoring.prompt_top is not None else 0
     if numbers > MAX_PROMPT_NUMBERS:
         field = "prompt_logprobs" if request.prompt_logprobs is not None else "echo"
-        message = f"{field}: {numbers} log probabilities of a prompt of {prompt_len} tokens are requested, expected at"
+        message = f"{field} asks for {numbers} log probabilities of a prompt of {prompt_len} tokens, expected at"
         raise RequestError(f"{message} most {MAX_PROMPT_NUMBERS}", field)
     return scoring
 
@@ -95,7 +95,7 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 class GenerationDefaults(BaseModel):
-    """Default sampling parameters; None if the checkpoint sets none."""
+    """Default sampling parameters; None where the checkpoint sets none."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -138,7 +138,7 @@ _SEED_MASK = (1 << 64) - 1  # maps a negative seed to the unsigned seed with the
 
 
 def check_request(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> None:
-    """Raises RequestError for every fault that can be found before tokenising.
+    """Raises RequestError for faults that can be found before tokenising.
 
     `max_token_chars` is the length of the vocabulary's longest token.
     """
@@ -202,7 +202,7 @@ def resolve(
 def learning_source(
     request: GenerationRequest, learning: LearningOptions | None, key: str, key_contributes: bool
 ) -> Source | None:
-    """Returns the source to store with the request's sessions as examples; None if they must not become examples."""
+    """Returns the source stored with the request's examples, or None if learning from it is not allowed."""
     if learning is None or not may_learn(learning.consent, request.learn, key_contributes):
         return None
     return Source(key, request.prompt_version or "")
@@ -212,8 +212,8 @@ def _check_count(request: GenerationRequest, most: int) -> None:
     count = request.prompt_count
     if count * request.n > most:
         field = request.prompt_field if count > most else "n"
-        message = f"{field}: {count} prompts with n = {request.n} are more than the {most} sessions that one request"
-        raise RequestError(f"{message} may have", field)
+        message = f"{field}: {count} prompts with n = {request.n} exceed the limit of {most} sessions per request"
+        raise RequestError(message, field)
 
 
 def _check_limits(request: GenerationRequest, context: int) -> None:

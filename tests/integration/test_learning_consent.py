@@ -84,4 +84,4 @@ async def test_a_choice_that_is_no_choice_is_refused(tmp_path):
         body = {"model": "toy", "prompt": "x", "max_tokens": 4, "metadata": {"learn": "yes"}}
         reply = await client.post("/v1/completions", json=body, headers={"Authorization": "Bearer sk-open"})
     assert reply.status_code == 400
-    assert 'learn has to be "true" or "false"' in reply.json()["error"]["message"]
+    assert 'learn must be "true" or "false"' in reply.json()["error"]["message"]

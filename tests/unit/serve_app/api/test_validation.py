@@ -189,7 +189,7 @@ def test_the_longest_text_that_may_fit_is_accepted() -> None:
 def test_sessions_per_request_are_limited() -> None:
     few = config().model_copy(update={"server": ServerConfig(max_request_sessions=3)})
     check_request(completion(n=3), config=few, max_token_chars=MAX_TOKEN_CHARS)
-    with pytest.raises(RequestError, match="n: 1 prompts with n = 4 are more than the 3"):
+    with pytest.raises(RequestError, match="n: 1 prompts with n = 4 exceed the limit of 3"):
         check_request(completion(n=4), config=few, max_token_chars=MAX_TOKEN_CHARS)
 
 

@@ -220,7 +220,7 @@ def test_a_mark_token_has_no_other_spelling() -> None:
 @pytest.mark.parametrize(
     ("writer", "tools", "why"),
     [
-        (json_writer, [tool('a"b')], "not a plain name"),
+        (json_writer, [tool('a"b')], "cannot be constrained"),
         (json_writer, [tool("f", {"type": "string"})], "'string', expected 'object'"),
         (json_writer, [tool("f", {"enum": ["x" * 100_000]})], "bytes as a grammar"),
         (tagged_writer, [tool("f", CITY)], "'city'"),
