@@ -37,8 +37,3 @@ class DraftModule(nn.Module):
     def published(self) -> PublishedHead:
         """Returns the checkpoint, which this project's loader and others read."""
         raise NotImplementedError
-
-
-def tokens_after(tokens: Tensor, places: int) -> Tensor:
-    """Returns the token `places` later at each place, (rows, longest); zeros after the last."""
-    return nn.functional.pad(tokens[:, places:], (0, places))

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from examples.train_head.heads.eagle_layer import EagleLayer, RootMeanSquare
-from examples.train_head.heads.target_parts import HeadSizes, TargetParts, normal
+from actors.learning.heads.eagle_layer import EagleLayer, RootMeanSquare
+from examples.train_head.heads.target_parts import HeadSizes, LayerTensors, TargetParts, normal
 
 
 def states_projection(sizes: HeadSizes, states: int, generator: torch.Generator) -> nn.Linear:
@@ -24,7 +24,16 @@ def start_from_last(layers: Sequence[EagleLayer], target: TargetParts, generator
     for index, layer in enumerate(layers):
         start = target.layer(target.layers - len(layers) + index)
         if start is not None:
-            layer.start_from(start, target.sizes, generator)
+            layer.load(_with_embedding(start, generator) if hasattr(layer, "hidden_norm") else start)
+
+
+def _with_embedding(layer: LayerTensors, generator: torch.Generator) -> LayerTensors:
+    """Widens the weights of a layer's input, which serve the state, for the embedding beside it."""
+    found = layer | {"hidden_norm.weight": layer["input_layernorm.weight"]}
+    for name in (f"self_attn.{each}_proj.weight" for each in "qkv"):
+        # The embedding's half is small, not zero: queries and keys of zeros would teach each other nothing.
+        found[name] = torch.cat([0.1 * normal(generator, *layer[name].shape), layer[name]], dim=-1)
+    return found
 
 
 def last_norm(target: TargetParts) -> RootMeanSquare:

@@ -1,15 +1,38 @@
 """Trainable decoder layer that attends as it does when drafting: to true states first, then to its own outputs."""
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from examples.train_head.heads.target_parts import HeadSizes, LayerTensors, normal
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, (positions, head dim)."""
 
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+class LayerSizes(Protocol):
+    """Sizes of a decoder layer."""
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def intermediate(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def eps(self) -> float: ...
 
 
 class RootMeanSquare(nn.Module):
@@ -18,18 +41,18 @@ class RootMeanSquare(nn.Module):
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.clone())
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self._eps)
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return (wide * scale * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):
     """Attention with the weights of a layer's `self_attn`, and its q_norm and k_norm if present."""
 
-    def __init__(self, sizes: HeadSizes, inputs: int) -> None:
+    def __init__(self, sizes: LayerSizes, inputs: int) -> None:
         super().__init__()
         self._sizes = sizes
         self.q_proj = nn.Linear(inputs, sizes.heads * sizes.head_dim, bias=False)
@@ -103,7 +126,7 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
 class EagleLayer(nn.Module):
     """A decoder layer with its checkpoint's names; the first of a head reads embedding and state."""
 
-    def __init__(self, sizes: HeadSizes, is_first: bool) -> None:
+    def __init__(self, sizes: LayerSizes, is_first: bool) -> None:
         super().__init__()
         ones = torch.ones(sizes.hidden)
         self.self_attn = Attention(sizes, (2 if is_first else 1) * sizes.hidden)
@@ -119,24 +142,16 @@ class EagleLayer(nn.Module):
         if is_first:
             self.hidden_norm = RootMeanSquare(ones, sizes.eps)  # of the state beside the embedding
 
-    def start_from(self, layer: LayerTensors, sizes: HeadSizes, generator: torch.Generator) -> None:
-        """Copies the target's weights; in the first layer, those of its input serve the state.
-
-        What a target's layer has besides, biases and norms of queries and keys, the head has then too.
-        """
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces parameters by tensors of these names, with biases and norms of queries and keys if there are any."""
         for norm in HEAD_NORMS:
-            if f"{norm}.weight" in layer:
-                self.self_attn.add_module(norm.split(".")[1], RootMeanSquare(layer[f"{norm}.weight"], sizes.eps))
-        is_first = hasattr(self, "hidden_norm")
-        for name, tensor in layer.items():
-            module_name, _, kind = name.rpartition(".")
-            module = self.get_submodule(module_name)
-            if is_first and kind == "weight" and module_name.endswith(("q_proj", "k_proj", "v_proj")):
-                # The embedding's half is small, not zero: queries and keys of zeros would teach each other nothing.
-                tensor = torch.cat([0.1 * normal(generator, *tensor.shape), tensor], dim=-1)
-            setattr(module, kind, nn.Parameter(tensor.clone()))
-        if is_first:
-            self.hidden_norm.weight = nn.Parameter(layer["input_layernorm.weight"].clone())
+            if f"{norm}.weight" in tensors:
+                self.self_attn.add_module(
+                    norm.split(".")[1], RootMeanSquare(tensors[f"{norm}.weight"], self.post_attention_layernorm.eps)
+                )
+        for name, tensor in tensors.items():
+            module, _, kind = name.rpartition(".")
+            setattr(self.get_submodule(module), kind, nn.Parameter(tensor.clone()))
 
     def attend(self, inputs: Tensor, residual: Tensor, rotation: Rotation, seen: SeenSteps) -> Tensor:
         """Returns the layer's output; `inputs` are normed."""
