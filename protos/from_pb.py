@@ -214,6 +214,7 @@ def _open_from_pb(m: pb.Open) -> Open:
         priority=m.priority,
         cache_salt=m.cache_salt,
         wants_rejected=m.wants_rejected,
+        may_learn=m.may_learn,
     )
 
 

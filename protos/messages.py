@@ -88,7 +88,7 @@ class StatesFormat:
         return max(1, MAX_STATES_BYTES // self.row_bytes)
 
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
 MAX_GRAMMAR_BYTES = 1 << 16
 PROOF_BYTES = 16  # bytes of an assignment token's proof
@@ -233,6 +233,7 @@ class Open:
     priority: int = 0  # sessions with lower numbers are admitted first
     cache_salt: str = ""
     wants_rejected: bool = False  # to a target: whether verdicts include rejected draft tokens
+    may_learn: bool = False  # to a drafter: whether it may keep the session's hidden states to learn from
 
     @property
     def takes_trees(self) -> bool:

@@ -96,6 +96,7 @@ def _open_to_pb(m: Open) -> pb.Open:
         priority=m.priority,
         cache_salt=m.cache_salt,
         wants_rejected=m.wants_rejected,
+        may_learn=m.may_learn,
     )
 
 

@@ -369,6 +369,7 @@ class Session:
             assignment_token=issued,
             traceparent=generation.traceparent,
             cache_salt=generation.cache_salt,
+            may_learn=generation.learn_from is not None,
         )
         return [ToDrafter(self.drafter, request)]
 

@@ -118,6 +118,7 @@ def opens(draw: st.DrawFn) -> Open:
         cache_salt=draw(st.text(max_size=8)),
         grammar=draw(st.text(max_size=8)),
         wants_rejected=draw(st.booleans()),
+        may_learn=draw(st.booleans()),
     )
 
 
