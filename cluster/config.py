@@ -260,6 +260,9 @@ class LearningOptions(Section):
     )
     max_tokens: Positive = Field(2_000_000, description="tokens of examples to keep; the oldest leave first")
     max_age_days: float = Field(30, gt=0, description="days to keep an example")
+    max_state_bytes: Positive = Field(
+        4_000_000_000, description="bytes of hidden states to keep, from which heads learn; the oldest leave first"
+    )
     resources: Annotated[Resources, BeforeValidator(_idle_resources)] = Field(
         IDLE,
         description="reserved for the trainer; idle: nothing, it computes on idle cores (CPUs only)",

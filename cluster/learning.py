@@ -51,6 +51,7 @@ class Example:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     source: Source = Source()
+    session: str = ""  # name under which a drafter may have kept the target's states; empty: none
 
 
 def may_learn(consent: Consent, choice: str | None, key_contributes: bool) -> bool:

@@ -150,7 +150,8 @@ class Router:
         """Offers an ended session as an example, if its request allowed that."""
         source = session.generation.learn_from
         if self._examples is not None and source is not None and session.committed:
-            self._examples(Example(session.generation.prompt, session.committed, source))
+            generation = session.generation
+            self._examples(Example(generation.prompt, session.committed, source, generation.session))
 
     def _carry_out(self, ready: Ready[ClientAssignment]) -> None:
         for assignment, event in ready.events:

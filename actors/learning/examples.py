@@ -1,7 +1,11 @@
 """The store of examples: one SQLite file that routers write, the trainer reads and `slipstream learn forget` empties.
 
 `ExampleStore` is the file. It limits total tokens and age, stores near-duplicates once, and overwrites deleted data.
-`ExampleWriter` is used by routers: `offer` never waits, and drops examples when the queue is full.
+If the draft is a head, drafters add the hidden states that it read of each session. States leave with their example;
+those without one, such as a near-duplicate's, leave after `ORPHANED_S`.
+
+`ExampleWriter` is used by routers, `StateRecorder` by drafters. Neither ever waits; both drop data when the queue is
+full.
 """
 
 import logging
@@ -9,24 +13,32 @@ import os
 import queue
 import sqlite3
 import struct
+import sys
 import threading
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from cluster.config import LearningOptions
 from cluster.errors import ConfigError
 from cluster.learning import Example, Source, sketch
 from protos.frozen import value
+from protos.messages import Open
 
 log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 FILE = "examples.sqlite"
 DAY_S = 86_400.0
 WAIT_S = 10.0  # longest wait for another process's lock
+ORPHANED_S = 60.0  # seconds that states wait for their example
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS examples (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -36,14 +48,26 @@ CREATE TABLE IF NOT EXISTS examples (
     prompt_version TEXT NOT NULL,
     tokens INTEGER NOT NULL,
     prompt BLOB NOT NULL,
-    answer BLOB NOT NULL
+    answer BLOB NOT NULL,
+    session TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_key ON examples (key);
+CREATE INDEX IF NOT EXISTS by_session ON examples (session);
 CREATE TABLE IF NOT EXISTS bands (
     hash INTEGER PRIMARY KEY,
     example INTEGER NOT NULL REFERENCES examples (id) ON DELETE CASCADE
 );
 CREATE INDEX IF NOT EXISTS by_example ON bands (example);
+CREATE TABLE IF NOT EXISTS states (
+    session TEXT PRIMARY KEY,
+    created REAL NOT NULL,
+    kind TEXT NOT NULL,
+    first INTEGER NOT NULL,
+    rows BLOB NOT NULL
+);
+CREATE TRIGGER IF NOT EXISTS states_leave AFTER DELETE ON examples BEGIN
+    DELETE FROM states WHERE session = OLD.session;
+END;
 """
 
 
@@ -56,6 +80,16 @@ class StoreSize:
     newest: int = 0  # id of the newest example; ids only grow
 
 
+@value
+class KeptStates:
+    """The target's states of one session at positions `first`, `first` + 1, ..., encoded as a drafter received them."""
+
+    session: str
+    kind: str  # format of the rows, and what they were projected with
+    first: int
+    rows: bytes
+
+
 def _packed(tokens: Sequence[int]) -> bytes:
     return array("i", tokens).tobytes()
 
@@ -65,15 +99,23 @@ def _unpacked(data: bytes) -> tuple[int, ...]:
 
 
 class ExampleStore:
-    """Examples in `folder`, at most `max_tokens` tokens and `max_age_s` seconds old. Not thread-safe: use one per
-    thread.
+    """Examples in `folder`, at most `max_tokens` tokens and `max_age_s` seconds old, with at most `max_state_bytes`
+    bytes of states. Not thread-safe: use one per thread.
     """
 
-    def __init__(self, folder: Path, max_tokens: int, max_age_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_tokens: int,
+        max_age_s: float,
+        max_state_bytes: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """Opens or creates the file, readable by its owner only. Raises ConfigError if the folder cannot be used."""
         self._path = folder / FILE
         self._max_tokens = max_tokens
         self._max_age_s = max_age_s
+        self._max_state_bytes = max_state_bytes
         self._clock = clock
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,7 +130,8 @@ class ExampleStore:
     @classmethod
     def of(cls, options: LearningOptions) -> "ExampleStore":
         """Opens the store that the configuration names."""
-        return cls(Path(options.folder).expanduser(), options.max_tokens, options.max_age_days * DAY_S)
+        folder = Path(options.folder).expanduser()
+        return cls(folder, options.max_tokens, options.max_age_days * DAY_S, options.max_state_bytes)
 
     def close(self) -> None:
         self._connection.close()
@@ -112,8 +155,8 @@ class ExampleStore:
         if run.execute(f"SELECT 1 FROM bands WHERE hash IN ({marks}) LIMIT 1", bands).fetchone():
             return False
         run.execute(
-            "INSERT INTO examples (created, target, key, prompt_version, tokens, prompt, answer)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO examples (created, target, key, prompt_version, tokens, prompt, answer, session)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 self._clock(),
                 target,
@@ -122,6 +165,7 @@ class ExampleStore:
                 len(example.prompt) + len(example.answer),
                 _packed(example.prompt),
                 _packed(example.answer),
+                example.session,
             ),
         )
         run.executemany("INSERT OR IGNORE INTO bands VALUES (?, ?)", [(band, run.lastrowid) for band in bands])
@@ -134,17 +178,60 @@ class ExampleStore:
             " (SELECT id, SUM(tokens) OVER (ORDER BY id DESC) AS newer FROM examples) WHERE newer > ?)",
             (self._max_tokens,),
         )
+        run.execute(
+            "DELETE FROM states WHERE created < ? AND session NOT IN (SELECT session FROM examples)",
+            (self._clock() - ORPHANED_S,),
+        )
+        run.execute(
+            "DELETE FROM states WHERE session IN (SELECT session FROM"
+            " (SELECT session, SUM(LENGTH(rows)) OVER (ORDER BY created DESC, session) AS newer FROM states)"
+            " WHERE newer > ?)",
+            (self._max_state_bytes,),
+        )
+
+    def sweep(self) -> None:
+        """Drops what exceeds the limits by now."""
+        with self._transaction() as run:
+            self._drop_excess(run)
 
     def read(self, target: str, after: int = 0) -> list[Example]:
         """Returns a target's examples with ids above `after`, oldest first, except those beyond the maximum age."""
         rows = self._connection.execute(
-            "SELECT prompt, answer, key, prompt_version FROM examples"
+            "SELECT prompt, answer, key, prompt_version, session FROM examples"
             " WHERE target = ? AND id > ? AND created >= ? ORDER BY id",
             (target, after, self._clock() - self._max_age_s),
         )
         return [
-            Example(_unpacked(prompt), _unpacked(answer), Source(key, version)) for prompt, answer, key, version in rows
+            Example(_unpacked(prompt), _unpacked(answer), Source(key, version), session)
+            for prompt, answer, key, version, session in rows
         ]
+
+    def add_states(self, states: Sequence[KeptStates]) -> Counter[str]:
+        """Adds states in one transaction, the longer ones if a session has some; drops the oldest beyond the limits.
+
+        Returns the number of sessions as `kept`. Raises sqlite3.Error like `add`.
+        """
+        with self._transaction() as run:
+            run.executemany(
+                "INSERT INTO states VALUES (?, ?, ?, ?, ?) ON CONFLICT (session) DO UPDATE SET"
+                " kind = excluded.kind, first = excluded.first, rows = excluded.rows"
+                " WHERE LENGTH(excluded.rows) > LENGTH(rows)",
+                [(each.session, self._clock(), each.kind, each.first, each.rows) for each in states],
+            )
+            self._drop_excess(run)
+        return Counter(kept=len(states))
+
+    def states_span(self, session: str, kind: str) -> tuple[int, int] | None:
+        """Returns the position of the first of a session's states, and their bytes; None if it has none of the kind."""
+        found: tuple[int, int] | None = self._connection.execute(
+            "SELECT first, LENGTH(rows) FROM states WHERE session = ? AND kind = ?", (session, kind)
+        ).fetchone()
+        return found
+
+    def states_of(self, session: str) -> bytes:
+        """Returns a session's encoded states; empty if it has none."""
+        found = self._connection.execute("SELECT rows FROM states WHERE session = ?", (session,)).fetchone()
+        return b"" if found is None else bytes(found[0])
 
     def size(self, target: str | None = None, after: int = 0) -> StoreSize:
         """Returns counts for one target, or for all, of examples with ids above `after`."""
@@ -156,13 +243,14 @@ class ExampleStore:
         return StoreSize(*row)
 
     def forget(self, key: str | None = None) -> int:
-        """Deletes the examples of an API key, or all; returns their number. Deleted text is overwritten on disk."""
+        """Deletes the examples of an API key, or all, with their states; returns the number of examples.
+
+        Deleted data is overwritten on disk. States without an example, which may be the key's, are deleted too.
+        """
         with self._transaction() as run:
-            if key is None:
-                run.execute("DELETE FROM examples")
-            else:
-                run.execute("DELETE FROM examples WHERE key = ?", (key,))
+            run.execute("DELETE FROM examples WHERE ? IS NULL OR key = ?", (key, key))
             deleted = run.rowcount
+            run.execute("DELETE FROM states WHERE session NOT IN (SELECT session FROM examples)")
         self._connection.execute("VACUUM")
         return deleted
 
@@ -183,28 +271,33 @@ BATCH_S = 1.0  # examples that arrive within this time are written together
 LOG_S = 60.0  # least time between two log lines about failures
 
 
-class ExampleWriter:
-    """Writes examples on its own thread. Failures are counted and logged, and never reach the caller."""
+class StoreWriter(Generic[Item]):
+    """Writes items to a store on its own thread. Failures are counted and logged, and never reach the caller."""
 
-    def __init__(self, open_store: Callable[[], ExampleStore], target: str) -> None:
+    def __init__(
+        self,
+        open_store: Callable[[], ExampleStore],
+        write: Callable[[ExampleStore, Sequence[Item]], Counter[str]],  # returns counts by outcome
+        queued: int = QUEUED,  # most items waiting to be written; further ones are dropped
+    ) -> None:
         """Starts the thread. It calls `open_store`, and again after a failure."""
-        self.counts: Counter[str] = Counter()  # number of examples by outcome: kept, duplicate, dropped, failed
+        self.counts: Counter[str] = Counter()  # number of items by outcome: dropped, failed, or what `write` returns
         self._open_store = open_store
-        self._target = target
-        self._queue: queue.Queue[Example | None] = queue.Queue(QUEUED)
+        self._write_to = write
+        self._queue: queue.Queue[Item | None] = queue.Queue(queued)
         self._logged = float("-inf")
         self._thread = threading.Thread(target=self._write, name="examples", daemon=True)
         self._thread.start()
 
-    def offer(self, example: Example) -> None:
-        """Queues an example, or drops it if the queue is full."""
+    def offer(self, item: Item) -> None:
+        """Queues an item, or drops it if the queue is full."""
         try:
-            self._queue.put_nowait(example)
+            self._queue.put_nowait(item)
         except queue.Full:
             self.counts["dropped"] += 1
 
     def close(self) -> None:
-        """Writes all queued examples and ends the thread; waits up to WAIT_S."""
+        """Writes all queued items and ends the thread; waits up to WAIT_S."""
         self._queue.put(None)
         self._thread.join(WAIT_S)
 
@@ -217,27 +310,112 @@ class ExampleWriter:
                 continue
             try:
                 store = store or self._open_store()
-                self.counts += store.add(batch, self._target)
+                self.counts += self._write_to(store, batch)
             except (ConfigError, sqlite3.Error) as error:
                 self.counts["failed"] += len(batch)
                 store = None
                 if time.monotonic() - self._logged > LOG_S:
                     self._logged = time.monotonic()
-                    log.warning("cannot keep examples to learn from: %s; %d dropped", error, self.counts["failed"])
+                    log.warning("cannot keep sessions to learn from: %s; %d dropped", error, self.counts["failed"])
         if store is not None:
             store.close()
 
-    def _take(self) -> tuple[list[Example], bool]:
-        """Waits for an example and collects those of the next BATCH_S; also returns True with the last batch."""
-        batch: list[Example] = []
+    def _take(self) -> tuple[list[Item], bool]:
+        """Waits for an item and collects those of the next BATCH_S; also returns True with the last batch."""
+        batch: list[Item] = []
         until: float | None = None
-        while len(batch) < QUEUED:
+        while len(batch) < self._queue.maxsize:
             try:
-                example = self._queue.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                item = self._queue.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
-            if example is None:
+            if item is None:
                 return batch, True
-            batch.append(example)
+            batch.append(item)
             until = until or time.monotonic() + BATCH_S
         return batch, False
+
+
+class ExampleWriter(StoreWriter[Example]):
+    """Writes examples of the target with this fingerprint."""
+
+    def __init__(self, open_store: Callable[[], ExampleStore], target: str) -> None:
+        super().__init__(open_store, partial(ExampleStore.add, target=target))
+
+
+PROMPT_STATES = 512  # states kept before an answer; a trainer reads no more
+SESSION_BYTES = 16 << 20  # most bytes of states kept of one session: its first ones
+OPEN_BYTES = 256 << 20  # most bytes of states of open sessions
+QUEUED_STATES = 16  # most sessions whose states wait to be written
+
+
+@dataclass(slots=True)
+class _Record:
+    """States of an open session so far."""
+
+    begins: int  # position before which none are kept
+    first: int = 0
+    rows: list[bytes] = field(default_factory=list)
+    bytes: int = 0
+
+
+class StateRecorder:
+    """Keeps the hidden states that a drafter's head reads, and writes a session's when it ends.
+
+    Keeps them only of sessions whose Open says `may_learn`. A drafting method calls it on the drafting thread.
+    """
+
+    def __init__(self, open_store: Callable[[], ExampleStore], kind: str, row_bytes: int) -> None:
+        self._kind = kind
+        self._row_bytes = row_bytes
+        self._records: dict[str, _Record] = {}
+        self._bytes = 0  # total of `_records`
+        self._writer: StoreWriter[KeptStates] = StoreWriter(open_store, ExampleStore.add_states, QUEUED_STATES)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of sessions by outcome: kept, dropped, failed."""
+        return self._writer.counts
+
+    def open(self, request: Open) -> None:
+        """Starts a session; an earlier one of that name has been closed."""
+        if request.may_learn:
+            self._records[request.session] = _Record(max(0, request.prompt_len - PROMPT_STATES))
+
+    def states(self, session: str, first: int, rows: bytes) -> None:
+        """Adds states at positions `first`, `first` + 1, ..., which follow those before."""
+        record = self._records.get(session)
+        if record is None:
+            return
+        skipped = max(0, record.begins - first)
+        kept = rows[skipped * self._row_bytes :]
+        if record.bytes + len(kept) > SESSION_BYTES:
+            record.begins = sys.maxsize  # the states kept have no gaps, so this was the last
+            return
+        if not kept:
+            return
+        if self._bytes + len(kept) > OPEN_BYTES:
+            self._forget(session)
+            self._writer.counts["dropped"] += 1
+            return
+        if not record.rows:
+            record.first = first + skipped
+        record.rows.append(kept)
+        record.bytes += len(kept)
+        self._bytes += len(kept)
+
+    def close(self, sessions: Sequence[str]) -> None:
+        """Queues the states of sessions that have ended; ignores unknown ones."""
+        for session in sessions:
+            record = self._forget(session)
+            if record is not None and record.rows:
+                self._writer.offer(KeptStates(session, self._kind, record.first, b"".join(record.rows)))
+
+    def end(self) -> None:
+        """Writes all queued states; waits up to WAIT_S. Those of open sessions are dropped."""
+        self._writer.close()
+
+    def _forget(self, session: str) -> _Record | None:
+        record = self._records.pop(session, None)
+        self._bytes -= 0 if record is None else record.bytes
+        return record

@@ -4,13 +4,15 @@ import random
 import stat
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from actors.learning.examples import FILE, ExampleStore, ExampleWriter
+from actors.learning.examples import FILE, ExampleStore, ExampleWriter, KeptStates, StateRecorder
 from cluster.errors import ConfigError
 from cluster.learning import Example, Source
+from protos.messages import Open
 
 DAY_S = 86_400.0
 
@@ -22,10 +24,10 @@ class Clock:
         return self.now
 
 
-def an_example(seed: int, length: int = 64, key: str = "", version: str = "") -> Example:
+def an_example(seed: int, length: int = 64, key: str = "", version: str = "", session: str = "") -> Example:
     chosen = random.Random(seed)
     prompt = tuple(chosen.randrange(49_152) for _ in range(10))
-    return Example(prompt, tuple(chosen.randrange(49_152) for _ in range(length)), Source(key, version))
+    return Example(prompt, tuple(chosen.randrange(49_152) for _ in range(length)), Source(key, version), session)
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Iterator[ExampleStore]:
-    opened = ExampleStore(tmp_path, max_tokens=1000, max_age_s=DAY_S, clock=clock)
+    opened = ExampleStore(tmp_path, max_tokens=1000, max_age_s=DAY_S, max_state_bytes=1000, clock=clock)
     yield opened
     opened.close()
 
@@ -114,3 +116,93 @@ def test_a_writer_keeps_what_it_was_offered_and_counts_what_it_could_not_keep(tm
     broken.offer(an_example(1))
     broken.close()
     assert broken.counts == {"failed": 1}
+
+
+# ---------------------------------------------------------------- hidden states
+
+
+def kept(session: str, rows: bytes = b"\x01\x02" * 50, first: int = 3) -> KeptStates:
+    return KeptStates(session, "2 bfloat16", first, rows)
+
+
+def sessions(store: ExampleStore, *names: str) -> list[str]:
+    """Returns those of the sessions that have states."""
+    return [name for name in names if store.states_of(name)]
+
+
+def test_states_are_found_by_session_and_kind_and_the_longer_ones_stay(store):
+    assert store.add_states([kept("a"), kept("b", b"xy")]) == {"kept": 2}
+    assert store.states_span("a", "2 bfloat16") == (3, 100)
+    assert store.states_span("a", "4 bfloat16") is store.states_span("c", "2 bfloat16") is None
+    store.add_states([kept("a", b"short", 7), kept("b", b"longer", 7)])
+    assert (store.states_of("a"), store.states_of("b")) == (b"\x01\x02" * 50, b"longer")
+    assert store.states_span("b", "2 bfloat16") == (7, 6)
+
+
+def test_states_leave_with_their_example_and_soon_without_one(store, clock):
+    store.add_states([kept(name) for name in "abcd"])
+    store.add(
+        [an_example(1, key="team", session="a"), an_example(2, session="b"), an_example(2, session="c")], "target"
+    )
+    assert sessions(store, *"abcd") == ["a", "b", "c", "d"]
+    clock.now += DAY_S / 2
+    store.sweep()
+    assert sessions(store, *"abcd") == ["a", "b"], "that of a near-duplicate and that of no example are gone"
+    store.forget("team")
+    assert sessions(store, *"abcd") == ["b"]
+    clock.now += DAY_S
+    store.sweep()
+    assert sessions(store, *"abcd") == []
+
+
+def test_forgetting_leaves_nothing_of_states_on_disk(store, tmp_path):
+    secret = bytes(range(60, 200))
+    store.add([an_example(1, session="a")], "target")
+    store.add_states([kept("a", secret), kept("its example is still to come", secret)])
+    assert any(secret in path.read_bytes() for path in tmp_path.iterdir())
+    store.forget()
+    assert not any(secret[:20] in path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_the_oldest_states_leave_when_there_are_too_many_bytes(store, clock):
+    for name in "abc":
+        clock.now += 1
+        store.add([an_example(ord(name), length=8, session=name)], "target")
+        store.add_states([kept(name, b"x" * 400)])
+    assert sessions(store, *"abc") == ["b", "c"]
+    assert store.size().examples == 3
+
+
+def an_open(session: str, prompt: int = 10, may_learn: bool = True) -> Open:
+    measured = Open.measured(session, tuple(range(prompt)), prompt + 50, 4)
+    return replace(measured, may_learn=may_learn)
+
+
+def test_a_recorder_writes_only_sessions_that_may_become_examples(store, tmp_path):
+    recorder = StateRecorder(lambda: ExampleStore(tmp_path, 1000, DAY_S, 1000), "2 bfloat16", row_bytes=4)
+    for name, may_learn in (("yes", True), ("no", False), ("open", True)):
+        recorder.open(an_open(name, may_learn=may_learn))
+        recorder.states(name, 8, b"abcdefgh")
+        recorder.states(name, 10, b"ijkl")
+    recorder.states("unknown", 0, b"abcd")
+    recorder.close(["yes", "no", "unknown"])
+    recorder.end()
+    assert sessions(store, "yes", "no", "open", "unknown") == ["yes"]
+    assert store.states_of("yes") == b"abcdefghijkl"
+    assert store.states_span("yes", "2 bfloat16") == (8, 12)
+    assert recorder.counts == {"kept": 1}
+
+
+def test_a_recorder_skips_the_states_of_a_long_prompts_beginning(store, tmp_path):
+    recorder = StateRecorder(lambda: ExampleStore(tmp_path, 1000, DAY_S, 10_000), "2 bfloat16", row_bytes=4)
+    recorder.open(an_open("a", prompt=1000))
+    for first in range(0, 1000, 100):
+        recorder.states("a", first, b"".join(position.to_bytes(4, "little") for position in range(first, first + 100)))
+    recorder.close(["a"])
+    recorder.end()
+    found = store.states_span("a", "2 bfloat16")
+    assert found is not None
+    first, size = found
+    assert first + size // 4 == 1000
+    assert 0 < first < 990
+    assert store.states_of("a")[:4] == first.to_bytes(4, "little")
