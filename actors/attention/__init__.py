@@ -1,9 +1,10 @@
 """Attention of a step's rows over the paged cache.
 
-A backend plans a step once, on the host, and its plan is called in every layer. `sdpa_gather` works everywhere and is
-the reference; `flashinfer`, `varlen` and `flex` read the pages in place. `select_backend` measures them at start and
-selects the fastest correct one. All of them read the same pool, whose keys and values are strided views (`pages_of`).
-`batch` turns a step's rows into flat tensors, and `hugging_face` registers `paged_attention` with transformers.
+A backend plans each step once, on the host, and every layer calls the plan. `sdpa_gather` is the reference and works on
+every device; `flashinfer`, `varlen` and `flex` read the pages in place. `select_backend` measures the backends at start
+and selects the fastest correct one. All backends read the same pool, whose keys and values are strided views
+(`pages_of`). `batch` turns a step's rows into flat tensors, and `hugging_face` registers `paged_attention` with
+transformers.
 
 To add a backend, implement `AttentionBackend` and `AttentionPlan` and add an entry to `choose_attention`.
 """
@@ -19,7 +20,7 @@ from actors.compute.kv_cache import InputRow, PagedCache
 class AttentionPlan(Protocol):
     """Attention plan for one step's rows, shared by all layers.
 
-    `integers` are the numbers it needs on the device; before the first call, `place` receives them there as int64
+    `integers` lists the numbers to copy to the device. Before the first call, `place` receives them as int64 device
     tensors in the same order.
     """
 
@@ -29,17 +30,17 @@ class AttentionPlan(Protocol):
     def place(self, parts: Sequence[Tensor]) -> None: ...
 
     def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        """Attends each row's queries to its keys and values, the new ones included.
+        """Attends each row's queries to the row's keys and values, including new ones.
 
         Queries have shape (total, heads, head dim), a layer's pool (positions, 2 x kv heads, head dim); the result has
-        the queries' shape. A query sees the keys up to its position; with a window, only the last `window` of them. The
-        query of a tree node also sees the nodes on its path (`InputRow`).
+        the queries' shape. A query attends to keys up to its position; with a window, only to the last `window` of
+        them. A tree node's query also attends to the nodes on its path (`InputRow`).
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """A kind of attention kernel over the paged cache."""
+    """Attention kernel over the paged cache."""
 
     @property
     def name(self) -> str: ...
@@ -53,6 +54,6 @@ class AttentionBackend(Protocol):
 
 
 def pages_of(pool: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Returns views of a layer's keys and values, (pages, page size, kv heads, head dim) each."""
+    """Returns views of a layer's keys and values, each of shape (pages, page size, kv heads, head dim)."""
     keys, values = pool.view(-1, page_size, *pool.shape[1:]).chunk(2, dim=2)
     return keys, values

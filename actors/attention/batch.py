@@ -9,7 +9,7 @@ from actors.compute.kv_cache import InputRow, PagedCache, to_device
 
 
 class Interrupted(Exception):
-    """Raised when a forward is abandoned; the cache of its rows is then undefined."""
+    """Raised when a forward is abandoned. The cache slots of its rows are then undefined."""
 
 
 def never() -> bool:
@@ -18,7 +18,7 @@ def never() -> bool:
 
 
 class RaggedBatch:
-    """Concatenated rows of different lengths; all of their integers are copied to the device together."""
+    """Concatenated rows of varying length; all of their integers are copied to the device in one operation."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class RaggedBatch:
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
-        """Caches the new keys and values and attends each row to its own; returns (total, heads x head dim).
+        """Caches the new keys and values, then attends each row to its own; returns (total, heads x head dim).
 
-        Raises Interrupted if the forward is no longer needed; checked in every layer.
+        Checks for an interruption first, so once per layer, and raises Interrupted.
         """
         if self._interrupted():
             raise Interrupted

@@ -1,6 +1,6 @@
-"""Attention by FlashInfer (the extra `flashinfer`): ragged queries over pages in place.
+"""Attention by FlashInfer (extra `flashinfer`): ragged queries over pages in place.
 
-FlashInfer plans on the host for one shape, scale and window, then runs in every layer with the same ones.
+FlashInfer makes one plan on the host per shape, scale and window; all layers with the same three share it.
 """
 
 import importlib
@@ -20,7 +20,7 @@ WORKSPACE_BYTES = 128 << 20  # size recommended by FlashInfer
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Properties of a layer; layers that differ in any of them need separate plans."""
+    """Properties of a layer that determine its plan."""
 
     heads: int
     kv_heads: int
@@ -28,11 +28,11 @@ class _Shape:
     dtype: torch.dtype
     scaling: float | None
     window: int | None
-    masked: bool  # a wrapper's first plan fixes its kernel, and not all kernels support masks
+    masked: bool  # a wrapper's first plan selects its kernel, and not all kernels support masks
 
 
 class FlashInfer:
-    """Backend based on the module flashinfer (`library`)."""
+    """Backend over the module flashinfer (`library`)."""
 
     name = "flashinfer"
     takes_trees = True
@@ -46,7 +46,7 @@ class FlashInfer:
         return FlashInferPlan(rows, cache, self)
 
     def wrapper(self, shape: _Shape) -> Any:
-        """Returns a shape's wrapper, reused across steps. All share one workspace, since they run in sequence."""
+        """Returns a shape's wrapper, reused across steps. Wrappers run in sequence, so they share one workspace."""
         if shape not in self._wrappers:
             make = self._library.BatchPrefillWithPagedKVCacheWrapper
             self._wrappers[shape] = make(self._workspace, "NHD")
@@ -54,7 +54,7 @@ class FlashInfer:
 
 
 class FlashInferPlan:
-    """Makes one call per layer for all rows; layers of the same shape share a plan, made at the first of them.
+    """Makes one call per layer for all rows; the first layer of a shape makes the plan for all of them.
 
     FlashInfer plans on the host and copies its integers itself.
     """
@@ -78,7 +78,7 @@ class FlashInferPlan:
                 [row.end - (len(pages) - 1) * cache.page_size for row, pages in zip(rows, used, strict=True)],
             )
         ]
-        # With a custom mask, FlashInfer derives further lists from these on the device.
+        # With a custom mask, FlashInfer derives further lists on the device.
         self._lists = [numbers.to(cache.device) for numbers in lists] if self._has_trees else lists
         self._planned: dict[_Shape, Any] = {}
 
@@ -96,11 +96,11 @@ class FlashInferPlan:
 
     def _plan(self, shape: _Shape) -> Any:
         wrapper = self._backend.wrapper(shape)
-        if shape.masked:  # windows count positions, which differ from slots for tree nodes
+        if shape.masked:  # windows count positions, and a tree node's position differs from its slot
             masks = [visible_keys(row, shape.window).flatten() for row in self._rows]
             seen: dict[str, Any] = {"custom_mask": torch.cat(masks).to(self._device)}
         else:
-            # FlashInfer's window does not count the query's own key.
+            # FlashInfer's window excludes the query's own key.
             seen = {"causal": True, "window_left": -1 if shape.window is None else shape.window - 1}
         wrapper.plan(
             *self._lists,
@@ -116,7 +116,7 @@ class FlashInferPlan:
 
 
 def visible_keys(row: InputRow, window: int | None) -> Tensor:
-    """Returns which of a row's slots each of its tokens sees, (tokens, slots)."""
+    """Returns the mask of slots visible to each token of a row, (tokens, slots)."""
     positions = torch.tensor([*range(row.start), *row.positions])
     slots = torch.arange(row.end)
     seen = slots <= torch.tensor(row.seen).unsqueeze(1)

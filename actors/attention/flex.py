@@ -1,6 +1,6 @@
-"""Attention by torch's FlexAttention, with a block mask of the pages that each row reads.
+"""Attention by torch's FlexAttention, with a block mask of each row's pages.
 
-On a GPU it compiles to one kernel that reads pages in place. Uncompiled, as on a CPU, it computes every score of the
+On a GPU, it compiles to one kernel that reads pages in place. On a CPU, it runs uncompiled and computes scores over the
 whole pool, which is only fast enough for tests.
 """
 
@@ -16,9 +16,9 @@ from actors.attention import pages_of
 from actors.compute.kv_cache import InputRow, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
-QUERY_BLOCK = 128  # queries that share a list of pages
-MIN_BLOCK_KEYS = 16  # smallest number of keys per kernel block
-MAX_KERNELS = 64  # kernels that torch may build before it computes every score instead: chains, trees, windows, ...
+QUERY_BLOCK = 128  # queries per list of pages
+MIN_BLOCK_KEYS = 16  # minimum number of keys per kernel block
+MAX_KERNELS = 64  # limit on compiled kernels (chains, trees, windows, ...); beyond it, torch computes all scores
 WORD = 32  # nodes per bit set
 WORDS = -(-MAX_BLOCK_TOKENS // WORD)
 
@@ -42,7 +42,7 @@ class FlexPlan:
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel
         self._page_size = cache.page_size
-        self._pages = cache.nowhere // cache.page_size + 1  # pages of the pool, the padding page included
+        self._pages = cache.nowhere // cache.page_size + 1  # pages of the pool, including the padding page
         self._rows = len(rows)
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
         row_of = [index for index, row in enumerate(rows) for _ in row.tokens]
@@ -72,13 +72,13 @@ class FlexPlan:
         self._page_of_row = torch.full((self._rows * self._pages,), -1, device=held.device)
         self._page_of_row[held] = logical
         self._counts = counts.to(torch.int32).view(1, 1, -1)
-        # Kernels expect one entry per page of the pool; those beyond a block's count are ignored.
+        # Kernels expect one entry per page of the pool; they ignore entries beyond a block's count.
         blocks = torch.zeros(len(counts) * self._pages, dtype=torch.int32, device=held.device)
         blocks[listed_at] = listed.to(torch.int32)
         self._blocks = blocks.view(1, 1, -1, self._pages)
 
     def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        # The kernel multiplies masked values by zero, and leftover memory of another session could be NaN.
+        # The kernel multiplies masked values by zero, and unwritten memory may contain NaN.
         pool.index_fill_(0, self._behind, 0)
         if window not in self._masks:
             self._masks[window] = self._block_mask(window, len(query), len(pool))
@@ -117,7 +117,7 @@ class FlexPlan:
         )
 
     def _seen_in_trees(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Returns the mask function for trees: a node sees the nodes on its path, but not those in between."""
+        """Returns the mask function for trees: a node sees the text before the tree and the nodes on its path."""
         row_of = self._row_of
         positions = self._positions
         page_of_row = self._page_of_row
@@ -144,12 +144,12 @@ class FlexPlan:
 
 
 def _laid_out(query: Tensor) -> Tensor:
-    """Returns a contiguous copy of a slice, since torch builds a kernel for each memory layout."""
+    """Returns a contiguous copy, since torch compiles one kernel per memory layout."""
     return query.flatten().view(query.shape)
 
 
 def _tree_integers(rows: Sequence[InputRow]) -> list[list[int]]:
-    """Returns, per query, the last slot up to which it sees everything, and WORDS bit sets of the nodes on its path.
+    """Returns, per query, the last slot of its fully visible prefix, and WORDS bit sets of the nodes on its path.
 
     Also returns, per row, its first slot, the start of its tokens in the batch, and the slot of its first node.
     """
@@ -169,9 +169,9 @@ def _tree_integers(rows: Sequence[InputRow]) -> list[list[int]]:
 
 
 def _behind_the_ends(rows: Sequence[InputRow], page_size: int) -> Iterator[tuple[int, int]]:
-    """Yields page and offset of the unwritten positions in rows' last pages.
+    """Yields (page, offset) of each unwritten position in the rows' last pages.
 
-    A page that is being written belongs to one row only.
+    A partly written page belongs to exactly one row.
     """
     for row in rows:
         filled = (row.end - 1) % page_size + 1
@@ -179,9 +179,9 @@ def _behind_the_ends(rows: Sequence[InputRow], page_size: int) -> Iterator[tuple
 
 
 def flex_for(page_size: int) -> Flex:
-    """Creates the compiled backend. Raises RuntimeError for page sizes that no kernel can read."""
+    """Creates the compiled backend. Raises RuntimeError if no kernel supports the page size."""
     if page_size < MIN_BLOCK_KEYS or page_size & (page_size - 1):
-        raise RuntimeError(f"pages of {page_size} positions; expected a power of two from {MIN_BLOCK_KEYS} on")
+        raise RuntimeError(f"no kernel for page_size {page_size}; use a power of two, at least {MIN_BLOCK_KEYS}")
     return Flex(compiled())
 
 

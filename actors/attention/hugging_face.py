@@ -1,4 +1,4 @@
-"""Registers `paged_attention` with transformers, for models that run through transformers' code."""
+"""Registers `paged_attention` with transformers, for models that run in transformers' own code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from actors.attention.batch import RaggedBatch
 from cluster.errors import ModelError
 
 ATTENTION_NAME = "slipstream"
-CHANGES_SCORES = {  # arguments of transformers' attention functions that change the result, with their features
+CHANGES_SCORES = {  # unsupported arguments of transformers' attention functions, and their features
     "s_aux": "attention sinks",
     "softcap": "a soft cap on scores",
     "position_bias": "a bias by position",
@@ -23,7 +23,7 @@ CHANGES_SCORES = {  # arguments of transformers' attention functions that change
 
 
 class BatchSlot:
-    """Holds the batch of the running forward; all attention layers of a model share one slot."""
+    """Holds the batch of the current forward; all attention layers of a model share one slot."""
 
     def __init__(self) -> None:
         self._batch: RaggedBatch | None = None
@@ -54,14 +54,16 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface with `RaggedBatch.attend`.
 
-    Pads narrower values to the width of the cached keys. Raises ModelError for arguments that would change the result
-    and that no backend supports.
+    Pads narrower values to the width of the cached keys. Raises ModelError for arguments that affect the result but are
+    not supported by any backend.
     """
     for name, meaning in CHANGES_SCORES.items():
         if others.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} needs {meaning} ({name}), which is not supported")
+            raise ModelError(
+                f"{type(module).__name__} needs {meaning} ({name}), which is not supported; use another model"
+            )
     if value.shape[-1] > key.shape[-1]:
-        raise ModelError(f"{type(module).__name__} has values that are wider than its keys, which is not supported")
+        raise ModelError(f"{type(module).__name__} has values wider than its keys; use another model")
     slot = module.batch_slot
     assert isinstance(slot, BatchSlot), "`share_batch` gives every attention layer a slot"
     padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
@@ -72,10 +74,10 @@ def paged_attention(
 
 
 def share_batch(model: PreTrainedModel) -> BatchSlot:
-    """Gives all attention layers of a model one slot and returns it; idempotent.
+    """Gives all attention layers of a model one slot and returns this slot; idempotent.
 
-    Passing the batch as an argument of the model's forward would fail: some architectures do not pass arguments on to
-    their layers.
+    The batch cannot be an argument of the model's forward, since some architectures do not pass arguments on to their
+    layers.
     """
     slot = getattr(model, "batch_slot", None) or BatchSlot()
     for module in (model, *(module for module in model.modules() if hasattr(module, "layer_idx"))):

@@ -1,7 +1,7 @@
-"""Attention over gathered keys and values by torch's scaled dot product attention; works everywhere.
+"""Attention over gathered keys and values by torch's scaled dot product attention; works on every device.
 
-Rows of similar length are attended together, so layers do no work per row. A group of one row with adjacent pages is
-not copied.
+Rows of similar length form a group, and a layer attends group by group. The keys and values of a group of one row with
+adjacent pages are not copied.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from actors.compute.kv_cache import InputRow, PagedCache
 
-SHORT_ROW = 8  # rows of up to this many tokens (blocks, single tokens) share a group
-SHORT_CONTEXT = 256  # contexts up to this length share a group; longer ones share it within a power of two
-CPU_POSITIONS = 2048  # most keys per group on a CPU, so that the gathered copy stays in its cache
+SHORT_ROW = 8  # rows of up to this number of tokens (blocks, single tokens) share a group
+SHORT_CONTEXT = 256  # contexts up to this length share a group; longer contexts have one group per power of two
+CPU_POSITIONS = 2048  # maximum keys per group on a CPU, so that the gathered copy fits in its cache
 
 
 class SdpaGather:
@@ -36,13 +36,13 @@ class RowGroup:
     queries: int
     keys: int
     query_at: Tensor | None  # (count x queries,): indices in the flat batch; None: the whole batch, in order
-    real: Tensor | None  # (real queries,): indices of the padded queries that are not padding; None: all
+    real: Tensor | None  # (real queries,): indices of the queries that are not padding; None: all
     key_at: Tensor | slice  # (count x keys,): slots in the pool
     positions: Tensor  # (count, queries)
-    seen: Tensor  # (count, queries): last key up to which a query sees everything; later ones only on its path
+    seen: Tensor  # (count, queries): last key of the fully visible prefix; later keys are visible only on the path
     on_path: Tensor  # (node pairs,): indices in (count, queries, keys)
     behind: Tensor  # (node pairs,): distance in positions from query to key
-    all_visible: bool  # whether every query sees every key, windows aside
+    all_visible: bool  # whether every query sees every key, disregarding windows
 
 
 class SdpaGatherPlan:
@@ -68,7 +68,7 @@ class SdpaGatherPlan:
             return self._attend_group(0, query, pool, scaling, window)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for index, group in enumerate(self.groups):
-            assert group.query_at is not None, "a group that is the whole batch has no others beside it"
+            assert group.query_at is not None, "query_at is None only for a single group"
             attended = self._attend_group(index, query[group.query_at], pool, scaling, window)
             if group.real is None:
                 out.index_copy_(0, group.query_at, attended)
@@ -79,9 +79,9 @@ class SdpaGatherPlan:
     def _attend_group(
         self, index: int, query: Tensor, pool: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        """Attends one group; query and result have shape (count x queries, heads, head dim).
+        """Attends one group. `query` and the result have shape (count x queries, heads, head dim).
 
-        Query heads that share a key head are treated as further queries of it, so keys and values are never repeated.
+        Query heads that share a key head become further queries of it, so keys and values are never repeated.
         """
         rows = self.groups[index]
         heads, head_dim = query.shape[1:]
@@ -102,7 +102,7 @@ class SdpaGatherPlan:
     def mask(self, group: int, repeat: int, window: int | None) -> Tensor | None:
         """Returns the additive mask, (count, 1, repeat x queries, keys), with each query repeated for `repeat` heads.
 
-        Returns None if nothing is masked. Masks are created once per step, for all layers.
+        Returns None if nothing is masked. All layers share one mask per step.
         """
         rows = self.groups[group]
         if rows.all_visible and (window is None or rows.keys <= window):
@@ -123,22 +123,20 @@ class SdpaGatherPlan:
 
 
 class _GroupDraft:
-    """Host-side description of a group, before its integers are on the device.
+    """Host-side description of a group whose integers are not yet on the device.
 
     `integers` are query_at, real, positions, seen, on_path, behind, tables and ends.
     """
 
     def __init__(self, members: list[tuple[int, InputRow]], rows: int, page_size: int) -> None:
-        """`members`: the group's rows, each with the start of its tokens in the flat batch; `rows`: number of rows in
-        the batch.
-        """
+        """`members`: (start of the row's tokens in the flat batch, row) pairs; `rows`: number of rows in the batch."""
         self.count = len(members)
         self.queries = max(len(row.tokens) for _, row in members)
         self.keys = max(row.end for _, row in members)
         self.even = all(len(row.tokens) == self.queries for _, row in members)
         self.whole = self.even and len(members) == rows
         self.all_visible = self.queries == 1 and all(row.end == self.keys for _, row in members)
-        # Padding repeats a row's last query; its result is discarded.
+        # Padding repeats a row's last query; the result of padding is discarded.
         offsets = [[min(i, len(row.tokens) - 1) for i in range(self.queries)] for _, row in members]
         pages = -(-self.keys // page_size)
         first = members[0][1].pages[:pages]
@@ -188,18 +186,18 @@ class _GroupDraft:
 
 
 def _gather(rows: RowGroup, pool: Tensor) -> Tensor:
-    """Returns the group's keys and values, (count, keys, 2, kv heads, head dim); a view if they are adjacent."""
+    """Returns the group's keys and values, (count, keys, 2, kv heads, head dim); a view if its pages are adjacent."""
     gathered = pool[rows.key_at] if isinstance(rows.key_at, slice) else pool.index_select(0, rows.key_at)
     return gathered.view(rows.count, rows.keys, 2, pool.shape[1] // 2, pool.shape[2])
 
 
 def _octave(length: int, least: int) -> int:
-    """Maps a length to a bucket: one bucket up to `least`, then one per power of two."""
+    """Maps a length to a bucket: one bucket up to `least`, then one bucket per power of two."""
     return (max(length, least) - 1).bit_length()
 
 
 def _alike(rows: Sequence[InputRow]) -> list[list[tuple[int, InputRow]]]:
-    """Groups rows of similar length, so that padding at most doubles them."""
+    """Groups rows of similar length, so that padding at most doubles a row."""
     groups: dict[tuple[int, int], list[tuple[int, InputRow]]] = {}
     begin = 0
     for row in rows:
@@ -210,7 +208,7 @@ def _alike(rows: Sequence[InputRow]) -> list[list[tuple[int, InputRow]]]:
 
 
 def _groups(rows: Sequence[InputRow], device: torch.device) -> list[list[tuple[int, InputRow]]]:
-    """Groups similar rows; on a CPU, also limits the keys that a group gathers."""
+    """Groups rows of similar length; on a CPU, also limits the number of keys per group."""
     if device.type != "cpu":
         return _alike(rows)
     groups = []
@@ -225,9 +223,9 @@ def _padded(pages: tuple[int, ...], count: int) -> list[int]:
 
 
 def _slots(tables: Tensor, ends: Tensor, keys: int, cache: PagedCache) -> Tensor:
-    """Returns the pool's slots of each row's first `keys` positions, (rows x keys,).
+    """Returns the pool slots of each row's first `keys` positions, (rows x keys,).
 
-    Positions beyond a row's end read the padding page: masks hide scores, but not NaN in another row's memory.
+    Positions beyond a row's end read the padding page, because a mask does not hide NaN in another row's memory.
     """
     size = cache.page_size
     slots = tables.unsqueeze(2) * size + torch.arange(size, device=tables.device)

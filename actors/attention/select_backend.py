@@ -1,7 +1,7 @@
-"""Selects the attention backend of a model on a device: the fastest correct one, measured at start.
+"""Selects the fastest correct attention backend for a model and device, by measurements at start.
 
-A backend is correct if it agrees with `sdpa_gather`, also where memory of other rows holds NaN. `attention_shape`
-derives what a model's layers require of attention and cache.
+A backend is correct if it agrees with `sdpa_gather`, even if the memory of other rows holds NaN. `attention_shape`
+derives the sizes of attention and cache from a model's config.
 """
 
 import logging
@@ -24,13 +24,13 @@ from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.varlen import varlen_for
 from actors.compute.kv_cache import InputRow, PagedCache
 
-GATHERED = "colwise_gather_output"  # style in transformers' tensor-parallel plans: ranks exchange their projections
+GATHERED = "colwise_gather_output"  # style in transformers' tensor-parallel plans: ranks gather their projections
 REPEATS_KEYS = frozenset({"jetmoe"})  # architectures that repeat keys for every query head before attention
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes of one rank's attention and cache."""
+    """Sizes of attention and cache on one rank."""
 
     layers: int
     heads: int
@@ -42,14 +42,14 @@ class AttentionShape:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in all layers, keys and values."""
+        """Size of one page in bytes: keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
 
 
 def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> AttentionShape:
-    """Returns the sizes of attention and cache on one of `ranks`, from the model's config.
+    """Derives the sizes of attention and cache on one of `ranks` from the model's config.
 
-    `actors.models.reference_check` proves for every class that its layers write exactly this.
+    `actors.models.reference_check` verifies for every model class that its layers write exactly these sizes.
     """
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
@@ -66,18 +66,18 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
 
 
 def _splits_heads(model: PreTrainedModel) -> bool:
-    """Returns whether ranks split the heads; a fused projection, or a norm over all heads, needs all of them."""
+    """Returns whether ranks split the heads; a fused projection or a norm over all heads prevents this."""
     plan = model.tp_plan or {}
     return not any(style == GATHERED for name, style in plan.items() if "attn" in name or "attention" in name)
 
 
 def _has_latent_attention(config: PretrainedConfig) -> bool:
-    """Returns whether keys and values are projected from one latent vector, separately for every query head."""
+    """Returns whether each query head projects its keys and values from one shared latent vector."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _kv_heads(config: PretrainedConfig, heads: int) -> int:
-    """Returns the number of key heads passed to attention, all of which are cached."""
+    """Returns the number of key heads passed to attention; all of them are cached."""
     if _has_latent_attention(config) or config.model_type in REPEATS_KEYS:
         return heads
     if config.model_type == "gpt_bigcode":
@@ -92,16 +92,16 @@ def _head_dim(config: PretrainedConfig, heads: int) -> int:
     return int(named or config.hidden_size // heads)
 
 
-# The trial has one block per row after contexts of several lengths, as in a target.
+# The trial has one block per row, after contexts of several lengths, as in a target's step.
 QUERIES = 5
 PARENTS = (-1, 0, -1, 2)  # parents of the block's nodes, if it is a tree
 CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
 WINDOW = 100
-PROMPT_TOKENS = 300  # tokens of a prompt chunk: more than one query block of a kernel
+PROMPT_TOKENS = 300  # tokens of a prompt chunk; exceeds a kernel's query block
 WARM_UPS = 2
 REPEATS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Errors of libraries that are missing, not built for this device, or unsuited to this shape.
+# Errors of a library that is missing, is not built for this device, or does not support the shape.
 BACKEND_ERRORS = (
     ImportError,
     RuntimeError,
@@ -120,17 +120,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Result of one backend's trial: milliseconds of attention per step, or why the backend is unusable."""
+    """Result of one backend's trial: milliseconds of attention per step, or the reason why the backend is unusable."""
 
     name: str
     step_ms: float | None
     refused: str = ""
-    no_trees: str = ""  # why a usable backend does not support trees
+    no_trees: str = ""  # reason why a usable backend does not support trees
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
-    """The chosen backend and the trials of all; `tried` is empty if there was no choice."""
+    """The selected backend and all trials; `tried` is empty if only one backend applies."""
 
     chosen: str
     tried: tuple[Tried, ...] = ()
@@ -138,20 +138,20 @@ class AttentionReport:
 
     @property
     def is_fallback(self) -> bool:
-        """True if a GPU uses the gathering backend, which copies pages that others read in place."""
+        """True if a GPU uses `sdpa_gather`, which copies pages that other backends read in place."""
         return bool(self.tried) and self.chosen == FALLBACK
 
 
 class Trial:
-    """A repeatable step of attention on random keys and values."""
+    """Repeatable step of attention over random keys and values."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape = shape
-        # Kernels for windows may take a minute to build, so they are built only for models that have windows.
+        # Window kernels may take a minute to build, so they are built only for models with windows.
         self.windows = (None, WINDOW) if shape.slides else (None,)
         per_row = [-(-(context + QUERIES) // shape.page_size) for context in CONTEXTS]
         generator = torch.Generator().manual_seed(0)
-        # Half of the pages belong to no row, and rows' pages are out of order.
+        # Half of the pages are unused, and the rows' pages are not in order.
         pages = torch.randperm(2 * sum(per_row), generator=generator)
         tables = torch.split(pages[: sum(per_row)], per_row)
         self._cache = PagedCache(len(pages), shape.page_size, shape.dtype, device)
@@ -170,7 +170,7 @@ class Trial:
         self._old = [random(context, 2 * shape.kv_heads, shape.head_dim) for context in CONTEXTS]
 
     def attend(self, backend: AttentionBackend, window: int | None, trees: bool = False) -> Tensor:
-        """Returns the result of one layer, with chains or trees; the memory of other rows is set to NaN."""
+        """Returns the result of one layer with chains or trees; sets memory outside the rows to NaN."""
         pool = self._cache.layer(0, self._shape.kv_heads, self._shape.head_dim)
         pool[: self._cache.nowhere] = torch.nan
         size = self._shape.page_size
@@ -182,7 +182,7 @@ class Trial:
         return batch.attend(0, self._query, self._new, self._scaling, window)
 
     def build(self, backend: AttentionBackend, trees: bool) -> None:
-        """Attends once for every kind of step, so that all kernels are built before serving."""
+        """Attends once per kind of step, so that all kernels are built before serving."""
         for window in self.windows:
             for rows in self._kinds(trees):
                 batch = RaggedBatch(rows, self._cache, backend)
@@ -191,14 +191,14 @@ class Trial:
                 batch.attend(0, query, self._new[:1].expand(total, -1, -1), self._scaling, window)
 
     def _kinds(self, trees: bool) -> list[list[InputRow]]:
-        """Returns batches of single tokens, chains and trees, of one or several rows, some with a long prompt chunk."""
+        """Returns batches of one or several rows: single tokens, chains, trees and long prompt chunks."""
         token = replace(self._rows[0], tokens=(0,))
         long = InputRow((0,) * PROMPT_TOKENS, 0, 0, self._rows[-1].pages)
         chains = [[token], self._rows[:1], self._rows[:2], [long]]
         return [*chains, self._trees[:1], self._trees[:2], [long, *self._trees[:2]]] if trees else chains
 
     def step(self, backend: AttentionBackend) -> None:
-        """Computes a step's attention in all layers and waits for the device."""
+        """Computes one step's attention in all layers and waits for the device."""
         batch = RaggedBatch(self._rows, self._cache, backend)
         for _ in range(self._shape.layers):
             batch.attend(0, self._query, self._new, self._scaling, None)
@@ -209,7 +209,7 @@ class Trial:
 def fastest(
     makes: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[AttentionBackend, AttentionReport]:
-    """Returns the fastest correct backend; `gathered` is the reference and always a candidate."""
+    """Returns the fastest correct backend; `SdpaGather` is the reference and always a candidate."""
     reference = SdpaGather()
     best: AttentionBackend = reference
     best_ms = _step_ms(reference, trial, clock)
@@ -232,9 +232,9 @@ def fastest(
 
 
 def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float) -> str:
-    """Returns why a backend that is correct for chains does not support trees; empty if it does."""
+    """Returns the reason why a backend does not support trees; empty if it does. It must be correct for chains."""
     if not backend.takes_trees:
-        return "its kernel takes no mask"
+        return "its kernel does not support masks"
     try:
         _check(backend, trial, reference, tolerance, trees=True)
     except BACKEND_ERRORS as error:
@@ -245,13 +245,15 @@ def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBacke
 def _check(
     backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float, trees: bool = False
 ) -> None:
-    """Raises ValueError if results differ from the reference by more than the tolerance."""
+    """Raises ValueError if a result differs from the reference by more than the tolerance."""
     for window in trial.windows:
         expected = trial.attend(reference, window, trees)
         outputs = trial.attend(backend, window, trees)
         if not torch.allclose(outputs, expected, atol=tolerance, rtol=tolerance):
             furthest = float((outputs.float() - expected.float()).abs().max())
-            raise ValueError(f"its result is off by {furthest:.3g} with a window of {window}, expected {tolerance:.3g}")
+            raise ValueError(
+                f"its result is off by {furthest:.3g} with window {window}; at most {tolerance:.3g} is allowed"
+            )
 
 
 def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]) -> float:
@@ -267,13 +269,13 @@ def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]
 
 @torch.inference_mode()
 def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
-    """Measures the backends on a GPU and returns the fastest. On a CPU only `SdpaGather` works."""
+    """Measures the backends on a GPU and returns the fastest correct one. On a CPU, only `SdpaGather` works."""
     if device.type != "cuda":
         return SdpaGather(), AttentionReport(SdpaGather.name)
     makes: dict[str, Make] = {
         "flashinfer": lambda: flashinfer_for(device),
         "flex": lambda: flex_for(shape.page_size),
-        "varlen": lambda: varlen_for(device),  # last, since it replaces torch's kernels
+        "varlen": lambda: varlen_for(device),  # last, since it replaces kernels of torch
     }
     trial = Trial(shape, device)
     backend, report = fastest(makes, trial, TOLERANCE[shape.dtype])
@@ -286,13 +288,13 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
 
 
 def fallback_warning(report: AttentionReport) -> str:
-    """Returns a warning that a GPU uses the slow fallback, with the reason for each other backend."""
+    """Returns the warning that a GPU uses the slow fallback, with the reason against each other backend."""
     others = (
         f"{one.name}: {one.refused or f'slower, {one.step_ms:.2f} ms'}"
         for one in report.tried
         if one.name != report.chosen
     )
     return (
-        "this GPU attends by gathered, which copies all keys and values in every layer; expected flashinfer, flex or"
+        "attention on this GPU uses gathered, which copies all keys and values in every layer; use flashinfer, flex or"
         f" varlen. Install what is missing: {'; '.join(others)}"
     )

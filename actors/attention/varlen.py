@@ -1,7 +1,6 @@
 """Attention by torch's variable-length attention with block tables: FlashAttention over pages in place.
 
-torch supports block tables only with FlashAttention 3 (compute capability 9.0) or 4 (10.0), each from a separate
-package.
+torch supports block tables only with FlashAttention 3 (compute capability 9.0) or 4 (10.0). Each is a separate package.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +50,7 @@ class VarlenPlan:
         numbers = parts[0].to(torch.int32)
         rows = self._rows
         self._begins = numbers[: rows + 1]
-        # Kernels read tables and lengths in wide words, so each is copied to an aligned address.
+        # Kernels read tables and lengths in wide words, so each tensor needs an aligned address.
         self._used = numbers[rows + 1 : 2 * rows + 1].clone()
         self._tables = numbers[2 * rows + 1 :].view(rows, -1).clone()
 
@@ -62,11 +61,11 @@ class VarlenPlan:
             keys,
             values,
             self._begins,
-            None,  # unused, since the block table locates keys
+            None,  # unused with a block table
             self._max_queries,
             self._max_keys,
             scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),  # torch's window does not count the query's own key
+            window_size=(-1 if window is None else window - 1, 0),  # excludes the query's own key
             enable_gqa=query.shape[1] != keys.shape[2],
             seqused_k=self._used,
             block_table=self._tables,
@@ -75,7 +74,7 @@ class VarlenPlan:
 
 
 def varlen_for(device: torch.device) -> Varlen:
-    """Creates the backend. Raises RuntimeError or ImportError if torch has no paged kernel for the device."""
+    """Creates the backend. Raises RuntimeError or ImportError if the device has no paged kernel."""
     major, minor = torch.cuda.get_device_capability(device)
     if major not in IMPLEMENTATION:
         raise RuntimeError(f"no FlashAttention with block tables for compute capability {major}.{minor}")

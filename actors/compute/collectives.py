@@ -1,4 +1,4 @@
-"""Collective operations of tensor-parallel ranks: sums, gathers, and broadcasts by the leader."""
+"""Collective operations of tensor-parallel ranks: all-reduce, all-gather, and broadcast from rank 0."""
 
 import ctypes
 import os
@@ -12,37 +12,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-THREAD_TIMEOUT_S = 30.0  # a thread that takes longer to answer has failed
+THREAD_TIMEOUT_S = 30.0  # a thread that does not respond within this time has failed
 SHARED_MEMORY = Path("/dev/shm")
-CACHE_LINE = 64  # bytes; counters do not share cache lines
-BUFFER_BYTES = 1 << 20  # larger tensors are exchanged in pieces
+CACHE_LINE = 64  # bytes; each counter has its own cache line
+BUFFER_BYTES = 1 << 20  # size of one exchange; larger tensors are split
 SYS_FUTEX = 202  # system call number on x86-64 Linux
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
-YIELDS = 200  # enough for the usual wait within a step; then the rank sleeps, which costs no CPU
+YIELDS = 200  # covers the usual wait within a step; after that, the rank sleeps and uses no CPU
 
 
 class Group(Protocol):
-    """One rank's membership in its group. Every rank makes the same calls in the same order, with equal shapes."""
+    """One rank's view of its group. Every rank must make the same calls in the same order, with equal shapes."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sums over the ranks in place; the result is bitwise equal on every rank."""
+        """Sums over the ranks, in place; the result is bitwise equal on all ranks."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, (size, *tensor.shape)."""
+        """Returns the tensors of all ranks, stacked: (size, *tensor.shape)."""
         ...
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites the tensor with rank 0's."""
+        """Overwrites the tensor with the tensor of rank 0."""
         ...
 
 
 class SingleRank:
-    """Group of a model that is not split."""
+    """Group with a single rank."""
 
     rank = 0
     size = 1
@@ -58,7 +58,7 @@ class SingleRank:
 
 
 class ThreadGroup:
-    """A rank that is a thread of one process, for checking ranks' results without starting processes."""
+    """Group whose ranks are threads of one process, for checks without further processes."""
 
     def __init__(self, rank: int, shown: list[Tensor], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -74,7 +74,7 @@ class ThreadGroup:
         return [cls(rank, shown, barrier) for rank in range(size)]
 
     def abort(self) -> None:
-        """Raises BrokenBarrierError in every rank that waits."""
+        """Raises BrokenBarrierError in every waiting rank."""
         self._barrier.abort()
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -92,7 +92,7 @@ class ThreadGroup:
 
 
 class TorchGroup:
-    """Default group of torch.distributed: NCCL, or gloo between hosts."""
+    """The default group of torch.distributed: NCCL on GPUs, gloo on CPUs."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -111,16 +111,16 @@ class TorchGroup:
 
 
 def shared_bytes(ranks: int) -> int:
-    """Returns the bytes of shared memory that `HostGroup` needs."""
+    """Returns the size of `HostGroup`'s shared memory, in bytes."""
     return ranks * (CACHE_LINE + 2 * BUFFER_BYTES)
 
 
 class HostGroup:
-    """CPU ranks of one host that exchange tensors through shared memory, far faster than gloo's sockets.
+    """Group of CPU ranks on one host; exchanges tensors through shared memory, far faster than gloo's sockets.
 
-    Every rank has two buffers and a counter of the exchanges it has entered. A rank enters an exchange only after all
-    ranks have entered the previous one, so all have finished reading the one before that. Therefore two buffers are
-    enough, and counters never differ by more than one.
+    Every rank has two buffers and a counter of entered exchanges. A rank enters exchange n only after all ranks have
+    entered exchange n - 1, and thus have finished reading exchange n - 2. Therefore, two buffers are enough, and
+    counters differ by at most one.
     """
 
     def __init__(self, rank: int, size: int, path: Path) -> None:
@@ -162,7 +162,7 @@ class HostGroup:
         return torch.split(tensor.view(-1), BUFFER_BYTES // tensor.element_size())
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
-        """Publishes `mine` to all ranks. Returns all ranks' tensors, by rank, valid until the next exchange."""
+        """Publishes `mine` and returns all ranks' tensors, by rank; they are valid until the next exchange."""
         before = self._entered
         self._entered = (self._entered + 1) % 4
         shown = self._buffers[self._entered % 2, :, : mine.numel() * mine.element_size()].view(mine.dtype).unbind()
@@ -188,7 +188,7 @@ def join(device: torch.device) -> Group:
 
 
 def _on_one_host() -> HostGroup | None:
-    """Returns a `HostGroup` if every rank sees the file created by rank 0 and supports it, else None."""
+    """Returns a `HostGroup` if every rank runs on x86-64 and sees the file created by rank 0; otherwise None."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     paths = [_shared_file(size) if rank == 0 else None]
@@ -197,7 +197,7 @@ def _on_one_host() -> HostGroup | None:
     can = torch.tensor(platform.machine() == "x86_64" and path.is_file())
     dist.all_reduce(can, dist.ReduceOp.MIN)
     group = HostGroup(rank, size, path) if can else None
-    dist.barrier()  # all ranks have mapped the file; unlinking it now leaves nothing behind after a crash
+    dist.barrier()  # all ranks have mapped the file; unlinked now, it does not survive a crash
     if rank == 0:
         path.unlink()
     return group
@@ -205,6 +205,6 @@ def _on_one_host() -> HostGroup | None:
 
 def _shared_file(ranks: int) -> str:
     file, path = tempfile.mkstemp(prefix="slipstream-", dir=SHARED_MEMORY)
-    os.posix_fallocate(file, 0, shared_bytes(ranks))  # fails here if space is lacking, instead of by SIGBUS in a step
+    os.posix_fallocate(file, 0, shared_bytes(ranks))  # without enough space, fails here, not with SIGBUS in a step
     os.close(file)
     return path

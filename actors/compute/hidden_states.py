@@ -1,11 +1,12 @@
-"""Hidden states of the target for draft heads: capture in a forward, encoding, storage.
+"""Capture, encoding and storage of the target's hidden states for draft heads.
 
-States are stored either in pages parallel to the KV cache, or only for the latest forward. With pages, any session that
-shares the KV pages finds the states computed for them: one with the same prefix, a preempted one, or one that a drafter
-takes over midway.
+States are stored either in pages parallel to the KV cache, or only for the latest forward. With pages, all sessions
+that share KV pages also share their states. This covers sessions with a common prefix, preempted sessions, and sessions
+that a drafter takes over midway.
 
-Rows are encoded in bfloat16, or in 8 bits with one scale per token. The scale is amax / 448 and at least 1e-12, over
-all layers of a token, as in vLLM's and speculators' stores; these report the same acceptance with 8 bits as with 16.
+Rows are encoded in bfloat16, or in 8 bits with one scale per token. The scale is max(amax / 448, 1e-12), where amax is
+taken over all layers of a token, as in the stores of vLLM and speculators. Both report equal acceptance rates with 8
+and 16 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +22,10 @@ from protos.messages import SCALE_BYTES, StateDtype, StatesFormat
 
 
 class StateStore(Protocol):
-    """Stores encoded rows by slot of the KV cache."""
+    """Stores encoded rows by KV-cache slot."""
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Writes all rows that one forward fed, (n, row bytes), to slots, (n,)."""
+        """Writes all rows of one forward, (n, row bytes), to slots, (n,)."""
         ...
 
     def read(self, slots: Sequence[int]) -> bytes:
@@ -32,7 +33,7 @@ class StateStore(Protocol):
         ...
 
     def move(self, moves: Sequence[SlotMove]) -> None:
-        """Moves rows as the KV cache moves its slots, before the forward."""
+        """Moves rows together with the slots of the KV cache, before the forward."""
         ...
 
     def copy(self, copies: Sequence[PageCopy]) -> None: ...
@@ -53,9 +54,7 @@ class LatestStates:
         self._index = {}
 
     def read(self, slots: Sequence[int]) -> bytes:
-        """Returns the concatenated rows of these slots. Raises KeyError for a slot that the latest forward did not
-        write.
-        """
+        """Returns the concatenated rows of these slots. Raises KeyError for slots not written by the latest forward."""
         if not self._index:
             self._index = {slot: row for row, slot in enumerate(self._slots.tolist())}
         (at,) = to_device([[self._index[slot] for slot in slots]], self._device)
@@ -69,7 +68,7 @@ class LatestStates:
 
 
 class StateCache:
-    """A `StateStore` with one row for every slot, in one tensor of shape (pages x page size, row bytes)."""
+    """A `StateStore` with one row per slot, in one tensor of shape (pages x page size, row bytes)."""
 
     def __init__(self, pages: int, page_size: int, row_bytes: int, device: torch.device) -> None:
         self._page_size = page_size
@@ -86,7 +85,7 @@ class StateCache:
         return self._rows.index_select(0, at).cpu().numpy().tobytes()
 
     def move(self, moves: Sequence[SlotMove]) -> None:
-        """Copies single slots, all of them simultaneously."""
+        """Copies individual slots, as one simultaneous copy."""
         if not moves:
             return
         sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self._device)
@@ -116,7 +115,7 @@ def encode_rows(rows: Tensor, dtype: StateDtype) -> Tensor:
 
 
 def decode_rows(data: bytes, layout: StatesFormat) -> Tensor:
-    """Decodes rows to float32, (n, width). Replaces NaN and infinity by 0, because the bytes come from a peer."""
+    """Decodes rows to float32, (n, width). The bytes come from a peer, so NaN and infinity become 0."""
     if not data:
         return torch.zeros(0, layout.width)
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, layout.row_bytes)
@@ -129,25 +128,25 @@ def decode_rows(data: bytes, layout: StatesFormat) -> Tensor:
 
 
 StateProjection = Callable[[Tensor], Tensor]
-"""Projects streams, (n, layers x hidden), to the rows that the target sends, (n, width)."""
+"""Projects streams, (n, layers x hidden), to rows to send, (n, width)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """Hidden states that the leading rank captures. Pickled, so `load_projection` must be a module-level function."""
+    """Hidden states to capture on the leading rank. Pickled, so `load_projection` must be a module-level function."""
 
     layers: tuple[int, ...]
     format: StatesFormat
     load_projection: Callable[[torch.device], StateProjection] | None = None
-    is_kept: bool = True  # True: stored in pages beside the KV cache; False: only for the latest forward
+    is_kept: bool = True  # True: store in pages beside the KV cache; False: store only the latest forward
 
     def projection_on(self, device: torch.device) -> StateProjection | None:
-        """Loads the projection; None if there is none."""
+        """Loads the projection, if any."""
         return self.load_projection(device) if self.load_projection is not None else None
 
 
 class StateCapture:
-    """Encodes and stores the states of all fed tokens; `project` is the spec's loaded projection."""
+    """Encodes and stores the states of all fed tokens; `project` is the loaded projection of `spec`."""
 
     def __init__(
         self,

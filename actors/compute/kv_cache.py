@@ -1,7 +1,7 @@
 """Paged KV cache: one pool of pages, addressed through the page tables of a step's rows.
 
 `cluster.page_allocator` assigns pages to sequences; this module holds the memory and is independent of sessions and
-models. `to_device` copies all of a step's numbers of one kind together, since each copy costs a launch, and a copy from
+models. `to_device` copies all of a step's numbers of one type together: each copy costs a launch, and a copy from
 pageable memory blocks the host.
 """
 
@@ -18,9 +18,9 @@ from protos.draft_tree import DraftTree
 def to_device(
     parts: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> tuple[Tensor, ...]:
-    """Returns the parts as one-dimensional tensors on a device: views of one tensor, copied in one operation.
+    """Copies the parts to a device in one operation; returns them as one-dimensional views of one tensor.
 
-    Copies to a GPU use pinned memory and do not wait; torch keeps that memory until the copy is done.
+    A copy to a GPU uses pinned memory and is asynchronous; torch keeps that memory until the copy completes.
     """
     numbers = [number for part in parts for number in part]
     host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
@@ -29,23 +29,23 @@ def to_device(
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """Tokens to feed at slots start, start + 1, ... of `pages`; the last `logits` of them yield logits.
+    """Tokens to feed at slots start, start + 1, ... of `pages`. The last `logits` tokens yield logits.
 
     A token's position is its slot, and it attends to all earlier tokens and itself. With `parents`, the last tokens are
-    the nodes of a tree after the token before them: a node's position is its parent's plus one, and it attends to
-    everything before the tree, the nodes on its path and itself.
+    the nodes of a tree, rooted at the token before them. A node's position is its parent's plus one. A node attends to
+    all tokens before the tree, to the nodes on its path and to itself.
     """
 
     tokens: tuple[int, ...]
     start: int
     logits: int
-    pages: tuple[int, ...]  # pages that hold slots 0 to `end`, in order
+    pages: tuple[int, ...]  # pages of slots 0 to `end`, in order
     parents: tuple[int, ...] = ()  # as in `DraftTree`; empty for a chain
-    states: Tensor | None = field(default=None, compare=False)  # (tokens, hidden): fed with the tokens to a draft head
+    states: Tensor | None = field(default=None, compare=False)  # (tokens, hidden): inputs of a draft head
 
     @property
     def end(self) -> int:
-        """Number of filled slots once the row is fed."""
+        """Number of filled slots after the row is fed."""
         return self.start + len(self.tokens)
 
     @property
@@ -67,7 +67,7 @@ class InputRow:
 
     @property
     def tree_start(self) -> int:
-        """Slot of the first node; the row's end if there is none."""
+        """Slot of the first tree node; `end` without a tree."""
         return self.end - len(self.parents)
 
     @property
@@ -79,22 +79,22 @@ class InputRow:
 class PagedCache:
     """Keys and values of all layers; each layer has shape (pages x page size, 2 x kv heads, head dim).
 
-    Keys and values of a position are adjacent: one copy writes both, and views of either have strides that the
-    attention libraries accept.
+    Keys and values of a position are adjacent, so one copy writes both. The attention libraries accept the strides of
+    views of either.
     """
 
     def __init__(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
-        self.nowhere = pages * page_size  # first slot of an extra page of zeros, which padding reads
+        self.nowhere = pages * page_size  # first slot of an extra page of zeros, read by padding
         self._positions = (pages + 1) * page_size
         self.dtype = dtype
         self.device = device
         self._layers: dict[int, Tensor] = {}
 
     def layer(self, index: int, kv_heads: int, head_dim: int) -> Tensor:
-        """Returns a layer's keys and values, allocated at first use, when the shape is known.
+        """Returns a layer's keys and values; allocates them at first use.
 
-        The operating system commits memory only when it is written.
+        The operating system commits the memory when it is first written.
         """
         if index not in self._layers:
             shape = (self._positions, 2 * kv_heads, head_dim)
@@ -103,9 +103,7 @@ class PagedCache:
         return self._layers[index]
 
     def move(self, moves: Sequence[SlotMove]) -> None:
-        """Copies single slots, all of them simultaneously, in all layers. Stored keys keep the positions they were
-        rotated to.
-        """
+        """Copies individual slots in all layers, as one simultaneous copy. Keys keep their rotary positions."""
         if not moves:
             return
         sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self.device)
@@ -113,7 +111,7 @@ class PagedCache:
             layer[targets] = layer[sources]
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copies whole pages, in all layers."""
+        """Copies whole pages in all layers."""
         if not copies:
             return
         sources, targets = to_device([[copy.source for copy in copies], [copy.to for copy in copies]], self.device)

@@ -1,7 +1,7 @@
-"""Matrix products with fixed weights, packed for the processor where that is faster, or in 8 bits.
+"""Matrix products with fixed weights: as stored, packed for the processor, or in 8 bits.
 
-Decoding multiplies a few rows by very large weights. On a CPU, oneDNN reads them up to twice as fast from its own
-layout as from a plain matrix. Where a product need not be exact, as in a draft, 8 bits halve the time again.
+Decoding multiplies a few rows by very large weights. On a CPU, oneDNN reads weights in its own layout up to twice as
+fast as a plain matrix. Products that may be approximate, as in a draft, take half that time with 8 bits.
 """
 
 import dis
@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FASTEST_ROWS = 4  # oneDNN takes up to a quarter longer for one to three rows than for four
+FASTEST_ROWS = 4  # with fewer rows, oneDNN takes up to 25 % longer
 
 
 class Projection(Protocol):
     """Computes y = x W^T + b for x of shape (..., inputs).
 
-    A product of fewer than `fastest_rows` rows takes no less time.
+    A product of fewer than `fastest_rows` rows is not faster.
     """
 
     @property
@@ -29,7 +29,7 @@ class Projection(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Returns y + other; `other` has y's shape."""
+        """Returns y + other, for `other` of the shape of y."""
         ...
 
 
@@ -54,7 +54,7 @@ class PlainProjection:
 
 
 class PackedProjection:
-    """Multiplies by weights in oneDNN's layout, with the operators that torch's compiler emits for frozen models."""
+    """Multiplies by weights in oneDNN's layout, with the operators emitted by torch's compiler for frozen models."""
 
     fastest_rows = FASTEST_ROWS
 
@@ -79,7 +79,7 @@ class PackedProjection:
 
 
 class EightBitProjection:
-    """Rounds weights and rows to 8 bits, with one scale per output and per row; all else is float32.
+    """Rounds weights and rows to 8 bits, with one scale per output and one per row; the rest is float32.
 
     Uses the kernels of torch's dynamic quantisation. The result is approximate.
     """
@@ -94,7 +94,7 @@ class EightBitProjection:
         self._weight = torch.ops.quantized.linear_prepack(rounded, None)
         self._bias = None if bias is None else bias.detach()
         self._linear = torch.ops.quantized.linear_dynamic
-        # Without VNNI, sums of two products are stored in 16 bits, which 7-bit rows do not overflow.
+        # Without VNNI, kernels add two products in 16 bits, so rows are rounded to 7 bits to avoid overflow.
         self._reduce_range = not torch.cpu._is_vnni_supported()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class EightBitProjection:
 
 
 class SharedProjection:
-    """Computes one rank's part of a product; `combine` sums or gathers all ranks' parts."""
+    """Computes one rank's part of a product; `combine` sums or gathers the parts of all ranks."""
 
     def __init__(self, part: Projection, combine: Callable[[Tensor], Tensor]) -> None:
         self._part = part
@@ -129,7 +129,7 @@ class SharedProjection:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Returns whether this build of torch and this processor support the packed product for this weight."""
+    """Returns whether torch and the processor support the packed product of this weight."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype is torch.bfloat16:
@@ -138,7 +138,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def can_round(device: torch.device) -> bool:
-    """Returns whether this build of torch has 8-bit products on this device."""
+    """Returns whether torch supports 8-bit products on this device."""
     return device.type == "cpu" and torch.backends.quantized.engine != "none"
 
 
@@ -163,9 +163,9 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, product: Product = projection) -> None:
-    """Replaces every `nn.Linear` of a model whose weights can be packed; a tied embedding keeps a separate copy.
+    """Replaces every `nn.Linear` of a model that can be packed; a tied embedding keeps its own copy of the weights.
 
-    A layer whose weight the model's code reads directly, such as in some routers, stays unchanged.
+    Skips layers whose weight is read directly by the model's code, as in some mixture-of-experts routers.
     """
     packs = [
         (name, child)

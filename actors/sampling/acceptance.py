@@ -1,17 +1,19 @@
-"""Applies the two acceptance rules to all blocks of a step, where the logits are, with one copy to the host.
+"""Applies the two acceptance rules to all blocks of a step on the logits' device, with one copy to the host.
 
-Both are exact; greedy decoding is the special case of both. Other code cuts the text after a stop id.
+Both rules are exact, and greedy decoding is a special case of each. Decisions ignore stop ids; the scheduler cuts the
+text after one.
 
-* Gumbel coupling (`coupled`): the target draws every position itself, as argmax(logits + Gumbel noise), with noise that
-  the drafter used too. A draft token is accepted if it equals the target's own draw, so a tree is walked from its root
-  to the child with the target's token each time. The output is a function of prefix, parameters and seed alone (Daliri
-  et al. 2024, arXiv 2408.07978).
+* Gumbel coupling (`coupled`): the target draws every position itself, as argmax(logits + Gumbel noise), with the same
+  noise as the drafter. A draft token is accepted if it equals the target's own draw. In a tree, acceptance walks from
+  the root to the child that equals the target's draw, and so on. The output depends only on prefix, parameters and seed
+  (Daliri et al. 2024, arXiv 2408.07978).
 * Rejection sampling (`rejection`): a draft token x is accepted with probability min(1, target_probs[x] /
-  draft_probs[x]); after a rejection, the recovered token is drawn from the normalised max(target_probs - draft_probs,
-  0) (Leviathan et al. 2023, arXiv 2211.17192). A draft token without probabilities is a point mass. Chains only.
+  draft_probs[x]). After a rejection, the recovered token is drawn from the normalised max(target_probs - draft_probs,
+  0) (Leviathan et al. 2023, arXiv 2211.17192). A draft token without probabilities counts as a point mass. Supports
+  only chains.
 
-Blocks that are dropped before any check, such as late ones, are counted in `cluster/verification/block_buffer.py`.
-`tests/sampling_reference.py` decides one block at a time and is easier to read; tests require equal results.
+`cluster/verification/block_buffer.py` counts blocks that are dropped before verification, such as late ones.
+`tests/sampling_reference.py` is a simpler implementation for single blocks; tests require equal results.
 """
 
 from collections import Counter, defaultdict
@@ -29,13 +31,13 @@ from actors.sampling.truncation import Restricted, restrict
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling
 
-NOT_FINITE = -1  # stands for the token if logits are not finite
-AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # numbers per group: as many as fit a CPU's cache or GPU memory
+NOT_FINITE = -1  # token of a block with non-finite logits
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits per group; limited by CPU cache or GPU memory
 
 
 @dataclass(frozen=True, slots=True)
 class DrawAddress:
-    """Address of a session's noise; `position` is that of the first token to decide."""
+    """Address of a session's noise; `position` is the position of the first token to decide."""
 
     seed: int
     choice: int
@@ -47,9 +49,9 @@ class DrawAddress:
 
 @dataclass(frozen=True, slots=True)
 class BlockDecision:
-    """The accepted nodes, as a `path` from the root, and `next_token`, the recovered or bonus token.
+    """Accepted nodes, as a `path` from the root, and the recovered or bonus token, `next_token`.
 
-    If `is_finite` is false, logits were NaN or +inf, or a row had only -inf: nothing is decided.
+    `is_finite` is False if logits contain NaN or +inf, or a row contains only -inf. Nothing is decided then.
     """
 
     path: tuple[int, ...]
@@ -61,12 +63,12 @@ NOT_DECIDED = BlockDecision((), 0, is_finite=False)
 
 
 def offsets(draft: DraftTree) -> list[int]:
-    """Returns the positions of a block's draws relative to its first: 0, then one after each node."""
+    """Returns the positions of a block's draws, relative to the first: 0, then the position after each node."""
     return [0, *[depth + 1 for depth in draft.depths]]
 
 
 def match(own: Sequence[int], draft: DraftTree) -> BlockDecision:
-    """Accepts nodes that equal the target's own draws, walking from the root to the matching child each time."""
+    """Walks from the root to the child that equals the target's own draw, and accepts it, until no child matches."""
     path: list[int] = []
     last = -1
     for node, parent in enumerate(draft.parents):  # children have higher indices than their parents
@@ -77,7 +79,7 @@ def match(own: Sequence[int], draft: DraftTree) -> BlockDecision:
 
 
 def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> dict[int, float]:
-    """Returns the distribution from which a draft token was drawn, by token id; a point mass if none was sent."""
+    """Returns the distribution of a draft token, by token id; a point mass if the drafter sent none."""
     if draft_probs is None:
         return {token: 1.0}
     total = sum(draft_probs.weights[offset])
@@ -87,12 +89,12 @@ def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> di
 
 @dataclass(frozen=True, slots=True)
 class PendingBlock:
-    """One session's block: any number of draft tokens to accept or reject, and one further token to draw."""
+    """One session's block: zero or more draft tokens to verify, and one further token to draw."""
 
     rule: Acceptance
     sampling: Sampling
     draft: DraftTree  # always a chain under rejection sampling
-    chain: ProcessorChain | None  # processors of the session; None: logits stay unchanged
+    chain: ProcessorChain | None  # the session's processors; None: logits stay unchanged
     at: DrawAddress
 
     @property
@@ -107,14 +109,14 @@ class PendingBlock:
 
 
 _Kind = tuple[tuple[float, int, float, float], Acceptance, bool]
-"""Properties shared by blocks that are decided together: filters, rule, and whether their logits are processed."""
+"""Grouping key of blocks to decide together: filters, rule, and whether their logits are processed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    """Decisions of some blocks as int64 `numbers` on the device; `read` decodes them on the host.
+    """Decisions about blocks, encoded as int64 `numbers` on the device; `read` decodes them on the host.
 
-    `read` returns None for a block whose candidates did not suffice.
+    `read` returns None for a block that needs more candidates.
     """
 
     numbers: Tensor
@@ -122,11 +124,11 @@ class _OnDevice:
 
 
 def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision]:
-    """Decides all blocks; their logits are concatenated, (sum of the blocks' positions, vocabulary).
+    """Decides all blocks. `logits` concatenates their logits, (sum of the blocks' positions, vocabulary).
 
-    A block with a row whose largest logit is not finite stays undecided: a maximum propagates NaN, and -inf alone is
-    what models' masks write. The flag replaces the token, so it costs no further copy. The few blocks for which the
-    likeliest candidates do not suffice are decided again with all tokens.
+    If the largest logit of a row is not finite, its block stays undecided. A maximum propagates NaN, while single -inf
+    logits, written by models' masks, are valid. NOT_FINITE replaces the token, so the flag needs no further copy. The
+    few blocks that need more than the likeliest candidates are decided again with all tokens.
     """
     row_ranges = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
     decisions: list[BlockDecision | None] = [None] * len(blocks)
@@ -139,19 +141,19 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision
         for members, decisions_read in zip(groups, _read(answers), strict=True):
             for index, decision in zip(members, decisions_read, strict=True):
                 decisions[index] = decision
-    assert None not in decisions, "what is decided thoroughly is sure"
+    assert None not in decisions, "a thorough decision is exact"
     return [decision for decision in decisions if decision is not None]
 
 
 def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tensor) -> list[list[int]]:
-    """Groups the blocks at `indices` by rule and parameters, within the memory limit; returns each group's indices."""
-    most = max(1, AT_ONCE[logits.device.type] // logits.shape[1])  # most positions per group
+    """Groups the blocks at `indices` by rule and parameters, within the memory limit; returns the indices per group."""
+    most = max(1, AT_ONCE[logits.device.type] // logits.shape[1])  # maximum positions per group
     groups: dict[tuple[_Kind, int], list[int]] = defaultdict(list)
     before: Counter[_Kind] = Counter()  # positions grouped so far
     for index in indices:
         block = blocks[index]
         kind = block.kind
-        if block.sampling.greedy and block.chain is None:  # needs no copy of the logits, so group size is unlimited
+        if block.sampling.greedy and block.chain is None:  # without a copy of the logits, group size is unlimited
             groups[kind, 0].append(index)
             continue
         groups[kind, before[kind] // most].append(index)
@@ -160,7 +162,7 @@ def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tenso
 
 
 def _read(answers: Sequence[_OnDevice]) -> list[list[BlockDecision | None]]:
-    """Reads all groups' decisions in one copy to the host."""
+    """Copies the decisions of all groups to the host in one operation."""
     if not answers:
         return []
     sizes = [len(answer.numbers) for answer in answers]
@@ -170,7 +172,7 @@ def _read(answers: Sequence[_OnDevice]) -> list[list[BlockDecision | None]]:
 
 
 def _rows(logits: Tensor, row_ranges: Sequence[range]) -> Tensor:
-    """Returns the logits of some blocks; a view if the blocks are adjacent."""
+    """Returns the logits in these row ranges; a view if the ranges are adjacent."""
     if all(before.stop == after.start for before, after in pairwise(row_ranges)):
         return logits[row_ranges[0].start : row_ranges[-1].stop]
     return logits.index_select(0, to_device([list(chain(*row_ranges))], logits.device)[0])
@@ -180,7 +182,7 @@ def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool
     """Decides blocks with the same rule and parameters."""
     sampling = blocks[0].sampling
     if sampling.greedy and blocks[0].chain is None:
-        largest, own = logits.max(dim=-1)  # argmax takes four times as long in bfloat16
+        largest, own = logits.max(dim=-1)  # in bfloat16, argmax takes four times as long
         return _match(blocks, own, torch.isfinite(largest), None)
     finite = torch.isfinite(logits.amax(dim=-1))  # before processing: processors write -inf over NaN
     if blocks[0].chain is not None:
@@ -197,7 +199,7 @@ def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool
 
 
 def _processed(logits: Tensor, block: PendingBlock) -> Tensor:
-    assert block.chain is not None, "blocks of one kind all have processors, or none has"
+    assert block.chain is not None, "either all or no blocks of a kind have processors"
     return block.chain.apply(logits, paths_of(block.draft))
 
 
@@ -209,7 +211,7 @@ def _draw(scores: Tensor, keys: Tensor, candidates: Tensor | None) -> Tensor:
 
 
 def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Tensor | None) -> _OnDevice:
-    """Accepts draft tokens that equal the target's own, (positions,)."""
+    """Accepts draft tokens that equal the target's own draws, `own`, (positions,)."""
     total = len(own)
     own = torch.where(finite, own, NOT_FINITE)
 
@@ -219,7 +221,7 @@ def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Te
         for block in blocks:
             end = begin + block.positions
             tokens = numbers[begin:end]
-            is_sure = all(numbers[total + begin : total + end])  # empty, hence sure, for matching without filters
+            is_sure = all(numbers[total + begin : total + end])  # empty, hence True, without filters
             if NOT_FINITE in tokens:
                 decisions.append(NOT_DECIDED)
             else:
@@ -237,7 +239,7 @@ class _Grid:
         self.rows = len(blocks)
         self.drafts = max(len(block.draft) for block in blocks)
         begins = accumulate((block.positions for block in blocks), initial=0)
-        # After a block's end, its last position is repeated as padding.
+        # Pad each block by repeating its last position.
         self.row_at = [
             begin + min(i, len(block.draft))
             for begin, block in zip(begins, blocks, strict=False)
@@ -247,8 +249,10 @@ class _Grid:
 
 
 def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite: Tensor) -> _OnDevice:
-    """Accepts with min(1, target_probs / draft_probs); draws only at the first position after the accepted tokens."""
-    assert all(block.draft.is_chain for block in blocks), "the ratio rule decides about chains"
+    """Accepts with probability min(1, target_probs / draft_probs); draws only at the position after the accepted
+    tokens.
+    """
+    assert all(block.draft.is_chain for block in blocks), "rejection sampling supports only chains"
     device = target.logits.device
     grid = _Grid(blocks)
     inputs = _RatioInputs(blocks)
@@ -259,12 +263,12 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
     target_probs = torch.softmax(target.logits.to(torch.float64), dim=-1)
     stands = bounds.view(grid.rows, -1) < target_probs[row_at[:, :-1], drafts.view(grid.rows, -1)]
     accepted = stands.cumprod(dim=1).sum(dim=1)
-    here = row_at[row, accepted]  # (rows,): position of the first rejected draft token, or after the last one
+    here = row_at[row, accepted]  # (rows,): position of the first rejected draft token, or after the last draft token
     target_rows = target_probs[here]  # (rows, vocabulary)
     draft_ids = ids.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
     draft_probs = probs.view(grid.rows, grid.drafts + 1, -1)[row, accepted]
     residual = target_rows.scatter_add(1, draft_ids, -draft_probs).clamp_min(0)
-    # If the distributions are equal, the residual is only rounding error and has no mass to sample from.
+    # If the distributions are equal, the residual has no mass apart from rounding errors.
     left = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target_rows)
     candidates = None if target.candidates is None else target.candidates[here]
     token = _draw(left.log(), keys.view(grid.rows, -1)[row, accepted], candidates)
@@ -285,11 +289,11 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
 
 
 class _RatioInputs:
-    """Inputs of rejection sampling for every cell of the grid.
+    """Inputs of rejection sampling, for every cell of the grid.
 
     `bounds`, (blocks, drafts): a draft token is accepted if its target probability exceeds its bound. `keys`, (blocks,
     drafts + 1): key of the draw if all earlier draft tokens are accepted. `ids` and `probs`, (blocks, drafts + 1,
-    width): the distribution from which the draft token was drawn.
+    width): distribution of the draft token.
     """
 
     def __init__(self, blocks: Sequence[PendingBlock]) -> None:

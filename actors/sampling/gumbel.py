@@ -1,7 +1,7 @@
 """Randomness as a pure function of its address: (seed, choice, position, purpose, token id).
 
-All arithmetic but the last step is on integers, so drafter and target draw the same noise on any device, in any batch
-and order. There is no generator and no state.
+All arithmetic except the last step uses integers, so drafter and target draw the same noise on any device, in any batch
+and in any order. There is no generator and no state.
 """
 
 from enum import IntEnum
@@ -15,20 +15,20 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MULTIPLY_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MULTIPLY_2 = -7723592293110705685  # 0x94D049BB133111EB
 _SIGN = 1 << 63
-NOISE_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers per slice: as many as fit in a CPU's cache, or fill a GPU
+NOISE_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers per slice; fit in a CPU's cache, or fill a GPU
 
 
 class Purpose(IntEnum):
-    """Uses of noise; each has its own stream."""
+    """Uses of noise, each with its own random stream."""
 
-    DRAW = 1  # draws of the target; under Gumbel coupling also of the drafter
-    ACCEPT = 2  # rejection sampling: decides whether a draft token is accepted
-    RECOVER = 3  # rejection sampling: draws the token after a rejection
+    DRAW = 1  # draws of the target and, under Gumbel coupling, of the drafter
+    ACCEPT = 2  # rejection sampling: acceptance of a draft token
+    RECOVER = 3  # rejection sampling: draw of the recovered token
     DRAFT = 4  # rejection sampling: draws of the drafter
 
 
 def key(seed: int, choice: int, position: int, purpose: Purpose) -> int:
-    """Returns the 64-bit key of one draw, as a signed integer that torch can hold."""
+    """Returns the 64-bit key of one draw, as a signed integer for torch."""
     state = seed
     for part in (choice, position, int(purpose)):
         state = extend_hash(state, part)
@@ -36,7 +36,7 @@ def key(seed: int, choice: int, position: int, purpose: Purpose) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shifts right without sign extension, which torch's operator lacks."""
+    """Shifts right without sign extension, unlike torch's operator."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -48,12 +48,12 @@ def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
     x = keys + token_ids * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
-    bits = _shift_right(x ^ _shift_right(x, 31), 12)  # 52 bits: adding 0.5 is exact in float64; below 1
+    bits = _shift_right(x ^ _shift_right(x, 31), 12)  # 52 bits, so that adding 0.5 is exact in float64
     return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
 def gumbel(at: int, token_ids: Tensor) -> Tensor:
-    """Returns standard Gumbel noise of key `at` for each of `token_ids`, float64."""
+    """Returns standard Gumbel noise of key `at` for `token_ids`, float64."""
     return gumbels(torch.tensor(at, dtype=torch.int64, device=token_ids.device), token_ids)
 
 
@@ -63,18 +63,18 @@ def gumbels(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, at: int) -> int:
-    """Draws one token from softmax(scores), (vocabulary,): the argmax of scores plus the noise of key `at`.
+    """Draws one token from softmax(scores), (vocabulary,), as the argmax of scores plus the noise of key `at`.
 
-    Tokens at -inf cannot win, so no noise is computed for them: after top-k or top-p, few tokens remain.
+    Computes no noise for tokens at -inf, which cannot win: after top-k or top-p, few tokens remain.
     """
     ids = torch.isneginf(scores).logical_not().nonzero().squeeze(1)
-    if ids.numel() == 0:  # return some token even for non-finite logits
+    if ids.numel() == 0:  # returns a token even for non-finite logits
         return int(scores.argmax())
     return int(ids[(scores[ids] + gumbel(at, ids)).argmax()])
 
 
 def gumbel_argmaxes(scores: Tensor, keys: Tensor) -> Tensor:
-    """Computes `gumbel_argmax` of each row on the device: scores (rows, vocabulary), keys (rows,) -> tokens (rows,)."""
+    """Computes `gumbel_argmax` per row on the device: scores (rows, vocabulary), keys (rows,) -> tokens (rows,)."""
     ids = torch.arange(scores.shape[1], device=scores.device)
     at_once = max(1, NOISE_AT_ONCE[scores.device.type] // len(ids))
     parts = zip(torch.split(scores, at_once), torch.split(keys, at_once), strict=True)
@@ -82,7 +82,7 @@ def gumbel_argmaxes(scores: Tensor, keys: Tensor) -> Tensor:
 
 
 def gumbel_argmaxes_among(scores: Tensor, keys: Tensor, candidates: Tensor) -> Tensor:
-    """Computes `gumbel_argmaxes` for rows whose result is known to be among `candidates`, (rows, count)."""
+    """Computes `gumbel_argmaxes`, restricted to `candidates`, (rows, count), which must include the result."""
     noisy = scores.gather(-1, candidates) + gumbels(keys.unsqueeze(1), candidates)
     return candidates.gather(-1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
 

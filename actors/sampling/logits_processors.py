@@ -1,30 +1,29 @@
 """Logits processors: penalties, bias, token masks and grammars, applied to each row before temperature.
 
-A processed row of logits is a function of the request, the text before the row, and the model's row. This holds for
-every row of a step, on every path of a draft tree, and for a drafter's rows. Hence Gumbel coupling gives the same
-tokens with and without speculation, and rejection sampling the same distribution.
+A processed row of logits is a function of the request, the text before the row, and the model's logits. This holds for
+every row of a step, for every path of a draft tree, and for a drafter's rows. Hence speculation changes neither the
+tokens under Gumbel coupling nor the distribution under rejection sampling.
 
 **One processor serves one session in one process.** It receives two kinds of text:
 
-* the committed text, which only grows: `advance` receives each generated token once, in order;
-* a path of tokens after it, which applies to one row only: `apply` receives one path per row.
+* The committed text only grows: `advance` receives each generated token once, in order.
+* A path of uncommitted tokens follows it and concerns one row: `apply` receives one path per row.
 
 `advance` moves a stateful processor, such as a grammar's matcher, permanently. `apply` must leave the state unchanged:
-it forks the state, or moves along a path and rolls back. A block's paths are ordered such that a path's parent precedes
-it, mostly directly, so rolling back to the common prefix of two successive paths takes few steps. Later calls may
-repeat a path.
+it forks the state, or advances along a path and rolls back. In a block, a path's parent precedes the path, usually
+directly, so rolling back to the common prefix of successive paths takes few steps. Later calls may repeat a path.
 
-A path may hold tokens that the processor itself forbids, since drafters need not know it. Nothing after such a token
-can be decided, so its row may stay unchanged; `apply` must neither fail nor change another row. The same holds after a
-stop id.
+A path may contain tokens that the processor forbids, since drafters need not apply it. Tokens after a forbidden token
+are never committed, so their rows may stay unchanged; `apply` must neither fail nor change other rows. The same holds
+after a stop id.
 
 In a target, only rank 0 calls `advance` between steps and `apply` once or more per step. In a drafter, the committed
-text is what the drafter has received, and a path is what it drafts after that, predicted verdicts included. Sessions
-without processors skip all of this.
+text is the text that it has received, and a path consists of its draft tokens and predicted verdicts. Sessions without
+processors skip all of this.
 
-Penalties: repetition applies to prompt and generated tokens, as in transformers; frequency and presence only to
-generated ones, as in OpenAI's API. `chain_of` applies masks, then bias, then penalties, in vLLM's order. To add a kind,
-write a class and a maker and add it there.
+Penalties: the repetition penalty applies to prompt and generated tokens, as in transformers. Frequency and presence
+penalties apply only to generated tokens, as in OpenAI's API. `chain_of` applies masks, then bias, then penalties, in
+vLLM's order. To add a processor, write a class and a maker, and add the maker to MAKERS.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,42 +37,42 @@ from protos.draft_tree import DraftTree
 from protos.messages import Open, Sampling
 
 Path = tuple[int, ...]
-"""Tokens that follow the committed text."""
+"""Uncommitted tokens after the committed text."""
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of one session's rows."""
+    """Changes the logits of one session."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Receives newly committed tokens, in order; never the prompt, which the Open contains."""
+        """Receives newly committed tokens, in order; excludes the prompt, which the Open contains."""
         ...
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
         """Changes `logits` in place: float32, (rows, vocabulary), on the model's device, one row per path.
 
-        Sets forbidden tokens to -inf. It must not wait for the device: it copies numbers there with `to_device`.
+        Sets forbidden tokens to -inf. It must not wait for the device; use `to_device` to copy numbers.
         """
         ...
 
 
 Maker = Callable[[Open], LogitsProcessor | None]
-"""Creates a session's processor of one kind; returns None if the request does not need it.
+"""Creates one kind of processor for a session; returns None if the request does not need it.
 
-Generated tokens in the Open are passed to `advance` later.
+`advance` later receives the generated tokens in the Open.
 """
 
 
 class ProcessorChain:
-    """All processors of one session, applied in order."""
+    """The processors of one session, applied in order."""
 
     def __init__(self, request: Open, processors: Sequence[LogitsProcessor]) -> None:
         self._processors = processors
-        self._length = request.prompt_len  # number of committed tokens, prompt included
+        self._length = request.prompt_len  # committed tokens, including the prompt
 
     def follow(self, text: Sequence[int], length: int | None = None) -> None:
-        """Commits the text, prompt included, up to `length`; None: all of it."""
+        """Commits the text, including the prompt, up to `length`; None: all of it."""
         end = len(text) if length is None else length
-        assert end >= self._length, "what was decided is never taken back"
+        assert end >= self._length, "committed tokens are never retracted"
         self.advance(text[self._length : end])
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -85,7 +84,7 @@ class ProcessorChain:
 
     @property
     def length(self) -> int:
-        """Number of committed tokens, prompt included."""
+        """Number of committed tokens, including the prompt."""
         return self._length
 
     def path(self, text: Sequence[int]) -> Path:
@@ -93,8 +92,8 @@ class ProcessorChain:
         return tuple(text[self._length :])
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> Tensor:
-        """Returns a processed copy in float32, (rows, vocabulary): row i follows the committed text and `paths[i]`."""
-        assert len(logits) == len(paths), "one path for each row"
+        """Returns a processed float32 copy, (rows, vocabulary); row i follows the committed text and `paths[i]`."""
+        assert len(logits) == len(paths), "expected one path per row"
         processed = logits.to(torch.float32, copy=True)
         for processor in self._processors:
             processor.apply(processed, paths)
@@ -102,7 +101,7 @@ class ProcessorChain:
 
 
 def paths_of(draft: DraftTree) -> list[Path]:
-    """Returns the path of each of a block's rows: first the empty path, then the path to each node."""
+    """Returns the path before each row of a block: the empty path, then the path to each node."""
     paths: list[Path] = [()]
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
         paths.append((*paths[parent + 1], token))
@@ -110,16 +109,16 @@ def paths_of(draft: DraftTree) -> list[Path]:
 
 
 class Penalties:
-    """Applies repetition, frequency and presence penalties. Token counts stay on the device; steps copy only new
+    """Applies repetition, frequency and presence penalties. Token counts stay on the device; a step copies only new
     tokens.
     """
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         self._sampling = sampling
         self._prompt = sorted(set(prompt)) if sampling.repetition_penalty != 1.0 else []
-        self._fresh: list[int] = []  # generated tokens that are not counted yet
-        self._counts: Tensor | None = None  # counts of generated tokens, (vocabulary,)
-        self._in_prompt: Tensor | None = None  # (vocabulary,): whether the prompt contains each token
+        self._fresh: list[int] = []  # generated tokens not counted yet
+        self._counts: Tensor | None = None  # (vocabulary,): counts of generated tokens
+        self._in_prompt: Tensor | None = None  # (vocabulary,): mask of tokens in the prompt
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._fresh += tokens
@@ -132,7 +131,7 @@ class Penalties:
             counts.index_put_((at, ids), counts.new_ones(len(rows)), accumulate=True)
         sampling = self._sampling
         if sampling.repetition_penalty != 1.0:
-            assert self._in_prompt is not None, "it is made with the counts"
+            assert self._in_prompt is not None, "created together with the counts"
             penalty = sampling.repetition_penalty
             repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits.copy_(torch.where((counts > 0) | self._in_prompt, repeated, logits))
@@ -166,7 +165,7 @@ class AllowedTokens:
         self._forbidden: Tensor | None = None  # (vocabulary,)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Does nothing: the mask is the same after every token."""
+        """Does nothing: the mask is constant."""
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
         if self._forbidden is None:
@@ -183,7 +182,7 @@ class LogitBias:
         self._on_device: tuple[Tensor, Tensor] | None = None  # ids and values, (tokens,)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Does nothing: the bias is the same after every token."""
+        """Does nothing: the bias is constant."""
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
         if self._on_device is None:
@@ -195,11 +194,11 @@ class LogitBias:
 
 
 class BadWords:
-    """Forbids a sequence's last token wherever the generated text ends in all its other tokens."""
+    """Forbids the last token of a sequence after all of its other tokens."""
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._words = words
-        self._reach = max(map(len, words)) - 1  # most preceding tokens that a sequence can match
+        self._reach = max(map(len, words)) - 1  # maximum number of preceding tokens to match
         self._tail: Path = ()
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -220,11 +219,11 @@ class BadWords:
 
 
 class MinimumLength:
-    """Forbids stop ids until the minimum number of tokens is generated."""
+    """Forbids stop ids until a minimum number of tokens is generated."""
 
     def __init__(self, stop_ids: Sequence[int], missing: int) -> None:
         self._stop_ids = stop_ids
-        self._missing = missing  # tokens still to be generated
+        self._missing = missing  # tokens still to generate
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._missing -= len(tokens)
@@ -267,7 +266,7 @@ MAKERS: tuple[Maker, ...] = (make_allowed, make_bad_words, make_minimum_length, 
 def chain_of(request: Open, makers: tuple[Maker, ...] = MAKERS) -> ProcessorChain | None:
     """Returns a session's processors; None if the request leaves logits unchanged.
 
-    An engine or drafting method whose processors need more than the Open, such as a tokenizer, passes its own `makers`.
+    Pass other `makers` for processors that need more than the Open, such as a tokenizer.
     """
     processors = [processor for maker in makers if (processor := maker(request)) is not None]
     return ProcessorChain(request, processors) if processors else None

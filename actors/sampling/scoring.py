@@ -1,7 +1,7 @@
-"""Log probabilities of tokens under the model's unmodified logits at temperature 1, and near ties of decisions.
+"""Log probabilities of tokens, from unmodified logits at temperature 1, and margins of decisions.
 
-An audit compares committed tokens with non-speculative decoding. Where they differ, it asks for the decision's margin:
-the smallest error of the logits that would have decided another token.
+An audit compares committed tokens with non-speculative decoding. If they differ, it requests the margin of the
+decision: the smallest error of the logits that would have changed the token.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ROWS_AT_ONCE = 64
 
 
 def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenScore]:
-    """Scores one token after each row of logits, (rows, vocabulary), with the `top` likeliest alternatives."""
+    """Scores one token per row of logits, (rows, vocabulary), with `top` likeliest alternatives."""
     if not tokens:
         return []
     (ids,) = to_device([tokens], logits.device)
@@ -37,9 +37,9 @@ def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[To
 def decided_scores(
     blocks: Sequence[PendingBlock], decisions: Sequence[BlockDecision], tops: Sequence[int | None], logits: Tensor
 ) -> list[tuple[TokenScore, ...]]:
-    """Scores the committed tokens of all blocks at once; returns no scores for a block whose `top` is None.
+    """Scores the committed tokens of all blocks together; `top` is None for blocks without scores.
 
-    The blocks' logits are concatenated.
+    `logits` concatenates the logits of the blocks.
     """
     rows_at: list[int] = []
     tokens: list[int] = []
@@ -58,9 +58,7 @@ def decided_scores(
 
 
 def _numbers(logits: Tensor, ids: Tensor, width: int) -> Tensor:
-    """Returns per token: log probability, rank, ids of alternatives, their log probabilities; (rows, 2 + 2 * width),
-    float64.
-    """
+    """Returns log probability, rank, alternative ids and their log probabilities: (rows, 2 + 2 * width), float64."""
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     own = log_probs.gather(1, ids.unsqueeze(1))
     ranks = (log_probs > own).sum(dim=1, keepdim=True) + 1
@@ -74,21 +72,21 @@ def _score(row: Sequence[float], top: int, width: int) -> TokenScore:
 
 
 class _Edges(NamedTuple):
-    """Error of logits, per token, (vocabulary,), at which top-k, top-p and min-p admit or exclude it."""
+    """Logit error, (vocabulary,), at which the filters top-k, top-p and min-p admit or exclude each token."""
 
     enters: Tensor
     leaves: Tensor
 
     def within(self, other: "_Edges") -> "_Edges":
-        """Combines two filters: tokens must pass both."""
+        """Intersects two filters: a token must pass both."""
         return _Edges(torch.maximum(self.enters, other.enters), torch.minimum(self.leaves, other.leaves))
 
 
 def margin(logits: Tensor, sampling: Sampling, chain: ProcessorChain | None, at: DrawAddress, rival: int) -> float:
-    """Returns how far `logits`, (vocabulary,), must shift against each other to decide `rival`; 0 if it wins anyway.
+    """Returns the smallest relative shift of `logits`, (vocabulary,), that decides `rival`; 0 if `rival` wins anyway.
 
-    The shift is in logits, at any temperature. With top-k, top-p or min-p the smallest shift is not always found, so
-    the result is exact up to a small factor.
+    The shift is measured in logits at any temperature. With top-k, top-p or min-p, the result may exceed the smallest
+    shift by a small factor.
     """
     logits = logits.to(torch.float32)
     if chain is not None:
@@ -98,12 +96,12 @@ def margin(logits: Tensor, sampling: Sampling, chain: ProcessorChain | None, at:
     ids = torch.arange(len(logits), device=logits.device)
     scores = logits + sampling.temperature * gumbel(at.key(0, Purpose.DRAW), ids)
     edges = _edges(logits, sampling)
-    ahead = torch.minimum(scores - scores[rival], edges.leaves).max()  # every other token must be overtaken or excluded
+    ahead = torch.minimum(scores - scores[rival], edges.leaves).max()  # each other token must be overtaken or excluded
     return _finite(torch.maximum(ahead, edges.enters[rival]))
 
 
 def _finite(error: Tensor) -> float:
-    """Converts to a float of at least 0; NaN and infinity, from non-finite logits, become the float32 maximum."""
+    """Converts to a non-negative float; NaN and infinity, from non-finite logits, become the float32 maximum."""
     return max(0.0, float(torch.nan_to_num(error, nan=torch.finfo(torch.float32).max)))
 
 
@@ -123,18 +121,18 @@ def _edges(logits: Tensor, sampling: Sampling) -> _Edges:
 
 
 def _around(logits: Tensor, last: Tensor, first_out: Tensor) -> _Edges:
-    """Returns the edges of a filter that keeps logits from `last` up; `first_out` is the largest excluded one."""
+    """Returns the edges of a filter that keeps logits >= `last`; `first_out` is the largest excluded logit."""
     return _Edges((last - logits).clamp_min(0), (logits - first_out).clamp_min(0))
 
 
 def _top_p_edges(logits: Tensor, filtered: Tensor, sampling: Sampling) -> _Edges:
-    """Returns top-p's edges: a token overtakes its neighbors, or the likelier tokens' probability crosses top_p."""
+    """Returns the edges of top-p: a token overtakes its neighbors, or the probability before it crosses top_p."""
     temperature = sampling.temperature
     ranked, ids = filtered.sort(descending=True)
     probs = torch.softmax((ranked - ranked[0]) / temperature, dim=-1)
-    before = torch.empty_like(probs).scatter(0, ids, probs.cumsum(0) - probs)  # probability of all likelier tokens
+    before = torch.empty_like(probs).scatter(0, ids, probs.cumsum(0) - probs)  # total probability of likelier tokens
     last = torch.where(before < sampling.top_p, filtered, torch.inf).min()
     first_out = torch.where(filtered < last, filtered, -torch.inf).max()
     steps = _around(logits, last, first_out)
-    shift = temperature * torch.log(before / sampling.top_p)  # approximate logit error that moves `before` to top_p
+    shift = temperature * torch.log(before / sampling.top_p)  # approximate logit error at which `before` equals top_p
     return _Edges(torch.minimum(steps.enters, shift.clamp_min(0)), torch.minimum(steps.leaves, (-shift).clamp_min(0)))

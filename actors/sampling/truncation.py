@@ -1,6 +1,6 @@
-"""Turns logits into the requested distribution: temperature, top-k, top-p and min-p.
+"""Applies temperature, top-k, top-p and min-p to logits.
 
-Changes that depend on the preceding text are applied before (`processors`), acceptance after.
+`logits_processors` runs before this, and `acceptance` runs after it.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from protos.messages import Sampling
 
-CANDIDATES = 1024  # most tokens that top-k and top-p examine without sorting everything
+CANDIDATES = 1024  # maximum tokens examined by top-k and top-p without a full sort
 
 
 @dataclass(frozen=True, slots=True)
 class Restricted:
     """Scaled and masked logits, (positions, vocabulary).
 
-    `sure`, (positions,), marks the positions at which they are exact. There, `candidates`, (positions, count), include
-    all remaining tokens and maybe others; None: any token may remain.
+    `sure`, (positions,), marks the positions with exact logits. There, `candidates`, (positions, count), contain all
+    remaining tokens and possibly others; None: any token may remain.
     """
 
     logits: Tensor
@@ -29,7 +29,7 @@ class Restricted:
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     """Scales and masks processed logits in float32, (positions, vocabulary).
 
-    Greedy requests are not scaled, since only their argmax counts.
+    Does not scale logits of greedy requests, since only their argmax counts.
     """
     if sampling.greedy:
         return logits
@@ -38,14 +38,14 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Restricted:
-    """Applies temperature, top-k, top-p and min-p to any number of positions with the same parameters.
+    """Applies temperature, top-k, top-p and min-p to positions with equal parameters.
 
-    Sorting a whole vocabulary takes a large part of a step's time, so only the likeliest tokens are examined, and
-    `sure` marks the positions where they sufficed. With `thorough`, everything is sorted where needed.
+    Sorting a whole vocabulary takes a large part of a step. Therefore, only the likeliest tokens are examined, and
+    `sure` marks the positions for which this is exact. With `thorough`, the whole vocabulary is sorted if needed.
     """
     sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     candidates = None
-    # The largest logit is shifted to 0 first, so that no temperature makes logits infinite.
+    # Shift the largest logit to 0 first, so that no temperature makes logits infinite.
     logits = (logits - logits.max(dim=-1, keepdim=True).values) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         logits, enough, candidates = _keep_top_k(logits, sampling.top_k, thorough)
@@ -65,9 +65,9 @@ def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Rest
 
 
 def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Keeps exactly k tokens; ties go to the lower id, so that every device keeps the same.
+    """Keeps exactly k tokens; ties go to the lower id, so that all devices keep the same tokens.
 
-    Without sorting, the result is exact only if no logit outside the top k equals the k-th largest.
+    Without a full sort, the result is exact only if no logit outside the top k equals the k-th largest.
     """
     if k < CANDIDATES and not thorough:
         ranked = logits.topk(k, dim=-1)
@@ -79,10 +79,11 @@ def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor,
 
 
 def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Keeps the smallest set of likeliest tokens whose probability reaches top_p, and ties with its last; never empty.
+    """Keeps the likeliest tokens up to a total probability of top_p, and ties with the last of them; at least one
+    token.
 
-    Including ties makes a position's set independent of the block's other positions. Without sorting, the result is
-    exact only if the candidates reach top_p before the last one, which tokens not examined may equal.
+    Including ties makes a position's set independent of other positions in the block. Without a full sort, the result
+    is exact only if the candidates reach top_p before the last candidate, which may tie with unexamined tokens.
     """
     log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
     if thorough or logits.shape[-1] <= CANDIDATES:
@@ -91,7 +92,7 @@ def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, T
         ranked, ids = logits.topk(CANDIDATES, dim=-1)
     probs = torch.exp(ranked - log_total)
     count = (probs.cumsum(dim=-1) - probs < top_p).sum(dim=-1, keepdim=True)
-    floor = ranked.gather(-1, count.clamp_min(1) - 1)  # with non-finite logits the count is 0
+    floor = ranked.gather(-1, count.clamp_min(1) - 1)  # the count is 0 for non-finite logits
     enough = (probs.sum(dim=-1) > top_p) & (floor > ranked[..., -1:]).squeeze(-1)
     if ids.shape[-1] == logits.shape[-1]:
         enough = torch.ones_like(enough)

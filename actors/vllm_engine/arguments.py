@@ -1,18 +1,17 @@
-"""Builds a target's vLLM arguments: from the configuration, from our guarantees, and from the user's `target.vllm`.
+"""Builds vLLM's arguments from the configuration, our exactness requirements, and the user's `target.vllm`.
 
-This module only knows vLLM's argument names. `cluster/config_sections.py` has already refused options that would break
-a guarantee.
+Only this module knows vLLM's argument names. `cluster/config_sections.py` refuses options that would break exactness.
 """
 
 from typing import Any
 
 from cluster.config import SlipstreamConfig
 
-VERSION = "0.32.0"  # vLLM version whose private interfaces we use
+VERSION = "0.32.0"  # the supported version, since we use private interfaces
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # runs the scheduler and one rank in the process that plans the steps
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the configuration assigns cores instead
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # runs the scheduler and one rank in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the configuration assigns cores
 }
 PACKAGE = "actors.vllm_engine"
 
@@ -30,7 +29,7 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
         "max_num_batched_tokens": pool.max_step_tokens,
         "tensor_parallel_size": pool.tensor_parallel,
         "distributed_executor_backend": _executor(config),
-        "async_scheduling": False,  # drafts follow committed tokens, which must be known when planning
+        "async_scheduling": False,  # drafts follow committed tokens, so planning must wait for these
         "scheduler_cls": f"{PACKAGE}.block_scheduler.BlockScheduler",
         "worker_extension_cls": f"{PACKAGE}.worker.DrawingWorker",
         "additional_config": {"slipstream_vocabulary": vocabulary},
@@ -47,14 +46,14 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
 
 
 def _executor(config: SlipstreamConfig) -> str:
-    """Returns where vLLM runs: in the replica's placement group on GPUs, in this process or its children on CPUs."""
+    """Returns vLLM's executor: `ray`, in the placement group, on GPUs; this process or its children on CPUs."""
     if config.target.resources_per_rank.num_gpus:
         return "ray"
     return "uni" if config.target.tensor_parallel == 1 else "mp"
 
 
 def _speculation(longest: int, first_runner: bool) -> dict[str, Any]:
-    """Makes vLLM's steps accept drafts; a no-op replaces the drafting component that this configures."""
+    """Enables drafts in vLLM's steps; a no-op replaces the drafting component configured here."""
     if first_runner:
         model = f"{PACKAGE}.worker.NoProposer"
         return {"method": "custom_class", "model": model, "num_speculative_tokens": longest}

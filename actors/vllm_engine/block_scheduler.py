@@ -1,7 +1,7 @@
-"""Makes vLLM's scheduler follow our step plan, which selects the requests to run and their draft tokens.
+"""Makes vLLM's scheduler follow our step plan, which selects requests and their draft tokens.
 
-vLLM keeps the pages, prefix sharing, chunked prompts and preemption. Written for the vLLM version in
-`arguments.VERSION`: `scheduler_cls` is a field of its configuration, but vLLM does not promise a stable base class.
+vLLM manages pages, prefix sharing, chunked prompts and preemption. Written for vLLM `arguments.VERSION`: vLLM supports
+another `scheduler_cls`, but not as a stable interface.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,29 +15,29 @@ from cluster.verification.step import Outcome, Row, slots_of
 
 
 class BlockScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM scheduler that holds back every request the plan omits."""
+    """vLLM scheduler that skips every request outside the plan."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM would pad resumed requests with placeholders for drafts that do not exist.
+        # Otherwise, vLLM pads resumed requests with placeholders for nonexistent drafts.
         self.num_spec_tokens = 0
         self._planned: Mapping[str, Row] = {}
-        self.fed: dict[str, Row] = {}  # rows that the latest step fed, by session
+        self.fed: dict[str, Row] = {}  # rows fed by the latest step, by session
         self.outcomes: list[Outcome] = []
 
     def begin(self, planned: Mapping[str, Row]) -> None:
-        """Sets the planned rows of the next step, which runs only those that fit into memory."""
+        """Sets the planned rows of the next step. The step runs only rows that fit in memory."""
         self._planned = planned
         self.fed = {}
         self.outcomes = []
 
     @property
     def computed(self) -> dict[str, int]:
-        """Number of tokens in the cache for each request, by request id."""
+        """Number of cached tokens, by request id."""
         return {name: int(request.num_computed_tokens) for name, request in self.requests.items()}
 
     def slots(self, name: str, positions: Sequence[int]) -> tuple[int, ...]:
-        """Returns the cache slots of a request's positions in the first kind of layers (full attention)."""
+        """Returns the cache slots of a request's positions in the first group of layers (full attention)."""
         size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         return tuple(slots_of(positions, self.kv_cache_manager.get_block_ids(name)[0], size))
 
@@ -51,7 +51,7 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
             row = self._planned.get(request.request_id)
             if row is None:
                 request.next_decode_eligible_step = self.current_step + 2  # skips the request in this step
-            # Feed the rest of a prompt, even one token, without drafts: vLLM takes drafts after it for placeholders.
+            # Feed the rest of a prompt without drafts, because vLLM treats drafts after it as placeholders.
             is_read = not request.is_prefill_chunk
             request.spec_token_ids = list(row.draft.tokens) if row is not None and is_read else []
         output = super().schedule(*args, **kwargs)
@@ -75,7 +75,7 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Does nothing, since this process drafts nothing."""
+        """Does nothing, since drafts come from the plan."""
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         is_ready: bool = super()._handle_blocked_waiting_request(request)

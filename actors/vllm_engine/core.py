@@ -1,7 +1,7 @@
-"""Runs vLLM's EngineCore in this process, step by step as the verification scheduler plans.
+"""Runs vLLM's EngineCore in this process, one step per plan of the verification scheduler.
 
-Waiting and event loops are in `engine.py`. Written for the vLLM version in `arguments.VERSION`. `with_states` makes
-vLLM's executors reserve memory for hidden states in the leading worker before they measure free memory.
+`engine.py` handles waiting and event loops. Written for vLLM `arguments.VERSION`. `with_states` makes vLLM's executors
+reserve memory for hidden states in the leading worker, before they measure free memory.
 """
 
 import os
@@ -49,16 +49,15 @@ def with_states(executor: type[Executor], spec: CaptureSpec) -> type[Executor]:
 
 
 def keys_share(layers: Iterable[Any], row_bytes: int) -> float:
-    """Returns the share of memory left for keys and values if each token also stores a row of hidden states.
+    """Returns the fraction of memory for keys and values if each token also stores a row of hidden states.
 
-    Raises ModelError for layers with a limited window: vLLM frees the pages they no longer need, and with them the
-    hidden states.
+    Raises ModelError for layers with a sliding window, because vLLM frees their old pages and thus the hidden states.
     """
     token_bytes = 0.0
     for layer in layers:
         if not isinstance(layer, FullAttentionSpec):
             raise ModelError(
-                f"a layer of the target is a {type(layer).__name__} to vLLM, hidden states are kept beside layers that"
+                f"vLLM treats a layer of the target as {type(layer).__name__}, but hidden states require layers that"
                 " attend to the whole text; use a drafting method that reads none, or target.engine slipstream"
             )
         token_bytes += layer.page_size_bytes / layer.block_size
@@ -66,7 +65,7 @@ def keys_share(layers: Iterable[Any], row_bytes: int) -> float:
 
 
 class VllmCore:
-    """Computes step plans, one at a time and on one thread; `memory` records the tokens that each step fed."""
+    """Executes step plans one at a time, on one thread; `memory` records the tokens fed by each step."""
 
     def __init__(
         self,
@@ -76,17 +75,17 @@ class VllmCore:
         failed: Callable[[], None] | None = None,
         capture: CaptureSpec | None = None,
     ) -> None:
-        """Loads the model. Raises ModelError for another vLLM version, or arguments that vLLM rejects.
+        """Loads the model. Raises ModelError for an unsupported vLLM version or rejected arguments.
 
-        `capture` selects the hidden states to keep at the cache's slots.
+        `capture` selects the hidden states to store.
         """
         if vllm.__version__.partition("+")[0] != VERSION:
-            raise ModelError(f"vLLM {vllm.__version__} is installed, expected {VERSION}: install the extra [vllm]")
+            raise ModelError(f"vLLM {vllm.__version__} is not supported; install {VERSION} with the extra [vllm]")
         first_runner = not (HAS_TRITON and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0")
         if first_runner and capture is not None:
             raise ModelError(
                 f"draft.method {config.draft.method} reads the target's hidden states, which vLLM's first model runner"
-                " does not report: its second one needs Triton, and VLLM_USE_V2_MODEL_RUNNER not to be 0; otherwise use"
+                " does not report. The second one needs Triton and VLLM_USE_V2_MODEL_RUNNER unset or 1; otherwise, use"
                 " a method that reads none, or target.engine slipstream"
             )
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(not first_runner))
@@ -94,7 +93,7 @@ class VllmCore:
             args = EngineArgs(**engine_arguments(config, folder, vocabulary, first_runner))
             settings = args.create_engine_config()
         except (TypeError, ValueError) as error:
-            raise ModelError(f"vLLM rejects these arguments: {error}; see target.vllm") from error
+            raise ModelError(f"vLLM rejects its arguments: {error}; correct target.vllm") from error
         executor = Executor.get_class(settings)
         kind = executor if capture is None else with_states(executor, capture)
         self._core = EngineCore(settings, kind, False, failed)
@@ -109,10 +108,10 @@ class VllmCore:
             self._core.collective_rpc("keep_states", args=(layer, self.memory.pages, self.memory.page_size))
         self._names: dict[str, str] = {}  # vLLM's request ids, by session
         self._asking: set[str] = set()  # sessions that request scores or margins
-        self._numbers = count()  # makes request ids unique
+        self._numbers = count()  # for unique request ids
 
     def step(self, plan: StepPlan) -> list[Outcome]:
-        """Closes and opens sessions, feeds rows, and decides blocks; returns one outcome per row that decides."""
+        """Closes and opens sessions, feeds rows and decides blocks; returns one outcome per deciding row."""
         for session in plan.closes:
             self._core.abort_requests([self._names.pop(session)])
             self._asking.discard(session)
@@ -130,11 +129,11 @@ class VllmCore:
         return self._with_extra_results(outcomes)
 
     def read(self, read: StateRead) -> bytes:
-        """Returns the hidden states of positions in the session's pages."""
+        """Returns the hidden states at positions of a session."""
         return self._states_at(self._scheduler.slots(self._names[read.session], read.slots))
 
     def begin_grammar(self, grammar: str) -> None:
-        """Starts compiling a grammar in the workers, for a future session."""
+        """Starts compiling a grammar in the workers for a future session."""
         self._core.collective_rpc("begin_grammar", args=(grammar,))
 
     def close(self) -> None:
@@ -142,12 +141,12 @@ class VllmCore:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is left and no request holds a page."""
-        return not self._scheduler.requests and not self._names and self._scheduler.held_pages <= 1  # vLLM holds one
+        """True if there are no requests and no pages in use, except the one that vLLM reserves."""
+        return not self._scheduler.requests and not self._names and self._scheduler.held_pages <= 1
 
     @property
     def preempted(self) -> int:
-        """Number of preemptions of current requests; each one recomputes a request from its beginning."""
+        """Number of preemptions of current requests; each recomputes a request from its beginning."""
         return sum(request.num_preemptions for request in self._scheduler.requests.values())
 
     def _states_at(self, slots: Sequence[int]) -> bytes:
@@ -155,22 +154,22 @@ class VllmCore:
         return states
 
     def _computed(self) -> dict[str, int]:
-        """Returns the number of tokens in each session's pages; empty if no hidden states are kept."""
+        """Returns the number of cached tokens per session; empty if hidden states are not stored."""
         if not self._keeps_states:
             return {}
-        computed = self._scheduler.computed  # omits requests that reached max_len, whose pages are free
+        computed = self._scheduler.computed  # omits requests at max_len, whose pages are freed
         return {session: computed.get(name, 0) for session, name in self._names.items()}
 
     def _with_extra_results(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not any(outcome.session in self._asking for outcome in outcomes):
             return outcomes
-        by_rank = self._core.collective_rpc("extra_results")  # use any rank's results, since all ranks decide alike
+        by_rank = self._core.collective_rpc("extra_results")  # equal on all ranks
         extra: dict[str, ExtraResults] = by_rank[0]
         answers = [(outcome, extra.get(outcome.session, ExtraResults())) for outcome in outcomes]
         return [replace(outcome, scores=more.scores, margin=more.margin) for outcome, more in answers]
 
     def _open(self, request: Open) -> None:
-        """Adds a request. The verification scheduler detects ends, so vLLM only gets the maximum length."""
+        """Adds a request. vLLM receives only the maximum length; the verification scheduler detects the end of text."""
         name = f"{request.session}/{next(self._numbers)}"
         assert request.session not in self._names, f"session {request.session} is open already"
         params = SamplingParams(
@@ -198,7 +197,7 @@ class VllmCore:
 
 
 def _cache_salt(request: Open) -> str | None:
-    """Returns the salt that limits page sharing; an audit shares no pages, so it recomputes its whole text."""
+    """Returns the salt that limits page sharing. An audit shares no pages, so that it recomputes its whole text."""
     return f"audit {request.session}" if request.audit else request.cache_salt or None
 
 
@@ -209,10 +208,10 @@ def start_core(
     failed: Callable[[], None] | None = None,
     capture: CaptureSpec | None = None,
 ) -> VllmCore:
-    """Creates a `VllmCore`; converts exceptions of vLLM's start-up into EngineError."""
+    """Creates a `VllmCore`; converts exceptions at vLLM's start into EngineError."""
     try:
         return VllmCore(config, folder, vocabulary, failed, capture)
     except ModelError:
         raise
-    except Exception as error:  # vLLM raises exceptions of many types at start-up
+    except Exception as error:  # vLLM raises many types of exceptions at start
         raise EngineError(f"vLLM did not start: {error}") from error

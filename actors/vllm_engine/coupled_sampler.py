@@ -1,8 +1,8 @@
-"""Samples a session's tokens in vLLM's workers with the rules, noise and scores of our own engine.
+"""Samples tokens in vLLM's workers with the rules, noise and scores of our own engine.
 
-A request carries its Open in its extra arguments, so a worker knows as much about a session as a rank of our engine.
-`fed_row` and `outcome_of` convert what vLLM scheduled and sampled into rows and outcomes of the verification scheduler.
-No vLLM types appear here.
+A request's extra arguments contain its Open, so a worker has the same session data as a rank of our engine. `fed_row`
+and `outcome_of` convert vLLM's scheduled and sampled tokens to rows and outcomes of the verification scheduler. This
+module uses no vLLM types.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ def request_in(args: Mapping[str, Any] | None) -> Open | None:
 
 @value
 class ExtraResults:
-    """Results of a step in addition to the committed tokens, present if the session's Open requests them."""
+    """Scores and margin of one session in one step, if its Open requests them."""
 
     scores: tuple[TokenScore, ...] = ()
     margin: float | None = None
@@ -56,7 +56,7 @@ class SessionDraws:
         return cls(request, chain_of(request, makers))
 
     def block(self, length: int, text: Text, drafted: Sequence[int]) -> PendingBlock:
-        """Returns the undecided block: a chain of draft tokens after the first `length` tokens of the session."""
+        """Returns a block to decide: a chain of draft tokens after the session's first `length` tokens."""
         if self._chain is not None:
             self._chain.advance(text(self._chain.length, length))
         return PendingBlock(
@@ -71,7 +71,7 @@ class SessionDraws:
 def decide_all(
     sessions: Sequence[SessionDraws], blocks: Sequence[PendingBlock], logits: Tensor
 ) -> tuple[list[BlockDecision], dict[str, ExtraResults]]:
-    """Decides all blocks; also returns the additional results that sessions request, by session."""
+    """Decides all blocks; also returns the requested extra results, by session."""
     decisions = decide(blocks, logits)
     asking = [session.request for session in sessions]
     if not any(ExtraResults.is_asked_by(request) for request in asking):
@@ -87,17 +87,19 @@ def decide_all(
 
 
 def _margin(request: Open, block: PendingBlock, logits: Tensor) -> float | None:
-    """Returns the margin if the session is an audit that names a rival token, else None."""
+    """Returns the margin against an audit's rival token; None without an audit."""
     if request.rival is None:
         return None
     return margin(logits, block.sampling, block.chain, block.at, request.rival)
 
 
 def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, drafted: int) -> Row:
-    """Returns the part of a planned row that was fed: `scheduled` tokens from `start`, the last `drafted` ones drafts.
+    """Returns the fed part of a planned row: `scheduled` tokens from `start`, of which the last `drafted` are draft
+    tokens.
 
-    `tokens` are all committed tokens of the session. vLLM splits prompts into chunks and recomputes preempted requests.
-    Hidden states are requested at the planned row's slots, without those of drafts that were not fed.
+    `tokens` are all committed tokens of the session. The part differs from the plan because vLLM splits prompts into
+    chunks and recomputes preempted requests. Hidden states are requested at the planned row's slots, except slots of
+    drafts that were not fed.
     """
     committed = scheduled - drafted
     end = start + committed
@@ -111,7 +113,7 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
 
 
 def outcome_of(row: Row, sampled: Sequence[int]) -> Outcome | None:
-    """Returns a row's outcome: accepted draft tokens and one more token; None if the row only fed a prompt."""
+    """Returns a row's outcome: the accepted draft tokens and one further token; None if the row only fed a prompt."""
     if not row.decide:
         return None
     accepted = len(sampled) - 1

@@ -1,6 +1,6 @@
-"""Runs a target replica's forwards with vLLM, off the event loop that serves gRPC.
+"""Runs a target replica's forwards with vLLM, off the gRPC event loop.
 
-`StepProfile` measures step costs once before serving, for one row with drafts and for several rows.
+`StepProfile` measures step costs before serving, for one row with drafts and for several rows.
 """
 
 import asyncio
@@ -32,7 +32,9 @@ PROMPT = (1, 2, 3, 4)
 
 
 class StepProfile:
-    """Profiles the idle engine through `step`, with drafts of up to `longest` tokens in contexts of up to `context`."""
+    """Profiles an idle engine through `step`, with drafts of up to `longest` tokens and contexts of up to `context`
+    tokens.
+    """
 
     def __init__(self, step: Callable[[StepPlan], list[Outcome]], longest: int, sessions: int, context: int) -> None:
         self._step = step
@@ -43,7 +45,7 @@ class StepProfile:
         self._last: dict[str, int] = {}
 
     def measure(self) -> ForwardCost:
-        """Measures steps with fixed drafts, which are almost all rejected."""
+        """Measures steps with fixed drafts, almost all of which are rejected."""
         names = [f"profile-{index}" for index in range(max([1, *self._by_rows]))]
         self._feed(names, 0, opens=tuple(self._open(name) for name in names))
         todo = [partial(self._feed, names[:1], size - 1) for size in self._by_row]
@@ -71,7 +73,8 @@ class StepProfile:
 def _cost(sizes: Sequence[int], whole: Sequence[float], rows: Sequence[int], apart: Sequence[float]) -> ForwardCost:
     """Fits the cost per row and per token from steps of one row (`whole`) and of several rows (`apart`), in seconds.
 
-    A row costs the median extra time per row over one row with as many tokens; tokens cost the rest.
+    The cost per row is the median extra time per row, compared with one row of the same number of tokens. The remaining
+    time is the cost of tokens.
     """
     by_tokens = dict(zip(sizes, whole, strict=True))
     more = [
@@ -101,16 +104,16 @@ class VllmEngine:
         self._grammars: GrammarCompiler | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.step_cost = ForwardCost.linear(0.0)
-        self.reports: tuple[RankReport, ...] = ()  # empty: vLLM's ranks report nothing
+        self.reports: tuple[RankReport, ...] = ()  # empty, since vLLM's ranks do not report
         self.pids: tuple[int, ...] = ()
 
     @classmethod
     async def start(
         cls, config: SlipstreamConfig, folder: str, vocabulary: int, capture: CaptureSpec | None = None
     ) -> "VllmEngine":
-        """Loads the model, runs the self-test, and measures steps.
+        """Loads the model, runs the self-test and measures step costs.
 
-        Raises ModelError if vLLM is not installed or rejects the arguments, EngineError if it fails.
+        Raises ModelError if vLLM is not installed or rejects its arguments, and EngineError if it fails to start.
         """
         engine = cls(ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm"))
         await engine._on_thread(engine._load, config, folder, vocabulary, capture, asyncio.get_running_loop())
@@ -150,14 +153,14 @@ class VllmEngine:
         return memory
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Runs a step. Raises EngineError if it fails; vLLM is then no longer usable."""
+        """Executes a plan. Raises EngineError if it fails; vLLM is then unusable."""
         outcomes: list[Outcome] = await self._on_thread(self._computed, "a step", self._core.step, plan)
         return outcomes
 
     def _computed(self, what: str, compute: Callable[[Asked], Found], request: Asked) -> Found:
         try:
             return compute(request)
-        except Exception as error:  # after any exception, vLLM cannot run another step
+        except Exception as error:  # after any exception, vLLM is unusable
             raise EngineError(f"{what} of vLLM failed: {type(error).__name__}: {error}") from error
 
     async def read(self, read: StateRead) -> bytes:
@@ -165,14 +168,14 @@ class VllmEngine:
         return states
 
     async def prepare(self, grammar: str) -> str | None:
-        """Compiles a grammar here and in each worker while steps run; returns its fault, or None."""
+        """Compiles a grammar here and in each worker while steps run; returns an error message, or None on success."""
         if self._grammars is None:
-            return "this target has none"
+            return "the target supports none"
         await self._on_thread(self._core.begin_grammar, grammar)
         return await asyncio.to_thread(self._grammars.fault, grammar)
 
     async def watch(self) -> NoReturn:
-        """Waits until a rank of vLLM has died, then raises EngineError."""
+        """Waits until a rank of vLLM dies, then raises EngineError."""
         await self._failed
         raise EngineError("a worker of vLLM has ended")
 

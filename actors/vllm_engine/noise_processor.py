@@ -1,7 +1,7 @@
-"""Logits processor for vLLM's second model runner; draws with the noise that drafters share.
+"""Logits processor for vLLM's second model runner; draws with the drafters' noise.
 
 vLLM runs at temperature 0. The processor decides each block by our own rules and leaves one token in every relevant
-row. So vLLM's argmax returns our draw, and its comparison with the draft gives our decision.
+row. As a result, vLLM's argmax returns our draw, and its comparison with the draft yields our decision.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ VOCABULARY_KEY = "slipstream_vocabulary"  # key in vLLM's additional_config
 
 
 class SharedNoise(LogitsProcessor):  # type: ignore[misc]
-    """Decides for all requests, greedy ones too, so that padding ids beyond the vocabulary are never drawn."""
+    """Decides all requests, including greedy ones, so that padding ids beyond the vocabulary are never drawn."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.makers = MAKERS
-        self.extra_results: dict[str, ExtraResults] = {}  # additional results of the latest step, by session
+        self.extra_results: dict[str, ExtraResults] = {}  # of the latest step, by session
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
         self._states = req_states
         self._sessions: dict[int, SessionDraws] = {}  # by vLLM's request slot
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Registers a request; called again after a preemption, when all committed text is recomputed."""
+        """Registers a request; called again after a preemption, which recomputes all committed text."""
         request = request_in(sampling_params.extra_args)
         self._sessions.pop(req_idx, None)
         if request is not None:
@@ -58,7 +58,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         return logits
 
     def _decides(self, slot: int, length: int) -> bool:
-        """Returns whether a row of one of our requests ends after all committed text, not inside a chunked prompt."""
+        """Returns whether a row decides: it belongs to one of our requests and ends after the whole prompt."""
         return slot in self._sessions and length >= int(self._states.prefill_len.np[slot])
 
     def _block(self, slot: int, length: int, drafted: list[int]) -> PendingBlock:

@@ -1,7 +1,7 @@
-"""Self-test of a vLLM target before it serves: verifies one correct and one wrong block with known results.
+"""Self-test of a vLLM target before serving: verifies one correct and one wrong block with known results.
 
-Private attributes of vLLM change between its versions, and a change need not raise an error. The same session is first
-decided without drafts, greedy and sampled; after each block the text must be the same.
+vLLM's private attributes change between versions, possibly without an error. The test first decodes a session without
+drafts, both greedy and sampled. With each block, the text must be the same.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,10 @@ SESSION = "self-test"
 
 
 def check_engine(step: Step, fed: Callable[[Row], Row | None], vocabulary: int, longest: int) -> None:
-    """Raises EngineError if blocks of at most `longest` tokens are not decided as specified.
+    """Raises EngineError if blocks of at most `longest` tokens are decided wrongly.
 
-    `fed` returns what the engine's memory records for a planned row. In 16 bits two logits may nearly tie, so that a
-    block rounds differently from a single token. Therefore one of several prompts has to pass; a real fault fails all
-    of them.
+    `fed` returns the engine's record of a planned row. In 16 bits, two logits may nearly tie, so that a block rounds
+    differently from a single token. Therefore, only one of several prompts must pass; a real fault fails all of them.
     """
     for sampling in (GREEDY, Sampling()):
         faults = []
@@ -35,13 +34,13 @@ def check_engine(step: Step, fed: Callable[[Row], Row | None], vocabulary: int, 
             faults.append(fault)
         else:
             raise EngineError(
-                f"vLLM's self-test failed at temperature {sampling.temperature:g}: {faults[0]}; this version of vLLM"
-                " does not do what the adapter was written for"
+                f"vLLM's self-test failed at temperature {sampling.temperature:g}: {faults[0]}; install the"
+                " extra [vllm], or set target.engine slipstream"
             )
 
 
 def _fault_of(trial: Callable[[], "_Trial"], longest: int) -> str:
-    """Returns the fault in deciding a correct and a wrong block; empty if there is none."""
+    """Returns the first fault in deciding a correct and a wrong block; empty if there is none."""
     plain = trial()
     text, fault = plain.decide([NO_TREE] * PLAIN_TOKENS)
     length = min(longest, PLAIN_TOKENS - 2)
@@ -54,12 +53,12 @@ def _fault_of(trial: Callable[[], "_Trial"], longest: int) -> str:
         if fault:
             return fault
         if committed != text[: 2 + expected]:
-            return f"after a {name} block of {length} tokens the text is {committed}, expected {text[: 2 + expected]}"
+            return f"after a {name} block of {length} tokens, the text is {committed}, expected {text[: 2 + expected]}"
     return ""
 
 
 class _Trial:
-    """Runs one session from its first token to its end."""
+    """Runs one session from start to end."""
 
     def __init__(
         self, step: Step, fed: Callable[[Row], Row | None], vocabulary: int, sampling: Sampling, start: int
@@ -72,7 +71,7 @@ class _Trial:
         self._open = Open.measured(SESSION, tuple(self._tokens), max_len, PLAIN_TOKENS, sampling)
 
     def decide(self, drafts: list[DraftTree]) -> tuple[list[int], str]:
-        """Runs one step per draft. Returns the committed tokens, and a description of the first wrongly fed row."""
+        """Runs one step per draft. Returns the committed tokens and a description of the first wrongly fed row."""
         start = 0
         fault = ""
         opens: tuple[Open, ...] = (self._open,)

@@ -1,11 +1,11 @@
-"""Hooks in vLLM's workers: they sample tokens as our own engine does, and take drafts from the scheduler.
+"""Hooks in vLLM's workers that sample tokens like our own engine and take drafts from the scheduler.
 
-`DrawingWorker` extends vLLM's worker through its `worker_extension_cls`. Both model runners of vLLM are supported. The
-first (on CPUs without Triton) allows no logits processor with drafts, so its sampler is replaced. The second uses
-`noise_processor.py` and keeps drafts on the device, where they are written before each forward.
+`DrawingWorker` extends vLLM's worker through `worker_extension_cls`. It supports both model runners of vLLM. The first
+(on CPUs without Triton) does not support logits processors with drafts, so its sampler is replaced. The second uses
+`noise_processor.py` and reads drafts from a device table, which is filled before each forward.
 
-`WorkerStates` keeps hidden states in the leading worker. vLLM's second model runner passes them, with the slots of the
-fed tokens, to its drafting component after each step.
+`WorkerStates` stores hidden states in the leading worker. After each step, vLLM's second model runner passes them and
+the slots of the fed tokens to its drafting component.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ from cluster.errors import ModelError
 
 
 class WorkerStates:
-    """Stores the hidden states of all fed tokens, at the slots that the tokens have in the cache."""
+    """Stores the hidden states of all fed tokens, at the tokens' cache slots."""
 
     def __init__(self, spec: CaptureSpec, runner: Any) -> None:
-        """Call before graph capture, and before vLLM measures free memory, since the projection takes some.
+        """Call before graph capture and, since the projection takes memory, before vLLM measures free memory.
 
-        Raises ModelError for layers that the model does not report.
+        Raises ModelError if the model does not report a layer.
         """
         self._device: torch.device = runner.device
         self._spec = spec
@@ -42,30 +42,30 @@ class WorkerStates:
         self._capture: StateCapture | None = None
 
     def keep(self, layer: str, pages: int, page_size: int) -> None:
-        """Allocates the storage, with the slots that `layer` uses for keys and values."""
+        """Allocates the storage, with the slots of keys and values in `layer`."""
         self._layer = layer
         self._capture = StateCapture(self._spec, pages, page_size, self._device, self._project)
 
     def captured(self, batch: Any, slots: Mapping[str, torch.Tensor], final: torch.Tensor, inner: Any) -> None:
-        """Stores one step's hidden states: `final`, (n, hidden), and one such tensor per other layer in `inner`."""
-        assert self._capture is not None, "they are kept somewhere"
+        """Stores one step's hidden states: `final`, (n, hidden), and one tensor of that shape per layer in `inner`."""
+        assert self._capture is not None, "call keep first"
         streams = [*(inner or ()), *([final] if self._has_final else ())]
-        fed = batch.num_tokens  # the batch's other rows are padding
+        fed = batch.num_tokens  # the remaining rows are padding
         self._capture.keep(slots[self._layer][:fed].long(), torch.cat([each[:fed] for each in streams], dim=-1))
 
     def read(self, slots: Sequence[int]) -> bytes:
-        assert self._capture is not None, "they are kept somewhere"
+        assert self._capture is not None, "call keep first"
         return self._capture.cache.read(slots)
 
 
 def _report_layers(runner: Any, layers: Sequence[int]) -> None:
-    """Makes the model report the hidden states after `layers`, as it does for EAGLE-3."""
+    """Makes the model report the hidden states after `layers`, as for EAGLE-3."""
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     if not supports_eagle3(runner.model):
         raise ModelError(
-            f"vLLM's {type(runner.model).__name__} reports only its final hidden states, but those of layers"
-            f" {list(layers)} are needed; use a head that reads the final ones, or target.engine slipstream"
+            f"vLLM's {type(runner.model).__name__} reports only its final hidden states, but layers"
+            f" {list(layers)} are required; use a head that reads only the final ones, or target.engine slipstream"
         )
     runner.model.set_aux_hidden_state_layers(tuple(layers))
     runner.use_aux_hidden_state_outputs = True
@@ -75,7 +75,7 @@ NOTHING = -1  # marks unused columns in vLLM's table of sampled tokens
 
 
 class NoProposer:
-    """Drafts nothing; the first runner requires a drafting component."""
+    """No-op drafting component, required by the first runner."""
 
     def __init__(self, vllm_config: Any) -> None: ...
 
@@ -86,7 +86,7 @@ class NoProposer:
 
 
 class NoSpeculator:
-    """Captures hidden states as the second runner's drafting component; drafts nothing."""
+    """Drafting component of the second runner; captures hidden states and drafts nothing."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -101,7 +101,7 @@ class NoSpeculator:
     def propose(
         self, input_batch: Any, metadata: Any, slots: Any, final: Any, inner: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Called after each step with the fed tokens' cache slots and their hidden states, `final` and `inner`."""
+        """Called after each step with the cache slots and the hidden states, `final` and `inner`, of the fed tokens."""
         if self._states is not None:
             self._states.captured(input_batch, slots, final, inner)
         drafts: torch.Tensor = self._req_states.draft_tokens[input_batch.idx_mapping]
@@ -111,14 +111,14 @@ class NoSpeculator:
 
 
 class DrawingWorker:
-    """Extension whose methods vLLM adds to its worker class."""
+    """Worker extension; vLLM adds its methods to the worker class."""
 
     model_runner: Any
     rank: int
-    _slipstream_states: WorkerStates | None = None  # set on the leading worker only, if drafters read hidden states
+    _slipstream_states: WorkerStates | None = None  # set only on the leading worker, if drafters read hidden states
 
     def begin_states(self, spec: CaptureSpec) -> None:
-        """Prepares the capture of hidden states; called once the model is loaded."""
+        """Prepares the capture of hidden states; called after the model is loaded."""
         if self.rank == 0:
             self._slipstream_states = WorkerStates(spec, self.model_runner)
 
@@ -131,9 +131,9 @@ class DrawingWorker:
         return self._slipstream_states.read(slots) if self._slipstream_states is not None else b""
 
     def draw_as_slipstream(self, vocabulary: int, folder: str) -> str:
-        """Installs our sampling and returns the model runner's version, "v1" or "v2".
+        """Installs our sampling; returns the version of the model runner, "v1" or "v2".
 
-        Token ids from `vocabulary` on are the model's padding.
+        Token ids >= `vocabulary` are padding.
         """
         self._slipstream_grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
         makers = MAKERS if self._slipstream_grammars is None else (*MAKERS, self._slipstream_grammars.masking)
@@ -155,13 +155,13 @@ class DrawingWorker:
             self._slipstream_grammars.begin(grammar)
 
     def extra_results(self) -> dict[str, ExtraResults]:
-        """Returns the latest step's additional results, by session."""
+        """Returns the extra results of the latest step, by session."""
         results: dict[str, ExtraResults] = self._slipstream_draws.extra_results
         return results
 
 
 class FirstRunnerDraws:
-    """Samples for the first runner, in place of its sampler."""
+    """Replaces the sampler of the first runner."""
 
     def __init__(self, runner: Any, vocabulary: int, makers: tuple[Maker, ...]) -> None:
         self.extra_results: dict[str, ExtraResults] = {}
@@ -204,7 +204,7 @@ def _text(state: Any) -> list[int]:
 
 
 def take_drafts_from_scheduler(runner: Any, states: WorkerStates | None) -> None:
-    """Writes the scheduler's drafts into the second runner's device table, the only one it reads."""
+    """Writes the scheduler's drafts to the second runner's device table, its only source of drafts."""
     runner.speculator = NoSpeculator(runner.req_states, states)
     runner.execute_model = _with_drafts(runner, runner.execute_model)
 
