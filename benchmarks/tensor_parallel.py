@@ -28,7 +28,8 @@ from rich.table import Table
 from actors.compute.collectives import Group, SingleRank, TorchGroup, join
 from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
-from actors.models.weights import LoadReport, load
+from actors.models.checkpoint import load
+from actors.models.weights import LoadReport
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

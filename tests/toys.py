@@ -1,14 +1,20 @@
-"""Toy sessions and draft models that all test worlds share."""
+"""Toy sessions, runners and draft models that all test worlds share."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from actors.attention.batch import never
+from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel, InterruptibleRunner
 from actors.drafters.model.sampling import DraftingLimits
 from actors.grammars import GrammarCompiler
+from actors.models.decoder import ForwardOutput
+from cluster.page_allocator import PageCopy, SlotMove
 from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Sampling
 
@@ -18,6 +24,27 @@ GENERATION = Generation("session", (1, 2, 3), 43, (), Sampling(), 1, 2, 0, 3, Ac
 def a_generation(**changes: Any) -> Generation:
     """Returns a session of 40 tokens, with these fields changed."""
     return replace(GENERATION, **changes)
+
+
+class ToyRunner:
+    """A runner over a table of logits, (vocabulary, vocabulary): rows are last tokens, columns next tokens."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.vocabulary = int(table.shape[0])
+        self._table = table
+
+    def forward(
+        self,
+        rows: Sequence[InputRow],
+        copies: Sequence[PageCopy] = (),
+        interrupted: Callable[[], bool] = never,
+        moves: Sequence[SlotMove] = (),
+    ) -> ForwardOutput:
+        tokens = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
+        return ForwardOutput(self._table[torch.tensor(tokens, dtype=torch.int64)], None)
+
+    def read_states(self, slots: Sequence[int]) -> bytes:
+        raise NotImplementedError("a table has no hidden states")
 
 
 def toy_draft_model(

@@ -6,10 +6,8 @@ operations over packed weights.
 
 Transformers chooses rotary frequencies by the longest sequence of a forward. Here texts of all lengths share a forward,
 and cached keys keep the frequencies they were rotated with, so `fix_frequencies` chooses once when a model is loaded.
-`ToyRunner` is a Markov chain with known probabilities, for tests and simulations.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,13 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
-from actors.attention.batch import RaggedBatch, never
+from actors.attention.batch import RaggedBatch
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
-from actors.compute.kv_cache import InputRow
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
 from cluster.errors import ModelError
-from cluster.page_allocator import PageCopy, SlotMove
 
 
 class ForwardOutput(NamedTuple):
@@ -86,27 +82,6 @@ def _fixed(module: Any, kind: str, layer_type: str | None, context: int | None) 
         long, _ = ROPE_INIT_FUNCTIONS[kind](config, frequencies.device, seq_len=original + 1, layer_type=layer_type)
         frequencies.copy_(long)
     return STATIC
-
-
-class ToyRunner:
-    """A runner over a table of logits, (vocabulary, vocabulary): rows are last tokens, columns next tokens."""
-
-    def __init__(self, table: Tensor) -> None:
-        self.vocabulary = int(table.shape[0])
-        self._table = table
-
-    def forward(
-        self,
-        rows: Sequence[InputRow],
-        copies: Sequence[PageCopy] = (),
-        interrupted: Callable[[], bool] = never,
-        moves: Sequence[SlotMove] = (),
-    ) -> ForwardOutput:
-        tokens = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
-        return ForwardOutput(self._table[torch.tensor(tokens, dtype=torch.int64)], None)
-
-    def read_states(self, slots: Sequence[int]) -> bytes:
-        raise NotImplementedError("a table has no hidden states")
 
 
 KNOWN_LINEARS = frozenset(

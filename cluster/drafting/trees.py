@@ -98,11 +98,6 @@ class Branch:
     choices: Sequence[Choices]
 
 
-def likeliest_tree(branches: Iterable[Branch], most: int, least_chance: float) -> DraftTree:
-    """Returns a tree of at most `most` nodes, likeliest first; the first is kept even if it is below `least_chance`."""
-    return tree_of(likeliest_paths(branches, most, least_chance))
-
-
 def tree_of(paths: Sequence[tuple[TokenPath, float]]) -> DraftTree:
     """Returns the tree with these paths as its nodes, in this order; each path must come after its parent."""
     nodes = {path: node for node, (path, _) in enumerate(paths)} | {(): -1}

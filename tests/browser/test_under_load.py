@@ -33,7 +33,6 @@ def url() -> Iterator[str]:
     command = [sys.executable, "-c", SERVE, "serve", str(CONFIG), "--port", "0", "--set", LOCK_STEP]
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        assert server.stdout is not None
         line = next((line for line in server.stdout if line.startswith(READY)), None)
         assert line is not None, "the server ended before it was ready"
         yield line.removeprefix(READY).partition("/v1")[0]

@@ -16,7 +16,6 @@ def base_url() -> Iterator[str]:
     command = [python, "-m", "tests.clients.obedient_model"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         try:
             yield server.stdout.readline().strip()
         finally:

@@ -110,7 +110,6 @@ def fault_of(index: int, answer: ChatCompletion) -> str | None:
 
 def drafts(answer: ChatCompletion) -> Counter[str]:
     """Returns the counts of vLLM's metrics field."""
-    assert answer.usage is not None
     counts = Counter(tokens=answer.usage.completion_tokens)
     if metrics := (answer.model_extra or {}).get("metrics"):
         found = metrics["speculative_decoding"]

@@ -149,9 +149,7 @@ async def asked(
                 extra_body={"speculation": speculation},
                 **options,  # type: ignore[call-overload]
             )
-        assert answer.usage is not None
         details = answer.usage.completion_tokens_details
-        assert details is not None
         accepted = details.accepted_prediction_tokens or 0
         return str(answer.choices[0].message.content), accepted + (details.rejected_prediction_tokens or 0), accepted
 

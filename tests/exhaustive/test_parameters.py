@@ -101,8 +101,6 @@ def said(answer: Completion, echoed: int) -> list[Said]:
     """Each choice, without the so many tokens of the prompt with which it begins."""
     found = []
     for choice in answer.choices:
-        assert choice.logprobs is not None
-        assert choice.model_extra is not None
         ended_by = choice.model_extra["stop_reason"]
         tokens = tuple((choice.logprobs.tokens or [])[echoed:])
         found.append(Said(choice.text, choice.finish_reason, ended_by, tokens))
@@ -113,8 +111,6 @@ def furthest_score(one: Completion, other: Completion) -> float:
     """Returns the largest difference of log probabilities over common tokens."""
     apart = [0.0]
     for mine, theirs in zip(one.choices, other.choices, strict=True):
-        assert mine.logprobs is not None
-        assert theirs.logprobs is not None
         if mine.logprobs.tokens == theirs.logprobs.tokens:
             scores = zip(mine.logprobs.token_logprobs or [], theirs.logprobs.token_logprobs or [], strict=True)
             assert len(mine.logprobs.tokens or []) == len(mine.logprobs.token_logprobs or [])
@@ -207,7 +203,6 @@ async def test_log_probabilities_are_those_of_plain_hugging_face(
 
 def compare_scores(plain_model: PlainModel, prompt: str, answer: Completion) -> None:
     (choice,) = answer.choices
-    assert choice.logprobs is not None
     ids = plain_model.ids(choice.logprobs.tokens or [])
     prompt_ids = plain_model.tokenizer(prompt).input_ids
     assert ids[: len(prompt_ids)] == prompt_ids

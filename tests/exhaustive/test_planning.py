@@ -48,7 +48,6 @@ def test_where_targets_share_a_drafter_the_gain_ends_earlier():
     costs = COSTS.model_copy(update={"draft": DraftCost(forward=ForwardCost.linear(0.001, per_row_s=0.0005))})
     inputs = replace(SMALL, costs=costs, arrivals=ClosedLoop(4), ratios=((4, 1),))
     recommendation = recommend(inputs)
-    assert recommendation.limits is not None
     assert recommendation.limits.candidate == CandidateFleet(4, 1, 4, Mode.LOCK_STEP)
     alone = limits(inputs, LOCK_STEP, 4, InlineExecutor())
     assert recommendation.limits.acceptance is not None

@@ -33,7 +33,6 @@ def serving_process(config: Path) -> Iterator[tuple[subprocess.Popen[str], OpenA
     with subprocess.Popen(
         [*SERVE, str(config), "--port", "0"], env=environment, stdout=subprocess.PIPE, text=True
     ) as one:
-        assert one.stdout is not None
         try:
             said = one.stdout.readline()
             assert said.startswith("Slipstream is ready: "), said
@@ -83,6 +82,5 @@ def test_the_stream_that_runs_is_finished_and_new_requests_are_not_taken(config_
         assert not reading.done(), "the stream had ended by then, so that nothing was left to finish"
         *_, last, total = reading.result()
         assert last.choices[0].finish_reason == "length"
-        assert total.usage is not None
         assert total.usage.completion_tokens == TOKENS
         assert process.wait(END_S) == 0

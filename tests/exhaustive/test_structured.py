@@ -60,7 +60,6 @@ class Pair:
         prompt = self.codec.encode_chat(chat)
         body = {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked.schema, "strict": True}}
         grammar = content_grammar(ResponseFormat.model_validate(body), None)
-        assert grammar is not None
         return Generation(
             session=f"s{index}",
             prompt=prompt,

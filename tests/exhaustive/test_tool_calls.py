@@ -57,7 +57,6 @@ def test_every_call_is_of_a_tool_by_its_schema(capsys) -> None:
         messages = [{"role": "user", "content": ASKED[index % len(ASKED)].prompt}]
         body = {"model": "m", "messages": messages, "tools": TOOLS, "tool_choice": choice(index)}
         grammar = call_grammar(ChatRequest.model_validate(body), codec.call_form, None, lambda: "over")
-        assert grammar is not None
         prompt = codec.encode_chat(messages, TemplateOptions(tools=TOOLS))
         plain = pair.generation(index, Asked("", {"type": "object"}), DRAFTED)
         asked = replace(plain, prompt=prompt, max_len=min(CONTEXT, len(prompt) + 200), grammar=grammar.text)

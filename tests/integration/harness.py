@@ -14,7 +14,6 @@ from actors.drafters.model.draft_model import DraftModel
 from actors.engine.executor import Engine, StepExecutor, ThreadEngine
 from actors.engine.runner import Runner
 from actors.grammars import GrammarCompiler
-from actors.models.decoder import ToyRunner
 from actors.net.credentials import credentials_of
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
@@ -37,7 +36,7 @@ from protos.messages import Attach, Close, Open, Sampling
 from serve_app.router import Identity, Router, RouterLimits
 from tests.lossless.states import LAYOUT, ReadingMethod, RememberingRunner
 from tests.static_membership import StaticMembership
-from tests.toys import a_generation, toy_draft_model
+from tests.toys import ToyRunner, a_generation, toy_draft_model
 
 VOCABULARY = 32
 CONTEXT = 512

@@ -21,12 +21,9 @@ from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION
 from serve_app.cli.demo import demo_config
 from serve_app.operations import deploying
-from serve_app.operations.deploying import deploy, withdraw
-from serve_app.operations.local import serving, wait_until_ready
+from serve_app.operations.local import serving
 
 EXACT = ("model.dtype=float32", "model.max_context=1024", "server.port=0")
-# What Ray counts and what the cache takes: little, for the first application has its share already.
-SMALL = ("target.resources_per_rank.num_cpus=0.1", "draft.resources.num_cpus=0.1", "target.cache_per_rank.gib=0.1")
 NEAR_TIE = 2e-3  # logits that differ by less may be ordered otherwise by another batch shape
 
 
@@ -63,18 +60,6 @@ def demo_served(*overrides: str) -> Iterator[Served]:
     config = demo_config([*EXACT, *overrides])
     with serving(config, Console(quiet=True)) as url:
         yield Served(url, config)
-
-
-@contextmanager
-def demo_served_beside(served: Served, name: str, *overrides: str) -> Iterator[Served]:
-    """Serves the same with other settings, as an application of its own on the cluster of the first one."""
-    beside = Served(f"{served.url}/{name}", demo_config([*EXACT, *SMALL, *overrides]), name)
-    deploy(beside.config, name, f"/{name}")
-    try:
-        wait_until_ready(beside.url)
-        yield beside
-    finally:
-        withdraw(name)
 
 
 @contextmanager

@@ -58,7 +58,6 @@ def test_ctrl_c_ends_only_the_answer(front: Front) -> None:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
     ) as program:
-        assert program.stdin is not None
         assert program.stdout is not None
         program.stdin.write("Hello\n")
         program.stdin.flush()

@@ -1,21 +1,16 @@
 """The whole pipeline in one process over real gRPC: routes of blocks, overlap, and recovery from faults."""
 
 import asyncio
-import threading
-from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 
 from actors.drafter import Drafter
 from actors.engine.executor import Engine
-from cluster.drafting.method import DraftingMethod, Early, dismiss
-from cluster.drafting.requests import LookaheadRequest, Proposal
-from cluster.errors import DrainingError, TargetLostError
-from cluster.routing.ledger import CommittedTokens, Generation
+from cluster.routing.ledger import CommittedTokens
 from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
-from protos.messages import Acceptance, Block, DraftRequest, Sampling, Verdict
+from protos.messages import Acceptance, Block, Sampling, Verdict
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, WrappedEngine, cluster, eventually, plain_greedy
 
 SURE = 8 * LOGITS  # of a drafter that is right, and so sure of it that no token beside the first is likely
@@ -180,32 +175,6 @@ async def test_drafting_ahead_covers_several_outcomes_and_hits_some():
         assert counts["guesses"] > counts["guess_hit"] + counts["guess_miss"]
 
 
-async def test_lock_step_and_adaptive_loop_commit_the_same_text():
-    """The slow loop is the specification of the fast one: draft, verify, commit."""
-    rules = [Sampling(temperature=0.0), Sampling(temperature=0.8)]
-
-    async def answers(lock_step: bool) -> tuple[list[list[int]], list[int], Mapping[str, int]]:
-        """Texts, how many tokens of each were drafted, and what the drafter counted."""
-        async with cluster(draft_logits=UNSURE, lock_step=lock_step) as c:
-            asked = [c.generation(prompt=(1 + i, 2), max_len=62, sampling=rules[i % 2]) for i in range(4)]
-            events = await asyncio.gather(*(emitted(c, generation) for generation in asked))
-            (drafter,) = c.drafters.values()
-            texts = [[token for emit in emits for token in emit.tokens] for emits in events]
-            return texts, [sum(emit.accepted for emit in emits) for emits in events], drafter.scheduler.counts
-
-    fast, _, counted = await answers(lock_step=False)
-    slow, accepted, counted_slowly = await answers(lock_step=True)
-    assert slow == fast
-    assert min(accepted) > 0, "lock step drafts for every round"
-    assert counted_slowly["blocks"] > 0
-    assert "guesses" not in counted_slowly, "lock step drafts nothing ahead"
-    assert counted["guesses"] > 0, "the other loop does"
-
-
-async def emitted(c: Cluster, generation: Generation) -> list[CommittedTokens]:
-    return [event async for event in c.router.generate(generation) if isinstance(event, CommittedTokens)]
-
-
 async def test_a_useless_drafter_changes_no_token():
     async with cluster(draft_logits=-LOGITS) as c:
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40)
@@ -242,101 +211,6 @@ async def test_losing_a_target_changes_no_token():
                     used = next(a for a, t in c.targets.items() if not t.is_idle)
                     await c.servers[used].stop(0)
         assert tokens == plain_greedy((1, 2, 3), 100)
-
-
-class Stalled:
-    """A drafting method that stops while `go_on` is clear; the drafter's streams stay up."""
-
-    def __init__(self, method: DraftingMethod) -> None:
-        self.go_on = threading.Event()
-        self.shapes = method.shapes
-        self.tokens_per_forward = method.tokens_per_forward
-        self.go_on.set()
-        self._method = method
-        self.open = method.open
-        self.committed = method.committed
-        self.close = method.close
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        assert self.go_on.wait(60), "the test has forgotten this drafter"
-        return self._method.draft(requests)
-
-    def draft_ahead(
-        self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
-    ) -> list[Proposal]:
-        assert self.go_on.wait(60), "the test has forgotten this drafter"
-        return self._method.draft_ahead(requests, interrupted, early)
-
-
-async def test_the_sessions_of_a_stalled_drafter_move_to_another():
-    methods: list[Stalled] = []
-
-    def stallable(method: DraftingMethod) -> DraftingMethod:
-        methods.append(Stalled(method))
-        return methods[-1]
-
-    async with cluster(drafters=2, wrap_method=stallable) as c:
-        still, other = c.drafters.values()
-        stalled = methods[0]
-        generations = [c.generation(prompt=(1 + i, 2), max_len=402) for i in range(4)]
-        texts = [asyncio.create_task(c.tokens(generation)) for generation in generations]
-        drafted_for = still.scheduler.sessions.all.values()
-        await eventually(
-            lambda: len(drafted_for) > 0 and all(session.prefix.length > 40 for session in drafted_for), "it drafts"
-        )
-        stalled.go_on.clear()
-        its = set(still.scheduler.sessions.all)
-        try:
-            await eventually(lambda: its <= other.scheduler.sessions.all.keys(), "the other one has its sessions")
-        finally:
-            stalled.go_on.set()
-        c.hurry()
-        assert await asyncio.gather(*texts) == [plain_greedy(g.prompt, 400) for g in generations]
-
-
-async def test_without_targets_a_session_waits_and_then_fails():
-    """Held for as long as the router waits, during which a target might come back."""
-    async with cluster(target_wait_s=1) as c:
-        got: list[int] = []
-
-        async def follow() -> None:
-            async for event in c.router.generate(c.generation(max_len=203)):
-                if isinstance(event, CommittedTokens):
-                    got.extend(event.tokens)
-
-        following = asyncio.create_task(follow())
-        await eventually(lambda: len(got) > 10, "it has begun")
-        (server,) = [c.servers[address] for address in c.targets]
-        await server.stop(0)
-        with pytest.raises(TargetLostError, match="no target replica could be reached"):
-            await asyncio.wait_for(following, 30)
-        assert got == plain_greedy((1, 2, 3), 200)[: len(got)]
-
-
-async def test_draining_refuses_new_sessions_and_finishes_running_ones():
-    async with cluster() as c:
-        running = asyncio.create_task(c.tokens(c.generation()))
-        await eventually(lambda: not c.router.is_idle, "it runs")
-        c.router.drain()
-        assert not c.router.is_ready
-        with pytest.raises(DrainingError, match="takes no new requests"):
-            await c.tokens(c.generation())
-        assert await running == plain_greedy((1, 2, 3), 40)
-
-
-async def test_fifty_cancelled_requests_leave_nothing_behind():
-    async with cluster() as c:
-
-        async def begin_and_leave(index: int) -> None:
-            stream = c.router.generate(c.generation(prompt=(1 + index % 30,), max_len=500))
-            async for event in stream:
-                if isinstance(event, CommittedTokens):
-                    break
-            await stream.aclose()
-
-        await asyncio.gather(*(begin_and_leave(i) for i in range(50)))
-        assert c.router.is_idle
-    # The harness has checked that router, target and drafter hold nothing any more.
 
 
 def test_the_toy_is_not_trivial():

@@ -13,13 +13,13 @@ from actors.drafter import Drafter
 from actors.drafters.model.draft_model import DraftModel, DraftWeights
 from actors.learning.reload import DraftReload, LearnedDraft, Version
 from actors.learning.versions import VersionFolder
-from actors.models.decoder import ToyRunner
 from cluster.draft_quality import LEAST_BLOCKS
 from cluster.errors import ModelError
 from cluster.learning import Manifest, State
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, Sampling
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, cluster, plain_greedy
+from tests.toys import ToyRunner
 
 UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # right as a rule, and unsure enough for trees
 USELESS = -4 * LOGITS  # its first choice is the least likely token

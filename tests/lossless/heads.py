@@ -18,12 +18,13 @@ from actors.drafters.heads.last_state import LastRows, LastStatePredictor
 from actors.drafters.model.draft_cache import DraftCache, FedStates
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftSampler
-from actors.models.decoder import ForwardOutput, ToyRunner
+from actors.models.decoder import ForwardOutput
 from cluster.page_allocator import PageCopy
 from protos.messages import StatesNeeded
 from tests.lossless.parts import PAGE_SIZE
 from tests.lossless.states import LAYOUT, MODULUS, ReadingMethod, state_after
 from tests.lossless.world import ToyDrafter, World
+from tests.toys import ToyRunner
 
 WIDTH = 4
 MAX_POSITIONS = 1000

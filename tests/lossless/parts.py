@@ -13,7 +13,7 @@ from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import MaskTokens
 from actors.engine.executor import StepExecutor
 from actors.grammars import GrammarCompiler
-from actors.models.decoder import ForwardOutput, ToyRunner
+from actors.models.decoder import ForwardOutput
 from cluster.costs import ForwardCost
 from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.scheduler import DraftScheduler
@@ -25,7 +25,7 @@ from cluster.speculation.controller import Adaptive, ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
 from tests.lossless.states import LAYOUT, RememberingRunner
-from tests.toys import a_generation, toy_draft_model
+from tests.toys import ToyRunner, a_generation, toy_draft_model
 
 PAGE_SIZE = 2
 EOS = 0

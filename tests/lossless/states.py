@@ -8,11 +8,12 @@ from actors.attention.batch import never
 from actors.compute.hidden_states import LatestStates, StateCache, decode_rows, encode_rows
 from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_model import DraftModel
-from actors.models.decoder import ForwardOutput, ToyRunner
+from actors.models.decoder import ForwardOutput
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
 from cluster.page_allocator import PageCopy, SlotMove
 from protos.messages import DraftRequest, Open, Shape, StateDtype, StatesFormat
+from tests.toys import ToyRunner
 
 LAYOUT = StatesFormat(width=4, dtype=StateDtype.BFLOAT16)
 CPU = torch.device("cpu")

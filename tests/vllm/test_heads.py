@@ -104,7 +104,6 @@ def test_in_lock_step_every_draft_of_a_right_head_is_accepted(
     core: object, asked: SlipstreamConfig, tiny_llama: Path, texts: dict[str, Text], name: str
 ) -> None:
     method, bounds = method_of(asked, tiny_llama)
-    assert bounds.states is not None
     assert bounds.states.width == HIDDEN, "the target projects"
     target = VerificationScheduler(
         limits(core.memory.pages, core.memory.page_size, bounds.states), ReferenceLoop(), memory=core.memory

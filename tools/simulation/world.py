@@ -83,11 +83,6 @@ class SimulationReport:
         """Mean number of tokens committed per verified block."""
         return 1 + self.accepted / self.blocks if self.blocks else None
 
-    @property
-    def guess_hit_rate(self) -> float | None:
-        guesses = self.causes["guess_hit"] + self.causes["guess_miss"]
-        return self.causes["guess_hit"] / guesses if guesses else None
-
 
 def steady_rate(commits: Sequence[Commit]) -> float:
     """Returns tokens per second between the commits at one quarter and at three quarters of all tokens."""

@@ -15,7 +15,6 @@ from actors.drafter import Drafter, MethodFigures, TargetAccess
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import DraftingLimits
-from actors.models.decoder import ToyRunner
 from actors.net.streams import Outbox
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import Early, dismiss
@@ -27,6 +26,7 @@ from protos.codec import Decoded, decode
 from protos.draft_tree import DraftTree
 from protos.messages import Close, DraftRequest, Hello, Open, Refusal, RefusalReason, Shape, Verdict, Welcome
 from protos.prefix import Prefix
+from tests.toys import ToyRunner
 from tests.unit.cluster.samples import KEY, an_open
 
 VOCABULARY = 8

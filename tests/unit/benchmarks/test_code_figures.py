@@ -35,7 +35,9 @@ def test_request_path_follows_runtime_imports(tmp_path: Path):
         "def f():\n    import protos.codec\n"
     )
     unrelated = dict.fromkeys(("cluster__errors", "cluster__typed", "cluster__unused", "protos__codec"), "")
-    tree = code_figures.Tree(write_tree(tmp_path, serve_app__api__routes=app, cluster__ledger="import os\n", **unrelated))
+    tree = code_figures.Tree(
+        write_tree(tmp_path, serve_app__api__routes=app, cluster__ledger="import os\n", **unrelated)
+    )
     assert tree.request_path() == ["cluster.errors", "cluster.ledger", "protos.codec", "serve_app.api.routes"]
 
 
@@ -46,7 +48,9 @@ def test_forms_are_data_classes_on_the_request_path(tmp_path: Path):
         "class Plain: pass\n"
     )
     form = "@dataclass\nclass Other: pass\n"
-    tree = code_figures.Tree(write_tree(tmp_path, serve_app__api__routes=app, cluster__config=form, cluster__unused=form))
+    tree = code_figures.Tree(
+        write_tree(tmp_path, serve_app__api__routes=app, cluster__config=form, cluster__unused=form)
+    )
     assert tree.request_forms() == [f"serve_app.api.routes.{name}" for name in "ABCDE"]
 
 

@@ -45,41 +45,6 @@ def test_how_many_pages_a_length_takes(length, pages):
     assert a_book().pages_for(length) == pages
 
 
-def test_with_too_few_pages_nothing_changes():
-    """Neither the pages beyond the table nor the copies that are needed for them may be half there."""
-    allocator = a_book(pages=4)
-    a_computed(allocator, "s", range(6))
-    allocator.fork("s", "fork", 6)
-    assert allocator.available == 2
-    table = allocator.table("fork")
-    assert allocator.reserve("fork", 6, 13) is None, "two more pages, and one instead of the shared one"
-    assert (allocator.table("fork"), allocator.available, len(allocator.cached_pages)) == (table, 2, 1)
-    allocator.check()
-    assert allocator.reserve("fork", 6, 12) == [PageCopy(table[1], allocator.table("fork")[1])], "one page less will do"
-
-
-@pytest.mark.parametrize(("length", "kept"), [(0, 0), (1, 1), (4, 1), (5, 2), (12, 3), (20, 3)])
-def test_a_rollback_gives_back_what_lies_wholly_beyond_at_once(length, kept):
-    allocator = a_book(pages=3)
-    allocator.open("s", ())
-    allocator.reserve("s", 0, 12)
-    table = allocator.table("s")
-    allocator.truncate("s", length)
-    assert (allocator.table("s"), allocator.available) == (table[:kept], 3 - kept)
-    allocator.check()
-
-
-def test_closing_gives_everything_back():
-    allocator = a_book(pages=3)
-    allocator.open("s", ())
-    allocator.reserve("s", 0, 12)
-    allocator.close("s")
-    assert (allocator.available, len(allocator.cached_pages)) == (3, 0)
-    with pytest.raises(KeyError):
-        allocator.table("s")
-    allocator.check()
-
-
 def test_two_sessions_of_one_name_are_a_mistake():
     allocator = a_book()
     allocator.open("s", ())
@@ -214,16 +179,6 @@ def test_what_two_sessions_computed_at_the_same_time_is_kept_once():
     allocator.check()
 
 
-def test_the_same_tokens_after_others_are_another_page():
-    allocator = a_book()
-    for session, token in (("first", 0), ("second", 1)):
-        a_computed(allocator, session, (*[token] * SIZE, *PROMPT[:4]))
-    assert len(allocator.cached_pages) == 4
-    for session, token in (("third", 0), ("fourth", 1)):
-        assert allocator.open(session, (*[token] * SIZE, *PROMPT[:5])) == 8
-    assert allocator.table("third") + allocator.table("fourth") == allocator.table("first") + allocator.table("second")
-
-
 def test_each_page_is_published_once_however_often_publish_is_called():
     hashed: list[tuple[int, ...]] = []
 
@@ -255,15 +210,6 @@ def test_a_page_that_was_rolled_back_is_published_with_its_new_tokens():
     assert allocator.open("second", (*again, 1)) == 8
     assert allocator.open("third", (*PROMPT[:8], 1)) == 8, "the old one is still known"
     assert allocator.table("second")[1] != allocator.table("third")[1]
-    allocator.check()
-
-
-def test_one_hash_for_everything_shares_nothing_that_differs():
-    allocator = PageAllocator(8, SIZE, KEY, lambda key, parent, tokens: b"the same")
-    a_computed(allocator, "first", PROMPT)
-    assert len(allocator.cached_pages) == 1, "what comes later to a hash that is taken stays private"
-    assert allocator.open("other", (99, *PROMPT[1:])) == 0
-    assert allocator.open("same", PROMPT) == SIZE
     allocator.check()
 
 
@@ -312,23 +258,6 @@ def test_a_fork_shares_and_the_first_to_write_gets_the_copy():
     allocator.check()
 
 
-def test_a_fork_reaches_no_further_than_asked():
-    allocator = a_fork(12, shared=4)
-    assert allocator.table("fork") == allocator.table("parent")[:1]
-    assert allocator.reserve("fork", 4, 5) == []
-    assert allocator.table("fork")[1] not in allocator.table("parent")
-
-
-def test_what_a_fork_has_is_not_given_away_when_its_parent_goes():
-    allocator = a_fork(8, shared=6, pages=3)
-    allocator.close("parent")
-    assert allocator.available == 1
-    assert allocator.reserve("fork", 6, 8) == [], "it is the only one now"
-    allocator.close("fork")
-    assert allocator.available == 3
-    allocator.check()
-
-
 def test_a_page_that_is_wholly_rewritten_is_replaced_but_not_copied():
     allocator = a_fork(12, shared=12)
     shared = allocator.table("parent")
@@ -337,17 +266,6 @@ def test_a_page_that_is_wholly_rewritten_is_replaced_but_not_copied():
     assert not set(allocator.table("fork")[1:]) & set(shared)
     assert allocator.reserve("fork", 2, 12) == [PageCopy(shared[0], allocator.table("fork")[0])]
     assert not set(allocator.table("fork")) & set(shared)
-    allocator.check()
-
-
-def test_a_published_page_is_never_written():
-    allocator = a_book()
-    a_computed(allocator, "s", PROMPT[:8])
-    before = allocator.table("s")
-    assert allocator.reserve("s", 6, 8) == [PageCopy(before[1], allocator.table("s")[1])]
-    assert allocator.table("s")[1] not in before
-    assert allocator.open("other", (*PROMPT[:8], 1)) == 8
-    assert allocator.table("other") == before
     allocator.check()
 
 
@@ -389,15 +307,6 @@ def test_free_pages_are_used_before_cached_ones_are_evicted():
     allocator.reserve("new", 8, 12)
     assert len(allocator.cached_pages) == 0
     allocator.check()
-
-
-def test_what_somebody_uses_is_not_evicted():
-    allocator = a_book(pages=3)
-    a_computed(allocator, "s", PROMPT[:8])
-    allocator.open("new", ())
-    assert allocator.reserve("new", 0, 8) is None
-    assert allocator.reserve("new", 0, 4) == []
-    assert len(allocator.cached_pages) == 2
 
 
 # ------------------------------------------------------------ integrity

@@ -24,7 +24,6 @@ def learned(tmp_path: Path) -> LearnedDraft:
     (draft / "config.json").write_text('{"first_token_acceptance": 0.6}')
     options = LearningOptions(folder=str(tmp_path / "learning"))
     found = learned_draft(DraftPool(model=str(draft), learning=options), TARGET)
-    assert found is not None
     manifest = Manifest(
         version=1,
         parent=0,
@@ -46,7 +45,6 @@ def started(learned: LearnedDraft, broken: int | None = None) -> Version | None:
     """Returns the version that a drafter starts with, if version `broken` cannot be loaded."""
 
     def create(version: Version | None) -> tuple[None, Version | None]:
-        assert version is not None
         if version.number == broken:
             raise ModelError(f"{version.folder} holds NaN or infinite weights")
         return None, version
@@ -56,7 +54,6 @@ def started(learned: LearnedDraft, broken: int | None = None) -> Version | None:
 
 def test_the_current_version_starts(learned: LearnedDraft) -> None:
     version = started(learned)
-    assert version is not None
     assert (version.number, version.folder) == (1, learned.versions.folder_of(1))
     assert version.first_token_acceptance is None, "that of the configured draft is not its own"
 

@@ -30,7 +30,7 @@ from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens
 from actors.drafters.model.sampling import Calibration, Candidates, DraftingLimits, DraftKind, DraftSampler
 from actors.drafters.registry import DraftSetup, create_method, states_format
-from actors.models.decoder import ForwardOutput, ToyRunner
+from actors.models.decoder import ForwardOutput
 from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal
@@ -39,6 +39,7 @@ from protos.draft_tree import DraftTree
 from protos.frozen import value
 from protos.messages import Acceptance, DraftRequest, Open, Sampling, Shape
 from protos.prefix import Prefix
+from tests.toys import ToyRunner
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, Case, loaded
 from tests.unit.cluster.samples import GREEDY, KEY, an_open
 from tests.unit.cluster.token_memory import TokenMemory

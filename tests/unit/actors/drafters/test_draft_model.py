@@ -78,17 +78,6 @@ def test_sessions_are_drafted_together_and_leave_as_their_blocks_end(options, ro
         assert options["head"].asked == [[2, 3, 4], [proposals[1].tokens[0], proposals[3].tokens[0]]]
 
 
-def test_pages_are_returned_on_close():
-    runner = SpyRunner()
-    method = a_method(runner, pages=2)
-    propose(method, [a_want((1,), session="a"), a_want((2,), session="b")])
-    method.close(["a"])
-    assert block_of(method, a_want((5, 6), session="c")).tokens == greedy(6, 3), "another session's tokens do not show"
-    fed = len(runner.fed)
-    block_of(method, a_want((2, *greedy(2, 2)), session="b"))
-    assert runner.fed[fed][0].start == 2, "there was room for c without forgetting b"
-
-
 def test_a_session_that_finds_no_page_gets_no_block_and_others_do():
     """All are busy: the one with most to read goes without this time."""
     method = a_method(SpyRunner(), pages=3)
@@ -279,17 +268,6 @@ def test_a_block_ends_where_its_logits_are_not_finite(acceptance, sampling):
 
 
 # ---------------------------------------------------------------- trees
-
-
-def test_a_tree_begins_with_the_likeliest_tokens():
-    want = a_want((1, 2), 3)
-    chain = block_of(a_method(SpyRunner()), want)
-    tree = block_of(a_method(SpyRunner()), replace(want, shape=Shape.TREE)).tree
-    siblings = tree.children(-1)
-    assert siblings == tuple(LOGITS[2].topk(4).indices.tolist())[: len(siblings)]
-    assert tree.main_path == chain.tokens[: len(tree.main_path)]
-    assert len(siblings) > 1
-    assert len(tree) == 3
 
 
 @SAMPLINGS

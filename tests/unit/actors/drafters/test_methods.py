@@ -197,7 +197,6 @@ def fed_states(head: EagleHead) -> Kind:
         drive = Drive(head)
         read = drive.feed(torch.tensor(text[1:]), drive.runner.project(found.rows(text)), 0)
         for place, token in enumerate(further, len(text) - 1):
-            assert read.hidden is not None
             read = drive.feed(torch.tensor([token]), read.hidden[-1:], place)
         whole = torch.full((HEAD_VOCABULARY,), -torch.inf)
         whole[head.token_ids] = read.logits[-1]

@@ -11,10 +11,10 @@ from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import MaskTokens
 from actors.drafters.model.sampling import DraftingLimits
 from actors.drafters.pass_profile import profile_drafting
-from actors.models.decoder import ToyRunner
 from cluster.drafting.requests import Proposal
 from cluster.drafting.session_table import DrafterLimits
 from protos.messages import DraftRequest, StateDtype, StatesFormat
+from tests.toys import ToyRunner
 
 VOCABULARY = 8
 

@@ -84,7 +84,6 @@ def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tm
         inputs = torch.cat((norm(states[kept], "state_norm.weight"), norm(embedded, "token_norm.weight")), -1)
         gate, up = (inputs @ weights["gate_up.weight"].T).chunk(2, -1)
         states = states[kept] + (F.silu(gate) * up) @ weights["down.weight"].T
-        assert found is not None
         logits, found, _ = head.predict_next(found[kept], taken)
         torch.testing.assert_close(found, states, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(logits, model.lm_head(states), atol=1e-4, rtol=1e-4)

@@ -90,7 +90,6 @@ def test_a_method_that_reads_states_names_them_and_projects_them_at_the_target()
 def test_or_leaves_the_projection_to_the_drafter() -> None:
     draft = DraftPool(method="ngram", states=StatesOptions(project="drafter"))
     spec = capture_spec(draft, TARGET, "float32")
-    assert spec is not None
     assert spec.format == states_format(draft, TARGET) == StatesFormat(24, StateDtype.BFLOAT16)
     assert spec.load_projection is None
 

@@ -11,11 +11,12 @@ import torch
 from actors.attention.batch import never
 from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor, done_within
-from actors.models.decoder import ForwardOutput, ToyRunner
+from actors.models.decoder import ForwardOutput
 from cluster.page_allocator import PageCopy, SlotMove
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
 from protos.messages import Sampling, Scoring, TokenRules
+from tests.toys import ToyRunner
 from tests.unit.cluster.samples import an_open
 
 VOCABULARY = 8

@@ -127,7 +127,6 @@ def test_a_row_depends_on_its_text_alone(sampling, rules, prompt, generated, tre
     request = opened(sampling, prompt, rules=rules, stop_ids=STOPS)
     logits = some_logits(len(tree) + 1)
     chain = chain_of(request)
-    assert chain is not None
     cut = data.draw(st.integers(0, len(generated)))
     chain.follow((*prompt, *generated[:cut]))
     chain.apply(logits, paths_of(tree))  # of an earlier step, which leaves nothing behind

@@ -64,7 +64,6 @@ def test_greedy_it_is_the_difference_of_logits():
 def test_penalties_count():
     sampling = Sampling(temperature=0.0, frequency_penalty=1.0)
     chain = chain_of(opened(sampling))
-    assert chain is not None
     chain.follow((0, 1))
     assert margin(torch.tensor([1.0, 4.0, 3.5]), sampling, chain, AT, 1) == pytest.approx(0.5)
 

@@ -70,7 +70,6 @@ def test_decisions_are_those_of_the_own_engine(request_: Open):
     session = SessionDraws.of(request_, MAKERS)
     (found,), _ = decide_all([session], [session.block(len(text), noted(text, []), [6, 7])], logits)
     chain = chain_of(request_)
-    assert chain is not None
     chain.follow(text)
     at = DrawAddress(request_.seed, request_.choice, len(text))
     own = PendingBlock(Acceptance.COUPLED, request_.sampling, DraftTree.chain((6, 7)), chain, at)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from actors.engine.executor import StepExecutor
-from actors.models.decoder import ToyRunner
 from actors.vllm_engine.engine import StepProfile
 from actors.vllm_engine.self_test import check_engine
 from cluster.errors import EngineError
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import NO_TREE
+from tests.toys import ToyRunner
 
 VOCABULARY = 40
 

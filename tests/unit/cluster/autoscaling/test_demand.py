@@ -20,13 +20,11 @@ DRAFTERS = DraftScaling(sessions_per_replica=32, per_target=None, up_delay_s=10.
 
 def targets_needed(*reports: TargetReport, present: int = 1) -> float:
     need = target_need(reports, TARGETS, present)
-    assert need is not None
     return need.replicas
 
 
 def drafters_needed(target: TargetReport, *drafters: DraftReport, present: int = 1) -> float:
     need = draft_need([target], drafters, DRAFTERS, present)
-    assert need is not None
     return need.replicas
 
 

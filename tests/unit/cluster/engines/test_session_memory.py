@@ -73,7 +73,6 @@ class Scene:
 
     def planned(self) -> dict[str, Row]:
         plan = self.scheduler.plan(self.now)
-        assert plan is not None
         return {row.session: row for row in plan.rows}
 
 

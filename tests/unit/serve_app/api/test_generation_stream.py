@@ -31,7 +31,6 @@ def rejected(delta: Delta) -> list[str]:
 def test_drafted_text_is_marked(codec: TextCodec) -> None:
     choice = choice_text(codec)
     delta = choice.extend(CommittedTokens(codec.encode("abc"), accepted=2, drafted=4))
-    assert delta is not None
     assert delta.pieces == (("a", True, ""), ("b", True, ""), ("c", False, ""))
     assert (delta.text, delta.tokens, delta.accepted, delta.is_first) == ("abc", 3, 2, True)
     assert (choice.tokens, choice.accepted, choice.rejected) == (3, 2, 2)
@@ -46,7 +45,6 @@ def test_draft_metrics_are_summed_over_choices(codec: TextCodec) -> None:
     other.text.extend(CommittedTokens(codec.encode("abcd"), accepted=3, drafted=3))
     other.text.extend(CommittedTokens(codec.encode("e"), accepted=0, drafted=1))
     metrics = metrics_of([first, other])
-    assert metrics is not None
     told = metrics.speculative_decoding
     most = first.generation.draft_tokens
     assert told.acceptance_histogram == (1, 0, 1, 1, *[0] * (most - 3))
@@ -58,7 +56,6 @@ def test_draft_metrics_are_summed_over_choices(codec: TextCodec) -> None:
 def test_stop_reason_is_reported_if_the_request_named_it(codec: TextCodec) -> None:
     by_string = choice_text(codec, "END", "ND")
     delta = by_string.extend(CommittedTokens(codec.encode("aENDb"), 0, 0))
-    assert delta is not None
     assert (delta.finish, delta.stop_reason) == ("stop", "END")
     (newline,) = codec.encode("\n")
     for named, reason in ((frozenset({newline}), newline), (frozenset[int](), None)):
@@ -82,7 +79,6 @@ def test_rejected_text_waits_for_the_text_of_its_token(codec: TextCodec) -> None
     first, second = codec.encode("é")
     assert choice.extend(CommittedTokens((first,), 0, 1, rejected=codec.encode("z"))) is None
     delta = choice.extend(CommittedTokens((second,), 0, 0))
-    assert delta is not None
     assert (delta.text, rejected(delta)) == ("é", ["z"])
 
 
@@ -91,7 +87,6 @@ def test_rejected_text_held_for_a_stop_string_is_reported_once(codec: TextCodec)
     held = choice.extend(CommittedTokens(codec.encode("E"), 0, 1, rejected=codec.encode("x")))
     assert held is None
     delta = choice.extend(CommittedTokens(codec.encode("a"), 0, 0))
-    assert delta is not None
     assert delta.pieces == (("E", False, "x"), ("a", False, ""))
 
 
@@ -104,14 +99,12 @@ def test_rejected_special_tokens_are_shown_by_name(codec: TextCodec) -> None:
 def test_rejected_text_within_min_tokens_is_reported(codec: TextCodec) -> None:
     choice = formed(codec, "b", min_tokens=2)
     delta = choice.extend(CommittedTokens(codec.encode("ab"), 1, 2, rejected=codec.encode("X")))
-    assert delta is not None
     assert (delta.text, rejected(delta)) == ("ab", ["", "X"])
 
 
 def test_an_echoed_prompt_has_its_own_rejected_piece(codec: TextCodec) -> None:
     choice = formed(codec, echoed=codec.encode("hi"), echoed_text="hi")
     delta = choice.extend(CommittedTokens(codec.encode("a"), 0, 1, rejected=codec.encode("X")))
-    assert delta is not None
     assert delta.pieces == (("hi", False, ""), ("a", False, "X"))
 
 
@@ -120,17 +113,14 @@ def test_tokens_without_text_are_counted_in_the_next_delta(codec: TextCodec) -> 
     first, second = codec.encode("é")
     assert choice.extend(CommittedTokens((first,), accepted=0, drafted=1)) is None
     delta = choice.extend(CommittedTokens((second,), accepted=1, drafted=1))
-    assert delta is not None
     assert (delta.text, delta.tokens, delta.accepted) == ("é", 2, 1)
 
 
 def test_text_held_for_a_stop_string_keeps_its_origin(codec: TextCodec) -> None:
     choice = choice_text(codec, "END")
     held = choice.extend(CommittedTokens(codec.encode("xEN"), accepted=2, drafted=2))
-    assert held is not None
     assert held.pieces == (("x", True, ""),)
     delta = choice.extend(CommittedTokens(codec.encode("!"), accepted=0, drafted=0))
-    assert delta is not None
     assert delta.pieces == (("E", True, ""), ("N", False, ""), ("!", False, ""))
 
 
@@ -139,7 +129,6 @@ def test_with_an_interval_several_tokens_share_a_delta(codec: TextCodec) -> None
     choice = ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=3)
     emits = [CommittedTokens(codec.encode(text), accepted=1, drafted=2) for text in ("a", "b", "cd", "e")]
     first, *rest = [choice.extend(emit) for emit in emits]
-    assert first is not None
     assert (first.text, first.tokens) == ("a", 1)
     assert [delta and (delta.text, delta.tokens, delta.accepted) for delta in rest] == [None, ("bcd", 3, 2), None]
     last = choice.end(Finish.LENGTH)
@@ -151,14 +140,12 @@ def test_a_stop_string_does_not_wait_for_the_interval(codec: TextCodec) -> None:
     choice = ChoiceText(0, codec.detokenizer(), StopMatcher("!"), interval=100)
     assert choice.extend(CommittedTokens(codec.encode("a"), accepted=0, drafted=0)) is not None
     delta = choice.extend(CommittedTokens(codec.encode("b!c"), accepted=0, drafted=0))
-    assert delta is not None
     assert (delta.text, delta.finish) == ("b", "stop")
 
 
 def test_a_stop_string_ends_the_choice_inside_a_block(codec: TextCodec) -> None:
     choice = choice_text(codec, "\n")
     delta = choice.extend(CommittedTokens(codec.encode("a\nbc"), accepted=3, drafted=3))
-    assert delta is not None
     assert (delta.text, delta.finish) == ("a", "stop")
     assert (choice.tokens, choice.accepted, choice.rejected) == (2, 2, 0)
 
@@ -288,7 +275,6 @@ def test_an_echoed_prompt_comes_first_and_its_scores_begin_with_none(codec: Text
     generated = codec.encode("cba")
     choice = formed(codec, "b", echoed=prompt, echoed_text="bba")
     delta = choice.extend(CommittedTokens(generated, 0, 0, scores_of(generated), scores_of(prompt[1:])))
-    assert delta is not None
     assert (delta.text, choice.text, choice.finish) == ("bbac", "bbac", "stop")
     assert [scored.token for scored in delta.scored] == [*prompt, *generated[:2]]
     assert delta.scored[0].score is None

@@ -86,7 +86,7 @@ def test_right_guesses_hide_drafting_behind_verification():
     """A perfect draft model: a round takes no longer than its step, the network included."""
     report = run(1.0, 5, Mode.DRAFT_AHEAD)
     assert report.tokens_per_s == pytest.approx(6 / STEP_S, rel=0.05)
-    assert report.guess_hit_rate == pytest.approx(1.0, abs=0.05)
+    assert report.causes["guess_miss"] < 0.05 * report.causes["guess_hit"]
 
 
 def test_sessions_share_steps():

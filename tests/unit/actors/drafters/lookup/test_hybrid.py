@@ -175,7 +175,6 @@ def test_states_pass_through_to_the_second_method() -> None:
     want = a_want(decided(case("eagle3")), 2)
     draft = DraftPool.model_validate({**THEN_EAGLE, "model": str(checkpoint("eagle3")), "ngram": {"min_ngram": 4}})
     setup = a_setup(draft)
-    assert setup.states is not None
     rows = bytes(range(setup.states.row_bytes)) * (len(want.tokens) - 1)
     found = []
     for method in (create_method(draft, setup), deployed_method("eagle", checkpoint("eagle3"), "auto")):

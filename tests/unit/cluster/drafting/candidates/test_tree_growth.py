@@ -12,8 +12,8 @@ from cluster.drafting.trees import (
     grow_branches,
     grown_paths,
     likeliest_paths,
-    likeliest_tree,
     threshold_of,
+    tree_of,
     worth_branching,
 )
 from protos.draft_tree import DraftTree
@@ -22,6 +22,10 @@ AT_FIRST = Choices((4, 5, 6, 7), (0.5, 0.3, 0.15, 0.05))
 THEN = Choices((1, 2), (0.8, 0.2))
 NOTHING = Choices((), ())
 MAIN = Branch((), 1.0, (4, 1), (AT_FIRST, THEN))
+
+
+def likeliest_tree(branches: list[Branch], most: int, least_chance: float) -> DraftTree:
+    return tree_of(likeliest_paths(branches, most, least_chance))
 
 
 def test_the_likelier_of_siblings_and_children_comes_first():

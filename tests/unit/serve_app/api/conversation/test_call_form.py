@@ -8,7 +8,6 @@ from tests.talking_tokenizer import talking_tokenizer
 
 def test_a_json_object_between_marks() -> None:
     form = json_writer().call_form
-    assert form is not None
     assert (form.opening, form.middle, form.closing) == ('<tool_call>{"name": "', '", "arguments": ', "}</tool_call>")
     assert form.between == '}</tool_call><tool_call>{"name": "'
     assert (form.trigger, form.tags, form.thinking) == ("<tool_call>", None, ("<think>", "</think>"))
@@ -16,7 +15,6 @@ def test_a_json_object_between_marks() -> None:
 
 def test_line_breaks_of_the_template_are_kept() -> None:
     form = lined_writer().call_form
-    assert form is not None
     assert form.opening == '<tool_call>\n{"name": "'
     assert form.between == '}\n</tool_call>\n<tool_call>\n{"name": "'
     assert form.closing == "}\n</tool_call>"
@@ -24,7 +22,6 @@ def test_line_breaks_of_the_template_are_kept() -> None:
 
 def test_arguments_between_tags() -> None:
     form = tagged_writer().call_form
-    assert form is not None
     assert form.tags == TaggedArguments("<parameter=", ">\n", "\n</parameter>\n")
     assert (form.opening, form.middle) == ("<tool_call>\n<function=", ">\n")
     assert form.closing == "</function>\n</tool_call>"
@@ -33,7 +30,6 @@ def test_arguments_between_tags() -> None:
 
 def test_a_list_of_calls_between_special_tokens() -> None:
     form = special_writer().call_form
-    assert form is not None
     assert form.opening == '[CALLS][{"name": "'
     assert (form.between, form.closing) == ('}, {"name": "', "}][/CALLS]")
     assert (form.trigger, form.thinking) == ("[CALLS]", None)

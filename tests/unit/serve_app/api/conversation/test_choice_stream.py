@@ -30,6 +30,5 @@ def test_rejected_text_waits_with_its_pieces() -> None:
     assert stream.events(delta(Piece("a", True), Piece("b", False, "XY"))) == []
     (event,) = stream.events(delta(Piece(".", False, "Z")))
     assert event.text == "ab."
-    assert event.trace is not None
     assert event.trace.pieces == (("a", True), ("b", False), (".", False))
     assert event.trace.rejected == ("", "XY", "Z")

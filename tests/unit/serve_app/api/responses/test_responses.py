@@ -54,7 +54,6 @@ async def test_a_conversation_can_be_sent_back(front: AsgiFront) -> None:
     assert thought.content[0].text == "where"
     assert (call.name, call.arguments) == ("weather", '{"city": "Bern"}')
     usage = first.usage
-    assert usage is not None
     assert usage.output_tokens == len(front.codec.encode(SAID))
     assert usage.output_tokens_details.reasoning_tokens == len("where")
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens

@@ -66,7 +66,6 @@ def test_generated_calls_satisfy_their_schemas(writer: str, choice: Any) -> None
     grammar = held(codec, tools=tools, tool_choice=choice)
     assert grammar is not None
     form = codec.call_form
-    assert form is not None
     end = form.closing.strip("}\n")
     sayings = Sayings(codec)
     names = set()
@@ -132,7 +131,6 @@ def test_accepted_and_rejected_answers(fields: Any, good: list[str], bad: list[s
     codec = json_writer()
     tools = [tool("weather"), {"type": "function", "function": {"name": "time"}}]
     grammar = held(codec, tools=tools, **fields)
-    assert grammar is not None
     sayings = Sayings(codec)
     assert [text for text in good if not sayings.takes(grammar.text, text)] == []
     assert [text for text in bad if sayings.takes(grammar.text, text)] == []
@@ -142,7 +140,6 @@ def test_tagged_text_may_not_contain_the_end_tag() -> None:
     codec = tagged_writer()
     schema = {"type": "object", "properties": {"a": {"type": "string", "description": "x"}}, "required": ["a"]}
     grammar = held(codec, tools=[tool("f", schema)], tool_choice="required")
-    assert grammar is not None
     sayings = Sayings(codec)
 
     def written(text: str) -> str:
@@ -157,7 +154,6 @@ def test_tagged_text_may_not_contain_the_end_tag() -> None:
 def test_strict_tools_follow_their_schemas_and_others_take_any_object() -> None:
     codec = json_writer()
     grammar = held(codec, tools=[tool("weather", strict=True), tool("time", strict=False)])
-    assert grammar is not None
     sayings = Sayings(codec)
     assert sayings.takes(grammar.text, "So: " + call("weather", '{"city": "Bern"}') + "and" + call("time", '{"a": 1}'))
     assert not sayings.takes(grammar.text, call("weather", '{"a": 1}'))
@@ -187,7 +183,6 @@ def test_a_model_may_reason_first_unless_its_prompt_did(
 ) -> None:
     codec = json_writer()
     grammar = held(codec, reasoning, tools=[tool("weather")], tool_choice="required")
-    assert grammar is not None
     one = call("weather", '{"city": "Bern"}')
     sayings = Sayings(codec)
     assert [text for text in good if not sayings.takes(grammar.text, text + one)] == []
@@ -197,7 +192,6 @@ def test_a_model_may_reason_first_unless_its_prompt_did(
 def test_calls_in_reasoning_are_unconstrained() -> None:
     codec = json_writer()
     grammar = held(codec, "begun", tools=[tool("weather", strict=True)])
-    assert grammar is not None
     sayings = Sayings(codec)
     text = f"{THOUGHT}Well. <think>{THOUGHT}{call('weather', json.dumps({'city': 'Bern'}))}"
     assert sayings.takes(grammar.text, text)
@@ -210,7 +204,6 @@ def test_calls_in_reasoning_are_unconstrained() -> None:
 def test_a_mark_token_has_no_other_spelling() -> None:
     codec = json_writer()
     grammar = held(codec, "begun", tools=[tool("weather", strict=True)])
-    assert grammar is not None
     sayings = Sayings(codec)
     for text, mark in (("a</think>b", "</think>"), ("a</think><tool_call>b", "<tool_call>")):
         assert not sayings.takes_spelt(grammar.text, text, mark)

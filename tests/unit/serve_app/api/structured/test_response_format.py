@@ -36,7 +36,6 @@ def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
 
 def takes(grammar: RequestedGrammar | None, text: str) -> bool:
     """Returns whether an answer may be this text, token by token, and end there."""
-    assert grammar is not None
     followed = COMPILER.follow(grammar.text)
     tokens = [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id]
     for token in tokens:

@@ -116,7 +116,6 @@ every_head = pytest.mark.parametrize("name", KNOWN)
 
 def told(facts: DraftFacts) -> dict[str, Any]:
     """Facts as `KNOWN` has them."""
-    assert facts.states is not None
     return {
         "layout": facts.layout.name,
         "method": facts.layout.method,
@@ -195,7 +194,6 @@ def test_the_suggested_configuration_is_valid(name: str) -> None:
 
 def test_state_bytes_are_those_of_one_row() -> None:
     states = inspect_draft(checkpoint("eagle3")).facts.states
-    assert states is not None
     assert states.row_bytes == {
         "drafter": {"bfloat16": 2 * 96, "float8": 96 + 4},
         "target": {"bfloat16": 2 * 32, "float8": 32 + 4},
@@ -223,7 +221,6 @@ def test_options_apply_to_the_shown_head(options: dict[str, Any], tmp_path: Path
     usual = inspect_draft(folder, TARGET)
     overrides = overrides_of(EagleOptions.model_validate(options))
     config = resolve(canonical(read_head(folder)), target_shape(TARGET), overrides)
-    assert found.facts.states is not None
     assert (found.facts.states.layers, found.facts.positions) == (config.needs.layers, config.max_positions)
     assert found.facts.conventions == conventions_of(config)
     assert replace(found.facts, size=usual.facts.size) != usual.facts
@@ -240,7 +237,6 @@ def test_the_targets_hidden_size_follows_from_the_number_of_states(tmp_path: Pat
     tensors = dict(read_head(checkpoint("eagle3")).tensors) | {"fc.weight": torch.ones(32, 4 * 12)}
     folder = copied(tmp_path, "eagle3", tensors)
     states = inspect_draft(folder, None, {"eagle": {"states": [1, 2, 3, 4]}}).facts.states
-    assert states is not None
     assert (states.hidden, states.layers) == (12, (1, 2, 3, 4))
 
 

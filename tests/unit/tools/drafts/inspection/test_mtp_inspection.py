@@ -50,7 +50,6 @@ def test_a_target_with_mtp_is_recognized(tmp_path: Path, layout: str, is_named_t
     found = inspect_draft(folder, folder if is_named_twice else None)
     assert (found.facts.layout, found.mismatches, found.target) == (WITH_MTP, (), folder)
     states = found.facts.states
-    assert states is not None
     assert (states.layers, states.is_final, states.width, states.projected) == ((LAYERS,), True, HIDDEN, None)
     whose = "the head" if layout == "deepseek" else "the target"
     assert (found.facts.embedding, found.facts.lm_head) == (whose, whose)
