@@ -130,7 +130,7 @@ async def test_each_new_upload_drops_one() -> None:
 async def test_a_new_upload_is_refused_if_none_is_slow() -> None:
     bodies = bounded(max_reading=2, min_upload_s=FOREVER_S)
     reading = [await dawdling(bodies), await dawdling(bodies)]
-    with pytest.raises(CapacityError, match="2 request bodies"):
+    with pytest.raises(CapacityError, match="2 upload slots"):
         await read(bodies, b"abc")
     assert not any(one.done() for one in reading)
     await ended(*reading)
