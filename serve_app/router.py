@@ -147,7 +147,11 @@ class Router:
             self._offer_example(assignment.session)
 
     def _offer_example(self, session: Session) -> None:
-        """Offers an ended session as an example, if its request allowed that."""
+        """Offers an ended session as an example, if its request allowed that.
+
+        An answer that a client, a stop string or a failure cut short counts too: what there is of it is the target's
+        own text.
+        """
         source = session.generation.learn_from
         if self._examples is not None and source is not None and session.committed:
             generation = session.generation

@@ -83,6 +83,7 @@ def run(
         raise ConfigError(f"{out} exists; name a new folder with --out")
     import torch
 
+    from actors.learning.trainer import trainer_lock
     from actors.learning.training import TrainingOptions
     from actors.models.checkpoint import local_folder
 
@@ -100,7 +101,12 @@ def run(
         typer.echo(f"The trained draft is in {out}; to serve it, set draft.model to this folder")
         return
     assert learning is not None, "checked above"
-    version = _add_version(learning, start, target, recent, general, options, console)
+    folder = Path(learning.folder).expanduser()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with trainer_lock(folder) as is_ours:
+        if not is_ours:
+            raise ConfigError(f"a trainer works in {folder}; try again later, or name a new folder with --out")
+        version = _add_version(learning, start, target, recent, general, options, console)
     typer.echo(f"It is version {version} in {learning.folder}; to serve it, run `slipstream learn promote`")
 
 

@@ -242,12 +242,18 @@ class ExampleStore:
         ).fetchone()
         return StoreSize(*row)
 
+    def forgets(self) -> int:
+        """Returns how often examples were forgotten; a training that began before must not be used."""
+        (count,) = self._connection.execute("PRAGMA user_version").fetchone()
+        return int(count)
+
     def forget(self, key: str | None = None) -> int:
         """Deletes the examples of an API key, or all, with their states; returns the number of examples.
 
         Deleted data is overwritten on disk. States without an example, which may be the key's, are deleted too.
         """
         with self._transaction() as run:
+            run.execute(f"PRAGMA user_version = {self.forgets() + 1}")
             run.execute("DELETE FROM examples WHERE ? IS NULL OR key = ?", (key, key))
             deleted = run.rowcount
             run.execute("DELETE FROM states WHERE session NOT IN (SELECT session FROM examples)")

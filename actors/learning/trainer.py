@@ -1,7 +1,8 @@
 """The trainer: waits for new examples, trains a candidate, judges it, and promotes it or records why not.
 
 `Trainer.look` does one round and blocks while it trains; a thread calls it repeatedly. Only one trainer works on a
-folder at a time; others wait for its lock. Failures are counted, logged and retried later, and promote nothing.
+folder at a time; others wait for its lock. Failures are counted, logged and retried later, and promote nothing. If
+examples are forgotten during a training, it is dropped and starts over without them.
 """
 
 import fcntl
@@ -13,7 +14,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from actors.learning.evaluation import CPU, score_draft
-from actors.learning.examples import ExampleStore
+from actors.learning.examples import ExampleStore, StoreSize
 from actors.learning.training import TrainingOptions, TrainingProgress, train
 from actors.learning.versions import VersionFolder
 from cluster.config import LearningOptions
@@ -41,7 +42,9 @@ from protos.frozen import value
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 600.0  # pause after a failure
+EXPECTED_ERRORS = (SlipstreamError, OSError, sqlite3.Error)  # logged without a traceback
+RETRY_S = 600.0  # pause after a failure; doubles with each further one in a row
+LONGEST_RETRY_S = 24 * 3600.0
 LOCK = "trainer.lock"
 OLDER_SHARE = 1.0  # older examples trained on per new one
 EVALUATED = 400  # most examples per kind, recent or general, in an evaluation
@@ -151,7 +154,7 @@ class TrainerStatus:
     new_examples: int  # examples since the last training
     version: int  # number of the current version
     progress: TrainingProgress | None
-    counts: dict[str, int]  # number of trainings by outcome: promoted, rejected, failed, interrupted
+    counts: dict[str, int]  # trainings by outcome: promoted, rejected, failed, interrupted; locked_out: found the lock
     training_s: float
     before: Figures | None = None  # scores before the latest training, on held-out recent examples
     after: Figures | None = None
@@ -172,7 +175,6 @@ class Trainer:
         self._options = options
         self._draft = draft
         self._folder = Path(options.folder).expanduser()
-        self._store = ExampleStore.of(options)
         self._versions = VersionFolder(self._folder)
         self._general = replay
         self._should_stop = should_stop
@@ -182,21 +184,24 @@ class Trainer:
         self._counts: Counter[str] = Counter()
         self._training_s = 0.0
         self._latest: Comparison | None = None
+        self._shown = (StoreSize(), 0, 0)  # examples, new ones and the current version, as last read
+        self._failures = 0  # failed rounds in a row
         self._not_before = 0.0  # after a failure, no training before this time
 
     def status(self) -> TrainerStatus:
-        """Returns the state; may be called from another thread while `look` runs."""
-        store = ExampleStore.of(self._options)
-        try:
-            size = store.size(self._draft.target)
+        """Returns the state; may be called from another thread while `look` runs.
+
+        An unreadable folder leaves the figures as they were; `look` reports it.
+        """
+        with suppress(*EXPECTED_ERRORS), closing(ExampleStore.of(self._options)) as store:
             new = store.size(self._draft.target, after=self._trained_to())
-        finally:
-            store.close()
+            self._shown = store.size(self._draft.target), new.examples, self._versions.current()
+        size, new_examples, version = self._shown
         return TrainerStatus(
             phase=self._phase,
             examples=size.examples,
-            new_examples=new.examples,
-            version=self._versions.current(),
+            new_examples=new_examples,
+            version=version,
             progress=self._progress,
             counts=dict(self._counts),
             training_s=self._training_s,
@@ -209,33 +214,67 @@ class Trainer:
         if self._clock() < self._not_before:
             return None
         try:
-            with _locked(self._folder / LOCK) as is_ours:
-                self._phase = "waiting" if is_ours else "locked out"
-                return self._train_if_due() if is_ours else None
-        except (SlipstreamError, OSError, sqlite3.Error, RuntimeError) as error:
-            self._counts["failed"] += 1
-            self._not_before = self._clock() + RETRY_S
-            log.exception("training failed, and the draft stays as it is; next try in %g s: %s", RETRY_S, error)
+            with closing(ExampleStore.of(self._options)) as store, trainer_lock(self._folder) as is_ours:
+                if is_ours:
+                    self._phase = "waiting"
+                    found = self._train_if_due(store)
+                else:
+                    found = self._wait_for_other()
+        except Exception as error:  # noqa: BLE001  # whatever fails, the next round may succeed
+            self._fail(error)
             return None
         finally:
             self._progress = None
+        self._failures = 0
+        return found
+
+    def _wait_for_other(self) -> None:
+        if self._phase != "locked out":
+            self._counts["locked_out"] += 1
+            log.warning("another trainer works in %s, so this one waits; stop one of them", self._folder)
+        self._phase = "locked out"
+
+    def _fail(self, error: Exception) -> None:
+        pause_s = min(LONGEST_RETRY_S, RETRY_S * 2**self._failures)
+        self._failures += 1
+        self._counts["failed"] += 1
+        self._phase = "waiting"
+        self._not_before = self._clock() + pause_s
+        log.error(
+            "training failed, and the draft stays as it is; next try in %g s: %s",
+            pause_s,
+            str(error) or type(error).__name__,
+            exc_info=not isinstance(error, EXPECTED_ERRORS),
+        )
 
     def _trained_to(self) -> int:
         """Returns the highest id among the examples that versions of this target have seen."""
         return max((one.newest for one in self._versions.history() if one.target == self._draft.target), default=0)
 
-    def _train_if_due(self) -> Manifest | None:
+    def _train_if_due(self, store: ExampleStore) -> Manifest | None:
         seen = self._trained_to()
-        size = self._store.size(self._draft.target, after=seen)
+        forgets = store.forgets()
+        size = store.size(self._draft.target, after=seen)
         if size.examples < self._options.min_examples:
             return None
-        new = self._store.read(self._draft.target, after=seen)
-        old = [example for example in self._store.read(self._draft.target) if example not in set(new)]
+        new = store.read(self._draft.target, after=seen)
+        known = set(new)
+        old = [example for example in store.read(self._draft.target) if example not in known]
         chosen = random.Random(size.newest).sample(old, min(len(old), round(OLDER_SHARE * len(new))))
-        return self._try(new, chosen, size.newest)
+        try:
+            return self._try(new, chosen, size.newest, forgets, lambda: store.forgets() != forgets)
+        finally:
+            shutil.rmtree(self._folder / "training" / "candidate", ignore_errors=True)
 
-    def _try(self, new: Sequence[Example], old: Sequence[Example], newest: int) -> Manifest | None:
-        """Trains and judges a candidate, and adds it as a version."""
+    def _try(
+        self,
+        new: Sequence[Example],
+        old: Sequence[Example],
+        newest: int,
+        forgets: int,
+        is_forgotten: Callable[[], bool],
+    ) -> Manifest | None:
+        """Trains and judges a candidate, and adds it as a version, unless examples were forgotten meanwhile."""
         parent = usable_version(self._versions, self._draft.target)
         start = self._versions.folder_of(parent) if parent else self._draft.folder
         candidate = self._folder / "training" / "candidate"
@@ -245,10 +284,10 @@ class Trainer:
             candidate,
             new,
             self._general,
-            self._training_options(),
+            self._training_options(forgets),
             older=old,
             progress=self._report,
-            should_stop=self._should_stop,
+            should_stop=lambda: self._should_stop() or is_forgotten(),
             state=self._folder / "training" / "state",
             device=self._draft.device,
         )
@@ -267,6 +306,9 @@ class Trainer:
             target=self._draft.target,
             newest=newest,
         )
+        if is_forgotten():
+            self._counts["interrupted"] += 1
+            return None
         return self._record(manifest, decision, candidate)
 
     def _record(self, manifest: Manifest, decision: Decision, candidate: Path) -> Manifest:
@@ -279,8 +321,9 @@ class Trainer:
         log.info("draft version %d is %s: %s", manifest.version, outcome, decision.reason)
         return manifest
 
-    def _training_options(self) -> TrainingOptions:
+    def _training_options(self, forgets: int) -> TrainingOptions:
         return TrainingOptions(
+            seed=forgets,  # saved states of other seeds are discarded, so none that knows forgotten examples is used
             epochs=self._options.epochs,
             learning_rate=self._options.learning_rate,
             replay_share=self._options.replay_share if self._general else 0.0,
@@ -292,9 +335,12 @@ class Trainer:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Tries to take a lock between processes; yields whether it was taken, and holds it until the block ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def trainer_lock(folder: Path) -> Iterator[bool]:
+    """Tries to take the lock of trainers on a learning folder; yields whether it was taken.
+
+    The lock is held until the block ends, across threads and processes.
+    """
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

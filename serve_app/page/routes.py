@@ -353,6 +353,7 @@ class PageWatch:
         self._turn = asyncio.Lock()
         self._taken_s = float("-inf")
         self._samples: Sequence[Sample] = ()
+        self._trainer: TrainerSample | None = None  # latest sample; a trainer that yields its cores may not answer
         self._state: PageState | None = None
 
     async def state(self) -> PageState:
@@ -360,12 +361,20 @@ class PageWatch:
         async with self._turn:
             age = self._clock() - self._taken_s
             if self._state is None or age >= PERIOD_S:
-                samples = await self._collect()
+                samples = self._with_trainer(await self._collect())
                 before = self._samples if age < STALE_S else ()
                 self._state = page_state(self._model, before, samples)
                 self._samples = samples
                 self._taken_s = self._clock()
             return self._state
+
+    def _with_trainer(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Adds the trainer's latest sample if it did not answer."""
+        trainers = [sample for sample in samples if isinstance(sample, TrainerSample)]
+        if not trainers and self._trainer is not None:
+            return [*samples, self._trainer]
+        self._trainer = trainers[0] if trainers else None
+        return samples
 
 
 HEADERS = {

@@ -85,3 +85,24 @@ async def test_a_choice_that_is_no_choice_is_refused(tmp_path):
         reply = await client.post("/v1/completions", json=body, headers={"Authorization": "Bearer sk-open"})
     assert reply.status_code == 400
     assert 'learn must be "true" or "false"' in reply.json()["error"]["message"]
+
+
+async def test_an_answer_that_its_client_or_a_stop_string_cuts_short_is_learned_from(tmp_path):
+    async with front(tmp_path, "all") as client:
+        whole = await answer(client, "open", 0, None)
+        body = {"model": "toy", "prompt": "request 1", "max_tokens": 48, "seed": 0, "ignore_eos": True}
+        headers = {"Authorization": "Bearer sk-open"}
+        url = "/v1/completions"
+        stopped = await client.post(url, json=body | {"prompt": "request 0", "stop": whole[20:23]}, headers=headers)
+        assert whole.startswith(stopped.json()["choices"][0]["text"])
+        async with client.stream("POST", url, json=body | {"stream": True, "seed": 5}, headers=headers) as reply:
+            async for line in reply.aiter_lines():
+                if line.startswith("data:"):
+                    break
+    store = opened(tmp_path)
+    examples = store.read("toy")
+    store.close()
+    prompts = [TOKENIZER.decode(each.prompt, skip_special_tokens=True) for each in examples]
+    assert prompts == ["request 0", "request 0", "request 1"]
+    assert TOKENIZER.decode(examples[0].answer, skip_special_tokens=True) == whole
+    assert len(examples[1].answer) < len(examples[0].answer)

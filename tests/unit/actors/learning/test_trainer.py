@@ -1,9 +1,14 @@
 """Tests the trainer's rounds: what is promoted, what is not, and what happens when something fails."""
 
-import fcntl
 import json
+import logging
 import random
-from collections.abc import Callable
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -152,35 +157,102 @@ def break_weights(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Returns the messages of the log lines of at least level warning."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 @pytest.mark.parametrize(
-    "break_it",
+    ("break_it", "why"),
     [
-        lambda options, draft: break_weights(draft),
-        lambda options, draft: (draft / "config.json").write_text("{"),
-        lambda options, draft: (draft / "model.safetensors").write_bytes(b"no weights"),
-        lambda options, draft: (Path(options.folder) / "versions").write_text("a file"),
+        (lambda options, draft: break_weights(draft), "NaN or infinite"),
+        (lambda options, draft: (draft / "config.json").write_text("{"), "config.json"),
+        (lambda options, draft: (draft / "model.safetensors").write_bytes(b"no weights"), "model.safetensors"),
+        (lambda options, draft: (Path(options.folder) / "versions").write_text("a file"), "versions"),
+        (lambda options, draft: (Path(options.folder) / "examples.sqlite").write_text("text" * 99), "examples.sqlite"),
     ],
-    ids=["nan weights", "broken config", "broken weights", "no room for versions"],
+    ids=["nan weights", "broken config", "broken weights", "no room for versions", "broken examples"],
 )
-def test_a_failed_training_promotes_nothing_and_is_tried_again_later(options, draft, break_it, caplog):
+def test_a_failed_training_promotes_nothing_and_is_tried_again_later(options, draft, break_it, why, caplog):
     keep(options, walks(150))
     clock = Clock()
     made = trainer(options, draft, clock=clock)
     break_it(options, draft)
     assert made.look() is None
     assert made.look() is None
-    assert [record.levelname for record in caplog.records].count("ERROR") == 1
+    (line,) = errors(caplog)
+    assert "the draft stays as it is" in line
+    assert why in line
+    assert made.status().counts == {"failed": 1}
     clock.now += 3600
     assert made.look() is None
-    assert [record.levelname for record in caplog.records].count("ERROR") == 2
+    assert made.status().counts == {"failed": 2}
+    clock.now += 700
+    assert made.look() is None
+    assert made.status().counts == {"failed": 2}, "each failure in a row doubles the pause"
 
 
-def test_a_diverging_training_promotes_nothing(options, draft):
+def test_a_broken_record_of_a_version_leaves_the_trainer_alive(options, draft, caplog):
     keep(options, walks(150))
-    made = trainer(options.model_copy(update={"learning_rate": 1e30}), draft)
-    manifest = made.look()
-    assert manifest is None or manifest.state is State.REJECTED
+    clock = Clock()
+    made = trainer(options, draft, clock=clock)
+    assert made.look() is not None
+    before = made.status()
+    keep(options, walks(150, step=7))
+    manifest = VersionFolder(Path(options.folder)).folder_of(1) / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:40])
+    assert made.look() is None
+    (line,) = errors(caplog)
+    assert "restore it, or remove its folder" in line
+    assert made.status().version == before.version
+    assert made.status().counts == {"promoted": 1, "failed": 1}
+    manifest.write_bytes(whole)
+    clock.now += 3600
+    assert made.look() is not None
+
+
+def test_a_diverging_training_promotes_nothing(options, draft, caplog):
+    keep(options, walks(150))
+    made = trainer(options.model_copy(update={"learning_rate": 1e38}), draft)
+    assert made.look() is None
+    (line,) = errors(caplog)
+    assert "training diverged at step" in line
+    assert made.status().counts == {"failed": 1}
     assert current(options) == 0
+    assert files(options) == {"examples.sqlite", "trainer.lock"}
+
+
+@contextmanager
+def full_disk(largest: int) -> Iterator[None]:
+    """Makes each write of this process beyond this size of a file fail."""
+    earlier, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (earlier, most))
+
+
+def files(options: LearningOptions) -> set[str]:
+    folder = Path(options.folder)
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_full_disk_promotes_nothing_and_leaves_no_part_of_a_version(options, draft, caplog):
+    keep(options, walks(150))
+    clock = Clock()
+    made = trainer(options, draft, clock=clock)
+    with full_disk(10_000):
+        assert made.look() is None
+    (line,) = errors(caplog)
+    assert "cannot be written" in line
+    assert made.status().counts == {"failed": 1}
+    assert current(options) == 0
+    assert files(options) == {"examples.sqlite", "trainer.lock"}
+    clock.now += 3600
+    assert made.look() is not None
+    assert current(options) == 1
 
 
 def test_a_stopped_training_goes_on_in_the_next_trainer(options, draft):
@@ -194,14 +266,100 @@ def test_a_stopped_training_goes_on_in_the_next_trainer(options, draft):
     assert current(options) == 1
 
 
-def test_a_second_trainer_waits(options, draft):
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+
+from actors.learning.trainer import Draft, Trainer
+from cluster.config import LearningOptions
+
+passes = 0
+times = iter(range(0, 10**9, 20))
+time.monotonic = lambda: float(next(times))  # twenty seconds a look, so that the state is saved at every other step
+
+
+def killed_in_the_middle():
+    global passes
+    passes += 1
+    if passes > 60:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return False
+
+
+options, draft = sys.argv[1:]
+draft = Draft(Path(draft), "draft_model", "target", draft_tokens=4)
+Trainer(LearningOptions.model_validate_json(options), draft, [], should_stop=killed_in_the_middle).look()
+"""
+
+
+def test_a_killed_trainer_is_continued_by_the_next_one(options, draft, caplog):
     keep(options, walks(150))
-    made = trainer(options, draft)
-    with open(Path(options.folder) / "trainer.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert made.look() is None
-        assert made.status().phase == "locked out"
-    assert made.look() is not None
+    child = [sys.executable, "-c", KILLED, options.model_dump_json(), str(draft)]
+    assert subprocess.run(child, check=False).returncode == -signal.SIGKILL
+    assert current(options) == 0
+    assert VersionFolder(Path(options.folder)).history() == []
+    with caplog.at_level(logging.INFO):
+        made = trainer(options, draft)
+        manifest = made.look()
+    assert manifest is not None
+    assert any("training continues after step" in record.getMessage() for record in caplog.records)
+    assert current(options) == 1
+    alone = options.model_copy(update={"folder": f"{options.folder}-alone"})
+    keep(alone, walks(150))
+    assert trainer(alone, draft).look() is not None
+    continued, whole = (load_file(Path(one.folder, "versions/0001/model.safetensors")) for one in (options, alone))
+    assert all(torch.equal(continued[name], whole[name]) for name in whole)
+    assert files(options) == files(alone), "nothing of the killed trainer is left"
+
+
+def test_of_two_trainers_one_waits(options, draft, caplog):
+    keep(options, walks(150))
+    second = trainer(options, draft)
+
+    def other_looks() -> bool:
+        assert second.look() is None
+        return False
+
+    first = trainer(options, draft, should_stop=other_looks)
+    assert first.look() is not None
+    (line,) = errors(caplog)
+    assert "another trainer works in" in line
+    assert (second.status().phase, second.status().counts) == ("locked out", {"locked_out": 1})
+    assert [one.version for one in VersionFolder(Path(options.folder)).history()] == [1]
+    assert second.look() is None, "the examples were trained on by the first"
+    assert second.status().phase == "waiting"
+
+
+def test_no_version_learns_from_examples_that_were_forgotten_meanwhile(options, draft):
+    kept = walks(120, seed=1)
+    calls = {"pass": 0, "clock": 0}
+
+    def forget_at(what: str, call: int) -> None:
+        calls[what] += 1
+        if calls[what] == call:
+            store = ExampleStore.of(options)
+            store.forget()
+            store.add(kept, TARGET)
+            store.close()
+
+    def should_stop() -> bool:
+        forget_at("pass", 10)
+        return False
+
+    def clock() -> float:
+        forget_at("clock", 3)  # after the second training, when its version gets its date
+        return 0.0
+
+    keep(options, walks(150))
+    made = trainer(options, draft, should_stop=should_stop, clock=clock)
+    assert made.look() is None
+    assert made.status().counts == {"interrupted": 1}
+    made.look()
+    assert made.status().counts == {"interrupted": 2}
+    assert VersionFolder(Path(options.folder)).history() == []
+    manifest = made.look()
+    assert manifest is not None
+    assert manifest.examples <= len(kept)
 
 
 def test_what_is_promoted_is_a_whole_private_draft(options, draft):

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from serve_app.page.routes import PageWatch, Sample
+from actors.learning.trainer import TrainerStatus
+from serve_app.page.routes import PageWatch, Sample, TrainerSample
 from tests.unit.serve_app.page.test_state import TARGET
 
 
@@ -14,11 +15,13 @@ class Fleet:
 
     now: float = 0.0
     asked: int = 0
+    training: TrainerStatus | None = None  # what the trainer answers; None: it is too busy
 
     async def collect(self) -> Sequence[Sample]:
         self.asked += 1
         await asyncio.sleep(0)
-        return [replace(TARGET, at_s=self.now, committed_tokens=int(40 * self.now))]
+        target = replace(TARGET, at_s=self.now, committed_tokens=int(40 * self.now))
+        return [target, *([] if self.training is None else [TrainerSample("trainer", self.training)])]
 
     def watch(self) -> PageWatch:
         return PageWatch("m", self.collect, lambda: self.now)
@@ -48,3 +51,17 @@ async def test_no_samples_without_viewers() -> None:
     fleet.watch()
     await asyncio.sleep(0)
     assert fleet.asked == 0
+
+
+async def test_a_busy_trainer_is_shown_as_it_was_when_it_last_answered() -> None:
+    fleet = Fleet()
+    watch = fleet.watch()
+    assert (await watch.state()).learning is None
+    idle = TrainerStatus("waiting", 10, 10, version=0, progress=None, counts={}, training_s=0.0)
+    shown = []
+    for fleet.training in (idle, None, None, replace(idle, phase="training"), None):
+        fleet.now += 60.0
+        state = await watch.state()
+        assert state.learning is not None
+        shown.append(state.learning.phase)
+    assert shown == ["waiting", "waiting", "waiting", "training", "training"]
