@@ -1,15 +1,17 @@
-"""Wire format: messages between router, drafters and targets, and their protobuf form.
+"""Defines the wire format: the messages between routers, drafters and targets, and their protobuf encoding.
 
-`speculation.proto` defines three services. A router drives drafters and targets (`Drive`: Open, Close; verdicts back),
-and a drafter verifies its blocks at a target (`Verify`) and receives hidden states from it (`States`). Every stream is
-long-lived, and every message is a frame: all sessions of one step for one peer.
+`speculation.proto` defines three services. Over `Drive`, a router opens and closes sessions on drafters and targets,
+and receives verdicts. Over `Verify`, a drafter sends blocks to a target and receives verdicts. Over `States`, it
+receives hidden states from the target. Streams are long-lived. Each stream message is a frame, which batches the
+messages of all sessions for one peer.
 
-`messages.py` defines the same messages as frozen values. `to_pb.py` and `from_pb.py` translate; values out of range are
-refused there, and no protobuf type travels past them. `codec.py` packs frames and bounds their size.
+`messages.py` defines the same messages as frozen values. `to_pb.py` and `from_pb.py` convert between the two forms;
+`from_pb.py` rejects out-of-range values. Schedulers never see protobuf types. `codec.py` packs messages into frames and
+estimates their encoded size.
 
-Blocks are addressed by content: `(session, base_len, prefix_hash)`. `prefix.py` computes the rolling 64-bit keyed hash
-over every token before the block, so a target knows whether a block was drafted for exactly the text it holds.
-`draft_tree.py` holds draft tokens as a tree (a chain is the simplest one) with their probabilities.
+Blocks are addressed by content: `(session, base_len, prefix_hash)`. `prefix.py` computes `prefix_hash`, a keyed 64-bit
+rolling hash of all tokens before the block. A target uses it to check that a block was drafted for exactly the target's
+own text. `draft_tree.py` stores draft tokens and their probabilities as a tree; a chain is the simplest tree.
 
-A peer of another protocol version is refused when it connects, so a change needs no code for old peers.
+Peers with a different protocol version are refused when they connect, so protocol changes need no compatibility code.
 """

@@ -1,7 +1,6 @@
-"""Packs domain messages into protobuf frames and unpacks them; `to_pb` and `from_pb` translate each message.
+"""Packs domain messages into protobuf frames and unpacks them; `to_pb` and `from_pb` convert the individual messages.
 
-A malformed message is dropped and returned as `Malformed`, so that one bad message does not affect the others of its
-frame.
+A malformed message is returned as `Malformed`; the other messages of its frame are decoded as usual.
 """
 
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ FrameT = TypeVar("FrameT", bound=ProtoMessage)
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A received message that was refused: its kind, session and attempt, and the reason."""
+    """Identifies a malformed message by kind, session and attempt, and gives the reason."""
 
     kind: str
     session: str
@@ -50,13 +49,13 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A received frame: its well-formed messages, and the malformed ones."""
+    """The well-formed and the malformed messages of a received frame."""
 
     messages: tuple[Message, ...]
     malformed: tuple[Malformed, ...] = ()
 
 
-# Frame field of each message type. Receivers read a frame in the order of its fields.
+# Maps each message type to its frame field. Receivers process fields in order of field number.
 _FIELD: dict[type, str] = {
     Hello: "hello",
     Welcome: "welcome",
@@ -77,10 +76,10 @@ _FIELD: dict[type, str] = {
 
 
 def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
-    """Packs messages into one frame of the type for this stream and direction.
+    """Packs messages into one frame; `frame_type` depends on the stream and its direction.
 
-    Raises KeyError for a message that no frame carries, ValueError for one that this frame type has no field for. Both
-    are bugs of the sender.
+    Raises KeyError if no frame carries the message type, and ValueError if this frame type has no field for it. Both
+    errors indicate a bug in the sender.
     """
     fields: dict[str, Any] = {}
     for message in messages:
@@ -94,7 +93,7 @@ def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
 
 
 def encoded_bytes(message: Message) -> int:
-    """Returns the approximate size of a message in a frame, in bytes."""
+    """Returns the approximate encoded size of a message, in bytes."""
     if isinstance(message, Block):
         return 256 + _tree_bytes(message.tree)
     if isinstance(message, States):
@@ -124,7 +123,7 @@ def _tree_bytes(tree: DraftTree) -> int:
 
 
 def decode(frame: ProtoMessage) -> Decoded:
-    """Unpacks a frame. Malformed messages are returned separately, never raised."""
+    """Unpacks a frame; returns malformed messages separately and never raises for them."""
     messages: list[Message] = []
     malformed: list[Malformed] = []
     for descriptor, value in frame.ListFields():

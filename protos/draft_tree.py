@@ -1,4 +1,4 @@
-"""A block of draft tokens as a tree; a chain is the simplest case."""
+"""Draft tree: a block of candidate tokens; a chain is the simplest tree."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ MAX_BLOCK_TOKENS = 128
 
 @value
 class SparseProbs:
-    """Truncated draft probabilities, positions x width. A probability is weight / sum of its row's weights."""
+    """Truncated draft probabilities, (positions, width): each weight divided by the sum of its row."""
 
     token_ids: tuple[tuple[int, ...], ...]
     weights: tuple[tuple[int, ...], ...]
@@ -23,10 +23,10 @@ _CHAIN = tuple(range(-1, MAX_BLOCK_TOKENS - 1))
 
 @value
 class DraftTree:
-    """Candidate tokens: node i is `tokens[i]` and follows node `parents[i]`; parent -1 stands for the prefix.
+    """A tree of candidate tokens: node i has token `tokens[i]` and parent `parents[i]`; parent -1 is the prefix.
 
-    Parents come before their children, and no two children of one node have the same token. A chain has the parents -1,
-    0, 1, ...; only a chain may have `probs`, the distributions that its tokens were drawn from.
+    Parents precede their children, and siblings have distinct tokens. The parents of a chain are -1, 0, 1, and so on.
+    Only a chain may have `probs`, the distributions used to draw its tokens.
     """
 
     tokens: tuple[int, ...]
@@ -47,7 +47,7 @@ class DraftTree:
 
     @property
     def depths(self) -> list[int]:
-        """Depth of each node; nodes directly after the prefix have depth 0."""
+        """Depth of each node; children of the prefix have depth 0."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -55,7 +55,7 @@ class DraftTree:
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
-        """Path to each node: its ancestors in order, and the node itself."""
+        """Path to each node: its ancestors, root first, then the node itself."""
         paths: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
             paths.append((*paths[parent], node) if parent >= 0 else (node,))
@@ -63,7 +63,7 @@ class DraftTree:
 
     @property
     def main_path(self) -> tuple[int, ...]:
-        """Tokens of the main path, which takes the first and likeliest child of every node."""
+        """Tokens of the main path, which follows the first (likeliest) child of each node."""
         if self.is_chain:
             return self.tokens
         nodes: list[int] = []
@@ -76,7 +76,7 @@ class DraftTree:
 
     @property
     def off_main_path(self) -> list[tuple[int, ...]]:
-        """Paths that leave the main path with their last node, as tokens."""
+        """Token paths that branch off the main path at their last token."""
         main_path = self.main_path
         parents = (-1, *self.along(main_path))
         return [
@@ -87,11 +87,11 @@ class DraftTree:
         ]
 
     def children(self, parent: int) -> tuple[int, ...]:
-        """Returns the tokens that follow a node, or the prefix for -1."""
+        """Returns the tokens of a node's children; -1 stands for the prefix."""
         return tuple([token for token, at in zip(self.tokens, self.parents, strict=True) if at == parent])
 
     def within(self, depth: int) -> "DraftTree":
-        """Returns the tree of the nodes of depth less than `depth`."""
+        """Returns the subtree of nodes whose depth is less than `depth`."""
         if self.is_chain:
             return self.first(depth)
         nodes = [node for node, at in enumerate(self.depths) if at < depth]
@@ -101,17 +101,17 @@ class DraftTree:
 
     @property
     def depth(self) -> int:
-        """Number of nodes on the longest path."""
+        """Number of nodes on the longest root-to-leaf path."""
         return len(self.tokens) if self.is_chain else 1 + max(self.depths)
 
     def first(self, count: int) -> "DraftTree":
-        """Returns the tree of the first `count` nodes."""
+        """Returns the subtree of the first `count` nodes."""
         if count >= len(self.tokens):
             return self
         return DraftTree(self.tokens[:count], self.parents[:count], _part(self.probs, slice(count)))
 
     def along(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Returns the nodes of the path that these tokens form, up to the first token that is not in the tree."""
+        """Returns the nodes that match `tokens` from the root, up to the first mismatch."""
         nodes: list[int] = []
         last = -1
         for node, parent in enumerate(self.parents):
@@ -123,13 +123,13 @@ class DraftTree:
         return tuple(nodes)
 
     def after(self, tokens: Sequence[int]) -> "DraftTree":
-        """Returns the subtree after these tokens; empty if the tree does not contain them."""
+        """Returns the subtree below the path `tokens`; empty if the tree lacks that path."""
         path = self.along(tokens)
         if len(path) < len(tokens):
             return NO_TREE
         if not path:
             return self
-        new_index = {path[-1]: -1}  # new index of each node that is kept
+        new_index = {path[-1]: -1}  # new index of each kept node
         for node, parent in enumerate(self.parents):
             if parent in new_index and node not in new_index:
                 new_index[node] = len(new_index) - 1

@@ -1,6 +1,6 @@
-"""Converts protobuf messages to domain messages; raises ValueError for bad input.
+"""Converts protobuf messages to domain messages; raises ValueError for malformed input.
 
-Checks everything that does not depend on the session: consistent sizes, values in range.
+Checks sizes and value ranges; checks that depend on session state are left to the receiver.
 """
 
 import math
@@ -54,12 +54,12 @@ from protos.messages import (
     Welcome,
 )
 
-MAX_PENALTY = 2  # the bound of OpenAI's API; larger values could overflow logits
-REPETITION_PENALTIES = (0.01, 100.0)  # lower and upper bound; values outside could overflow logits
-MAX_BIAS = 100  # the bound of OpenAI's API
+MAX_PENALTY = 2  # limit of OpenAI's API; larger values could overflow logits
+REPETITION_PENALTIES = (0.01, 100.0)  # lower and upper bound; other values could overflow logits
+MAX_BIAS = 100  # limit of OpenAI's API
 MAX_SALT_CHARS = 256
 MAX_SPARSE_WIDTH = 1024
-MAX_KEY_BYTES = 64  # key length limit of blake2b
+MAX_KEY_BYTES = 64  # maximum key length of blake2b
 _TRACEPARENT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -69,7 +69,7 @@ def require(condition: bool, why: str) -> None:
 
 
 def _same_fields(kind: type[Message]) -> Callable[[Any], Message]:
-    """Returns a converter for a message whose two or more fields are the same in both forms."""
+    """Returns a converter for a message type with identical fields in both forms, at least two."""
     values = attrgetter(*[field.name for field in fields(kind)])
     return lambda m: kind(*values(m))
 
@@ -80,7 +80,7 @@ def _int32_tuple(data: bytes, name: str) -> tuple[int, ...]:
         raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
     values: tuple[int, ...] = struct.unpack(f"<{count}i", data)
     if min(values, default=0) < 0:
-        raise ValueError(f"{name} holds a negative token id")
+        raise ValueError(f"{name} contains a negative token id")
     return values
 
 
@@ -90,15 +90,18 @@ def _sparse_from_pb(probs: pb.SparseProbs, tokens: tuple[int, ...]) -> SparsePro
     require(0 < width <= MAX_SPARSE_WIDTH, f"draft_probs.width is {width}, expected 1..{MAX_SPARSE_WIDTH}")
     require(
         len(probs.token_ids) == 4 * positions * width and len(probs.weights) == 2 * positions * width,
-        f"draft_probs do not hold {positions} x {width} entries",
+        f"draft_probs must have {positions} x {width} entries",
     )
     ids = np.frombuffer(probs.token_ids, dtype="<u4").reshape(positions, width)
     weights = np.frombuffer(probs.weights, dtype="<u2").reshape(positions, width)
     drawn = (ids == np.asarray(tokens)[:, None]) & (weights > 0)
-    require(bool(drawn.any(axis=1).all()), "a draft token has probability zero in its own draft_probs")
+    require(
+        bool(drawn.any(axis=1).all()),
+        "draft_probs give a draft token probability zero; each draft token needs a positive weight",
+    )
     for row, row_weights in zip(ids, weights, strict=True):
         used = row[row_weights > 0]
-        require(np.unique(used).size == used.size, "draft_probs name a token twice")
+        require(np.unique(used).size == used.size, "draft_probs list a token twice; token ids must be distinct")
     return SparseProbs(tuple(map(tuple, ids.tolist())), tuple(map(tuple, weights.tolist())))
 
 
@@ -110,7 +113,7 @@ def _hello_from_pb(m: pb.Hello) -> Hello:
 
 def _sampling_from_pb(m: pb.Sampling) -> Sampling:
     values = (m.temperature, m.top_p, m.min_p, m.frequency_penalty, m.presence_penalty)
-    require(all(math.isfinite(v) for v in values), "sampling holds a value that is not finite")
+    require(all(math.isfinite(v) for v in values), "sampling has a non-finite value; use finite numbers")
     require(m.temperature >= 0, f"temperature is {m.temperature}, expected 0 or more")
     require(0 < m.top_p <= 1, f"top_p is {m.top_p}, expected 0 < top_p <= 1")
     require(0 <= m.min_p <= 1, f"min_p is {m.min_p}, expected 0..1")
@@ -124,11 +127,11 @@ def _sampling_from_pb(m: pb.Sampling) -> Sampling:
 
 def _rules_from_pb(m: pb.TokenRules) -> TokenRules:
     biased = _int32_tuple(m.bias_ids, "bias_ids")
-    require(len(biased) == len(m.bias), f"{len(biased)} bias_ids with {len(m.bias)} numbers")
-    require(len(set(biased)) == len(biased), "bias_ids name a token twice")
-    require(all(abs(value) <= MAX_BIAS for value in m.bias), f"a bias is beyond -{MAX_BIAS}..{MAX_BIAS}")
+    require(len(biased) == len(m.bias), f"{len(biased)} bias_ids but {len(m.bias)} biases, expected equal counts")
+    require(len(set(biased)) == len(biased), "bias_ids list a token twice; token ids must be distinct")
+    require(all(abs(value) <= MAX_BIAS for value in m.bias), f"a logit bias is outside -{MAX_BIAS}..{MAX_BIAS}")
     words = tuple([_int32_tuple(word, "bad_words") for word in m.bad_words])
-    require(all(words), "bad_words hold an empty one")
+    require(all(words), "bad_words contain an empty sequence; remove it")
     bias = tuple(zip(biased, m.bias, strict=True))
     return TokenRules(bias, _int32_tuple(m.allowed, "allowed"), words, m.min_len)
 
@@ -139,19 +142,22 @@ def _scoring_from_pb(m: pb.Scoring) -> Scoring:
         m.prompt_top if m.HasField("prompt_top") else None,
     )
     most = max(scoring.top or 0, scoring.prompt_top or 0)
-    require(most <= MAX_TOP, f"{most} likeliest tokens are asked for, expected at most {MAX_TOP}")
+    require(most <= MAX_TOP, f"{most} likeliest tokens requested, expected at most {MAX_TOP}")
     return scoring
 
 
 def _scores_from_pb(m: pb.TokenScores) -> tuple[TokenScore, ...]:
     count = len(m.logprobs) // 4
     sizes = (len(m.logprobs), len(m.ranks), len(m.top_ids), len(m.top_logprobs))
-    require(count > 0 and sizes[:2] == (4 * count, 4 * count), f"scores of {sizes} bytes, expected 4 a token")
+    require(count > 0 and sizes[:2] == (4 * count, 4 * count), f"score fields have {sizes} bytes, expected 4 per token")
     width = len(m.top_ids) // (4 * count)
-    require(sizes[2:] == (4 * count * width, 4 * count * width), f"scores of {sizes} bytes, expected as many a token")
-    require(width <= MAX_TOP, f"scores name {width} tokens per position, expected at most {MAX_TOP}")
+    require(
+        sizes[2:] == (4 * count * width, 4 * count * width),
+        f"score fields have {sizes} bytes, expected equally many alternatives per token",
+    )
+    require(width <= MAX_TOP, f"scores list {width} tokens per position, expected at most {MAX_TOP}")
     ids = np.frombuffer(m.top_ids, dtype="<i4").reshape(count, width)
-    require(width == 0 or int(ids.min()) >= 0, "scores name a negative token id")
+    require(width == 0 or int(ids.min()) >= 0, "scores contain a negative token id")
     columns = (
         np.frombuffer(m.logprobs, dtype="<f4").tolist(),
         np.frombuffer(m.ranks, dtype="<u4").tolist(),
@@ -173,22 +179,24 @@ def _token_key_from(key: bytes) -> bytes:
 
 
 def _traceparent_from(text: str) -> str:
-    require(not text or _TRACEPARENT.fullmatch(text) is not None, f"traceparent {text[:64]!r} is no W3C trace context")
+    require(
+        not text or _TRACEPARENT.fullmatch(text) is not None, f"traceparent {text[:64]!r} is not a W3C trace context"
+    )
     return text
 
 
 def _open_from_pb(m: pb.Open) -> Open:
     tokens = _int32_tuple(m.tokens, "tokens")
-    require(0 < m.prompt_len <= len(tokens), f"prompt_len is {m.prompt_len} of {len(tokens)} tokens")
-    require(m.max_len > len(tokens), f"max_len is {m.max_len}, not beyond the {len(tokens)} tokens")
+    require(0 < m.prompt_len <= len(tokens), f"prompt_len is {m.prompt_len}, expected 1..{len(tokens)}")
+    require(m.max_len > len(tokens), f"max_len is {m.max_len}, expected more than {len(tokens)}")
     require(
         m.draft_tokens <= MAX_BLOCK_TOKENS,
         f"draft_tokens is {m.draft_tokens}, expected at most {MAX_BLOCK_TOKENS}",
     )
     rival = m.rival if m.HasField("rival") else None
     if rival is not None:
-        require(m.audit and m.max_len == len(tokens) + 1, "a rival is named, expected an audit of one token")
-    require(len(m.cache_salt) <= MAX_SALT_CHARS, f"cache_salt is longer than {MAX_SALT_CHARS} characters")
+        require(m.audit and m.max_len == len(tokens) + 1, "rival is set, but only a one-token audit may have one")
+    require(len(m.cache_salt) <= MAX_SALT_CHARS, f"cache_salt must have at most {MAX_SALT_CHARS} characters")
     return Open(
         session=m.session,
         attempt=m.attempt,
@@ -225,28 +233,33 @@ def _grammar_from(grammar: str) -> str:
 
 
 def _tree_from(tokens: tuple[int, ...], parents: bytes) -> DraftTree:
-    require(len(parents) == len(tokens), f"{len(parents)} parents of {len(tokens)} tokens")
-    require(all(parent <= node for node, parent in enumerate(parents)), "a token comes before its parent")
+    require(len(parents) == len(tokens), f"{len(parents)} parents for {len(tokens)} tokens, expected equal counts")
+    require(
+        all(parent <= node for node, parent in enumerate(parents)),
+        "a draft token precedes its parent; parents must come first",
+    )
     children = set(zip(parents, tokens, strict=True))
-    require(len(children) == len(tokens), "two tokens that come after the same one are equal")
+    require(len(children) == len(tokens), "two sibling tokens are equal; siblings must be distinct")
     return DraftTree(tokens, tuple([parent - 1 for parent in parents]))
 
 
 def _block_from_pb(m: pb.Block) -> Block:
     tokens = _int32_tuple(m.tokens, "tokens")
-    require(0 < len(tokens) <= MAX_BLOCK_TOKENS, f"a block of {len(tokens)} tokens, expected 1..{MAX_BLOCK_TOKENS}")
+    require(0 < len(tokens) <= MAX_BLOCK_TOKENS, f"block has {len(tokens)} tokens, expected 1..{MAX_BLOCK_TOKENS}")
     probs = _sparse_from_pb(m.draft_probs, tokens) if m.HasField("draft_probs") else None
     tree = _tree_from(tokens, m.parents) if m.parents else DraftTree.chain(tokens, probs)
-    require(tree.probs is probs, "a block with parents and draft_probs, expected one of them")
+    require(tree.probs is probs, "block has both parents and draft_probs; send only one of them")
     return Block(m.session, m.base_len, m.prefix_hash, tree)
 
 
 def _attach_from_pb(m: pb.Attach) -> Attach:
     states_from = m.states_from if m.HasField("states_from") else None
-    require(states_from is None or states_from <= m.have_len, f"states_from is {states_from} of {m.have_len} tokens")
+    require(
+        states_from is None or states_from <= m.have_len, f"states_from is {states_from}, expected at most {m.have_len}"
+    )
     states_by = m.states_by if m.HasField("states_by") else None
     is_after = states_by is None or (states_from is not None and states_from <= states_by <= m.have_len)
-    require(is_after, f"states_by is {states_by}, expected states_from, which is {states_from}, to {m.have_len}")
+    require(is_after, f"states_by is {states_by}, expected states_from ({states_from}) to {m.have_len}")
     assignment_token = _assignment_token_from_pb(m.assignment_token) if m.HasField("assignment_token") else None
     return Attach(m.session, m.have_len, m.have_hash, states_from, assignment_token, states_by)
 
@@ -258,20 +271,20 @@ def _collapse_from_pb(m: pb.Collapse) -> Collapse:
 
 
 def _verdict_from_pb(m: pb.Verdict) -> Verdict:
-    """Formats errors only on failure, because this is the most frequently decoded message."""
+    """Formats error messages only on failure, because verdicts are the most frequently decoded messages."""
     tokens = _int32_tuple(m.tokens, "tokens")
     decided = len(tokens)
     if not decided:
-        raise ValueError("a verdict decides no token")
+        raise ValueError("verdict has no tokens, expected at least one")
     if m.accepted > m.drafted or m.accepted > decided:
-        raise ValueError(f"accepted {m.accepted} of {m.drafted} drafted and {decided} committed tokens")
+        raise ValueError(f"accepted is {m.accepted}, expected at most {min(m.drafted, decided)}")
     rejected = _int32_tuple(m.rejected, "rejected")
     if len(rejected) > m.drafted - m.accepted:
-        raise ValueError(f"{len(rejected)} tokens rejected of {m.drafted} drafted and {m.accepted} accepted")
+        raise ValueError(f"rejected has {len(rejected)} tokens, expected at most {m.drafted - m.accepted}")
     margin = m.margin if m.HasField("margin") else None
     scores = _scores_from_pb(m.scores) if m.HasField("scores") else ()
     if len(scores) not in (0, decided):
-        raise ValueError(f"{len(scores)} scores of {decided} committed tokens")
+        raise ValueError(f"verdict has {len(scores)} scores, expected 0 or {decided}")
     if margin is not None and not 0 <= margin < math.inf:
         raise ValueError(f"margin is {margin}, expected a finite number of 0 or more")
     return Verdict(
@@ -308,7 +321,7 @@ def _draft_request_from_pb(m: pb.DraftRequest) -> DraftRequest:
 
 
 def _states_from_pb(m: pb.States) -> States:
-    require(0 < m.width <= MAX_STATES_WIDTH, f"states are {m.width} wide, expected 1 to {MAX_STATES_WIDTH}")
+    require(0 < m.width <= MAX_STATES_WIDTH, f"states.width is {m.width}, expected 1..{MAX_STATES_WIDTH}")
     layout = StatesFormat(m.width, StateDtype(m.dtype))
     rows, rest = divmod(len(m.rows), layout.row_bytes)
     require(rest == 0, f"states have {len(m.rows)} bytes, not a multiple of {layout.row_bytes}")

@@ -1,8 +1,8 @@
-"""Messages between peers, as frozen values.
+"""Defines the messages between peers as frozen values.
 
-`speculation.proto` documents every field. `to_pb` and `from_pb` translate to and from protobuf; this module does not
-depend on it. `TokenScore` and `Scoring` describe reported log probabilities. `StatesNeeded` and `StatesFormat` describe
-hidden states: a row holds the states after one token, at that token's position.
+`speculation.proto` documents every field. `to_pb` and `from_pb` convert to and from protobuf; this module does not
+import protobuf. `TokenScore` and `Scoring` describe reported log probabilities. `StatesNeeded` and `StatesFormat`
+describe hidden states; each row holds the states at one token's position.
 """
 
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from enum import IntEnum
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from protos.frozen import value
 
-MAX_TOP = 20  # most alternatives reported per position
+MAX_TOP = 20  # maximum number of alternatives per position
 
 
 @value
 class TokenScore:
-    """Score of one position: its token's log probability and rank, and the likeliest tokens there."""
+    """Log probability and rank of the token at one position, and the likeliest tokens there."""
 
     logprob: float
-    rank: int  # 1 is the likeliest token
-    top_ids: tuple[int, ...] = ()  # likeliest token first
+    rank: int  # 1: the likeliest token
+    top_ids: tuple[int, ...] = ()  # likeliest first
     top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Number of most likely tokens to report per position; None: no scores."""
+    """Number of likeliest tokens to report per position; 0: only the token itself; None: no scores."""
 
-    top: int | None = None  # for each generated token
-    prompt_top: int | None = None  # for each prompt token
+    top: int | None = None  # for generated tokens
+    prompt_top: int | None = None  # for prompt tokens
 
     @property
     def is_wanted(self) -> bool:
@@ -40,38 +40,38 @@ class Scoring:
 NO_SCORING = Scoring()
 
 
-MAX_STATES_WIDTH = 1 << 18  # elements per row: eight layers of a model with hidden size 32,768
-MAX_STATES_BYTES = 1 << 20  # most bytes of rows in one message, unless a single row is larger
-SCALE_BYTES = 4  # bytes of the float32 scale after the elements of a scaled row
+MAX_STATES_WIDTH = 1 << 18  # maximum elements per row: eight layers of hidden size 32,768
+MAX_STATES_BYTES = 1 << 20  # maximum row bytes per message; a larger single row is allowed
+SCALE_BYTES = 4  # bytes of the float32 scale at the end of a scaled row
 
 
 class StateDtype(IntEnum):
-    """Encoding of a row's elements, little-endian."""
+    """Little-endian encoding of a row's elements."""
 
     BFLOAT16 = 1
-    FLOAT8 = 2  # e4m3, with one float32 factor for all elements of the row
+    FLOAT8 = 2  # e4m3, with one float32 scale per row
 
 
 @value
 class StatesNeeded:
-    """Hidden states of the target that a drafting method reads.
+    """The target's hidden states required by a drafting method.
 
-    Layers are numbered as in Hugging Face's `output_hidden_states`: 0 is the embeddings, k the residual stream after k
-    layers, and the model's number of layers is the stream after its final norm. A row concatenates the states of all
-    `layers`, `width` elements. If the method first projects each row on its own, the target may apply the projection
-    and send `projected_width` elements instead.
+    Layers are numbered as in Hugging Face's `output_hidden_states`. 0 is the embedding output, and k is the residual
+    stream after k layers. The highest number is the residual stream after the final norm. A row concatenates the states
+    of all `layers` into `width` elements. If the method begins with a projection of single rows, the target may apply
+    it and send `projected_width` elements instead.
     """
 
     layers: tuple[int, ...]
     width: int
     projected_width: int | None = None
-    window: int | None = None  # number of latest states that the method reads; None: all
-    sees: int | None = None  # number of latest states that drafts depend on at all; None: all
+    window: int | None = None  # number of latest states read by the method; None: all
+    sees: int | None = None  # number of latest states that can affect a draft; None: all
 
 
 @value
 class StatesFormat:
-    """Format of a row."""
+    """Row format of hidden states."""
 
     width: int
     dtype: StateDtype
@@ -84,25 +84,25 @@ class StatesFormat:
 
     @property
     def rows_in_message(self) -> int:
-        """Most rows that fit into one message."""
+        """Maximum number of rows per message."""
         return max(1, MAX_STATES_BYTES // self.row_bytes)
 
 
 PROTOCOL_VERSION = 8
-MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt is 4 MiB; a frame of 64 sessions' blocks is far below
+MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt takes 4 MiB; the blocks of 64 sessions take far less
 MAX_GRAMMAR_BYTES = 1 << 16
-PROOF_BYTES = 16  # bytes of an assignment token's proof
+PROOF_BYTES = 16  # size of an assignment token's proof
 
 
 class Acceptance(IntEnum):
-    """The two exact acceptance rules for draft tokens: Gumbel coupling, and rejection sampling (REJECTION)."""
+    """Exact acceptance rule for draft tokens: Gumbel coupling (COUPLED) or rejection sampling (REJECTION)."""
 
     COUPLED = 1
     REJECTION = 2
 
 
 class Finish(IntEnum):
-    """Reason why a session ended; NONE if it continues."""
+    """Reason for a session's end; NONE if the session continues."""
 
     NONE = 0
     STOP = 1
@@ -110,24 +110,24 @@ class Finish(IntEnum):
 
 
 class DraftAnswer(IntEnum):
-    """Outcome of a request for a block."""
+    """Outcome of a draft request."""
 
     NOT_ASKED = 0
-    GIVEN = 1  # a block arrived in time, or the drafter reported that it has none
+    GIVEN = 1  # a block or a NoDraft arrived in time
     MISSED = 2  # the step ran without the requested block
 
 
 class Shape(IntEnum):
-    """Shapes of a block."""
+    """Block shape."""
 
-    CHAIN = 1  # each token follows the previous one
+    CHAIN = 1  # each token continues the previous one
     TREE = 2
 
 
 class RefusalReason(IntEnum):
     INVALID = 1
     OVERLOADED = 2
-    NONFINITE_LOGITS = 3  # any target with the same weights would compute the same
+    NONFINITE_LOGITS = 3  # any target with the same weights would fail alike
 
 
 @value
@@ -153,7 +153,7 @@ class Welcome:
 
 @value
 class Sampling:
-    """Sampling parameters; the default values sample from the model's own distribution at temperature 1."""
+    """Sampling parameters; the defaults sample from the model's own distribution at temperature 1."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -174,7 +174,7 @@ class Sampling:
 
     @property
     def filters(self) -> tuple[float, int, float, float]:
-        """Parameters that restrict a distribution after penalties were applied."""
+        """Parameters applied to the distribution after penalties."""
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
@@ -183,12 +183,12 @@ GREEDY = Sampling(temperature=0.0)
 
 @value
 class TokenRules:
-    """Token constraints and biases of a request; the default values change nothing."""
+    """Token constraints and biases of a request; the defaults have no effect."""
 
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias added to its logit), each token once
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, logit bias) pairs; tokens are unique
     allowed: tuple[int, ...] = ()  # allowed token ids; empty: all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences whose last token is forbidden after the others
-    min_len: int = 0  # least length, prompt included, before a stop id is allowed
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences; the last token is forbidden after the others
+    min_len: int = 0  # minimum length before a stop id is allowed, prompt included
 
     @property
     def highest_id(self) -> int:
@@ -201,7 +201,7 @@ NO_RULES = TokenRules()
 
 @value
 class AssignmentToken:
-    """Proof for a target that the session's router assigned the drafter, with the number of the assignment."""
+    """Proves to a target that the session's router assigned the drafter."""
 
     assignment: int
     proof: bytes
@@ -222,32 +222,29 @@ class Open:
     acceptance: Acceptance
     draft_tokens: int
     target_address: str = ""
-    audit: bool = False  # decides an ended request again; yields to every session that is not an audit
-    rival: int | None = None  # for an audit of one token: the token whose margin is requested
-    token_key: bytes = b""  # to a target: verifies drafters' assignment tokens; empty: any drafter may take part
-    assignment_token: AssignmentToken | None = None  # to a drafter: proof to present to the target
+    audit: bool = False  # repeats a finished request; yields to all sessions that are not audits
+    rival: int | None = None  # for a one-token audit: the token to measure the margin against
+    token_key: bytes = b""  # to a target: key for checking assignment tokens; empty: any drafter may draft
+    assignment_token: AssignmentToken | None = None  # to a drafter: token to present to the target
     traceparent: str = ""  # W3C trace context of the router's span; empty: not traced
-    grammar: str = ""  # grammar of the generated text, in llguidance's notation; empty: any text
+    grammar: str = ""  # grammar of the generated text, in llguidance notation; empty: any text
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
-    priority: int = 0  # sessions with lower numbers are admitted first
+    priority: int = 0  # lower numbers are admitted first
     cache_salt: str = ""
-    wants_rejected: bool = False  # to a target: whether verdicts include rejected draft tokens
-    may_learn: bool = False  # to a drafter: whether it may keep the session's hidden states to learn from
+    wants_rejected: bool = False  # to a target: include rejected draft tokens in verdicts
+    may_learn: bool = False  # to a drafter: may keep the session's hidden states as training data
 
     @property
     def takes_trees(self) -> bool:
-        """True if blocks may be trees: the target decides trees by its own draws.
-
-        Rejection sampling decides only chains.
-        """
+        """True if blocks may be trees; rejection sampling allows only chains, except at temperature 0."""
         return self.sampling.greedy or self.acceptance is Acceptance.COUPLED
 
     @classmethod
     def measured(
         cls, session: str, tokens: tuple[int, ...], max_len: int, draft_tokens: int, sampling: Sampling = GREEDY
     ) -> "Open":
-        """Returns the Open of a session that a replica runs itself, to measure or test itself."""
+        """Returns the Open of a session that a replica runs locally to measure or test itself."""
         return cls(session, 1, tokens, len(tokens), max_len, (), sampling, 1, 0, 0, Acceptance.COUPLED, draft_tokens)
 
 
@@ -275,9 +272,9 @@ class Attach:
     session: str
     have_len: int
     have_hash: int
-    states_from: int | None = None  # first position whose hidden states the drafter lacks, if it reads them
+    states_from: int | None = None  # first position with missing hidden states; None: the drafter reads none
     assignment_token: AssignmentToken | None = None
-    states_by: int | None = None  # last position at which they may begin, if earlier ones would be recomputed
+    states_by: int | None = None  # latest start position to use instead if earlier states must be recomputed
 
 
 @value
@@ -294,7 +291,7 @@ class NoDraft:
 
 @value
 class Collapse:
-    """Reports that a session accepts a drafter's blocks far less often than usual."""
+    """Reports that the drafter's acceptance rate in a session fell far below its usual level."""
 
     usual: float
     latest: float
@@ -313,30 +310,30 @@ class Verdict:
     finish: Finish = Finish.NONE
     answer: DraftAnswer = DraftAnswer.NOT_ASKED
     collapse: Collapse | None = None
-    margin: float | None = None  # lead of the committed token over the rival named in the Open, in logits
-    scores: tuple[TokenScore, ...] = ()  # scores of the tokens, if the Open requests them
-    prompt_scores: tuple[TokenScore, ...] = ()  # scores from the prompt's second token on; only with the first tokens
-    prefix_cached: int = 0  # number of the Open's tokens in the target's cache at admission
-    rejected: tuple[int, ...] = ()  # to a router that requested it: draft tokens after the accepted ones
+    margin: float | None = None  # logit lead of the committed token over the Open's rival
+    scores: tuple[TokenScore, ...] = ()  # scores of `tokens`, if the Open requests them
+    prompt_scores: tuple[TokenScore, ...] = ()  # scores of the prompt from its second token; only in the first verdict
+    prefix_cached: int = 0  # number of the Open's tokens already cached at admission
+    rejected: tuple[int, ...] = ()  # to a router, on request: draft tokens after the accepted ones
 
 
 @value
 class DraftRequest:
-    """A target's request to a session's drafter after a prefix, valid until the next request."""
+    """A target's request for a block after the given prefix, valid until the next request."""
 
     session: str
     attempt: int
     base_len: int
     prefix_hash: int
     max_tokens: int = MAX_BLOCK_TOKENS
-    hold_step: bool = True  # whether the target delays its next step for the block
-    least_chance: float = 0.0  # least cumulative acceptance probability of a token worth verifying
+    hold_step: bool = True  # True: the target delays its next step for the block
+    least_chance: float = 0.0  # minimum cumulative acceptance probability of a token worth verifying
     shape: Shape = Shape.CHAIN
 
 
 @value
 class States:
-    """The target's hidden states at positions `first`, `first` + 1, ...; the hash covers the last row's token."""
+    """The target's hidden states from position `first` on; `prefix_hash` covers all tokens up to the last row's."""
 
     session: str
     first: int
@@ -357,7 +354,7 @@ class States:
 
 @value
 class StatesAck:
-    """Acknowledges the states of a session's first `have_len` positions."""
+    """Acknowledges the hidden states of a session's first `have_len` positions."""
 
     session: str
     have_len: int
@@ -380,7 +377,7 @@ class Refusal:
 
 @value
 class Leaving:
-    """Announces the sender's planned shutdown: it accepts no new sessions; its existing ones must move elsewhere."""
+    """Announces a planned shutdown: the sender refuses new sessions, and its existing ones must move elsewhere."""
 
 
 Message = (
@@ -401,4 +398,4 @@ Message = (
     | Leaving
 )
 Frame = Sequence[Message]
-"""Everything due for one peer, in order within each kind."""
+"""All messages due for one peer, ordered within each type."""

@@ -1,7 +1,7 @@
-"""Token sequence with the rolling hash of each of its prefixes.
+"""Token sequence with a rolling hash of every prefix.
 
-Blocks and verdicts are addressed by length and hash of all tokens before them, so a message for another history can
-never be applied.
+Blocks and verdicts carry the length and hash of all preceding tokens, so a message for a different text is never
+applied.
 """
 
 from array import array
@@ -12,12 +12,12 @@ _INCREMENT = 0x9E3779B97F4A7C15 * 0xBF58476D1CE4E5B9 & _MASK
 
 
 def extend_hash(state: int, token: int) -> int:
-    """Returns the hash of a prefix extended by one token: splitmix64's finalizer over the state and the token."""
+    """Returns the hash of a prefix extended by one token (the splitmix64 finalizer applied to state and token)."""
     return hashes_after(state, (token,))[0]
 
 
 def hashes_after(state: int, tokens: Iterable[int]) -> list[int]:
-    """Returns the hashes after each of `tokens`, in one call, because every process hashes every token."""
+    """Returns the hash after each of `tokens`; batched for speed, because every process hashes every token."""
     hashes = []
     mask = _MASK
     increment = _INCREMENT
@@ -31,18 +31,18 @@ def hashes_after(state: int, tokens: Iterable[int]) -> list[int]:
 
 
 class Prefix:
-    """Tokens with their prefix hashes.
+    """A token sequence with its prefix hashes.
 
-    `key` is drawn per session, so that no client can choose prompts whose hashes collide.
+    Each session draws its own `key`, so clients cannot construct colliding prompts.
     """
 
     __slots__ = ("_hashes", "hash", "length", "tokens")
 
     def __init__(self, key: int, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
-        self.length = 0  # number of tokens in the prefix
+        self.length = 0  # number of tokens
         self.hash = extend_hash(key & _MASK, 0)  # hash of all tokens
-        # _hashes[n] covers the first n tokens. An array: as int objects they would dominate a session's memory.
+        # _hashes[n] covers the first n tokens. An array, because int objects would dominate a session's memory.
         self._hashes = array("Q", (self.hash,))
         self.extend(tokens)
 
@@ -50,11 +50,11 @@ class Prefix:
         return self.length
 
     def hash_at(self, length: int) -> int | None:
-        """Returns the hash over the first `length` tokens, or None if there are fewer."""
+        """Returns the hash of the first `length` tokens, or None if there are fewer."""
         return self._hashes[length] if 0 <= length <= self.length else None
 
     def matches(self, length: int, prefix_hash: int) -> bool:
-        """Returns whether the first `length` tokens have this hash."""
+        """Returns True if the first `length` tokens have this hash."""
         return 0 <= length <= self.length and self._hashes[length] == prefix_hash
 
     def append(self, token: int) -> None:
@@ -71,7 +71,7 @@ class Prefix:
         self.hash = hashes[-1]
 
     def truncate(self, length: int) -> None:
-        """Rolls back to the first `length` tokens."""
+        """Truncates the sequence to its first `length` tokens."""
         assert 0 <= length <= len(self.tokens)
         del self.tokens[length:]
         del self._hashes[length + 1 :]

@@ -1,7 +1,7 @@
-"""Regenerates the committed gRPC stubs from `speculation.proto`, or checks that they are current.
+"""Regenerates the committed gRPC stubs from `speculation.proto`, or checks that they are up to date.
 
-python -m protos.regenerate           # write
-python -m protos.regenerate --check   # exit 1 when they are stale
+python -m protos.regenerate           # write the stubs
+python -m protos.regenerate --check   # exit with status 1 if they are stale
 """
 
 import argparse
@@ -14,7 +14,7 @@ STUBS = ("speculation_pb2.py", "speculation_pb2.pyi", "speculation_pb2_grpc.py")
 
 
 def generate(folder: Path) -> None:
-    """Writes the three stubs under `folder`/protos."""
+    """Writes the three stubs to `folder`/protos."""
     from grpc_tools import protoc
 
     out = str(folder)
@@ -25,7 +25,7 @@ def generate(folder: Path) -> None:
 
 
 def stale_stubs() -> list[str]:
-    """Returns the names of the committed stubs that differ from what the proto file generates."""
+    """Returns the names of the committed stubs that differ from the generated ones."""
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         fresh = Path(scratch) / "protos"
@@ -34,7 +34,7 @@ def stale_stubs() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="compare only; exit 1 when a stub is stale")
+    parser.add_argument("--check", action="store_true", help="compare only; exit with status 1 if a stub is stale")
     if not parser.parse_args().check:
         generate(HERE.parent)
         return

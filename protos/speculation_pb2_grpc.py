@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub:
-    """Spoken by a drafter. The router is its only client.
+    """Served by drafters. Routers are the only clients.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class DraftServiceStub:
 
 
 class DraftServiceServicer:
-    """Spoken by a drafter. The router is its only client.
+    """Served by drafters. Routers are the only clients.
     """
 
     def Drive(self, request_iterator, context):
-        """Router <-> drafter: sessions to draft for, and requests to reopen or refusals.
+        """Router <-> drafter: sessions to draft for; refusals and resync requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService:
-    """Spoken by a drafter. The router is its only client.
+    """Served by drafters. Routers are the only clients.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class DraftService:
 
 
 class TargetServiceStub:
-    """Spoken by a target replica's coordinator. Routers and drafters are its clients.
+    """Served by the coordinator of a target replica. Routers and drafters are the clients.
     """
 
     def __init__(self, channel):
@@ -129,25 +129,25 @@ class TargetServiceStub:
 
 
 class TargetServiceServicer:
-    """Spoken by a target replica's coordinator. Routers and drafters are its clients.
+    """Served by the coordinator of a target replica. Routers and drafters are the clients.
     """
 
     def Drive(self, request_iterator, context):
-        """Router <-> target: sessions to serve, and the verdicts that the router commits.
+        """Router <-> target: sessions to serve; verdicts, which the router commits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request_iterator, context):
-        """Drafter <-> target: candidate blocks, and the verdicts that the drafter follows. No router in between.
+        """Drafter <-> target, bypassing the router: draft blocks; verdicts and draft requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def States(self, request_iterator, context):
-        """Drafter <-> target: hidden states of long texts, on a stream of their own so that no verdict waits behind them.
+        """Drafter <-> target: hidden states of long texts. The separate stream keeps them from delaying verdicts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,7 +180,7 @@ def add_TargetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TargetService:
-    """Spoken by a target replica's coordinator. Routers and drafters are its clients.
+    """Served by the coordinator of a target replica. Routers and drafters are the clients.
     """
 
     @staticmethod

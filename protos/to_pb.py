@@ -39,9 +39,9 @@ def _int32_bytes(values: Iterable[int]) -> bytes:
 
 
 def _same_fields(kind: type[Any], proto: type[ProtoMessage]) -> Callable[[Any], Any]:
-    """Returns a converter for a message with the same fields, by name and value, in both forms.
+    """Returns a converter for a message type with identical fields in both forms.
 
-    It takes a microsecond longer than naming each field, so messages sent in every step do not use it.
+    It is a microsecond slower than explicit field names, so messages sent in every step do not use it.
     """
     names = [field.name for field in fields(kind)]
     return lambda m: proto(**{name: getattr(m, name) for name in names})
