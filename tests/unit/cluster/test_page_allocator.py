@@ -26,7 +26,7 @@ def a_computed(allocator: PageAllocator, session: str, tokens: Sequence[int]) ->
     return cached
 
 
-def test_a_session_gets_pages_as_it_grows_and_not_before():
+def test_pages_are_allocated_as_a_session_grows():
     allocator = a_book(pages=8)
     assert allocator.open("s", range(9)) == 0
     assert (allocator.table("s"), allocator.available) == ((), 8)
@@ -45,7 +45,7 @@ def test_how_many_pages_a_length_takes(length, pages):
     assert a_book().pages_for(length) == pages
 
 
-def test_two_sessions_of_one_name_are_a_mistake():
+def test_opening_a_session_twice_is_an_error():
     allocator = a_book()
     allocator.open("s", ())
     with pytest.raises(AssertionError, match="s is open already"):
@@ -54,7 +54,7 @@ def test_two_sessions_of_one_name_are_a_mistake():
         allocator.fork("s", "s", 0)
 
 
-def test_what_is_not_there_is_not_written_behind_shared_or_published():
+def test_writing_forking_and_publishing_beyond_the_end_are_errors():
     allocator = a_book()
     allocator.open("s", ())
     allocator.reserve("s", 0, 4)
@@ -90,7 +90,7 @@ PROMPT = tuple(range(12))
         (PROMPT[4:], 0),
     ],
 )
-def test_a_session_finds_the_whole_pages_it_begins_with(tokens, cached):
+def test_a_prompt_hits_the_whole_cached_pages_of_its_prefix(tokens, cached):
     allocator = a_book()
     a_computed(allocator, "first", PROMPT)
     assert allocator.open("second", tokens) == cached
@@ -100,7 +100,7 @@ def test_a_session_finds_the_whole_pages_it_begins_with(tokens, cached):
 
 
 @pytest.mark.parametrize("hash_page", [page_hash, lambda key, parent, tokens: b"the same"], ids=["keyed", "one hash"])
-def test_sessions_share_pages_with_those_of_the_same_salt_alone(hash_page):
+def test_only_sessions_with_the_same_salt_share_pages(hash_page):
     allocator = PageAllocator(16, SIZE, KEY, hash_page)
     tokens = tuple(range(SIZE + 1))
     assert allocator.open("first", tokens, b"mine") == 0
@@ -129,7 +129,7 @@ def test_only_whole_pages_among_the_first_length_positions_are_published():
         allocator.close("second")
 
 
-def test_published_pages_outlive_their_session_and_are_there_for_others_to_take():
+def test_published_pages_outlive_their_session():
     allocator = a_book()
     a_computed(allocator, "first", PROMPT[:10])
     table = allocator.table("first")
@@ -141,7 +141,7 @@ def test_published_pages_outlive_their_session_and_are_there_for_others_to_take(
     allocator.check()
 
 
-def test_withdrawn_pages_are_found_by_nobody_until_a_holder_publishes_them_again():
+def test_withdrawn_pages_are_not_found_until_republished():
     """Later pages go with them; sessions that hold any keep them."""
     allocator = a_book()
     longer = (*PROMPT, 12, 13, 14, 15)
@@ -164,7 +164,7 @@ def test_withdrawn_pages_are_found_by_nobody_until_a_holder_publishes_them_again
     allocator.check()
 
 
-def test_what_two_sessions_computed_at_the_same_time_is_kept_once():
+def test_pages_computed_by_two_sessions_at_once_are_merged():
     allocator = a_book()
     for session in ("first", "second"):
         allocator.open(session, PROMPT)
@@ -213,7 +213,7 @@ def test_a_page_that_was_rolled_back_is_published_with_its_new_tokens():
     allocator.check()
 
 
-def test_a_page_is_not_taken_for_another_after_other_tokens_even_if_the_hash_says_so():
+def test_a_hash_collision_after_another_prefix_is_no_hit():
     """Tokens alone do not make a page: what is cached depends on all before it."""
     allocator = PageAllocator(8, SIZE, KEY, lambda key, parent, tokens: bytes(tokens))  # forgets the parent
     a_computed(allocator, "first", (0, 0, 0, 0, 1, 1, 1, 1))
@@ -258,7 +258,7 @@ def test_a_fork_shares_and_the_first_to_write_gets_the_copy():
     allocator.check()
 
 
-def test_a_page_that_is_wholly_rewritten_is_replaced_but_not_copied():
+def test_a_wholly_rewritten_page_is_replaced_without_a_copy():
     allocator = a_fork(12, shared=12)
     shared = allocator.table("parent")
     assert allocator.reserve("fork", 4, 12) == [], "nothing before position 4 is in those pages"
@@ -362,7 +362,7 @@ def test_the_check_finds_a_damaged_entry_anywhere(damage):
     assert found >= 7
 
 
-def test_the_check_finds_a_count_that_is_too_high_and_pages_out_of_order():
+def test_the_check_finds_a_high_count_and_reordered_pages():
     """The number of a session's published pages, and the order of its table."""
     found = 0
     for index, (owner, name) in enumerate(holders(in_use())):

@@ -28,16 +28,16 @@ def drafters_needed(target: TargetReport, *drafters: DraftReport, present: int =
     return need.replicas
 
 
-def test_sessions_that_run_and_those_that_queue_need_targets() -> None:
+def test_running_and_queued_sessions_need_targets() -> None:
     assert targets_needed(TargetReport(running=10, queued=6), TargetReport(running=8)) == 3
 
 
 @pytest.mark.parametrize(("gain", "replicas"), [(1.0, 3.0), (1.5, 2.0), (0.8, 3.0), (9.0, 1.5)])
-def test_what_speculation_brings_saves_targets_as_far_as_they_have_places(gain: float, replicas: float) -> None:
+def test_a_gain_from_speculation_saves_targets_within_their_session_limit(gain: float, replicas: float) -> None:
     assert targets_needed(TargetReport(running=24, gain=gain)) == replicas
 
 
-def test_a_cache_that_sessions_fill_needs_targets() -> None:
+def test_a_full_cache_needs_targets() -> None:
     assert targets_needed(TargetReport(running=1, cache=1.0)) == 1.25
 
 
@@ -46,56 +46,56 @@ def test_a_cache_that_sessions_fill_needs_targets() -> None:
     [(9, 6.0, 0.0, 3.0), (9, 0.0, 6.0, 3.0), (1, 60.0, 60.0, 1.0), (9, 1.5, 0.0, 1.0)],
     ids=["they wait", "they will", "one prompt is long", "soon enough"],
 )
-def test_prompts_that_wait_for_one_another_need_targets(
+def test_a_backlog_of_prompts_needs_targets(
     unread: float, first_token_s: float, backlog_s: float, replicas: float
 ) -> None:
     report = TargetReport(unread=unread, first_token_s=first_token_s, backlog_s=backlog_s)
     assert targets_needed(report) == replicas
 
 
-def test_targets_that_prompts_no_longer_need_are_given_back() -> None:
+def test_targets_are_released_once_prompts_no_longer_need_them() -> None:
     """Half of the targets suffice at a tenth of the allowed time; at half of it, none may go."""
     waits = {wait_s: [TargetReport(unread=9, first_token_s=wait_s)] * 4 for wait_s in (0.5, 1.0)}
     assert targets_needed(*waits[0.5], present=4) == 2
     assert targets_needed(*waits[1.0], present=4) == 4
 
 
-def test_sessions_that_want_drafts_need_drafters_whether_they_have_one_or_not() -> None:
+def test_drafted_and_undrafted_sessions_need_drafters() -> None:
     assert drafters_needed(TargetReport(running=64, drafted=32, undrafted=16), DraftReport()) == 1.5
     assert drafters_needed(TargetReport(running=64)) == 0, "speculation is off"
     assert drafters_needed(TargetReport(running=1, undrafted=1), present=0) > 0, "there is none yet"
 
 
 @pytest.mark.parametrize("trouble", [{"late": 0.3}, {"waiting": 0.3}], ids=str)
-def test_drafters_that_cannot_follow_need_more(trouble: dict[str, float]) -> None:
+def test_late_blocks_of_busy_drafters_need_more_drafters(trouble: dict[str, float]) -> None:
     target = TargetReport(running=8, drafted=8, waiting=trouble.get("waiting", 0.0))
     assert drafters_needed(target, DraftReport(shared=0.8, late=trouble.get("late", 0.0))) == 1.6
 
 
-def test_busy_drafters_that_follow_need_no_more() -> None:
+def test_busy_drafters_without_late_blocks_need_no_more() -> None:
     target = TargetReport(running=8, drafted=8, waiting=0.1)
     assert drafters_needed(target, DraftReport(shared=0.8)) == 1
 
 
-def test_late_blocks_of_drafters_that_are_not_busy_need_no_more() -> None:
+def test_late_blocks_of_idle_drafters_need_no_more() -> None:
     """The network is slow, or one pass is: neither gets faster by another drafter."""
     assert drafters_needed(TargetReport(running=8, drafted=8), DraftReport(shared=0.1, late=0.9)) <= 1
 
 
-def test_sessions_that_were_turned_away_count_as_those_that_were_not() -> None:
+def test_undrafted_sessions_count_like_drafted_ones() -> None:
     """Half of them are drafted for, and fill the drafter."""
     target = TargetReport(running=8, drafted=4, undrafted=4)
     assert drafters_needed(target, DraftReport(shared=1.0, late=0.5)) == 4
     assert drafters_needed(TargetReport(running=2, drafted=1, undrafted=1), DraftReport(shared=1.0, late=0.5)) == 2
 
 
-def test_nothing_is_needed_of_what_nothing_is_heard_of() -> None:
+def test_a_pool_without_reports_has_no_need() -> None:
     assert target_need([], TARGETS, 2) is None
     assert draft_need([], [DraftReport(shared=1.0)], DRAFTERS, 2) is None
     assert coupled_need(None, 2.0) is None
 
 
-def test_a_coupled_pool_needs_what_the_other_one_has() -> None:
+def test_a_coupled_pool_needs_the_size_of_the_other() -> None:
     assert coupled_need(3, 0.5) == Need(1.5, "0.5 for each of 3 target replicas")
 
 
@@ -103,11 +103,11 @@ def test_a_coupled_pool_needs_what_the_other_one_has() -> None:
     ("needed", "present", "size"),
     [(1.01, 1, 2), (1.0, 1, 1), (1.7, 2, 2), (0.85, 2, 2), (0.79, 2, 1), (0.0, 1, 0), (3.1, 7, 4), (0.1, 0, 1)],
 )
-def test_a_smaller_size_must_do_for_a_quarter_more(needed: float, present: int, size: int) -> None:
+def test_shrinking_needs_a_quarter_of_headroom(needed: float, present: int, size: int) -> None:
     assert Need(needed, "").size(present) == size
 
 
-def test_a_replica_that_has_not_told_all_is_left_out() -> None:
+def test_a_replica_with_incomplete_reports_is_ignored() -> None:
     metrics = {"shared": {"a": 0.5, "b": 0.25}, "late": {"b": 0.125, "c": 1.0}, "ongoing": {"a": 1.0}}
     assert reported(DraftReport, metrics) == [DraftReport(0.25, 0.125)]
     assert reported(DraftReport, {}) == []

@@ -19,7 +19,7 @@ def changes(sizes: list[int]) -> int:
     return sum(later != earlier for earlier, later in pairwise(sizes))
 
 
-def test_drafters_alone_grow_where_drafting_cannot_follow() -> None:
+def test_slow_drafting_grows_only_the_draft_pool() -> None:
     world = PoolWorld(target_pool(max_sessions=64), draft_pool(), SLOW_DRAFTS)
     world.run(1800, step_of(0.2, 2.5, 100, 700))
     assert max(world.targets.sizes) == 1
@@ -27,7 +27,7 @@ def test_drafters_alone_grow_where_drafting_cannot_follow() -> None:
     assert world.drafters.sizes[-1] == 1, "and return"
 
 
-def test_targets_alone_grow_where_they_cannot_follow() -> None:
+def test_slow_targets_grow_only_the_target_pool() -> None:
     world = PoolWorld(target_pool(max_sessions=16), draft_pool(max_sessions=256), SLOW_STEPS)
     world.run(2400, step_of(0.2, 5.0, 100, 700))
     assert max(world.drafters.sizes) == 1
@@ -36,7 +36,7 @@ def test_targets_alone_grow_where_they_cannot_follow() -> None:
     assert world.sessions < 10, "what had queued was served"
 
 
-def test_without_speculation_there_are_no_more_drafters_than_must_be() -> None:
+def test_without_speculation_the_draft_pool_stays_at_its_minimum() -> None:
     world = PoolWorld(target_pool(max_sessions=64), draft_pool(), SLOW_DRAFTS)
     world.run(600, lambda _: 4.0)
     assert world.drafters.size >= 3
@@ -45,7 +45,7 @@ def test_without_speculation_there_are_no_more_drafters_than_must_be() -> None:
     assert world.drafters.size == 1
 
 
-def test_a_pool_of_no_drafters_serves_plainly_and_comes_back() -> None:
+def test_an_empty_draft_pool_serves_without_drafts_and_grows_again() -> None:
     world = PoolWorld(target_pool(), draft_pool(least=0), Costs())
     world.run(400, lambda _: 0.0)
     assert world.drafters.size == 0
@@ -58,14 +58,14 @@ def test_a_pool_of_no_drafters_serves_plainly_and_comes_back() -> None:
     assert world.drafters.size == 0
 
 
-def test_drafters_that_turn_sessions_away_become_more() -> None:
+def test_refused_sessions_grow_the_draft_pool() -> None:
     """Cheap passes, but few places: an overloaded drafter has the sessions that it can serve, and no more."""
     world = PoolWorld(target_pool(max_sessions=64), draft_pool(max_sessions=4), Costs())
     world.run(300, lambda _: 3.0)
     assert world.drafters.size * 2 >= 0.9 * world.sessions, "two sessions of four places each"
 
 
-def test_drafters_are_not_added_where_they_cannot_help() -> None:
+def test_the_draft_pool_does_not_grow_without_benefit() -> None:
     """Passes take too long, but no less for one session than for many: each would be as late alone on a drafter."""
     world = PoolWorld(target_pool(max_sessions=64), draft_pool(), Costs(pass_s=0.15, pass_row_s=0.0))
     world.run(600, lambda _: 2.0)
@@ -74,7 +74,7 @@ def test_drafters_are_not_added_where_they_cannot_help() -> None:
 
 @pytest.mark.parametrize("rate", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 @pytest.mark.parametrize("costs", [SLOW_DRAFTS, SLOW_STEPS], ids=["slow drafts", "slow steps"])
-def test_noise_moves_nothing_for_long(rate: float, costs: Costs) -> None:
+def test_noise_changes_no_size_for_long(rate: float, costs: Costs) -> None:
     """An hour of random arrivals at one rate: once it has settled, a pool changes its mind a few times at most."""
     world = PoolWorld(target_pool(most=8), draft_pool(most=16), costs)
     world.run(3600, lambda _: rate)
@@ -89,7 +89,7 @@ def test_a_coupled_draft_pool_follows_the_target_pool() -> None:
     assert world.drafters.size == min(8, 2 * world.targets.size)
 
 
-def test_targets_need_fewer_replicas_with_what_speculation_brings() -> None:
+def test_a_gain_from_speculation_shrinks_the_target_pool() -> None:
     """The same load, with and without drafts; half of the sessions' places are to be free."""
     sizes = {}
     for accepted in (0.0, 1.5):

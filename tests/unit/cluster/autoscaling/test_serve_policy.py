@@ -61,29 +61,29 @@ def drafters(*reports: DraftReport, **more: Any) -> Observed:
 BUSY = TargetReport(running=16, queued=8, drafted=16, undrafted=50)
 
 
-def test_both_pools_are_sized_by_what_either_reports() -> None:
+def test_both_pools_are_sized_from_the_reports_of_both() -> None:
     seen = {"T": targets(BUSY), "D": drafters(DraftReport())}
     sizes, _ = PoolsPolicy()(seen)
     assert sizes == {"T": 3, "D": 3}
 
 
-def test_bounds_hold() -> None:
+def test_sizes_stay_within_the_bounds() -> None:
     seen = {"T": targets(BUSY, bounds=(1, 2)), "D": drafters(DraftReport(), bounds=(4, 5))}
     assert PoolsPolicy()(seen)[0] == {"T": 2, "D": 4}
 
 
-def test_silence_changes_nothing() -> None:
+def test_without_reports_sizes_stay() -> None:
     """A controller that has lost its reports must not shrink a busy pool."""
     seen = {"T": targets(size=3), "D": drafters(size=2, bounds=(0, 4))}
     assert PoolsPolicy()(seen)[0] == {"T": 3, "D": 2}
 
 
-def test_a_coupled_draft_pool_follows_the_size_that_the_target_pool_gets() -> None:
+def test_a_coupled_draft_pool_follows_the_new_target_size() -> None:
     seen = {"T": targets(BUSY, drafts=COUPLED), "D": drafters(DraftReport(), bounds=(0, 9))}
     assert PoolsPolicy()(seen)[0] == {"T": 3, "D": 6}
 
 
-def test_what_is_remembered_comes_back() -> None:
+def test_the_policy_state_round_trips() -> None:
     slow = TargetScaling(sessions_per_replica=8, max_sessions=16, first_token_s=2.0, up_delay_s=10, down_delay_s=300)
     policy = PoolsPolicy()
     first = targets(BUSY, scaling=slow)
@@ -105,7 +105,7 @@ def test_a_policy_of_no_pool_is_refused() -> None:
         PoolAlone()(observed("Router"))
 
 
-def test_settings_are_those_that_are_told_now() -> None:
+def test_the_latest_reported_settings_apply() -> None:
     """Replicas are told others while they run."""
     policy = PoolsPolicy()
     few = TargetScaling(sessions_per_replica=24, max_sessions=32, first_token_s=2.0, **AT_ONCE)
@@ -113,7 +113,7 @@ def test_settings_are_those_that_are_told_now() -> None:
     assert policy({"T": targets(BUSY, scaling=few)})[0] == {"T": 1}
 
 
-def test_while_replicas_tell_different_settings_those_of_one_count() -> None:
+def test_differing_settings_are_taken_from_one_replica() -> None:
     small = TargetScaling(sessions_per_replica=1, max_sessions=2, first_token_s=7.0, **AT_ONCE)
     told = [as_numbers({TARGET: asdict(one), DRAFT: asdict(DRAFTERS)}) for one in (TARGETS, small)]
     seen = observed("Target", *({**asdict(BUSY), **one} for one in told), bounds=(1, 99))
@@ -121,7 +121,7 @@ def test_while_replicas_tell_different_settings_those_of_one_count() -> None:
 
 
 @pytest.mark.parametrize("untold", SETTINGS)
-def test_of_a_replica_that_has_not_told_all_settings_none_counts(untold: str) -> None:
+def test_incomplete_settings_of_a_replica_are_ignored(untold: str) -> None:
     seen = {"T": targets(BUSY, BUSY, size=2), "D": drafters(DraftReport(), size=2)}
     sizes = PoolsPolicy()(seen)[0]
     del seen["T"].aggregated_metrics[untold][1]
@@ -129,11 +129,11 @@ def test_of_a_replica_that_has_not_told_all_settings_none_counts(untold: str) ->
 
 
 @pytest.mark.parametrize("untold", SETTINGS)
-def test_a_pool_of_which_nobody_has_told_all_settings_stays_and_the_other_does_not(untold: str) -> None:
+def test_a_pool_without_complete_settings_keeps_its_size_alone(untold: str) -> None:
     seen = {"target": targets(BUSY, size=2), "draft": drafters(DraftReport(), size=2)}
     seen["target"].aggregated_metrics[untold].clear()
     assert PoolsPolicy()(seen)[0] == {"target": 3, "draft": 3} | {untold.partition("_")[0]: 2}
 
 
-def test_bounds_that_have_become_narrower_hold_in_silence_too() -> None:
+def test_narrower_bounds_apply_without_reports() -> None:
     assert PoolsPolicy()({"T": targets(size=3, bounds=(1, 2))})[0] == {"T": 2}

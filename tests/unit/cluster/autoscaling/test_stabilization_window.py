@@ -15,28 +15,28 @@ def followed(wishes: list[tuple[float, int]], present: int = 2) -> int:
     return present
 
 
-def test_more_are_had_once_they_have_been_wished_for_all_along() -> None:
+def test_growth_needs_a_need_that_lasted_throughout_the_delay() -> None:
     assert followed([(0, 4), (9, 4)]) == 2
     assert followed([(0, 4), (10, 4)]) == 4
     assert followed([(0, 4), (5, 2), (10, 4), (15, 4)]) == 2, "a moment without begins it anew"
 
 
-def test_what_lasted_is_the_least_of_the_wishes() -> None:
+def test_growth_stops_at_the_least_need_of_the_delay() -> None:
     assert followed([(0, 5), (5, 3), (10, 6)]) == 3
 
 
-def test_fewer_are_had_down_to_the_most_that_was_wished_for_within_the_delay() -> None:
+def test_shrinking_stops_at_the_greatest_need_of_the_delay() -> None:
     assert followed([(0, 1), (100, 1)], present=4) == 4
     assert followed([(0, 1), (101, 1)], present=4) == 1
     assert followed([(0, 1), (50, 3), (101, 1), (150, 1)], present=4) == 3
     assert followed([(0, 1), (50, 3), (101, 1), (151, 1)], present=4) == 1
 
 
-def test_none_can_be_had_and_left() -> None:
+def test_a_pool_may_shrink_to_zero_and_grow_again() -> None:
     assert followed([(0, 0), (101, 0)], present=1) == 0
     assert followed([(0, 1), (10, 1)], present=0) == 1
 
 
-def test_one_who_remembers_nothing_shrinks_nothing_at_once() -> None:
+def test_an_empty_history_shrinks_nothing_at_once() -> None:
     """Covers a controller that has just restarted."""
     assert followed([(1000, 1)], present=4) == 4

@@ -49,7 +49,7 @@ def test_a_bad_version_is_noticed(before: float, after: float) -> None:
         pytest.param(0.0, 0.0, id="always useless"),
     ],
 )
-def test_no_other_version_is(before: float, after: float) -> None:
+def test_a_version_as_good_as_the_last_is_kept(before: float, after: float) -> None:
     for seed in range(20):
         rng = random.Random(seed)
         watch = exchanged(rng, before, 30, spread=0.15)

@@ -27,7 +27,7 @@ def test_the_likeliest_candidates_of_both_are_in_one_tree():
     assert (found.session, found.base_len, found.prefix_hash, found.outcome) == ("s", 3, 77, (9,))
 
 
-def test_a_token_that_both_name_counts_once_and_is_likelier_than_either_says():
+def test_a_token_proposed_by_both_counts_once_with_a_higher_probability():
     one = a_proposal({(1,): 0.5, (1, 2): 0.25})
     other = a_proposal({(1,): 0.4, (1, 3): 0.1})
     found = merged(one, other, 8, 0.0)
@@ -35,32 +35,32 @@ def test_a_token_that_both_name_counts_once_and_is_likelier_than_either_says():
     assert found.chances == pytest.approx((0.7, 0.35, 0.175)), "what follows it is reached as often as it stands"
 
 
-def test_what_the_two_say_of_one_place_adds_up_to_one_at_most():
+def test_merged_probabilities_at_one_position_add_up_to_at_most_one():
     chances = combined({(1,): 0.9}, {(2,): 0.6, (1,): 0.2})
     assert sum(chances.values()) == pytest.approx(1.0)
     assert chances[1,] / chances[2,] == pytest.approx((1 - 0.1 * 0.8) / 0.6)
 
 
 @pytest.mark.parametrize("most", range(1, 6))
-def test_any_first_nodes_are_the_best_smaller_tree(most):
+def test_the_first_nodes_of_a_merged_tree_are_the_best_smaller_tree(most):
     assert merged(COPIED, THOUGHT, most, 0.0).tree == merged(COPIED, THOUGHT, 6, 0.0).tree.first(most)
 
 
-def test_what_is_not_worth_its_verification_is_left_out():
+def test_nodes_below_the_least_chance_are_left_out():
     assert merged(COPIED, THOUGHT, 6, 0.4).tokens == (1, 2, 3)
 
 
-def test_where_one_has_nothing_the_other_stands():
+def test_an_empty_block_leaves_the_other_unchanged():
     nothing = Proposal("s", 3, 77, NO_TREE, (9,))
     assert merged(nothing, THOUGHT, 4, 0.0) is THOUGHT
     assert merged(COPIED, nothing, 4, 0.0) is COPIED
 
 
-def test_the_outcome_is_as_likely_as_the_one_says_that_finds_it_likelier():
+def test_an_outcome_has_the_higher_of_both_probabilities():
     assert merged(a_proposal({(1,): 0.6}, chance=0.2), a_proposal({(1,): 0.5}, chance=0.7), 4, 0.0).chance == 0.7
 
 
-def test_a_draft_is_judged_by_its_own_first_token_alone():
+def test_confidence_is_that_of_the_methods_own_first_token():
     assert merged(COPIED, THOUGHT, 4, 0.0).confidence is None
     assert merged(COPIED, a_proposal({(1,): 0.3}, confidence=0.3), 4, 0.0).confidence == 0.3
 
@@ -77,7 +77,7 @@ def drawn(shares: list[tuple[int, int, float]]) -> Proposal:
 
 
 @given(SHARES, SHARES, st.integers(1, 8), st.floats(0.0, 0.5))
-def test_chances_fall_every_node_comes_after_its_parent_and_the_budget_holds(one, other, most, least):
+def test_merged_trees_are_ordered_by_probability_and_bounded(one, other, most, least):
     found = merged(drawn(one), drawn(other), most, least)
     assert 1 <= len(found.tokens) <= most
     assert all(earlier >= later for earlier, later in pairwise(found.chances))

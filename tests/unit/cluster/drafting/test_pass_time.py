@@ -8,7 +8,7 @@ from cluster.drafting.lookahead import DraftTiming
 PROFILE = DraftCost(forward=ForwardCost.linear(0.003, per_row_s=0.001), per_pass_s=0.002)
 
 
-def test_a_profile_holds_until_passes_say_otherwise():
+def test_a_profile_holds_until_passes_are_measured():
     timing = DraftTiming(PROFILE)
     assert timing.cost == PROFILE
     for _ in range(100):
@@ -16,7 +16,7 @@ def test_a_profile_holds_until_passes_say_otherwise():
     assert timing.cost.seconds(4, 2) == pytest.approx(1.5 * PROFILE.seconds(4, 2))
 
 
-def test_a_pass_that_fed_a_prompt_or_found_nothing_says_nothing():
+def test_passes_with_prompts_or_without_blocks_are_not_measured():
     timing = DraftTiming(PROFILE).after(["a"], 2, 9.0).after(["a", "b"], 2, 9.0).after(["a"], 0, 9.0)
     assert timing.cost == PROFILE
     timing = timing.without(["a"]).after(["a"], 2, 9.0)

@@ -3,7 +3,7 @@
 from cluster.drafting.lookahead import PendingPositions
 
 
-def test_a_place_tells_when_it_is_decided_and_once():
+def test_a_position_is_decided_once():
     places: PendingPositions[str] = PendingPositions()
     places.note("s", (2, ()), "first")
     places.note("s", (2, (7,)), "after 7")
@@ -14,14 +14,14 @@ def test_a_place_tells_when_it_is_decided_and_once():
     assert places.resolve("s", (1, 2, 7, 5, 8, 9, 9)) == [], "passed by"
 
 
-def test_a_place_waits_until_the_text_has_come_to_it():
+def test_a_position_waits_until_the_text_reaches_it():
     places: PendingPositions[str] = PendingPositions()
     places.note("s", (2, (7, 8)), "there")
     assert places.resolve("s", (1, 2, 7)) == []
     assert places.resolve("s", (1, 2, 7, 8, 3)) == [("there", 3)]
 
 
-def test_the_latest_thought_counts_and_a_closed_session_is_forgotten():
+def test_the_latest_candidates_count_and_closing_forgets_them():
     places: PendingPositions[str] = PendingPositions()
     places.note("s", (1, ()), "before")
     places.note("s", (1, ()), "later")

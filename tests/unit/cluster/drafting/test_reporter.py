@@ -16,7 +16,7 @@ UNKNOWN = DraftCost(forward=ForwardCost.linear(0.0))
     [(FOR_EACH, 4, 0.375), (FOR_EACH, 1, 0.0), (AS_LONG_FOR_MANY, 4, 0.0), (UNKNOWN, 4, 0.375)],
     ids=["a row costs", "nobody to share with", "a row is free", "no profile"],
 )
-def test_what_further_drafters_could_save_counts(profile: DraftCost, sessions: int, shared: float) -> None:
+def test_the_report_includes_the_saving_of_further_drafters(profile: DraftCost, sessions: int, shared: float) -> None:
     """Busy for half of the time."""
     reporter = DraftReporter(profile)
     reporter.report(0, 0, 100.0)
@@ -24,7 +24,7 @@ def test_what_further_drafters_could_save_counts(profile: DraftCost, sessions: i
     assert reporter.report(0, 0, 102.0) == DraftReport(shared, 0.0)
 
 
-def test_each_report_is_of_the_time_since_the_one_before() -> None:
+def test_each_report_covers_the_time_since_the_last() -> None:
     reporter = DraftReporter(FOR_EACH)
     reporter.report(10, 4, 100.0)
     reporter.pass_made(2, 1, 1.0)

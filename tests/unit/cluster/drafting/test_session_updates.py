@@ -4,7 +4,7 @@ from cluster.drafting.requests import SessionText, SessionUpdates
 from tests.unit.cluster.samples import an_open
 
 
-def test_news_are_taken_once_and_tokens_of_several_verdicts_together() -> None:
+def test_updates_are_taken_once_with_the_tokens_of_all_verdicts() -> None:
     updates = SessionUpdates()
     request = an_open("s", tokens=(1, 2))
     updates.open(request)
@@ -14,7 +14,7 @@ def test_news_are_taken_once_and_tokens_of_several_verdicts_together() -> None:
     assert updates.take() == SessionUpdates()
 
 
-def test_of_a_session_that_is_over_nothing_else_is_told() -> None:
+def test_a_closed_session_has_no_other_updates() -> None:
     """A method that were told to open it would keep it for ever."""
     updates = SessionUpdates()
     updates.open(an_open("s"))
@@ -34,7 +34,7 @@ def test_a_session_that_is_replaced_is_closed_and_opened_with_its_new_text() -> 
     assert updates.take() == SessionUpdates({"s": None}, {"s": again}, {"s": [8]})
 
 
-def test_what_a_pass_took_stays_as_it_was() -> None:
+def test_taken_updates_do_not_change_later() -> None:
     updates = SessionUpdates()
     updates.commit("s", (3,))
     pending = updates.take()
@@ -42,7 +42,7 @@ def test_what_a_pass_took_stays_as_it_was() -> None:
     assert pending == SessionUpdates(committed={"s": [3]})
 
 
-def test_a_text_begins_with_the_prompt_and_leaves_the_request_as_it_is() -> None:
+def test_a_text_begins_with_the_prompt_without_changing_the_request() -> None:
     request = an_open("s", tokens=(1, 2))
     text = SessionText.begin(request)
     text.tokens.append(3)

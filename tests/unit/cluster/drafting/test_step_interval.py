@@ -7,12 +7,12 @@ import pytest
 from cluster.drafting.session_table import StepIntervalEstimate
 
 
-def test_nothing_is_known_before_the_first_step():
+def test_the_interval_is_unknown_before_the_first_step():
     assert StepIntervalEstimate().earliest_s is None
     assert StepIntervalEstimate().after(0.03).earliest_s == 0.03
 
 
-def test_most_steps_take_longer_than_what_they_hardly_ever_take_less_than():
+def test_the_estimate_is_a_low_quantile_of_the_intervals():
     drawn = random.Random(0)
     cadence = StepIntervalEstimate()
     earlier = 0
@@ -24,7 +24,7 @@ def test_most_steps_take_longer_than_what_they_hardly_ever_take_less_than():
     assert earlier < 250
 
 
-def test_it_follows_a_target_that_becomes_slower():
+def test_the_estimate_follows_a_slower_target():
     cadence = StepIntervalEstimate().after(0.03)
     for _ in range(40):
         cadence = cadence.after(0.06)

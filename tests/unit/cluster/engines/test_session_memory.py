@@ -88,7 +88,7 @@ def test_a_prompt_is_fed_in_the_engines_pieces() -> None:
     assert verdict.tokens == (9,)
 
 
-def test_a_row_that_found_no_memory_is_due_again_and_its_block_waits() -> None:
+def test_a_row_without_memory_is_retried_and_keeps_its_block() -> None:
     scene = Scene()
     scene.scheduler.receive("router#1", asked(), 0.0)
     scene.step(scene.planned(), Outcome("a", (), 9))
@@ -102,7 +102,7 @@ def test_a_row_that_found_no_memory_is_due_again_and_its_block_waits() -> None:
     assert (verdict.tokens, verdict.accepted, verdict.drafted) == ((10, 12), 1, 2)
 
 
-def test_a_draft_that_the_engine_cut_counts_as_far_as_it_was_fed() -> None:
+def test_a_draft_cut_by_the_engine_counts_as_far_as_it_was_fed() -> None:
     scene = Scene()
     scene.scheduler.receive("router#1", asked(), 0.0)
     scene.step(scene.planned(), Outcome("a", (), 9))
@@ -114,7 +114,7 @@ def test_a_draft_that_the_engine_cut_counts_as_far_as_it_was_fed() -> None:
     assert (verdict.tokens, verdict.accepted, verdict.drafted) == ((10, 12), 1, 1)
 
 
-def test_what_preemption_lost_is_computed_again() -> None:
+def test_tokens_lost_by_preemption_are_recomputed() -> None:
     scene = Scene()
     scene.scheduler.receive("router#1", asked(), 0.0)
     scene.step(scene.planned(), Outcome("a", (), 9))
@@ -124,7 +124,7 @@ def test_what_preemption_lost_is_computed_again() -> None:
     assert (row.start, row.tokens) == (4, (5, 9))
 
 
-def test_only_the_engine_knows_of_pages() -> None:
+def test_the_scheduler_plans_no_pages_for_such_an_engine() -> None:
     scene = Scene()
     for name in "abcd":
         scene.scheduler.receive("router#1", asked(name), 0.0)
@@ -134,7 +134,7 @@ def test_only_the_engine_knows_of_pages() -> None:
     assert scene.scheduler.pages == {"total": 8, "held": 6}
 
 
-def test_what_was_cached_shows_in_the_first_step_and_is_told() -> None:
+def test_cached_tokens_are_reported_after_the_first_step() -> None:
     """vLLM finds shared pages when it schedules; what it computes again after a preemption was never shared."""
     scene = Scene()
     scene.scheduler.receive("router#1", asked(), 0.0)
@@ -147,7 +147,7 @@ def test_what_was_cached_shows_in_the_first_step_and_is_told() -> None:
     assert verdict.prefix_cached == 4
 
 
-def test_states_are_wanted_by_position_and_read_as_far_as_the_engine_holds_the_text() -> None:
+def test_states_are_requested_by_position_up_to_the_engines_length() -> None:
     """vLLM takes a session's pages for another's, and the scheduler hears of it after the step."""
     scene = Scene(StatesFormat(2, StateDtype.BFLOAT16))
     scene.scheduler.receive("router#1", asked(), 0.0)
@@ -164,7 +164,7 @@ def test_states_are_wanted_by_position_and_read_as_far_as_the_engine_holds_the_t
     assert feeds.next_read() == StateRead("a", 0, (0, 1))
 
 
-def test_ratio_and_scores_of_a_prompt_are_refused_with_a_word() -> None:
+def test_rejection_sampling_and_prompt_scores_are_refused_with_a_reason() -> None:
     scene = Scene()
     for request, word in (
         (asked(acceptance=Acceptance.REJECTION, sampling=Sampling()), "acceptance is rejection"),

@@ -8,7 +8,7 @@ def test_the_least_loaded_is_chosen_and_equals_by_address():
     assert choose([Candidate("a", 3), Candidate("b", 1)]) == "b"
 
 
-def test_routers_that_know_nothing_of_each_other_do_not_all_begin_with_the_same_replica():
+def test_independent_routers_begin_with_different_replicas():
     addresses = ("a", "b", "c", "d")
     first = {choose(Candidate(a, 0, turn(f"router-{number}", a)) for a in addresses) for number in range(32)}
     assert first == set(addresses)
@@ -33,7 +33,7 @@ def test_assigning_counts_at_once():
     assert sorted(map(str, chosen[:3])) == sorted(map(str, chosen[3:])) == ["a", "b", "c"]
 
 
-def test_who_comes_back_still_has_its_sessions():
+def test_a_reconnected_replica_keeps_its_session_count():
     peers = Peers("router")
     peers.up("a")
     peers.moved(None, "a")
@@ -51,11 +51,11 @@ def test_who_comes_back_still_has_its_sessions():
     assert peers.choose(lambda address: address != "b", avoid=frozenset({"a"})) == "a"
 
 
-def test_nobody_is_nobody():
+def test_no_candidate_gives_no_choice():
     assert choose([]) is None
 
 
-def test_what_a_candidate_is_worth_outweighs_as_many_sessions_and_no_more():
+def test_a_candidates_worth_offsets_that_many_sessions():
     peers = Peers("router")
     for address in "ab":
         peers.up(address)
@@ -66,7 +66,7 @@ def test_what_a_candidate_is_worth_outweighs_as_many_sessions_and_no_more():
     assert peers.choose(lambda _: True, worth={"a": 3.5, "b": 2.0}) == "b"
 
 
-def test_worth_makes_nobody_take_sessions_who_does_not():
+def test_worth_does_not_make_an_unavailable_replica_eligible():
     peers = Peers("router")
     for address in "ab":
         peers.up(address)

@@ -16,7 +16,7 @@ def told(name: str, outcome: Outcome) -> str:
 
 
 @pytest.mark.parametrize(("targets", "systems"), [(2, 1), (4, 8), (8, 8)])
-def test_conversations_find_their_beginnings_and_no_target_gets_far_ahead(targets: int, systems: int) -> None:
+def test_conversations_hit_cached_prefixes_without_unbalancing_targets(targets: int, systems: int) -> None:
     """Caches here have room for every conversation."""
     by_load, by_prefix = outcomes(targets, pages=12_000, systems=systems, seed=1)
     print(f"\n{targets} targets, {systems} system prompts\n  {told('load', by_load)}\n  {told('prefix', by_prefix)}")
@@ -28,7 +28,7 @@ def test_conversations_find_their_beginnings_and_no_target_gets_far_ahead(target
     assert by_prefix.routed["prefix"] > by_prefix.routed["load"]
 
 
-def test_a_cache_that_forgets_is_no_reason_to_get_further_ahead() -> None:
+def test_evictions_do_not_unbalance_the_targets() -> None:
     """Room for what runs and for little more: the router believes in more than there is."""
     by_load, by_prefix = outcomes(targets=4, pages=1500, systems=8, seed=1)
     print(f"\nsmall caches\n  {told('load', by_load)}\n  {told('prefix', by_prefix)}")

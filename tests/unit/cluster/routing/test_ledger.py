@@ -56,7 +56,7 @@ def a_verdict(session: Session, *tokens: int, accepted: int = 0, **changes: Any)
     return replace(Verdict("s", session.attempt, len(here), here.hash, tokens, accepted, accepted), **changes)
 
 
-def test_the_current_attempt_commits_and_its_tokens_go_out():
+def test_the_current_attempt_commits_and_emits_its_tokens():
     session = a_session()
     assert session.on_verdict("t1", a_verdict(session, 4, 5, accepted=1)) == [CommittedTokens((4, 5), 1, 1)]
     assert session.on_verdict("t1", a_verdict(session, 6)) == [CommittedTokens((6,), 0, 0)]
@@ -65,7 +65,7 @@ def test_the_current_attempt_commits_and_its_tokens_go_out():
     assert (counts.verifies, counts.blocks, counts.drafted, counts.accepted, counts.void) == (2, 1, 1, 1, 0)
 
 
-def test_what_was_rejected_is_asked_of_the_target_alone_and_goes_out_with_the_tokens():
+def test_rejected_tokens_are_requested_of_the_target_and_emitted_with_commits():
     session = Session(replace(PLAIN, wants_rejected=True))
     opens = [*session.assign_target("t1"), *session.assign_drafter("d1")]
     assert [(type(sent), sent.message.wants_rejected) for sent in opens] == [(ToTarget, True), (ToDrafter, False)]
@@ -73,7 +73,7 @@ def test_what_was_rejected_is_asked_of_the_target_alone_and_goes_out_with_the_to
     assert session.on_verdict("t1", verdict) == [CommittedTokens((4, 5), 1, 3, rejected=(6, 7))]
 
 
-def test_what_of_the_prompt_was_cached_is_told_with_the_first_tokens_alone():
+def test_cached_prompt_tokens_are_reported_with_the_first_commit():
     session = a_session()
     assert session.on_verdict("t1", a_verdict(session, 4, prefix_cached=2)) == [CommittedTokens((4,), 0, 0, cached=2)]
     assert session.on_verdict("t1", a_verdict(session, 5, prefix_cached=2)) == [CommittedTokens((5,), 0, 0)]
@@ -94,7 +94,7 @@ VOID = {
 
 
 @pytest.mark.parametrize("changes", VOID.values(), ids=VOID)
-def test_a_verdict_that_is_not_addressed_to_here_and_now_is_void(changes):
+def test_a_verdict_for_another_attempt_or_length_is_void(changes):
     session = a_session()
     assert session.on_verdict("t1", a_verdict(session, 4, **changes)) == []
     assert session.committed == ()
@@ -116,7 +116,7 @@ def test_the_same_verdict_twice_commits_once():
     assert session.committed == (4,)
 
 
-def test_a_target_that_hangs_is_replaced_and_wakes_again_commits_nothing():
+def test_a_replaced_target_that_resumes_commits_nothing():
     """Neither late nor under the address of its successor, and not even what it would have been right about."""
     session = a_session()
     session.on_verdict("t1", a_verdict(session, 4))
@@ -135,7 +135,7 @@ def test_a_target_that_hangs_is_replaced_and_wakes_again_commits_nothing():
     assert first.message.prompt_len == len(PROMPT), "penalties count generated tokens from here"
 
 
-def test_a_target_that_says_nonsense_of_a_session_is_left_by_it():
+def test_a_contradictory_verdict_moves_the_session_to_another_target():
     session = a_session()
     session.on_verdict("t1", a_verdict(session, 4))
     assert session.on_target_unreadable("t2", 1) == [], "it is another target's session"
@@ -147,7 +147,7 @@ def test_a_target_that_says_nonsense_of_a_session_is_left_by_it():
     assert session.on_target_unreadable("t1", 1) == [], "it said so twice"
 
 
-def test_its_drafter_follows_a_session_to_its_next_target():
+def test_a_sessions_drafter_follows_it_to_the_next_target():
     session = a_session()
     session.on_target_gone("t1")
     to_drafter = session.assign_target("t2")[1]
@@ -203,7 +203,7 @@ def test_losing_a_drafter_costs_no_attempt_and_no_token():
     assert (command.address, command.message.attempt, command.message.tokens) == ("d2", 1, (*PROMPT, 4, 5))
 
 
-def test_a_drafter_that_does_not_help_is_left_and_told_so():
+def test_a_useless_drafter_is_released_and_closed():
     session = a_session()
     assert session.leave_drafter() == [ToDrafter("d1", Close("s", 1))]
     assert session.wants_drafter
@@ -212,7 +212,7 @@ def test_a_drafter_that_does_not_help_is_left_and_told_so():
     assert command.address == "d2"
 
 
-def test_whether_its_drafter_ever_had_a_block_is_known_of_each_drafter():
+def test_each_drafters_first_block_is_recorded_separately():
     session = a_session()
     session.on_verdict("t1", a_verdict(session, 4, answer=DraftAnswer.MISSED))
     assert not session.has_drafted
@@ -249,7 +249,7 @@ def test_a_drafter_gets_the_acceptance_seed_only_where_it_must_draw_the_same(acc
     assert to_drafter.message.seed == seed
 
 
-def test_plain_decoding_wants_no_drafter():
+def test_non_speculative_decoding_requests_no_drafter():
     assert not a_session(drafter=None, draft_tokens=0).wants_drafter
 
 
@@ -270,7 +270,7 @@ def test_cancelling_is_idempotent():
     assert session.fail(CapacityError("late")) == []
 
 
-def test_a_request_that_the_target_refuses_fails_at_once_with_its_reason():
+def test_a_request_refused_by_the_target_fails_at_once_with_the_reason():
     session = a_session()
     *closes, failed = session.on_target_refusal("t1", Refusal("s", 1, RefusalReason.INVALID, "token 99 is unknown"))
     assert closes == [ToDrafter("d1", Close("s", 1))]
@@ -279,7 +279,7 @@ def test_a_request_that_the_target_refuses_fails_at_once_with_its_reason():
     assert "token 99" in str(failed.error)
 
 
-def test_nonfinite_logits_fail_a_request_once_and_no_other_target_is_sought():
+def test_nonfinite_logits_fail_a_request_without_retry():
     session = a_session()
     session.on_verdict("t1", a_verdict(session, 4))
     refusal = Refusal("s", 1, RefusalReason.NONFINITE_LOGITS, "NaN")
@@ -293,7 +293,7 @@ def test_nonfinite_logits_fail_a_request_once_and_no_other_target_is_sought():
     assert session.on_target_refusal("t1", refusal) == []
 
 
-def test_a_full_target_is_left_for_another():
+def test_a_session_leaves_a_full_target():
     session = a_session()
     full = Refusal("s", 1, RefusalReason.OVERLOADED, "full")
     assert session.on_target_refusal("t2", full) == []
@@ -304,7 +304,7 @@ def test_a_full_target_is_left_for_another():
     assert not session.failed_targets, "to be full is no failure"
 
 
-def test_a_drafter_that_refuses_is_told_to_close_for_an_open_may_have_crossed_its_refusal():
+def test_a_refusing_drafter_gets_a_close_in_case_an_open_crossed_it():
     session = a_session()
     full = Refusal("s", 1, RefusalReason.OVERLOADED, "full")
     assert session.on_drafter_refusal("d2", full) == []

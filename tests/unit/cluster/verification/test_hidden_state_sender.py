@@ -107,7 +107,7 @@ def to_drafter(sends: list[Send]) -> list[Any]:
 # ---------------------------------------------------------------- with verdicts
 
 
-def test_what_a_step_fed_rides_with_its_verdict_before_what_is_wanted_next():
+def test_states_of_a_step_are_sent_with_its_verdict_before_the_request():
     desk = FeedDesk()
     desk.open(tokens=(1, 2, 3))
     desk.attach_from((1, 2, 3), 0)
@@ -122,7 +122,7 @@ def test_what_a_step_fed_rides_with_its_verdict_before_what_is_wanted_next():
     assert desk.feeds.counts == {"verdict": 4, "apart": 0, "verdict_bytes": 16, "apart_bytes": 0}
 
 
-def test_a_drafter_that_could_begin_in_mid_text_gets_all_that_is_there():
+def test_a_drafter_gets_all_existing_states_even_if_fewer_suffice():
     desk = FeedDesk()
     desk.open(tokens=(1, 2, 3), max_len=60)
     for _ in range(4):
@@ -133,7 +133,7 @@ def test_a_drafter_that_could_begin_in_mid_text_gets_all_that_is_there():
     assert (states.first, states.end) == (0, len(tokens) - 1)
 
 
-def test_states_are_never_the_routers():
+def test_routers_get_no_states():
     desk = FeedDesk()
     desk.open(tokens=(1, 2, 3))
     desk.attach_from((1, 2, 3), 0)
@@ -141,7 +141,7 @@ def test_states_are_never_the_routers():
     assert {type(message) for to, message in sends if to == ROUTER} == {Verdict}
 
 
-def test_of_a_tree_the_accepted_path_rides_in_its_order():
+def test_states_of_an_accepted_tree_path_are_sent_in_order():
     """The nodes beside it are somebody else's text."""
     desk = FeedDesk()
     desk.open(tokens=(1, 2))
@@ -174,7 +174,7 @@ def test_a_target_that_captures_nothing_promises_nothing():
     assert desk.scheduler.feeds.next_read() is None
 
 
-def test_a_drafter_that_nothing_is_asked_of_is_sent_no_states():
+def test_a_drafter_without_requests_gets_no_states():
     """Nor is it told verdicts; both would be for nothing."""
     desk = FeedDesk(asked=0)
     desk.open(tokens=(1, 2, 3))
@@ -185,7 +185,7 @@ def test_a_drafter_that_nothing_is_asked_of_is_sent_no_states():
     assert not any(row.state_slots for rows in desk.rows for row in rows)
 
 
-def test_at_the_end_of_a_session_nothing_rides():
+def test_the_last_verdict_carries_no_states():
     desk = FeedDesk()
     desk.open(tokens=(1, 2, 3), max_len=4)
     desk.attach_from((1, 2, 3), 0)
@@ -195,7 +195,7 @@ def test_at_the_end_of_a_session_nothing_rides():
 # ---------------------------------------------------------------- apart from verdicts
 
 
-def test_a_long_prompt_is_read_from_pages_chunk_by_chunk_while_the_target_goes_on_reading_it():
+def test_states_of_a_long_prompt_are_read_in_chunks_during_prefill():
     desk = FeedDesk(WIDE, max_step_tokens=6)
     prompt = tuple(range(1, 16))
     desk.open(tokens=prompt, max_len=60)
@@ -214,7 +214,7 @@ def test_a_long_prompt_is_read_from_pages_chunk_by_chunk_while_the_target_goes_o
         assert len(states.rows) <= MAX_STATES_BYTES
 
 
-def test_no_verdict_waits_behind_a_prompt():
+def test_prompt_states_do_not_delay_verdicts():
     """One session decodes while another's prompt is fed: its verdicts and rows go first, in every step."""
     desk = FeedDesk(WIDE, max_step_tokens=8, ride_bytes=2 * WIDE.row_bytes)
     desk.open("short", tokens=(1, 2))
@@ -232,7 +232,7 @@ def test_no_verdict_waits_behind_a_prompt():
     assert desk.feeds.rows["apart"] > 0
 
 
-def test_what_is_on_its_way_is_bounded_until_it_is_acknowledged():
+def test_unacknowledged_states_are_bounded():
     window = 16 * WIDE.row_bytes
     desk = FeedDesk(WIDE, max_step_tokens=64, window_bytes=window)
     prompt = tuple(range(1, 40))
@@ -248,7 +248,7 @@ def test_what_is_on_its_way_is_bounded_until_it_is_acknowledged():
     assert more.first == sent[-1].end
 
 
-def test_acknowledgements_of_strangers_or_of_what_was_never_sent_make_no_room():
+def test_invalid_acknowledgements_free_no_space():
     desk = FeedDesk(WIDE, max_step_tokens=64)
     prompt = tuple(range(1, 40))
     desk.open(tokens=prompt, max_len=60)
@@ -262,7 +262,7 @@ def test_acknowledgements_of_strangers_or_of_what_was_never_sent_make_no_room():
     assert next(states.first for states in desk.reads()) == sent[-1].end, "nothing that was not sent has arrived"
 
 
-def test_the_stretch_that_is_shortest_goes_first():
+def test_the_shortest_range_is_sent_first():
     desk = FeedDesk(WIDE, max_step_tokens=64)
     prompts = {"long": tuple(range(1, 30)), "short": tuple(range(31, 40))}
     for name, prompt in prompts.items():
@@ -273,7 +273,7 @@ def test_the_stretch_that_is_shortest_goes_first():
     assert first.session == "short"
 
 
-def test_a_drafter_that_comes_in_the_middle_is_fed_from_pages_without_a_forward():
+def test_a_late_drafter_gets_states_from_pages_without_a_forward():
     desk = FeedDesk(SMALL)
     prompt = (1, 2, 3)
     desk.open(tokens=prompt, max_len=60)
@@ -288,7 +288,7 @@ def test_a_drafter_that_comes_in_the_middle_is_fed_from_pages_without_a_forward(
     check(states, tokens)
 
 
-def test_known_tokens_are_fed_once_whatever_becomes_of_drafters():
+def test_tokens_are_fed_once_whatever_happens_to_drafters():
     """Accepted drafts are not among them, nor the last token; what was rejected, or is in the cache, is not fed."""
     desk = FeedDesk(SMALL)
     prompt = tuple(range(1, 14))
@@ -309,7 +309,7 @@ def test_known_tokens_are_fed_once_whatever_becomes_of_drafters():
     assert desk.scheduler.counts.known_tokens == len(prompt) + 2 + 1 + 2, "one of the first, two after whole pages"
 
 
-def test_a_prefix_hit_is_fed_from_the_pages_of_who_computed_it():
+def test_states_of_a_prefix_hit_are_read_from_shared_pages():
     desk = FeedDesk(SMALL)
     prompt = tuple(range(1, 14))
     desk.open("a", tokens=prompt)
@@ -321,7 +321,7 @@ def test_a_prefix_hit_is_fed_from_the_pages_of_who_computed_it():
     check(states, prompt)
 
 
-def test_accepted_nodes_of_a_tree_are_not_read_before_they_are_where_they_belong():
+def test_accepted_nodes_are_read_only_after_their_move():
     """Other tokens lie there until the next step moves them."""
     desk = FeedDesk(SMALL)
     desk.open(tokens=(1, 2))
@@ -339,7 +339,7 @@ def test_accepted_nodes_of_a_tree_are_not_read_before_they_are_where_they_belong
     assert states.first == 2
 
 
-def test_rows_do_not_overtake_those_that_went_apart():
+def test_states_with_verdicts_do_not_overtake_separate_ones():
     desk = FeedDesk(SMALL)
     desk.open(tokens=(1, 2, 3))
     desk.step()
@@ -353,7 +353,7 @@ def test_rows_do_not_overtake_those_that_went_apart():
 
 
 @pytest.mark.parametrize(("acked", "reached"), [(2, ()), (3, (1, 0, 0, 0))], ids=["on their way", "here"])
-def test_a_drafter_that_waits_for_states_is_not_taken_for_one_that_finds_nothing(acked, reached):
+def test_a_drafter_waiting_for_states_is_not_counted_as_silent(acked, reached):
     desk = FeedDesk(SMALL)
     desk.open(tokens=(1, 2, 3))
     desk.step()
@@ -367,7 +367,7 @@ def test_a_drafter_that_waits_for_states_is_not_taken_for_one_that_finds_nothing
 
 
 @pytest.mark.parametrize("leaves", [Detach("s"), None], ids=["detached", "gone"])
-def test_nothing_is_read_for_a_drafter_that_has_left_and_its_successor_gets_all(leaves):
+def test_a_successor_gets_all_states_and_a_departed_drafter_none(leaves):
     desk = FeedDesk(SMALL)
     prompt = (1, 2, 3, 4)
     desk.open(tokens=prompt, max_len=60)
@@ -388,7 +388,7 @@ def test_nothing_is_read_for_a_drafter_that_has_left_and_its_successor_gets_all(
     assert states.first == 0
 
 
-def test_what_was_read_for_a_session_that_is_gone_by_then_goes_nowhere():
+def test_states_read_for_a_closed_session_are_dropped():
     desk = FeedDesk(SMALL)
     desk.open(tokens=(1, 2, 3))
     desk.step()
@@ -398,7 +398,7 @@ def test_what_was_read_for_a_session_that_is_gone_by_then_goes_nowhere():
     assert desk.feeds.sent(asked, bytes(SMALL.row_bytes * len(asked.slots))) == []
 
 
-def test_a_drafter_that_attaches_during_a_step_is_fed_from_where_it_says():
+def test_a_drafter_attaching_during_a_step_gets_states_from_its_position():
     """The states sent with the verdict suited a drafter that lacked more."""
     desk = FeedDesk(SMALL)
     desk.open(tokens=(1, 2, 3))
@@ -437,6 +437,6 @@ def check_preempted_sessions_go_on(desk: FeedDesk, steps: int) -> None:
     assert min(known.values()) > 18
 
 
-def test_a_preempted_session_goes_on_where_it_was():
+def test_a_preempted_session_resumes_its_states():
     """Its pages are found or computed again; what was sent is not sent once more."""
     check_preempted_sessions_go_on(FeedDesk(SMALL, pages=9, max_sessions=2, max_context=24), steps=60)

@@ -18,7 +18,7 @@ def report(desk: Target, after: float = 0.0) -> TargetReport:
     return desk.scheduler.report(desk.now)
 
 
-def test_sessions_that_want_drafts_are_told_apart_by_whether_somebody_drafts() -> None:
+def test_drafted_and_undrafted_sessions_are_reported_separately() -> None:
     desk = Target(max_sessions=3)
     for name in "abcd":
         desk.open(name, tokens=PROMPT, max_len=20, draft_tokens=0 if name == "c" else 4)
@@ -30,21 +30,21 @@ def test_sessions_that_want_drafts_are_told_apart_by_whether_somebody_drafts() -
     assert (told.drafted, told.undrafted) == (0, 2), "a drafter that sheds a session leaves it wanting one"
 
 
-def test_while_speculation_is_off_nobody_wants_drafts() -> None:
+def test_with_speculation_off_no_session_counts_as_undrafted() -> None:
     desk = Target(asked=0)
     desk.open(tokens=PROMPT, max_len=20)
     told = report(desk)
     assert (told.running, told.drafted, told.undrafted) == (1, 0, 0)
 
 
-def test_audits_are_no_reason_for_anything() -> None:
+def test_audits_count_towards_no_need() -> None:
     desk = Target()
     desk.open(tokens=PROMPT, max_len=20, audit=True)
     told = report(desk)
     assert (told.running, told.unread, told.undrafted) == (0, 0, 0)
 
 
-def test_time_to_first_token_counts_those_that_have_none_yet() -> None:
+def test_time_to_first_token_includes_sessions_without_one() -> None:
     desk = Target(max_sessions=1)
     desk.open("a", tokens=PROMPT, max_len=20)
     desk.now = 2.0
@@ -61,7 +61,7 @@ def test_time_to_first_token_counts_those_that_have_none_yet() -> None:
     assert report(desk).first_token_s == 5.0, "further tokens are no first ones"
 
 
-def test_waiting_and_cache_are_shares_of_late() -> None:
+def test_waiting_and_cache_are_reported_as_recent_shares() -> None:
     desk = Target()
     desk.open(tokens=PROMPT, max_len=20)
     desk.now = 0.3
@@ -72,7 +72,7 @@ def test_waiting_and_cache_are_shares_of_late() -> None:
     assert report(desk).waiting == 0.0, "nothing has happened since"
 
 
-def test_the_backlog_is_what_prompts_still_take() -> None:
+def test_the_backlog_is_the_remaining_time_of_prompts() -> None:
     """The profile gives 10 ms per token."""
     scheduler = VerificationScheduler(
         replace(LIMITS, max_sessions=1, max_step_tokens=2), step_cost=ForwardCost.linear(0.0, per_token_s=0.01)
@@ -84,7 +84,7 @@ def test_the_backlog_is_what_prompts_still_take() -> None:
     assert report(desk).backlog_s == pytest.approx(0.06)
 
 
-def test_a_session_that_nobody_drafts_for_goes_on_wanting_drafts() -> None:
+def test_an_undrafted_session_keeps_wanting_drafts() -> None:
     """Uses the real policy; otherwise a pool without drafters would never recover."""
     desk = Target(pages=100)
     desk.scheduler = VerificationScheduler(replace(LIMITS, max_context=2000, pages=600))
@@ -96,7 +96,7 @@ def test_a_session_that_nobody_drafts_for_goes_on_wanting_drafts() -> None:
         assert report(desk).undrafted == 1
 
 
-def test_a_prompt_that_was_there_before_is_found_in_the_cache_and_an_audit_does_not_count() -> None:
+def test_cached_prompts_are_counted_except_in_audits() -> None:
     desk = Target()
     page = desk.limits.page_size
     prompt = tuple(range(1, page + 2))
@@ -108,7 +108,7 @@ def test_a_prompt_that_was_there_before_is_found_in_the_cache_and_an_audit_does_
     assert (activity.running, activity.queued, activity.cache) == (0, 0, 0.0)
 
 
-def test_chosen_lengths_and_the_time_that_blocks_take_are_counted() -> None:
+def test_draft_lengths_and_block_delays_are_counted() -> None:
     desk = Target(patience=10.0, hold=10.0, asked=2)
     desk.open(tokens=PROMPT, max_len=20)
     desk.attach(PROMPT)

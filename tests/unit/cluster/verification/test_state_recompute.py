@@ -57,7 +57,7 @@ class FreshDesk(FeedDesk):
         return found
 
 
-def test_what_a_step_fed_rides_as_it_does_from_pages():
+def test_states_of_a_step_are_sent_with_its_verdict():
     desk = FreshDesk()
     desk.open(tokens=(1, 2, 3))
     desk.attach_from((1, 2, 3), 0)
@@ -67,7 +67,7 @@ def test_what_a_step_fed_rides_as_it_does_from_pages():
     assert desk.again == 0
 
 
-def test_a_prompt_in_chunks_goes_out_after_each_step():
+def test_prompt_states_are_sent_after_each_chunk():
     desk = FreshDesk(WIDE, max_step_tokens=4, max_context=100)
     desk.open(tokens=PROMPT)
     desk.attach_from(PROMPT, 0)
@@ -79,7 +79,7 @@ def test_a_prompt_in_chunks_goes_out_after_each_step():
     assert desk.again == 0
 
 
-def test_a_drafter_that_comes_in_the_middle_has_the_text_computed_again():
+def test_a_late_drafter_has_the_text_recomputed():
     desk = FreshDesk()
     desk.open(tokens=(1, 2, 3), max_len=60)
     for _ in range(4):
@@ -95,7 +95,7 @@ def test_a_drafter_that_comes_in_the_middle_has_the_text_computed_again():
     assert desk.rows[-1][0].start == 0
 
 
-def test_no_more_is_computed_again_than_a_drafter_lacks():
+def test_only_missing_states_are_recomputed():
     desk = FreshDesk()
     desk.open(tokens=(1, 2, 3), max_len=60)
     for _ in range(4):
@@ -107,7 +107,7 @@ def test_no_more_is_computed_again_than_a_drafter_lacks():
     assert desk.again == 2
 
 
-def test_what_the_latest_step_has_computed_is_not_computed_again():
+def test_states_of_the_latest_step_are_not_recomputed():
     desk = FreshDesk()
     desk.open(tokens=(1, 2, 3), max_len=60)
     desk.step()
@@ -119,7 +119,7 @@ def test_what_the_latest_step_has_computed_is_not_computed_again():
     assert desk.again == 0
 
 
-def test_a_prefix_hit_is_computed_again_and_the_text_is_what_it_was():
+def test_a_prefix_hit_is_recomputed_without_changing_the_text():
     desk = FreshDesk()
     desk.open("a", tokens=PROMPT)
     desk.step()
@@ -134,7 +134,7 @@ def test_a_prefix_hit_is_computed_again_and_the_text_is_what_it_was():
 @pytest.mark.parametrize(
     ("by", "first", "again"), [(9, 9, 3), (12, 12, 0), (14, 12, 0), (0, 0, 12)], ids=["some", "none", "later", "all"]
 )
-def test_after_a_prefix_hit_no_more_is_computed_again_than_a_drafter_needs_to_begin(by, first, again):
+def test_a_prefix_hit_is_recomputed_only_from_where_a_drafter_may_begin(by, first, again):
     desk = FreshDesk()
     desk.open("a", tokens=PROMPT)
     desk.step()
@@ -146,7 +146,7 @@ def test_after_a_prefix_hit_no_more_is_computed_again_than_a_drafter_needs_to_be
     assert desk.again == again
 
 
-def test_a_drafter_that_comes_in_the_middle_begins_there_and_goes_on():
+def test_a_late_drafter_may_begin_within_the_text():
     desk = FreshDesk()
     desk.open(tokens=(1, 2, 3), max_len=60)
     for _ in range(4):
@@ -160,7 +160,7 @@ def test_a_drafter_that_comes_in_the_middle_begins_there_and_goes_on():
     assert desk.again == 2
 
 
-def test_it_begins_earlier_than_it_must_where_that_is_there():
+def test_a_late_drafter_begins_earlier_if_states_exist():
     desk = FreshDesk()
     desk.open(tokens=PROMPT, max_len=60)
     desk.step()
@@ -175,7 +175,7 @@ def test_it_begins_earlier_than_it_must_where_that_is_there():
     assert desk.again == 0
 
 
-def test_of_a_prompt_in_chunks_a_drafter_that_comes_late_begins_at_what_is_there():
+def test_a_drafter_late_for_a_chunked_prompt_begins_at_existing_states():
     desk = FreshDesk(WIDE, max_step_tokens=4, max_context=100)
     desk.open(tokens=PROMPT)
     desk.step()
@@ -190,7 +190,7 @@ def test_of_a_prompt_in_chunks_a_drafter_that_comes_late_begins_at_what_is_there
     assert desk.again == 0
 
 
-def test_while_nothing_has_gone_out_it_begins_later_and_nothing_is_computed_again():
+def test_before_the_first_send_a_later_beginning_avoids_recomputation():
     desk = FreshDesk(max_step_tokens=4, max_context=100)
     desk.open(tokens=PROMPT)
     desk.step()
@@ -201,7 +201,7 @@ def test_while_nothing_has_gone_out_it_begins_later_and_nothing_is_computed_agai
     assert desk.again == 0
 
 
-def test_states_that_have_begun_have_no_gaps():
+def test_sent_states_have_no_gaps():
     """States that could not be sent in time are computed again."""
     desk = FreshDesk(max_step_tokens=4, max_context=100, window_bytes=1, ride_bytes=0)
     desk.open(tokens=PROMPT)
@@ -219,7 +219,7 @@ def test_states_that_have_begun_have_no_gaps():
     assert desk.again > 0
 
 
-def test_nothing_is_computed_again_for_a_session_without_a_drafter_that_reads():
+def test_without_a_reading_drafter_nothing_is_recomputed():
     desk = FreshDesk()
     desk.open("a", tokens=PROMPT)
     desk.step()
@@ -230,7 +230,7 @@ def test_nothing_is_computed_again_for_a_session_without_a_drafter_that_reads():
     assert desk.rows[-1][-1].start == 12
 
 
-def test_accepted_nodes_of_a_tree_are_read_where_the_step_wrote_them():
+def test_accepted_nodes_are_read_before_their_move():
     desk = FreshDesk(WIDE)
     desk.open(tokens=(1, 2))
     desk.attach_from((1, 2), 0)
@@ -242,7 +242,7 @@ def test_accepted_nodes_of_a_tree_are_read_where_the_step_wrote_them():
     check(states, (1, 2, *right[:3]))
 
 
-def test_states_that_a_drafter_has_no_capacity_for_are_computed_again_a_few_times_and_then_lost():
+def test_states_beyond_a_drafters_capacity_are_recomputed_a_few_times_then_lost():
     desk = FreshDesk(window_bytes=1, ride_bytes=0)
     desk.open(tokens=(1, 2, 3), max_len=60)
     desk.attach_from((1, 2, 3), 0)
@@ -263,11 +263,11 @@ def test_states_that_a_drafter_has_no_capacity_for_are_computed_again_a_few_time
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_counts_say_what_it_costs_only_where_none_are_kept(keeps):
+def test_recomputation_is_counted_only_without_stored_states(keeps):
     assert ("again" in FeedDesk(keeps_states=keeps).feeds.counts) is not keeps
 
 
-def test_a_preempted_session_goes_on_where_it_was():
+def test_a_preempted_session_resumes_its_states():
     desk = FreshDesk(pages=9, max_sessions=2, max_context=24)
     check_preempted_sessions_go_on(desk, steps=80)
     assert desk.feeds.counts["lost"] == 0
