@@ -323,7 +323,7 @@ class Drafter:
     @property
     def version_watch(self) -> VersionWatch:
         """Acceptance rates of the current and the previous version of the draft."""
-        return self.scheduler.version_watch
+        return self.scheduler.sessions.version_watch
 
     @property
     def stuck_s(self) -> float | None:

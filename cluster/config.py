@@ -522,8 +522,10 @@ def load_config(
     apply_overrides(data, overrides)
     _expand_model_path(data, "model", "target", path.parent)
     _expand_model_path(data, "draft", "model", path.parent)
-    for key in ("certificates", "token_file"):
-        _make_absolute(data, "trust", key, path.parent)
+    if isinstance(trust := data.get("trust"), dict):
+        for key in trust.keys() & {"certificates", "token_file"}:
+            if isinstance(trust[key], str):
+                trust[key] = str(path.parent / Path(trust[key]).expanduser())
     return validated(data)
 
 
@@ -576,10 +578,3 @@ def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path)
         part[key] = str(path if path.is_absolute() else (base / path).resolve())
     elif (base / path).is_dir():
         part[key] = str((base / path).resolve())
-
-
-def _make_absolute(data: dict[str, Any], section: str, key: str, base: Path) -> None:
-    """Makes a path absolute; the value cannot be anything else."""
-    part = data.get(section)
-    if isinstance(part, dict) and isinstance(part.get(key), str):
-        part[key] = str(base / Path(part[key]).expanduser())

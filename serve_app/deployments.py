@@ -118,6 +118,7 @@ class _ReplicaDeployment:
     _ending: AsyncExitStack  # stops the started parts in reverse order, even after a failed start
     _work: asyncio.Task[None]
     _mirror: RayMirror
+    _timeline: Timeline
 
     def _begin(self) -> None:
         self._ending = AsyncExitStack()
@@ -132,9 +133,6 @@ class _ReplicaDeployment:
         """Yields the metric families of this replica."""
         raise NotImplementedError
 
-    def _timeline(self) -> Timeline:
-        raise NotImplementedError
-
     def check_health(self) -> None:
         """Raises if the replica has failed, and publishes metrics. Serve calls this every second, on a thread."""
         check_running(self._work)
@@ -146,7 +144,7 @@ class _ReplicaDeployment:
 
     def trace(self) -> bytes:
         """Returns recent events; separate from `inspect`, whose answers stay small."""
-        return pack(Actor(self.role, f"{self.role} {os.getpid()}", self._timeline().recording()))
+        return pack(Actor(self.role, f"{self.role} {os.getpid()}", self._timeline.recording()))
 
     async def _stop(self, server: GrpcServer) -> None:
         await server.stop()
@@ -182,6 +180,7 @@ class TargetDeployment(_ReplicaDeployment):
             tracer=tracing.sessions("verify"),
             memory=started.memory,
         )
+        self._timeline = self._replica.timeline
         self._attention = attention_counts([report.attention for report in self._engine.reports])
         self._method = config.draft.method
         self._report = TargetReport()  # latest report to the autoscaling policy
@@ -224,9 +223,6 @@ class TargetDeployment(_ReplicaDeployment):
         scheduler = self._replica.scheduler
         yield from counted_families({**target_counts(self._replica, self._method), **self._attention})
         yield from target_levels(scheduler.reporter.activity(), scheduler.admission.preempted, self._model)
-
-    def _timeline(self) -> Timeline:
-        return self._replica.timeline
 
     def inspect(self) -> dict[str, Any]:
         """Returns this replica's state and counters, for status and tests."""
@@ -312,6 +308,7 @@ class DraftDeployment(_ReplicaDeployment):
             tracer=tracing.sessions("draft"),
         )
         self._ending.push_async_callback(self._drafter.close)
+        self._timeline = self._drafter.timeline
         self._method = config.draft.method
         self._report = DraftReport()  # latest report to the autoscaling policy
         self._mirror = RayMirror(self._families)
@@ -353,9 +350,6 @@ class DraftDeployment(_ReplicaDeployment):
         if self._reload is not None:
             yield from counted_families(version_counts(self._reload.counts))
             yield from version_levels(self._reload.summary())
-
-    def _timeline(self) -> Timeline:
-        return self._drafter.timeline
 
     def inspect(self) -> dict[str, Any]:
         """Returns this drafter's state and counters, for status and tests."""
@@ -401,7 +395,7 @@ class TrainerDeployment(_ReplicaDeployment):
             1, thread_name_prefix="training", initializer=compute_in_background if is_background else None
         )
         self._is_stopping = threading.Event()
-        self._events = Timeline(time.monotonic)
+        self._timeline = Timeline(time.monotonic)
         self._trainer = await self._on_thread(partial(start_trainer, config, self._is_stopping.is_set))
         self._mirror = RayMirror(self._families)
         self._work = asyncio.create_task(run_logged("the training loop", self._train()))
@@ -417,9 +411,6 @@ class TrainerDeployment(_ReplicaDeployment):
 
     def _families(self) -> Iterator[Metric]:
         yield from trainer_levels(self._trainer.status())
-
-    def _timeline(self) -> Timeline:
-        return self._events
 
     def inspect(self) -> dict[str, Any]:
         """Returns the trainer's state and results, for status and tests."""
@@ -488,6 +479,7 @@ class RouterDeployment(_ReplicaDeployment):
             examples=self._start_learning(config.draft.learning, identity.target_model),
         )
         self._ending.push_async_callback(self._router.close)
+        self._timeline = self._router.timeline
         self._metrics = Metrics(
             remedies=lambda: self._router.sessions.remedies.by_step(),
             handovers=lambda: self._router.sessions.handovers,
@@ -569,9 +561,6 @@ class RouterDeployment(_ReplicaDeployment):
         yield from counted_families({**of_router, **example_counts(self._examples)})
         yield from self._metrics.families()
         yield from router_levels(self._router.activity, self._model)
-
-    def _timeline(self) -> Timeline:
-        return self._router.timeline
 
     def inspect(self) -> dict[str, Any]:
         """Returns this router's state and counters, for status and tests."""

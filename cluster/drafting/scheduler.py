@@ -156,11 +156,6 @@ class DraftScheduler:
         return frozenset(session.target for session in self.sessions.all.values())
 
     @property
-    def version_watch(self) -> VersionWatch:
-        """Acceptance of the draft version in use and of the previous one."""
-        return self.sessions.version_watch
-
-    @property
     def is_idle(self) -> bool:
         """True if the drafter holds no sessions and no caches to free."""
         return not self.sessions.all and not self.sessions.updates.closed

@@ -129,7 +129,11 @@ class AdminPort:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and ADMIN_PORT not in scope and _is_admin_path(scope["path"]):
+        if (
+            scope["type"] == "http"
+            and ADMIN_PORT not in scope
+            and (scope["path"] in ADMIN_PATHS or scope["path"].startswith(ADMIN_FOLDER))
+        ):
             await _not_here(scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -167,10 +171,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves signals to the process that embeds this server."""
         yield
-
-
-def _is_admin_path(path: str) -> bool:
-    return path in ADMIN_PATHS or path.startswith(ADMIN_FOLDER)
 
 
 def _not_here(path: str) -> Response:

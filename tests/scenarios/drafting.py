@@ -236,6 +236,6 @@ class Drafter:
                 check = self.scheduler.sessions.load_check
                 return str(check.tokens if name == "checked" else check.accepted)
             case "version" | "judged" | "acceptance" | "acceptance_before":
-                found = self.scheduler.version_watch.summary()["blocks" if name == "judged" else name]
+                found = self.scheduler.sessions.version_watch.summary()["blocks" if name == "judged" else name]
                 return "none" if found is None else f"{found:g}"
         return str(self.scheduler.counts[name])

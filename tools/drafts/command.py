@@ -149,12 +149,9 @@ def inspection_report(found: DraftInspection) -> Group:
         parts.append(f"\n[bold red]It does not fit[/], for {count} reason{'s' * (count > 1)}:")
         parts += [escape(f"* {misfit}") for misfit in found.mismatches]
     else:
-        parts += [f"\n[bold green]{_praise(found)}[/]; configure it as\n", escape(found.snippet)]
+        praise = "It is whole" if found.target is None else "It fits"
+        parts += [f"\n[bold green]{praise}[/]; configure it as\n", escape(found.snippet)]
     return Group(*parts)
-
-
-def _praise(found: DraftInspection) -> str:
-    return "It is whole" if found.target is None else "It fits"
 
 
 def _rows(facts: DraftFacts) -> list[tuple[str, str]]:
