@@ -1,22 +1,24 @@
-"""Pure logic: config, the session ledger, and the schedulers that decide every step.
+"""Pure logic: configuration, the session ledger, and the schedulers.
 
-Nothing here waits, sends or reads a clock. A scheduler is a state machine, `receive(peer, message, now) -> sends`, and
-a shell in `actors` or `serve_app` carries its messages. The same objects run live, in the simulator
-(`tools.simulation`) and in tests under adversarial schedules. No torch, gRPC or HTTP is imported, and Ray in one file
-(`routing/ray_membership.py`).
+Nothing here waits, sends or reads a clock. A scheduler is a state machine with the method `receive(peer, message, now)
+-> sends`; a shell in `actors` or `serve_app` delivers its messages. The same classes run in production, in the
+simulator (`tools.simulation`) and in tests with adversarial schedules. The package does not import torch, gRPC or HTTP
+libraries; only `routing/ray_membership.py` imports Ray.
 
-Five rules make the system consistent; each is kept in one place:
+Five rules keep the system consistent:
 
-1. The target decides, the router remembers. A verdict may be thrown away until the router writes it to the session's
-   ledger (`routing`); only then does it reach the client. The ledger rebuilds any cache anywhere.
-2. Blocks are addressed by content. A target verifies a block only if its length and prefix hash match its own text
-   (`verification`). A wrong or late block costs speed, never a token.
-3. Verdicts are addressed by owner. Every Open carries a rising attempt number, so a replaced target that wakes up again
-   cannot commit anything.
-4. A cache is a prefix. Rolling back is assigning a length (`page_allocator.py`); Open, reopen and resync are the same.
-5. The target never waits for a drafter longer than it pays. A session without a block is decoded without one.
+1. The target decides tokens and the router commits them. A verdict takes effect, and reaches the client, only after the
+   router has written it to the session's ledger (`routing`). Any replica can rebuild the session from the ledger.
+2. Blocks are addressed by content. A target verifies a block only if the block's length and prefix hash match the
+   session's text (`verification`). A wrong or late block reduces speed but never changes the output.
+3. Verdicts carry an attempt number, which increases with every Open sent to a target. A target that was replaced
+   therefore cannot commit tokens.
+4. A session's cache always holds a prefix of its text, so a rollback only sets its length (`page_allocator.py`). Open,
+   reopen and resync use the same mechanism.
+5. A target waits for a block only while the expected gain exceeds the cost. A session without a block decodes without
+   speculation.
 
-A failure is then a session that is opened again from its ledger. To follow one request, read the router's `Session`
-(`routing/ledger.py`), the draft scheduler (`drafting/scheduler.py`), the verification scheduler
-(`verification/scheduler.py`), and back.
+Recovery from any failure means opening the session again from its ledger. To follow a request, read the router's
+`Session` (`routing/ledger.py`), then the draft scheduler (`drafting/scheduler.py`), then the verification scheduler
+(`verification/scheduler.py`).
 """

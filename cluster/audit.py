@@ -1,17 +1,18 @@
-"""Audits of a router: ended requests are decided again without speculation, and the results are compared.
+"""Audits: repeats finished requests without speculation and compares the outputs.
 
-Input: ended sessions with their committed tokens, and verdicts of idle targets. Output: Open messages for audits,
-counts of equal, nearly tied and different results, and an alarm for each difference.
+Inputs are finished sessions with their committed tokens, and verdicts from idle targets. Outputs are Open messages for
+audits, counts by outcome, and an alarm for each difference.
 
-`Replay` is one audit. It decides an ended request again, one token per step, and needs no ledger of its own: until
-non-speculative decoding gives another token, its text is a prefix of the committed one, so an audit that had to leave
-its target continues elsewhere from there. At another token the audit requests its margin. After a near tie it continues
-with the committed token, because only then do both texts agree afterwards. Any other margin is a difference, and the
-audit ends after recording how non-speculative decoding continues.
+`Replay` is one audit. It repeats a finished request, one token per step. It needs no ledger: until the first mismatch,
+its text is a prefix of the committed text, so an interrupted audit can continue on another target. At a mismatch, the
+audit requests the logit margin between the two tokens. After a near tie, it continues with the committed token, so that
+both texts have the same prefix again. A larger margin is a difference; the audit records the non-speculative
+continuation and ends.
 
-`Audits` selects requests and targets. One audit runs at a time, on a target without other sessions of this router. The
-target refuses the audit while it serves other routers' sessions, and ends it as soon as a request arrives; the audit
-then waits and continues where it stopped. Callers pass the time in and send the returned messages.
+`Audits` selects requests and targets. It runs one audit at a time, on a target that has no other sessions of this
+router. The target refuses audits while it serves sessions of other routers, and interrupts an audit when a request
+arrives. An interrupted audit resumes later from its last position. Callers pass in the time and send the returned
+messages.
 """
 
 from collections import Counter, deque
@@ -28,20 +29,20 @@ from cluster.routing.session_router import Peers
 from protos.messages import Acceptance, Close, Finish, Message, Open, Refusal, RefusalReason, Sampling, Verdict
 from protos.prefix import Prefix
 
-RECORDED_TOKENS = 32  # recorded tokens of each continuation, from the difference on
+RECORDED_TOKENS = 32  # tokens recorded per continuation after a difference
 NEAR_TIES: Mapping[str, float] = MappingProxyType({"float32": 2e-3, "float16": 0.06, "bfloat16": 0.5})
-"""Logit margins, by dtype, below which a different order of additions may change the choice."""
+"""Near-tie thresholds by dtype, in logits: below these margins, summation order can change the chosen token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference between committed and replayed tokens that no near-tie explains."""
+    """A mismatch between committed and replayed tokens with a margin too large for a near tie."""
 
     session: str
     prompt_len: int
-    position: int  # index of the first differing token in the answer
+    position: int  # index of the first differing token in the output
     margin: float | None  # lead of the non-speculative token, in logits
-    committed: tuple[int, ...]  # committed tokens from that position on; `plain` are the non-speculative ones
+    committed: tuple[int, ...]  # committed tokens from `position` on
     plain: tuple[int, ...]
     sampling: Sampling
     seed: int
@@ -53,7 +54,7 @@ class Difference:
 
 
 class Progress(Enum):
-    """An audit's next action after a verdict."""
+    """The next action of an audit after a verdict."""
 
     CONTINUES = "continues"
     REOPENS = "reopens"
@@ -61,15 +62,15 @@ class Progress(Enum):
 
 
 def is_repeatable(generation: Generation) -> bool:
-    """Returns True if the text depends only on prompt, parameters and seed.
+    """Returns True if the output depends only on prompt, parameters and seed.
 
-    Under rejection sampling it depends on drafts.
+    With rejection sampling, the output also depends on the drafts.
     """
     return generation.sampling.greedy or generation.acceptance is Acceptance.COUPLED
 
 
 class Replay:
-    """One audit from beginning to end, on one or more targets."""
+    """The state of one audit, which may run on several targets in turn."""
 
     def __init__(
         self, generation: Generation, committed: tuple[int, ...], served_by: frozenset[str], near_tie: float
@@ -78,28 +79,28 @@ class Replay:
         self.served_by = served_by
         self.attempt = 0
         self.failures = 0  # number of targets lost so far
-        self.near_ties: list[float] = []  # margins, in logits
+        self.near_ties: list[float] = []  # margins of near ties, in logits
         self._generation = generation
         self._committed = committed
         self._near_tie = near_tie
         self._agreed = 0  # number of committed tokens confirmed so far
-        self._plain: tuple[int, ...] = ()  # non-speculative tokens after the agreed ones, if they differ
-        self._rival: int | None = None  # the token that the next verdict's margin is measured against
+        self._plain: tuple[int, ...] = ()  # non-speculative tokens from the mismatch on
+        self._rival: int | None = None  # token to measure the next verdict's margin against
         self._margin: float | None = None
         self._prefix = Prefix(generation.hash_key)  # tokens that the target holds
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the request, prompt and answer."""
+        """Number of tokens in prompt and output."""
         return len(self._generation.prompt) + len(self._committed)
 
     @property
     def differs(self) -> bool:
-        """True if a difference was found, even if its continuation is not recorded yet."""
+        """True once a difference has been found, even if its continuation is not fully recorded."""
         return bool(self._plain) and self._rival is None
 
     def open(self) -> Open:
-        """Returns the message that makes a target continue the audit, under a new attempt."""
+        """Returns the Open that continues the audit on a target, as a new attempt."""
         generation = self._generation
         self.attempt += 1
         tokens = (*generation.prompt, *self._committed[: self._agreed])
@@ -120,7 +121,7 @@ class Replay:
         )
 
     def receive(self, verdict: Verdict) -> Progress:
-        """Applies a target's verdict; ignores one for another attempt or other tokens."""
+        """Applies a verdict; ignores it if its attempt, length or hash does not match."""
         here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
         if verdict.attempt != self.attempt or not here:
             return Progress.CONTINUES
@@ -133,7 +134,7 @@ class Replay:
         return self._compare(verdict.tokens)
 
     def difference(self, audited_by: str) -> Difference:
-        """Returns the difference that was found; call it only if `differs`."""
+        """Returns the difference; call this only if `differs` is True."""
         generation = self._generation
         return Difference(
             session=generation.session,
@@ -168,12 +169,10 @@ class Replay:
         return self._ended_or(Progress.CONTINUES)
 
     def _weigh(self, verdict: Verdict, rival: int) -> Progress:
-        """Decides between a near tie and a difference by the margin, which the target computed over the whole prefix at
-        once.
-        """
+        """Classifies a mismatch as a near tie or a difference by its margin, measured with one pass over the prefix."""
         (token,) = verdict.tokens
         plain = self._plain[0]
-        if token == rival and token != plain:  # it agrees with the committed token: measure against the other one
+        if token == rival and token != plain:  # now equal to the committed token: measure against the other token
             self._rival = plain
             return Progress.REOPENS
         self._rival = None
@@ -191,35 +190,35 @@ class Replay:
         return Progress.ENDED if self._agreed == len(self._committed) else progress
 
 
-REFUSED_PAUSE_S = 1.0  # pause after a target refused an audit because it had requests to serve
+REFUSED_PAUSE_S = 1.0  # pause after a busy target refuses an audit
 OUTCOMES = ("equal", "near_tie", "differs", "rejection", "dropped", "failed")
-"""Outcomes of the chosen requests.
+"""Outcomes of the selected requests.
 
-equal, near_tie: the committed text is the target's, without or with near-ties. differs: it is not. rejection: not
-audited, because under rejection sampling the text depends on the drafts. dropped: the queue was full. failed: no target
-could decide it.
+equal: the replayed output matches. near_tie: it matches except at near ties. differs: it does not match. rejection: not
+audited, because with rejection sampling the output depends on the drafts. dropped: the queue was full or the router
+stopped. failed: no target completed the audit.
 """
 
 
 def is_chosen(session: str, share: float) -> bool:
-    """Returns True for the given share of all sessions, chosen by a hash of the name."""
+    """Returns True for the given share of sessions, selected by a hash of the session name."""
     drawn = int.from_bytes(blake2b(session.encode(), digest_size=8).digest())
     return drawn < share * 2**64
 
 
 class Audits:
-    """Queue and results of audits; calls `alarm` for every difference."""
+    """Queues audits and counts their results; calls `alarm` for every difference."""
 
     def __init__(self, config: AuditConfig, dtype: str, alarm: Callable[[Difference], None]) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
-        self.widest_near_tie = 0.0  # largest margin of a near-tie, in logits
+        self.widest_near_tie = 0.0  # largest near-tie margin, in logits
         self._config = config
         self._near_tie = NEAR_TIES[dtype] if config.near_tie is None else config.near_tie
         self._alarm = alarm
         self._waiting: deque[Replay] = deque()
         self._running: Replay | None = None
         self._target = ""  # target of the running audit
-        self._not_before = 0.0  # earliest time of the next try
+        self._not_before = 0.0  # earliest start of the next audit
 
     @property
     def waiting(self) -> int:
@@ -235,7 +234,7 @@ class Audits:
     # ------------------------------------------------------------ starting and ending
 
     def ended(self, session: Session, served_by: frozenset[str]) -> None:
-        """Queues an ended request if it is chosen, repeatable, and fits the queue."""
+        """Queues an audit of a finished request if the request is selected, repeatable, and fits into the queue."""
         generation = session.generation
         if not is_chosen(generation.session, self._config.share):
             return
@@ -253,7 +252,7 @@ class Audits:
         self._waiting.append(replay)
 
     def tick(self, targets: Peers, now: float) -> list[Send]:
-        """Starts or continues the first audit for which there is a target without sessions of this router."""
+        """Starts or resumes the first audit that can run on a target without sessions of this router."""
         if self._running is not None or now < self._not_before:
             return []
         for replay in self._waiting:
@@ -265,7 +264,7 @@ class Audits:
         return []
 
     def stop(self) -> list[Send]:
-        """Ends all audits, because the router serves no more requests."""
+        """Drops all audits when the router stops serving."""
         self.counts["dropped"] += len(self._waiting)
         self._waiting.clear()
         if (replay := self._running) is None:
@@ -276,7 +275,7 @@ class Audits:
     # ------------------------------------------------------------ messages from targets
 
     def receive(self, target: str, message: Message, now: float) -> list[Send]:
-        """Handles a message from a target's address if it is about the running audit."""
+        """Handles a target's message if it concerns the running audit."""
         replay = self._running
         if replay is None or target != self._target or getattr(message, "session", "") != replay.name:
             return []
@@ -293,7 +292,7 @@ class Audits:
     def gone(self, target: str) -> None:
         """Handles a target's broken stream.
 
-        Gives an audit up after several broken streams, so that it cannot bring all targets down.
+        Abandons the audit after several broken streams, so that it cannot crash every target.
         """
         replay = self._running
         if replay is None or target != self._target:
@@ -305,7 +304,7 @@ class Audits:
             self._give_up(replay, "failed")
 
     def unreadable(self, target: str, session: str) -> list[Send]:
-        """Handles a malformed message from a target about a session."""
+        """Handles a malformed message from a target; `session` is the session that it concerns."""
         replay = self._running
         if replay is None or target != self._target or session != replay.name:
             return []
@@ -339,7 +338,7 @@ class Audits:
         self._waiting.appendleft(replay)
 
     def _give_up(self, replay: Replay, outcome: str) -> None:
-        """Ends an audit early; a difference found so far is still reported."""
+        """Ends an audit early, but still reports a difference that was found."""
         self._running = None
         if replay.differs:
             self._note(replay)

@@ -1,15 +1,14 @@
-"""Decides the sizes of the target pool and the draft pool, from the replicas' reports alone. Pure.
+"""Decides the sizes of the target pool and the draft pool from the replicas' reports. Pure.
 
-Input: `TargetReport` and `DraftReport` metrics, the pools' current sizes and bounds, and the settings that target
-replicas report. Output: a size for each pool, with the reason for it. A pool's need is a number of replicas and may be
-fractional; the largest need counts. A new size is adopted once the need has lasted long enough: briefly upwards, long
-downwards.
+Inputs are `TargetReport` and `DraftReport` metrics, the pools' current sizes and bounds, and the scaling settings
+reported by target replicas. The output is a size for each pool, with a reason. Each resource yields a need, a possibly
+fractional number of replicas; the largest need counts. A pool grows after a short delay and shrinks after a long one.
 
-Ray Serve calls the policies below, for the whole application or for one deployment. Serve's controller pickles them by
-value, with this whole module, and calls them ten times a second. So this module imports no other project code, and
-nothing here waits. Serve counts a policy's arguments as part of the application's version, and changing them would
-replace every replica. Scaling settings therefore travel with the targets' reports: a replica that receives new settings
-keeps running, and its next report contains them.
+Ray Serve calls the policies below for the application or for a single deployment. Serve's controller pickles a policy
+by value, with this module, and calls it ten times a second. The module therefore imports no other project code and
+never blocks. Policy arguments are part of Serve's application version, so a change of arguments would restart every
+replica. Scaling settings are sent with the targets' reports instead: a running replica accepts new settings and
+includes them in its next report.
 """
 
 import math
@@ -23,36 +22,36 @@ class TargetReport:
     """Report of one target replica. Counts are current; shares and times cover the time since the previous report."""
 
     running: float = 0.0  # number of sessions in the cache
-    queued: float = 0.0  # number of sessions that wait for admission to the cache
-    drafted: float = 0.0  # running sessions with a drafter from which tokens are requested
-    undrafted: float = 0.0  # running sessions that want drafts but have no drafter
-    waiting: float = 0.0  # share of the time with sessions that was spent in no step, usually waiting for blocks
-    cache: float = 0.0  # share of the pages that sessions hold
-    unread: float = 0.0  # number of sessions without their first token
-    first_token_s: float = 0.0  # mean time to the first token; sessions without one count with their time so far
-    backlog_s: float = 0.0  # estimated time to compute the prompts of `unread` sessions
-    gain: float = 1.0  # throughput with speculation over throughput without; 1: no gain, or unknown
+    queued: float = 0.0  # number of sessions waiting for admission to the cache
+    drafted: float = 0.0  # number of running sessions with a drafter and a draft request
+    undrafted: float = 0.0  # number of running sessions with a draft request but no drafter
+    waiting: float = 0.0  # share of serving time spent outside steps, usually waiting for blocks
+    cache: float = 0.0  # share of pages held by sessions
+    unread: float = 0.0  # number of sessions that have no output token yet
+    first_token_s: float = 0.0  # mean time to first token; sessions without one count their wait so far
+    backlog_s: float = 0.0  # estimated prefill time of the `unread` sessions
+    gain: float = 1.0  # throughput with speculation divided by throughput without; 1 if unknown
 
 
 @dataclass(frozen=True)
 class DraftReport:
-    """Report of one drafter on the time since its previous report."""
+    """Report of one drafter for the time since its previous report."""
 
-    shared: float = 0.0  # share of the time that requested passes took beyond passes for one session
-    late: float = 0.0  # share of the requested blocks that were late
+    shared: float = 0.0  # share of time that requested passes took in excess of single-session passes
+    late: float = 0.0  # share of requested blocks that were late
 
 
 Report = TypeVar("Report", TargetReport, DraftReport)
 
 
 def reported(kind: type[Report], metrics: Mapping[str, Mapping[Any, float]]) -> list[Report]:
-    """Builds reports from metrics by name and replica, for replicas that have reported every metric of the kind."""
+    """Builds the reports of all replicas with a complete set of metrics; `metrics` maps name and replica to value."""
     names = [field.name for field in fields(kind)]
     return [kind(**{name: metrics[name][replica] for name in names}) for replica in tellers(names, metrics)]
 
 
 def tellers(names: Iterable[str], metrics: Mapping[str, Mapping[Any, float]]) -> list[Any]:
-    """Returns the replicas that have reported all of these metrics, in a stable order."""
+    """Returns the replicas that have reported all named metrics, in a stable order."""
     told = [metrics.get(name, {}) for name in names]
     return sorted(set.intersection(*(set(values) for values in told)), key=str)
 
@@ -64,7 +63,7 @@ class CounterDeltas:
         self._before: dict[str, float] = {}
 
     def of(self, **counters: float) -> dict[str, float]:
-        """Returns how much each counter has grown since the previous call, or since 0 at the first call."""
+        """Returns each counter's growth since the previous call; the first call returns the counters themselves."""
         grown = {name: value - self._before.get(name, 0.0) for name, value in counters.items()}
         self._before = counters
         return grown
@@ -77,77 +76,77 @@ def share(part: float, whole: float) -> float:
 
 @dataclass(frozen=True)
 class StabilizationWindow:
-    """A pool's needs so far, by level: a need for three replicas counts for levels two and one, too.
+    """History of a pool's needed size, by level; a need for three replicas also counts for levels one and two.
 
-    This damps noise. The size grows to the smallest need throughout the upward delay, and shrinks to the largest need
-    within the downward delay.
+    The window suppresses noise. The pool grows to the smallest size needed during the whole up delay, and shrinks to
+    the largest size needed within the down delay.
     """
 
-    since: Mapping[int, float] = field(default_factory=dict)  # by level: time since which at least this size was needed
-    last: Mapping[int, float] = field(default_factory=dict)  # by level: last time that at least this size was needed
+    since: Mapping[int, float] = field(default_factory=dict)  # start of the need for each level
+    last: Mapping[int, float] = field(default_factory=dict)  # latest need for each level
 
     @classmethod
     def at_start(cls, present: int, now: float) -> "StabilizationWindow":
-        """Returns an empty history, as if the present size had been needed until now."""
+        """Returns a new history in which the present size was needed until now."""
         return cls({}, dict.fromkeys(range(1, present + 1), now))
 
     def after(self, wished: int, now: float) -> "StabilizationWindow":
-        """Returns the history with the latest need added."""
+        """Returns the history extended by the latest need."""
         levels = range(1, wished + 1)
         return StabilizationWindow(
             {level: self.since.get(level, now) for level in levels}, {**self.last, **dict.fromkeys(levels, now)}
         )
 
     def size(self, present: int, now: float, up_delay_s: float, down_delay_s: float) -> int:
-        """Returns the size that the pool should have now."""
+        """Returns the pool's size according to the history."""
         least = max((level for level, since in self.since.items() if now - since >= up_delay_s), default=0)
         most = max((level for level, last in self.last.items() if now - last <= down_delay_s), default=0)
         return min(max(present, least), most)
 
 
-DEFAULT_UTILISATION = 0.5  # default utilisation: a pool can take twice its load while further replicas start
-MAX_CACHE_SHARE = 0.8  # share of the pages that sessions may hold: beyond it, a long session preempts others
-MAX_LOST_SHARE = 0.125  # share of blocks, or of a target's time, whose loss is tolerated before drafters are added
-# Margin over the need before a pool shrinks: fewer replicas are slower, so sessions last longer and more run at once.
+DEFAULT_UTILISATION = 0.5  # target utilisation; the spare half absorbs load while new replicas start
+MAX_CACHE_SHARE = 0.8  # target share of held pages; above it, long sessions preempt others
+MAX_LOST_SHARE = 0.125  # tolerated share of late blocks, or of target time spent waiting, before drafters are added
+# Margin above the need when a pool shrinks: with fewer replicas, sessions take longer, which raises concurrency.
 RESERVE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class TargetScaling:
-    """Rules by which the target pool follows its load."""
+    """Scaling settings of the target pool."""
 
-    sessions_per_replica: float  # without speculation; multiplied by the measured gain, up to `max_sessions`
-    max_sessions: float  # most sessions that one replica accepts
-    first_token_s: float  # time to first token beyond which waiting prompts call for another replica
+    sessions_per_replica: float  # without speculation; scaled by the measured gain, up to `max_sessions`
+    max_sessions: float  # maximum number of sessions per replica
+    first_token_s: float  # time to first token above which waiting prompts add replicas
     up_delay_s: float
     down_delay_s: float
 
 
 @dataclass(frozen=True)
 class DraftScaling:
-    """Rules by which the draft pool follows the demand for drafts, or the size of the target pool."""
+    """Scaling settings of the draft pool: by demand for drafts, or by the size of the target pool."""
 
     sessions_per_replica: float
     up_delay_s: float
     down_delay_s: float
-    per_target: float | None = None  # drafters per target replica, independent of demand; None: by need
+    per_target: float | None = None  # fixed number of drafters per target replica; None: scale by demand
 
 
 @dataclass(frozen=True)
 class Need:
-    """The number of replicas that one pool needs, and why."""
+    """The number of replicas needed by a pool, and the reason."""
 
     replicas: float
     why: str
 
     def size(self, present: int) -> int:
-        """Returns the replicas needed; fewer than at present only if those suffice with a margin."""
+        """Returns the needed size; shrinks below `present` only with a margin."""
         enough = math.ceil(self.replicas)
         return enough if enough > present else min(present, math.ceil(self.replicas * (1 + RESERVE_SHARE)))
 
 
 def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need | None:
-    """Returns the target pool's need with `present` replicas; None until one of them has reported."""
+    """Returns the need of the target pool, which has `present` replicas; None before the first report."""
     if not reports:
         return None
     return _largest(_session_need(reports, scaling), _cache(reports), _prompts(reports, scaling, present))
@@ -156,10 +155,10 @@ def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present
 def draft_need(
     targets: Sequence[TargetReport], drafters: Sequence[DraftReport], scaling: DraftScaling, present: int
 ) -> Need | None:
-    """Returns the draft pool's need with `present` replicas; None until a target has reported the demand.
+    """Returns the need of the draft pool, which has `present` replicas; None before the first report of a target.
 
-    Sessions without a drafter, because there is none or because drafters refused them, count like those with one. So a
-    pool can grow from zero, and one that sheds sessions grows.
+    Sessions without a drafter count like the others, whether no drafter exists or all refused. A pool can therefore
+    grow from zero, and a pool that gives up sessions grows.
     """
     if not targets:
         return None
@@ -176,15 +175,17 @@ def draft_need(
     shared = sum(report.shared for report in drafters)
     work = min(
         sessions_needed, shared / DEFAULT_UTILISATION * (sessions_needed / drafted if drafted else 1.0)
-    )  # a session has one drafter at most
+    )  # at most one drafter per session
     felt = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
     if max(late, waiting) <= MAX_LOST_SHARE:
-        work = min(work, present)  # drafters keep up, so no more are needed
+        work = min(work, present)  # the drafters keep up; add none
     return _largest(sessions, Need(work, f"drafters busy with more than one session for {shared:.2f} of them, {felt}"))
 
 
 def coupled_need(targets: int | None, per_target: float) -> Need | None:
-    """Returns the need of a draft pool that follows the size of the target pool; None while that is unknown."""
+    """Returns the need of a draft pool with a fixed ratio to the target pool; None if the target pool's size is
+    unknown.
+    """
     if targets is None:
         return None
     return Need(per_target * targets, f"{per_target:g} for each of {targets} target replicas")
@@ -195,7 +196,7 @@ def _largest(*needs: Need) -> Need:
 
 
 def _session_need(reports: Sequence[TargetReport], scaling: TargetScaling) -> Need:
-    """Returns the need by sessions; speculation lets a replica serve more at the same speed, up to `max_sessions`."""
+    """Returns the need by sessions. A replica's share is scaled by the speculation gain, up to `max_sessions`."""
     load = 0.0
     for report in reports:
         aim = min(scaling.max_sessions, scaling.sessions_per_replica * max(1.0, report.gain))
@@ -213,9 +214,9 @@ def _cache(reports: Sequence[TargetReport]) -> Need:
 
 
 def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need:
-    """Returns the need by the time to first token, at most one replica per prompt that waits now.
+    """Returns the need by time to first token, at most one replica per waiting prompt.
 
-    Releases replicas once the time is so short that fewer replicas keep it within bounds.
+    Releases replicas when fewer can keep the time to first token within its limit.
     """
     unread = sum(report.unread for report in reports)
     wait_s = max(max(report.first_token_s, report.backlog_s) for report in reports)
@@ -226,20 +227,20 @@ def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: i
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool's current state: its size including starting replicas, its bounds, and its earlier needs."""
+    """Current state of a pool; `size` includes starting replicas."""
 
     size: int
     least: int
     most: int
-    wishes: StabilizationWindow | None = None  # None: no history
+    wishes: StabilizationWindow | None = None  # history of needs; None: none yet
 
 
 @dataclass(frozen=True)
 class PoolDecision:
-    """The decided size of a pool, and its reason."""
+    """The chosen size of a pool, and the reason."""
 
-    size: int  # size to have now
-    wished: int  # size to have once the need has lasted long enough
+    size: int  # size to apply now
+    wished: int  # size to apply once the need has persisted
     why: str
     wishes: StabilizationWindow = field(default_factory=StabilizationWindow)
 
@@ -258,7 +259,7 @@ def decide_drafters(
     target_size: int | None,
     now: float,
 ) -> PoolDecision:
-    """Decides the size of the draft pool, given that of the target pool; `target_size` is None if unknown."""
+    """Decides the size of the draft pool; `target_size` is the target pool's size, or None if unknown."""
     if scaling.per_target is None:
         need = draft_need(targets, reports, scaling, pool.size)
     else:
@@ -267,12 +268,12 @@ def decide_drafters(
 
 
 def stay(pool: Pool, now: float) -> PoolDecision:
-    """Keeps a pool at its size, within its bounds, while no replica has reported how it should scale."""
+    """Keeps a pool's size, clamped to its bounds, until a replica has reported scaling settings."""
     return _decide(pool, None, now, 0.0, 0.0)
 
 
 def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_delay_s: float) -> PoolDecision:
-    """Decides a pool's size. Without reports the size stays, because losing the reports must not shrink the pool."""
+    """Decides a pool's size. Keeps the size without reports, because missing reports must not shrink the pool."""
     need = need or Need(pool.size, "no target replica has reported")
     wished = min(max(need.size(pool.size), pool.least), pool.most)
     wishes = (pool.wishes or StabilizationWindow.at_start(pool.size, now)).after(wished, now)
@@ -280,21 +281,21 @@ def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_d
     return PoolDecision(min(max(size, pool.least), pool.most), wished, need.why, wishes)
 
 
-Settings = Mapping[str, Mapping[str, float | None]]  # setting by pool and name
+Settings = Mapping[str, Mapping[str, float | None]]  # settings by pool and name
 Scaling = TypeVar("Scaling", TargetScaling, DraftScaling)
 
 
 def as_numbers(settings: Settings) -> dict[str, float]:
-    """Returns the settings as metrics, without those that are None."""
+    """Returns the settings as metrics; omits settings that are None."""
     named = {_name(pool, name): value for pool, one in settings.items() for name, value in one.items()}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def told(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, float]]) -> Scaling | None:
-    """Returns the settings of one pool from metrics by name and replica.
+    """Reads one pool's settings from metrics, which map name and replica to value.
 
-    Returns None until a replica has reported all settings whose default is not None. While an update runs, replicas
-    report different settings; any of them is used.
+    Returns None until a replica has reported every required setting. During an update, replicas report different
+    settings; the choice among them is arbitrary.
     """
     names = {field.name: _name(pool, field.name) for field in fields(kind)}
     always = [names[field.name] for field in fields(kind) if field.default is not None]
@@ -315,10 +316,10 @@ POOLS = {"Target": TARGET, "Drafter": DRAFT}  # pool by deployment name
 
 
 class Observed(Protocol):
-    """The attributes of Serve's AutoscalingContext that are read here."""
+    """The attributes of Serve's AutoscalingContext used in this module."""
 
     deployment_name: str
-    aggregated_metrics: Mapping[str, Mapping[Any, float]]  # metric by name and replica
+    aggregated_metrics: Mapping[str, Mapping[Any, float]]  # metrics by name and replica
     target_num_replicas: int
     capacity_adjusted_min_replicas: int
     capacity_adjusted_max_replicas: int
@@ -330,10 +331,10 @@ Decisions = tuple[dict[Any, int], dict[Any, dict[str, Any]]]
 
 
 class PoolsPolicy:
-    """Policy of the application, with both pools visible. Target replicas report how the pools should scale."""
+    """Application-level policy, which sees both pools. Scaling settings come from the target replicas' reports."""
 
     def __call__(self, observed: Mapping[Any, Observed]) -> Decisions:
-        """Returns sizes and policy states by deployment; none for deployments that are not pools."""
+        """Returns sizes and policy states by deployment; omits deployments that are not pools."""
         named = {one.deployment_name: (key, one) for key, one in observed.items()}
         pools = {POOLS[name]: pool for name, pool in named.items() if name in POOLS}
         decided: dict[Any, PoolDecision] = {}
@@ -356,7 +357,9 @@ class PoolsPolicy:
 
 
 class PoolAlone:
-    """Policy of a single deployment where Serve does not use `PoolsPolicy`: targets still scale, drafters stay."""
+    """Policy of a single deployment, used when Serve does not call `PoolsPolicy`: targets scale, drafters keep their
+    number.
+    """
 
     def __call__(self, observed: Observed) -> tuple[int, dict[str, Any]]:
         """Returns the wanted size and the policy state."""

@@ -1,6 +1,6 @@
-"""Durations of forward passes and messages, measured or given: values that can be published, saved and loaded.
+"""Cost model: measured or given durations of forward passes and messages, which can be published, saved and loaded.
 
-Replicas publish the costs that they measured at startup; the simulator and `slipstream plan` use them.
+Replicas publish the costs measured at startup for the simulator and `slipstream plan`.
 """
 
 from bisect import bisect_left
@@ -19,18 +19,20 @@ class _Cost(BaseModel):
 
 
 class ForwardCost(_Cost):
-    """Seconds of one forward pass: a piecewise linear curve over its tokens, plus a constant per row."""
+    """Duration of one forward pass, in seconds: a piecewise linear function of its tokens, plus a constant per row."""
 
-    by_tokens: tuple[tuple[int, float], ...] = Field(min_length=1, description="(tokens, seconds), tokens rising")
+    by_tokens: tuple[tuple[int, float], ...] = Field(
+        min_length=1, description="(tokens, seconds) points, in increasing order of tokens"
+    )
     per_row_s: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
         tokens = [at for at, _ in self.by_tokens]
         if any(later <= earlier for earlier, later in pairwise(tokens)):
-            raise ValueError(f"by_tokens has tokens {tokens}, expected them to rise")
+            raise ValueError(f"by_tokens has tokens {tokens}; sort the points in increasing order")
         if min(seconds for _, seconds in self.by_tokens) < 0:
-            raise ValueError("by_tokens has negative seconds")
+            raise ValueError("by_tokens has negative durations; use 0 or more seconds")
         return self
 
     @classmethod
@@ -48,9 +50,9 @@ class ForwardCost(_Cost):
         return type(self)(by_tokens=points, per_row_s=self.per_row_s)
 
     def seconds(self, rows: float, tokens: float) -> float:
-        """Returns the seconds of a forward pass of `tokens` tokens in `rows` rows.
+        """Returns the duration of a forward pass of `tokens` tokens in `rows` rows, in seconds.
 
-        The curve continues linearly beyond its last point and is constant below its first.
+        The function is constant below the first point and extrapolated linearly beyond the last.
         """
         return self._at(tokens) + self.per_row_s * rows
 
@@ -65,10 +67,10 @@ class ForwardCost(_Cost):
 
 
 class DraftCost(_Cost):
-    """Seconds of one drafting pass: its successive forward passes, plus a constant.
+    """Duration of one drafting pass, in seconds: its forward passes, plus a constant.
 
-    A forward pass predicts up to `tokens_per_forward` tokens in each row; each token after the first costs `further`
-    more. Both curves are over rows.
+    A forward pass predicts up to `tokens_per_forward` tokens per row. `forward` is the cost with one predicted token;
+    each further token adds `further`. Both are functions of the number of rows.
     """
 
     forward: ForwardCost
@@ -86,32 +88,30 @@ class DraftCost(_Cost):
         return self.model_copy(update=slower)
 
     def seconds(self, rows: float, tokens: int) -> float:
-        """Returns the seconds of a pass over `rows` rows whose longest block has `tokens` tokens."""
+        """Returns the duration of a pass over `rows` rows, in seconds; `tokens` is the length of the longest block."""
         return self.per_pass_s + self.forwards(tokens) * self.forward_s(rows, tokens)
 
     def forwards(self, tokens: int) -> int:
-        """Returns the number of forward passes for a block of `tokens` tokens."""
+        """Returns the number of forward passes needed for a block of `tokens` tokens."""
         return -(-tokens // self.tokens_per_forward)
 
     def forward_s(self, rows: float, tokens: int) -> float:
-        """Returns the seconds of one forward pass over `rows` rows that predicts as much as it can of a block of
-        `tokens`.
-        """
+        """Returns the duration, in seconds, of one forward pass over `rows` rows in blocks of `tokens` tokens."""
         further = max(0, min(tokens, self.tokens_per_forward) - 1)
         return self.forward.seconds(rows, rows) + further * self.further.seconds(rows, rows)
 
 
 class CostModel(_Cost):
-    """All durations of a deployment, and the drafts' acceptance if it was measured with them."""
+    """All durations of a deployment, with the drafts' acceptance rates if measured."""
 
     target: ForwardCost
     draft: DraftCost
     non_speculative: ForwardCost | None = Field(
-        None, description="a target's step of one token per row without drafting, where it differs"
+        None, description="target step of one token per row without drafting; default: target"
     )
-    hop_s: float = Field(0.0005, ge=0, description="one way between any two processes")
+    hop_s: float = Field(0.0005, ge=0, description="one-way latency between two processes, in seconds")
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
-        None, min_length=1, description="by position in a block, each given those before it"
+        None, min_length=1, description="acceptance rate by block position, given acceptance of the earlier positions"
     )
 
     @model_validator(mode="before")
@@ -122,9 +122,9 @@ class CostModel(_Cost):
         return data
 
     def non_speculative_s(self, rows: float) -> float:
-        """Returns the seconds of a target's step of one token per row while no drafter works.
+        """Returns the duration of a target step of one token per row while no drafter runs, in seconds.
 
-        Such steps may be shorter, because drafters on the target's own machine use its cores, caches and memory.
+        Such steps can be faster, because drafters on the same machine compete for cores, caches and memory bandwidth.
         """
         return (self.non_speculative or self.target).seconds(rows, rows)
 
@@ -133,7 +133,7 @@ class CostModel(_Cost):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads costs from a file; raises ConfigError that names the file and the wrong keys."""
+        """Loads costs from a file; raises ConfigError, which names the file and the invalid keys."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
