@@ -96,17 +96,6 @@ def test_every_architecture_without_weights_is_refused_in_one_line(
     print(kind, refusal(config, monkeypatch, capsys))
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_every_broken_checkpoint_is_refused_in_one_line(
-    form: Form, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = broken(form, good, tmp_path)
-    line = refusal(config, monkeypatch, capsys, form.overrides)
-    assert form.reason in line
-    assert form.remedy in line
-    print(line)
-
-
 def serve(config: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs `slipstream serve` in a process of its own, until it ends by itself."""
     return subprocess.run(

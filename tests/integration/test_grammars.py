@@ -32,16 +32,6 @@ def written(tokens: list[int]) -> str:
     return "".join(LETTERS[token] for token in tokens if token != END)
 
 
-async def test_speculation_changes_no_token_of_concurrent_sessions():
-    seeds = range(6)
-    plain = [await plainly(LISTS, seed=seed) for seed in seeds]
-    async with cluster(grammars=GRAMMARS, lock_step=True) as c:
-        found = await asyncio.gather(*(c.tokens(c.generation(**asked(LISTS, seed=seed))) for seed in seeds))
-        assert found == plain
-        assert c.accepted > 0
-    assert all(text[-1] == END for text in plain)
-
-
 @pytest.mark.parametrize("lost", ["target", "drafter"])
 async def test_losing_a_replica_changes_no_token(lost):
     """Replays the ledger's tokens through the grammar on the new target."""
