@@ -64,7 +64,7 @@ async def test_an_invalid_grammar_is_refused_without_affecting_others():
 
 async def test_a_target_without_grammars_refuses_them():
     async with cluster() as c:
-        with pytest.raises(RequestError, match="has none"):
+        with pytest.raises(RequestError, match="the target supports none"):
             await c.tokens(c.generation(**asked(LISTS)))
 
 
