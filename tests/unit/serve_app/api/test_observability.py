@@ -79,7 +79,7 @@ def test_versions_beyond_the_limit_are_counted_together() -> None:
 
 @pytest.mark.parametrize("version", ["", "v" * 65, "two words", "v1\n", '"'])
 def test_an_invalid_version_label_is_refused(version: str) -> None:
-    with pytest.raises(RequestError, match=r"metadata: prompt_version has to be"):
+    with pytest.raises(RequestError, match=r"metadata: prompt_version must be"):
         record(version)
 
 
