@@ -1,4 +1,4 @@
-"""Checkpoints in a folder or on the Hugging Face hub: location, vocabulary, fingerprint and loading."""
+"""Checkpoints in a folder or on the Hugging Face Hub: location, vocabulary, fingerprint and loading."""
 
 import hashlib
 import json
@@ -54,9 +54,9 @@ DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, ch
 
 
 def local_folder(name: str, with_weights: bool = True, more: Sequence[str] = ()) -> Path:
-    """Returns a checkpoint's folder: `name` itself, or the Hugging Face snapshot, downloaded if needed.
+    """Returns a checkpoint's folder: `name` itself, or its Hugging Face snapshot; downloads missing files.
 
-    With weights, also downloads files matching the patterns `more`.
+    With weights, also downloads files that match the patterns `more`.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -67,7 +67,7 @@ def local_folder(name: str, with_weights: bool = True, more: Sequence[str] = ())
 
 
 def fetched(name: str, patterns: Sequence[str]) -> Path:
-    """Downloads a Hugging Face id's files that match these patterns; returns the snapshot folder."""
+    """Downloads the files of a Hugging Face id that match these patterns; returns the snapshot folder."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -80,16 +80,15 @@ def fetched(name: str, patterns: Sequence[str]) -> Path:
 
 
 def vocabulary(folder: Path) -> dict[int, str]:
-    """Returns the servable tokens by id: the tokenizer's tokens for which the model has an embedding.
+    """Returns the tokenizer's tokens that have an embedding, by id.
 
-    Padding rows of an embedding are not tokens. A tokenizer has more tokens than the model if tokens were added without
-    resizing the embedding; those are left out.
+    Excludes padding rows of the embedding, and tokens that were added to the tokenizer without resizing the embedding.
     """
     rows = embedding_rows(folder)
     ids: Mapping[str, int] = load_tokenizer(folder).get_vocab()
     tokens = {token_id: token for token, token_id in ids.items() if rows is None or token_id < rows}
     if not tokens:
-        raise ModelError(f"the model in {folder} has no embedding for any token of its tokenizer; fetch both again")
+        raise ModelError(f"the model in {folder} has no embeddings for its tokenizer's tokens; fetch both again")
     return tokens
 
 
@@ -111,7 +110,7 @@ def surplus_tokens(folder: Path) -> str:
 
 
 def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:
-    """Returns a fingerprint of a vocabulary; peers compare theirs before they exchange token ids."""
+    """Returns a fingerprint of a vocabulary; peers compare fingerprints before they exchange token ids."""
     digest = hashlib.blake2b(digest_size=16)
     for token_id in sorted(tokens):
         digest.update(f"{token_id}\0{tokens[token_id]}\0".encode())
@@ -119,9 +118,9 @@ def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:
 
 
 def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -> None:
-    """Raises ModelError if an id means different tokens on both sides; ids that only one side has are allowed.
+    """Raises ModelError if an id stands for different tokens in both vocabularies; an id may be missing in either.
 
-    A draft never proposes an id that the target lacks, since those are masked.
+    A draft never proposes an id missing in the target, since such ids are masked.
     """
     different = [i for i in sorted(target.keys() & draft.keys()) if target[i] != draft[i]]
     if different or not target.keys() & draft.keys():
@@ -133,10 +132,10 @@ def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -
 
 
 def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
-    """Raises ModelError if a draft checkpoint does not share the target's vocabulary.
+    """Raises ModelError if a draft checkpoint's vocabulary does not match the target's.
 
-    A draft without a tokenizer is assumed to use the target's. It must have an embedding for each of the target's
-    tokens, since any of them may be fed.
+    A draft without a tokenizer is assumed to use the target's. It needs an embedding for every token of the target,
+    since any of these may be fed.
     """
     if has_tokenizer(draft_folder):
         check_same_vocabulary(target, vocabulary(draft_folder))
@@ -155,9 +154,9 @@ stop_ids = end_ids  # public alias for scripts outside the project
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """Returns the commit of a Hugging Face snapshot, else a hash of the config and the safetensors headers.
+    """Hashes the commit of a Hugging Face snapshot; otherwise config, safetensors headers and the first weights.
 
-    Neither reads the weights; the commit does not even require them.
+    For a snapshot, weights need not exist.
     """
     digest = hashlib.blake2b(digest_size=16)
     if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
@@ -172,20 +171,20 @@ def checkpoint_fingerprint(folder: Path) -> str:
     for path in files:
         with path.open("rb") as file:
             digest.update(file.read(int.from_bytes(file.read(8), "little")))
-            digest.update(file.read(4096))  # first bytes of the weights, to tell fine-tunes apart
+            digest.update(file.read(4096))  # first bytes of the weights, to distinguish fine-tunes
     return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model, or one rank's share of it, with its load report."""
+    """A model or one rank's share of it, with the load report."""
 
     model: PreTrainedModel
     report: LoadReport
 
 
 def check_tensor_parallel(folder: Path, ranks: int) -> None:
-    """Raises ModelError, naming the sizes that work, if a model cannot be split over `ranks`."""
+    """Raises ModelError, naming the supported sizes, if a model cannot be split over `ranks`."""
     if ranks == 1:
         return
     config = read_config(folder)
@@ -209,9 +208,9 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
 
 
 def check_files(folder: Path, with_weights: bool) -> None:
-    """Raises ModelError for all errors in a checkpoint that can be found without reading its weights.
+    """Raises ModelError for any error that can be found without reading the weights.
 
-    Without `with_weights`, weight files may be missing, as may a tokenizer, which a draft may lack.
+    Without `with_weights`, weight files and the tokenizer may be missing; a draft needs no tokenizer.
     """
     config = read_config(folder)
     end_of_text(folder)
@@ -235,9 +234,9 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
 
 
 def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded:
-    """Loads this rank's share of a causal language model, and reports the load's time and memory.
+    """Loads this rank's share of a causal language model; reports duration and memory.
 
-    Raises ModelError unless every weight is stored, finite and part of the model.
+    Raises ModelError unless the stored weights are finite and match the model one to one.
     """
     started = time.perf_counter()
     config = read_config(folder)
@@ -263,7 +262,7 @@ def _read(
     device: torch.device,
     group: Group,
 ) -> PreTrainedModel:
-    """Reads safetensors directly, or through transformers if it must convert them, which works on one rank only."""
+    """Reads safetensors directly. If they need conversion, uses transformers, which supports only one rank."""
     model = empty_model(folder, config, dtype)
     reason = misfit(model, stored)
     if reason and group.size > 1:
@@ -288,7 +287,7 @@ def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: t
         device_map=device,
         trust_remote_code=False,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported in `loading`; refused below in one line
+        ignore_mismatched_sizes=True,  # reported in `loading`, and refused below
     )
     misshapen = {name: (tuple(shape), tuple(expected)) for name, shape, expected in loading["mismatched_keys"]}
     shapes = {key: tensor.shape for key, tensor in stored.items()}
@@ -298,13 +297,13 @@ def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: t
 
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
-    """Returns a model whose parameters have no memory; its buffers are real, since the config determines them."""
+    """Returns a model with parameters on the meta device and real buffers, which the config determines."""
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         if (folder / GENERATION_CONFIG).is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # models validate their config in different ways
+    except Exception as error:  # models validate their configs in different ways
         raise ModelError(
             f"{folder} describes a model that cannot be built: {one_line(error)}; correct its {CONFIG}, or fetch it"
             " again"
@@ -313,7 +312,7 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTraine
 
 
 def _mlp_widths(config: Any) -> set[int]:
-    """Returns the distinct inner sizes of the MLPs, which may differ between layers."""
+    """Returns the distinct inner sizes of the layers' MLPs."""
     widths = getattr(config, "intermediate_size", None) or []
     return set(widths if isinstance(widths, list | tuple) else [widths])
 
@@ -321,13 +320,13 @@ def _mlp_widths(config: Any) -> set[int]:
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 Wanted = Callable[[Collection[str]], Collection[str]]
-"""Selects from the names of a checkpoint's tensors."""
+"""Selects names from a checkpoint's tensor names."""
 
 
 def folder_with(name: str, wanted: Wanted) -> Path:
-    """Returns a checkpoint's folder with at least the wanted tensors; a local folder is used unchanged.
+    """Returns a checkpoint's folder, which contains at least the wanted tensors. Does not change a local folder.
 
-    Downloads a checkpoint in one file completely. Raises ModelError under the same conditions as `local_folder`.
+    Downloads a single-file checkpoint in full. Raises ModelError under the same conditions as `local_folder`.
     """
     folder = local_folder(name, with_weights=False)
     if Path(name).expanduser().is_dir():
@@ -339,7 +338,7 @@ def folder_with(name: str, wanted: Wanted) -> Path:
 
 
 def of_layers(layers: Collection[int]) -> Wanted:
-    """Selects the tensors of these layers and those outside all layers."""
+    """Selects the tensors of these layers and all tensors outside layers."""
 
     def wanted(names: Collection[str]) -> list[str]:
         numbers = {name: LAYER.search(name) for name in names}
@@ -349,7 +348,7 @@ def of_layers(layers: Collection[int]) -> Wanted:
 
 
 def first_of_each(groups: Sequence[Sequence[str]]) -> Wanted:
-    """Selects the first tensor of each group that the checkpoint has."""
+    """Selects from each group the first tensor in the checkpoint."""
 
     def wanted(names: Collection[str]) -> list[str]:
         firsts = [next((name for name in group if name in names), None) for group in groups]

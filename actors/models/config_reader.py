@@ -1,6 +1,6 @@
-"""Reads a checkpoint's config.json. Only this module calls AutoConfig, so that every error is one line with a fix.
+"""Reads a checkpoint's config.json. Only this module calls AutoConfig, so that every error is a single line with a fix.
 
-Refuses quantised checkpoints that transformers does not know or whose library is not installed.
+Refuses quantisation methods that transformers does not support or whose library is not installed.
 """
 
 import json
@@ -24,7 +24,7 @@ MODES = ("vision_config", "audio_config")
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Returns the configuration of a causal language model. Raises ModelError if the folder holds none."""
+    """Returns a causal language model's configuration. Raises ModelError for any other folder."""
     folder = Path(folder)
     _check_has_config(folder)
     raw = read_json(folder / CONFIG)
@@ -43,9 +43,9 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def embedding_rows(folder: Path) -> int | None:
-    """Returns the number of a model's embedding rows; None if transformers does not know the architecture.
+    """Returns the number of embedding rows; None if transformers does not implement the architecture.
 
-    Reads the number from config.json itself if possible, so that architectures known only to another engine work.
+    Prefers the number in config.json, so that architectures implemented only by another engine work.
     """
     _check_has_config(Path(folder))
     raw = read_json(Path(folder) / CONFIG)
@@ -59,7 +59,7 @@ def embedding_rows(folder: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a checkpoint's file. Raises ModelError if the file holds none."""
+    """Reads a JSON object from a checkpoint's file. Raises ModelError for any other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def one_line(error: object) -> str:
-    """Returns another library's message on one line, shortened, without a full stop at the end."""
+    """Shortens another library's error message to one line without a final full stop."""
     text = " ".join(str(error).split()) or type(error).__name__
     return (text if len(text) <= 300 else f"{text[:297]}...").removesuffix(".")
 
@@ -107,7 +107,7 @@ def _check_model_type(folder: Path, raw: dict[str, Any]) -> None:
         return
     if raw.get("auto_map"):
         raise ModelError(
-            f"{folder} needs Python code of its own (auto_map in {CONFIG}, model_type '{kind}'), which is never run"
+            f"{folder} needs Python code of its own (auto_map in {CONFIG}, model_type '{kind}'), which is not run"
             f" here; use a version of the model whose model_type transformers {transformers.__version__} implements"
         )
     raise ModelError(
@@ -132,7 +132,7 @@ def _check_is_causal(folder: Path, config: PretrainedConfig) -> None:
 
 
 def _check_rope(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ModelError for a RoPE scaling that would otherwise fail only when the model is built."""
+    """Raises ModelError for an unsupported RoPE scaling; building the model would fail later."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)]
@@ -147,7 +147,7 @@ def _check_rope(folder: Path, config: PretrainedConfig) -> None:
 
 
 def quantization_method(folder: Path, config: PretrainedConfig) -> str:
-    """Returns the checkpoint's quantization method; empty if there is none. Raises ModelError if it is unknown."""
+    """Returns the checkpoint's quantisation method; empty if unquantised. Raises ModelError for an unknown method."""
     section = _section(config)
     if not section:
         return ""
@@ -165,12 +165,12 @@ def quantization_method(folder: Path, config: PretrainedConfig) -> str:
 
 
 def check_quantization(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ModelError if the installed libraries cannot load the checkpoint's quantization method."""
+    """Raises ModelError if the installed libraries do not support the checkpoint's quantisation method."""
     method = quantization_method(folder, config)
     if not method:
         return
     try:
-        with suppress(RuntimeError):  # a GPU may be missing here but present on the node that loads the model
+        with suppress(RuntimeError):  # a GPU may exist only on the node that loads the model
             AutoHfQuantizer.from_config(_section(config), pre_quantized=True).validate_environment(device_map=None)
     except (ImportError, ValueError, TypeError) as error:
         raise ModelError(

@@ -1,11 +1,11 @@
-"""Computes logits of a ragged batch: any Hugging Face model through its own code, the Llama kind through leaner code.
+"""Computes logits of a ragged batch: any Hugging Face model in its own code, the Llama kind in leaner code.
 
-In a small step, a model spends half its time between the matrix products, in modules, casts and copies. Models of the
-Llama kind (pre-norm, rotary positions, gated MLP) share one structure, which is written out here with few, large
-operations over packed weights.
+In a small step, a model spends half of its time outside matrix products, in modules, casts and copies. Models of the
+Llama kind (pre-norm, rotary positions, gated MLP) share one structure, implemented here with few, large operations over
+packed weights.
 
-Transformers chooses rotary frequencies by the longest sequence of a forward. Here texts of all lengths share a forward,
-and cached keys keep the frequencies they were rotated with, so `fix_frequencies` chooses once when a model is loaded.
+Transformers selects rotary frequencies by the longest sequence in a forward. Here, texts of all lengths share a
+forward, and cached keys keep their rotation. Therefore, `fix_frequencies` selects frequencies once, at load.
 """
 
 from dataclasses import dataclass
@@ -26,20 +26,20 @@ from cluster.errors import ModelError
 
 
 class ForwardOutput(NamedTuple):
-    """Outputs at the requested positions, in order."""
+    """Outputs of a forward at the requested positions, in order."""
 
     logits: Tensor  # (positions, columns)
-    hidden: Tensor | None  # (positions, hidden): inputs of the LM head; None if the model's code does not expose them
-    streams: Tensor | None = None  # (tokens, layers x hidden) of all fed tokens, if layers were requested
+    hidden: Tensor | None  # (positions, hidden): inputs of the LM head; None if not exposed by the model's code
+    streams: Tensor | None = None  # (tokens, layers x hidden), if layers were requested
 
 
 LONGROPE = "longrope"
 DYNAMIC = "dynamic"
-STATIC = "default"  # transformers' modules leave this rope type unchanged
+STATIC = "default"  # RoPE type with constant frequencies
 
 
 def check_positions(config: PretrainedConfig, context: int | None) -> None:
-    """Raises ModelError if frequencies would have to change within texts of up to `context` tokens."""
+    """Raises ModelError if texts of up to `context` tokens need varying frequencies."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
     by_layer = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
@@ -47,7 +47,7 @@ def check_positions(config: PretrainedConfig, context: int | None) -> None:
         return
     if context > text.max_position_embeddings:
         raise ModelError(
-            f"RoPE scaling 'dynamic' changes with the length of a text beyond {text.max_position_embeddings} tokens,"
+            f"RoPE scaling 'dynamic' changes with the text's length beyond {text.max_position_embeddings} tokens,"
             f" but sessions may have {context}; set model.max_context to {text.max_position_embeddings} or less"
         )
 
@@ -55,8 +55,8 @@ def check_positions(config: PretrainedConfig, context: int | None) -> None:
 def fix_frequencies(model: nn.Module, context: int | None = None) -> None:
     """Makes every rotary module of a model static, for texts of up to `context` tokens.
 
-    With `longrope`, a context beyond the original length selects the long factors, even for short texts; without a
-    context, the short factors are used. `dynamic` frequencies stay unchanged within the model's own positions
+    With `longrope`, a context beyond the original length selects the long factors, even for short texts. Without a
+    context, the short factors are used. `dynamic` frequencies are constant within the model's own positions
     (`check_positions`). Static modules stay unchanged.
     """
     module: Any
@@ -69,7 +69,7 @@ def fix_frequencies(model: nn.Module, context: int | None = None) -> None:
 
 
 def _fixed(module: Any, kind: str, layer_type: str | None, context: int | None) -> str:
-    """Sets the frequencies for one kind of layer and returns the module's new rope type."""
+    """Sets the frequencies for one layer type; returns the module's new RoPE type."""
     if DYNAMIC in kind:
         return STATIC
     if kind != LONGROPE:
@@ -86,22 +86,22 @@ def _fixed(module: Any, kind: str, layer_type: str | None, context: int | None) 
 
 KNOWN_LINEARS = frozenset(
     {nn.Linear, RowParallelLinear, VocabularyParallelHead}
-)  # quantised layers and adapters are other classes
+)  # excludes quantised layers and adapters
 LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
 class Decoder(Protocol):
-    """Computes logits of the batch's requested positions over the whole vocabulary.
+    """Computes logits over the whole vocabulary at the batch's requested positions.
 
-    With ascending `layers`, also returns all tokens' residual streams at these layers, numbered as in
-    `output_hidden_states`: the last one is taken after the final norm.
+    With ascending `layers`, also returns the residual streams of all tokens at these layers. Layers are numbered as in
+    `output_hidden_states`; the last stream follows the final norm.
     """
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput: ...
 
 
 class ModelDecoder:
-    """Runs the model's own code with the registered attention."""
+    """Runs the model's own code with the registered `paged_attention`."""
 
     def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         register_attention()
@@ -131,7 +131,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainNorm:
-    """Uses torch's RMS norm, a single operation on a GPU."""
+    """Norm by torch's RMS norm, a single operation on a GPU."""
 
     weight: Tensor
     eps: float
@@ -141,9 +141,9 @@ class PlainNorm:
 
 
 class MirroredNorm:
-    """Uses layer norm, a single operation on a CPU, where torch's RMS norm takes ten.
+    """Norm by layer norm, a single operation on a CPU, where torch's RMS norm takes ten.
 
-    The row [x, -x] has mean 0 and the mean square of x, so the first half of its layer norm is the RMS norm of x.
+    The row [x, -x] has mean 0 and the same mean square as x, so the first half of its layer norm is the RMS norm of x.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -161,19 +161,21 @@ class Layer:
     """Weights of one decoder layer."""
 
     attention_norm: Norm
-    qkv: Projection  # produces queries, keys and values, concatenated
+    qkv: Projection  # outputs: queries, keys and values, concatenated
     query_norm: Norm | None
     key_norm: Norm | None
     attention_out: Projection
     mlp_norm: Norm
-    gate_up: Projection  # produces the gate, then the up projection
+    gate_up: Projection  # outputs: gate, then up projection
     down: Projection
     scaling: float
     window: int | None
 
 
 class Rotation(NamedTuple):
-    """Rotation of every token, (total, 1, head dim): x cos + roll(x) sin; `sin` includes the sign of rotate_half."""
+    """Rotary factors of every token, (total, 1, head dim), for x cos + roll(x) sin; `sin` includes the sign of
+    rotate_half.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -181,7 +183,7 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """Computes one layer's attention for all heads of this rank."""
+    """Attention of one layer, for all heads of this rank."""
 
     queries: int
     keys: int
@@ -190,7 +192,7 @@ class AttentionHeads:
     def attend(
         self, layer: Layer, index: int, inputs: Tensor, residual: Tensor, rotation: Rotation, batch: RaggedBatch
     ) -> Tensor:
-        """Returns attention over normed `inputs` plus `residual`; both may have padding after the batch's rows."""
+        """Returns attention over normed `inputs`, plus `residual`; both may end with padding rows."""
         rotated = self.queries + self.keys
         qkv = layer.qkv(inputs).view(len(inputs), rotated + self.keys, self.dim)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -206,13 +208,13 @@ class AttentionHeads:
 
 
 def gated_mlp(layer: Layer, hidden: Tensor) -> Tensor:
-    """Computes a layer's MLP with its norm, residual included."""
+    """Computes a layer's MLP, including norm and residual."""
     gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
     return layer.down.plus(F.silu(gate) * up, hidden)
 
 
 def rotation_of(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotation:
-    """Returns the rotation at positions (total,), from transformers' module, in the dtype of `like`."""
+    """Computes the rotary factors at positions, (total,), with transformers' module, in the dtype of `like`."""
     cos, sin = rotary(like, position_ids=positions.unsqueeze(0))
     cos = cos[0].unsqueeze(1)
     sin = sin[0].unsqueeze(1)
@@ -221,7 +223,7 @@ def rotation_of(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotation:
 
 
 class LlamaDecoder:
-    """Computes Llama, Mistral, Qwen2 and Qwen3 directly from their weights, in fewer operations."""
+    """Decoder for Llama, Mistral, Qwen2 and Qwen3, with fewer operations than their own code."""
 
     def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         body = model.get_decoder()
@@ -241,7 +243,7 @@ class LlamaDecoder:
         return ForwardOutput(self._head(hidden), hidden, torch.cat(states, dim=-1) if layers else None)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Returns the embeddings of tokens, (tokens, hidden)."""
+        """Embeds tokens: (tokens,) -> (tokens, hidden)."""
         return F.embedding(tokens, self._embedding)
 
     def _hidden(self, batch: RaggedBatch, layers: tuple[int, ...], states: list[Tensor]) -> Tensor:
@@ -291,22 +293,22 @@ def _layer(module: Any, product: Product) -> Layer:
 
 
 def _window(attention: Any) -> int | None:
-    """Returns a layer's window: set per layer in Qwen, per model in Mistral, None in Llama."""
+    """Returns a layer's window: per layer in Qwen, per model in Mistral, None in Llama."""
     source = attention.config if type(attention) is MistralAttention else attention
     window: int | None = getattr(source, "sliding_window", None)
     return window
 
 
 def _together(product: Product, *linears: nn.Linear) -> Projection:
-    """Fuses linear layers over the same input into one product."""
+    """Fuses linear layers with the same input into one product."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    assert len(biases) in (0, len(linears)), "some of these layers have a bias and some have none"
+    assert len(biases) in (0, len(linears)), "either all or none of these layers must have a bias"
     return product(weight, torch.cat(biases) if biases else None)
 
 
 def _alone(linear: nn.Linear, product: Product) -> Projection:
-    """Returns one layer's product; sums or gathers a rank's part over the ranks, as the layer itself does."""
+    """Returns one layer's product; combines the ranks' parts as the layer does."""
     if isinstance(linear, RowParallelLinear):
         return SharedProjection(product(linear.weight, None), linear.reduce)
     whole = product(linear.weight, linear.bias)
@@ -314,7 +316,7 @@ def _alone(linear: nn.Linear, product: Product) -> Projection:
 
 
 def is_llama_kind(model: PreTrainedModel) -> bool:
-    """Returns whether `LlamaDecoder` computes the same as this model's own code."""
+    """Returns whether `LlamaDecoder` is equivalent to this model's own code."""
     config = model.config
     return (
         type(model).__name__ in LLAMA_KIND
@@ -325,6 +327,6 @@ def is_llama_kind(model: PreTrainedModel) -> bool:
 
 
 def decoder_for(model: PreTrainedModel, product: Product = projection, context: int | None = None) -> Decoder:
-    """Returns the fastest decoder for this model with such products, for texts of up to `context` tokens."""
+    """Returns the fastest decoder for a model, for texts of up to `context` tokens."""
     fix_frequencies(model, context)
     return LlamaDecoder(model, product) if is_llama_kind(model) else ModelDecoder(model, product)

@@ -1,5 +1,5 @@
-"""Loads some layers of a checkpoint as a model, with its embedding, final norm and LM head; computes a model's context
-length.
+"""Loads selected layers of a checkpoint as a model, with its embedding, final norm and LM head. Also computes a model's
+context length.
 """
 
 import re
@@ -18,7 +18,7 @@ from cluster.errors import ModelError
 
 
 def check_layers(folder: Path, layers: Sequence[int]) -> None:
-    """Raises ModelError if the checkpoint lacks one of these layers."""
+    """Raises ModelError if the checkpoint lacks any of these layers."""
     count = int(read_config(folder).get_text_config().num_hidden_layers)
     missing = [layer for layer in layers if not 0 <= layer < count]
     if missing or not layers:
@@ -29,9 +29,9 @@ def check_layers(folder: Path, layers: Sequence[int]) -> None:
 
 
 def load_layers(folder: Path, layers: Sequence[int], dtype: str, device: torch.device) -> PreTrainedModel:
-    """Loads a causal language model of these layers, renumbered from 0; reads no other layers of the checkpoint.
+    """Loads only these layers of a checkpoint, renumbered from 0, as a causal language model.
 
-    Raises ModelError if the checkpoint lacks one of them, or stores tensors under names other than the model's.
+    Raises ModelError if the checkpoint lacks any of them or its tensor names differ from the model's.
     """
     check_layers(folder, layers)
     model = empty_model(folder, _config_of(read_config(folder), layers), dtype)
@@ -46,7 +46,7 @@ def load_layers(folder: Path, layers: Sequence[int], dtype: str, device: torch.d
 
 
 def _config_of(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
-    """Changes the config to these layers only, per-layer lists included, and returns it."""
+    """Restricts the config, including per-layer lists, to these layers and returns it."""
     text = config.get_text_config()
     count = text.num_hidden_layers
     for name, value in text.to_dict().items():
@@ -57,7 +57,7 @@ def _config_of(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCon
 
 
 def _name_of_layers(model: PreTrainedModel) -> str:
-    """Returns the prefix of the layers' tensor names, up to the layer number."""
+    """Returns the prefix of the layers' tensor names before the layer number."""
     names: list[str] = [name for name, _ in model.named_parameters() if ".layers.0." in name]
     if not names:
         raise ModelError(f"a {type(model).__name__} does not name its layers; use another draft.method")
@@ -65,7 +65,7 @@ def _name_of_layers(model: PreTrainedModel) -> str:
 
 
 def _renumbered(stored: Mapping[str, Stored], prefix: str, layers: Sequence[int]) -> dict[str, Stored]:
-    """Maps the tensors of these layers, and those outside all layers, to their names in the new model."""
+    """Maps names in the new model to the tensors of these layers and the tensors outside layers."""
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.(.*)")
     new_index = {layer: place for place, layer in enumerate(layers)}
     renumbered = {}
@@ -79,7 +79,7 @@ def _renumbered(stored: Mapping[str, Stored], prefix: str, layers: Sequence[int]
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Returns the most tokens that the model can read; None if its configuration sets no limit."""
+    """Returns the maximum number of tokens that the model can read; None if its configuration sets no limit."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
@@ -90,26 +90,26 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def uses_rope(config: PretrainedConfig) -> bool:
-    """Returns whether positions are rotations, so that no position table limits the text's length.
+    """Returns whether positions are rotary, so that no position table limits the text's length.
 
-    A configuration file may contain RoPE keys that its model never reads, so only the class's own fields count.
+    A configuration file may contain RoPE keys that the model does not use, so only the class's own fields count.
     """
     return "rope_parameters" in {field.name for field in fields(config.get_text_config())}
 
 
 def _rope_sections(text: PretrainedConfig) -> list[dict[str, Any]]:
-    """Returns one section per kind of layer, or a single one for all layers."""
+    """Returns one section per layer type, or a single section for all layers."""
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = [section for section in parameters.values() if isinstance(section, dict)]
     return nested or [parameters]
 
 
 def _scaled(positions: int, section: dict[str, Any]) -> int:
-    """Returns the context length with one section's scaling.
+    """Returns the context length under one section's scaling.
 
-    Linear scaling and YaRN state a factor for the positions on which the model was trained. For YaRN these are in
-    `original_max_position_embeddings`, as in Qwen's instructions; `max_position_embeddings` is then either length. The
-    other kinds (llama3, longrope, dynamic) state the extended length in `max_position_embeddings`.
+    Linear scaling and YaRN specify a factor for the number of positions in training. With YaRN, that number is
+    `original_max_position_embeddings`, as in Qwen's instructions, and `max_position_embeddings` may be either length.
+    With llama3, longrope and dynamic scaling, `max_position_embeddings` is the extended length.
     """
     kind = section.get("rope_type", section.get("type"))
     factor = section.get("factor")

@@ -1,8 +1,9 @@
-"""Proves at load that this engine computes the same logits for a model's class and config as transformers.
+"""Proves at load that this engine computes the same logits as transformers for a model's class and config.
 
-A small random model of the same class and config runs steps as in serving: prompt chunks, single tokens, blocks, a
-rejection, a tree, two sessions side by side. Its logits are compared with transformers' own forward over the whole
-texts. A model is refused if its logits differ, it fails, attends without the cache, or caches other sizes than planned.
+A small random model of the same class and config runs the steps of serving: prompt chunks, single tokens, blocks, a
+rejection, a tree, and two sessions per step. Its logits are compared with transformers' own forward over whole texts. A
+model is refused if its logits differ, if it fails, if it attends without the cache, or if it caches other sizes than
+planned.
 """
 
 import copy
@@ -32,48 +33,48 @@ from actors.models.small_config import SMALL_VOCABULARY, TEXT_TOKENS, small_conf
 from cluster.errors import ModelError
 from cluster.page_allocator import SlotMove
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # kinds of layers that attention backends support
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # layer types supported by attention backends
 IGNORED_KEYS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 FIX = "use another model, or target.engine: vllm for a target"
 PAGE_SIZE = 8
-PAGES = (tuple(range(24, 12, -1)), tuple(range(12)))  # each session's pages, the first in descending order
+PAGES = (tuple(range(24, 12, -1)), tuple(range(12)))  # pages of each session; the first session's pages descend
 FIRST_TOKEN = 3  # smaller ids may be special tokens
-TOLERANCE = 1e-3  # relative to the largest logit: another summation order causes 1e-6, a wrong key 0.1
-SEEDS = (0, 1)  # two experts may tie to the last bit for one token, but not for two models in a row
-MAX_PARAMETERS = 20_000_000  # upper limit for the small model
-NOISE = 0.1  # factor of the noise added to norms and biases, which are initialised to ones and zeros
-TREE = (-1, 0, -1, 2)  # parents of the nodes: two branches of two nodes
-BASE = 33  # number of tokens before the tree
-A_TOKENS = BASE + 5  # tokens of the first session: it continues with the second branch and three more
+TOLERANCE = 1e-3  # relative to the largest logit; another summation order causes 1e-6, a wrong key 0.1
+SEEDS = (0, 1)  # two experts may tie exactly for a token of one model, but hardly in both models
+MAX_PARAMETERS = 20_000_000  # maximum size of the small model
+NOISE = 0.1  # scale of the noise added to norms and biases, initially ones and zeros
+TREE = (-1, 0, -1, 2)  # parents of nodes: two branches of two nodes
+BASE = 33  # tokens before the tree
+A_TOKENS = BASE + 5  # tokens of the first session, including the second branch and three more tokens
 B_TOKENS = 93  # tokens of the second session
 
 
 def check_model(folder: Path, *, ranks: int = 1, max_context: int | None = None) -> None:
-    """Raises ModelError if a checkpoint's class and config cannot be proved exact; reads no weights.
+    """Raises ModelError if a checkpoint's class and config cannot be proved exact. Reads no weights.
 
-    With several `ranks`, also checks the model split over two. `max_context` is the longest session, if known.
+    With several `ranks`, also checks the model split over two. `max_context` is the maximum session length, if known.
     """
     config = read_config(folder)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise ModelError(
-            f"{folder} is a {config.model_type}, which transformers has no causal language model of; {FIX}"
+            f"{folder} is a {config.model_type}, for which transformers has no causal language model; {FIX}"
         )
-    is_part = kind.config_class is type(config.get_text_config())  # text model of a multimodal one
+    is_part = kind.config_class is type(config.get_text_config())  # text model of a multimodal model
     check_class(kind, config.get_text_config() if is_part else config, ranks=ranks, context=max_context)
 
 
 def check_class(
     kind: type[PreTrainedModel], config: PretrainedConfig, *, ranks: int = 1, context: int | None = None
 ) -> None:
-    """Raises ModelError like `check_model`; each class and config is proved once per process."""
+    """Checks a class and config like `check_model`; proves each once per process."""
     compared = {name: value for name, value in config.to_dict().items() if name not in IGNORED_KEYS}
     _prove(_Case(kind, json.dumps(compared, sort_keys=True, default=str), min(ranks, 2), context, config))
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A class and config to prove; cases are compared by the config's content."""
+    """A class and config to prove. Equality compares the content of configs."""
 
     kind: type[PreTrainedModel]
     fields: str
@@ -84,7 +85,7 @@ class _Case:
 
 @lru_cache(maxsize=64)
 def _prove(case: _Case) -> None:
-    """Proves a case. Raises ModelError on failure; failures are not cached."""
+    """Proves a case. Raises ModelError on failure. Does not cache failures."""
     text = case.config.get_text_config()
     if by_layer := text.to_dict().get("per_layer_config"):
         different = sorted({name for fields in by_layer.values() for name in fields})
@@ -93,7 +94,7 @@ def _prove(case: _Case) -> None:
             f" supported; {FIX}"
         )
     if not getattr(text, "num_attention_heads", None):
-        raise ModelError(f"{case.kind.__name__} has no attention heads by its config, so nothing to cache; {FIX}")
+        raise ModelError(f"{case.kind.__name__} has no attention heads by its config; {FIX}")
     check_positions(case.config, case.context)
     others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if others:
@@ -132,14 +133,14 @@ def _serve_small(case: _Case, seed: int) -> None:
         raise ModelError(f"{case.kind.__name__} cannot be split: {error}") from error
     try:
         ranks = [_CheckedRank(part, group, case.context) for part, group in models]
-    except Exception as error:  # the class would raise the same error at load
+    except Exception as error:  # loading would raise the same error
         raise _wrong(error) from error
-    with ThreadPoolExecutor(len(ranks)) as pool:  # in parallel, since ranks wait for each other's sums
+    with ThreadPoolExecutor(len(ranks)) as pool:  # parallel, since ranks wait for each other
         errors = [future.exception() for future in [pool.submit(rank.run, texts) for rank in ranks]]
     failures = [error for error in errors if error is not None]
     failures.sort(
         key=lambda error: isinstance(error, threading.BrokenBarrierError)
-    )  # errors caused by another rank's failure come last
+    )  # a rank's own error precedes errors caused by it
     if failures:
         raise _wrong(failures[0]) from failures[0]
 
@@ -147,7 +148,7 @@ def _serve_small(case: _Case, seed: int) -> None:
 def _wrong(error: BaseException) -> _WrongError:
     if isinstance(error, _WrongError):
         return error
-    return _WrongError(str(error) if isinstance(error, ModelError) else f"a small model of it fails ({_named(error)})")
+    return _WrongError(str(error) if isinstance(error, ModelError) else f"its small test model fails ({_named(error)})")
 
 
 def _named(error: BaseException) -> str:
@@ -160,39 +161,39 @@ def _named(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """Two sessions' tokens, rejected draft tokens and a side branch, with transformers' logits of each text."""
+    """Tokens of two sessions, rejected draft tokens and a side branch, with transformers' logits of each text."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
     rejected: tuple[int, ...]  # tokens drafted after 27 tokens of session a
-    branch: tuple[int, ...]  # the tree's other branch; session a continues with the first one
-    logits: dict[tuple[int, ...], Tensor]  # (tokens, vocabulary) each, by complete text
+    branch: tuple[int, ...]  # other branch of the tree; session a continues with the first branch
+    logits: dict[tuple[int, ...], Tensor]  # each (tokens, vocabulary), by full text
 
     def expected(self, text: tuple[int, ...], count: int) -> Tensor:
-        """Returns the logits at a text's last `count` tokens."""
+        """Returns the logits at the last `count` tokens of a text."""
         whole = next(logits for of, logits in self.logits.items() if of[: len(text)] == text)
         return whole[len(text) - count : len(text)]
 
 
 def _reference(case: _Case, seed: int) -> tuple[_Texts, PreTrainedModel]:
-    """Returns the texts with transformers' uncached logits, and the model, for the first small config that works."""
+    """Builds the first small config that works; returns texts, with transformers' uncached logits, and the model."""
     reasons = []
     for with_widths in (True, False):
         try:
             config = small_config(case.config, context=case.context, with_widths=with_widths)
             model = _random_model(case.kind, config, seed)
             return _plain_logits(model, seed), model
-        except Exception as error:  # noqa: BLE001 - configs validate in their own ways; the reason is reported
+        except Exception as error:  # noqa: BLE001 - configs raise arbitrary errors, which are reported
             reasons.append(_named(error))
-    raise _WrongError(f"no small model of it can be built to compare with transformers ({reasons[0]})")
+    raise _WrongError(f"no small test model of it can be built ({reasons[0]})")
 
 
 def _random_model(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """Returns a model with weights so large that a wrong key shows; preserves torch's generator state."""
+    """Returns a model with weights large enough to reveal a wrong key. Preserves torch's generator state."""
     with torch.device("meta"):
         parameters = kind._from_config(config, dtype=torch.float32).num_parameters()
     if parameters > MAX_PARAMETERS:
-        raise ValueError(f"it still has {parameters} parameters")
+        raise ValueError(f"{parameters} parameters are too many for a check; at most {MAX_PARAMETERS} are allowed")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = kind._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
@@ -243,14 +244,14 @@ class _RecordedBatch(RaggedBatch):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A row of a step, and the logits that it must yield."""
+    """A row of a step, and its expected logits."""
 
     row: InputRow
     expected: Tensor
 
 
 class _CheckedRank:
-    """A rank's share of the small model, or all of it, with its cache."""
+    """Small model, or one rank's share of it, with its cache."""
 
     def __init__(self, model: PreTrainedModel, group: Group, context: int | None) -> None:
         self._config = model.config.get_text_config()
@@ -260,12 +261,12 @@ class _CheckedRank:
         self._group = group
 
     def run(self, texts: _Texts) -> None:
-        """Runs every kind of step. Raises _WrongError at the first one that contradicts transformers or the config."""
+        """Runs every kind of step. Raises _WrongError at the first step that contradicts transformers or the config."""
         try:
             self._run(texts)
         except BaseException:
             if isinstance(self._group, ThreadGroup):
-                self._group.abort()  # the other ranks wait for this one
+                self._group.abort()  # releases the other ranks
             raise
 
     @torch.inference_mode()
@@ -310,12 +311,12 @@ class _CheckedRank:
         furthest = float((logits - expected).abs().max() / expected.abs().max())
         if not furthest < TOLERANCE:  # also true for NaN
             raise _DifferentLogitsError(
-                f"its logits differ by {furthest:.2g} of the largest from those of transformers' own forward, compared"
+                f"its logits differ by {furthest:.2g} of the largest logit from transformers' own forward, compared"
                 f" for {what} with small random weights"
             )
 
     def _check_attention(self, attended: Sequence[_Attended]) -> None:
-        """Raises _WrongError unless every layer attended once, with the sizes and windows of its config."""
+        """Raises _WrongError unless every layer attended exactly once, with the sizes and window in the config."""
         times = Counter(call.layer for call in attended)
         for layer in range(self._shape.layers):
             if times[layer] != 1:
@@ -343,7 +344,7 @@ def _shares(model: PreTrainedModel, ranks: int) -> list[tuple[PreTrainedModel, G
 
 
 def _share(model: PreTrainedModel, group: Group) -> PreTrainedModel:
-    """Returns one rank's share of a model, as loading would create it."""
+    """Returns one rank's share of a model, as created by loading."""
     share = copy.deepcopy(model)
     weights = dict(model.state_dict())
     cuts = shard(share, group)

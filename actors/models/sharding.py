@@ -1,7 +1,7 @@
-"""Splits a model's linear layers over tensor-parallel ranks by transformers' plan for the architecture.
+"""Splits linear layers over tensor-parallel ranks by transformers' plan for the architecture.
 
-Every rank holds plain tensors: its rows or columns of the split layers, and all of the others. Only two kinds of layers
-communicate; the rest of the model does not know about ranks.
+Every rank holds ordinary tensors: its rows or columns of split layers, and all other layers in full. Only two layer
+classes communicate; the rest of the model is independent of ranks.
 """
 
 import re
@@ -25,7 +25,7 @@ SPLIT = frozenset({COLUMNS, GATHERED, ROWS, ROWS_OF_WHOLE})
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a tensor that a rank holds: `length` elements from `begin` on along `dim`."""
+    """Part of a tensor held by a rank: `length` elements from `begin` on, along `dim`."""
 
     dim: int
     begin: int
@@ -38,7 +38,7 @@ class Cut:
 
 
 class RowParallelLinear(nn.Linear):
-    """Holds some input columns of a layer; sums partial outputs over the ranks and adds the bias once."""
+    """Layer with some of the input columns; sums partial outputs over the ranks and adds the bias once."""
 
     def __init__(self, whole: nn.Linear, group: Group, inputs_are_split: bool) -> None:
         cut = _even_cut(1, whole.in_features, group)
@@ -59,9 +59,9 @@ class RowParallelLinear(nn.Linear):
 
 
 class VocabularyParallelHead(nn.Linear):
-    """Holds some output rows of the LM head, or of another layer that a plan gathers; gathers the outputs.
+    """LM head, or another gathered layer of a plan, with some of the output rows; gathers the outputs.
 
-    The last ranks hold fewer rows if the size is not divisible.
+    If the size is not divisible, the last ranks hold fewer rows.
     """
 
     def __init__(self, whole: nn.Linear, group: Group) -> None:
@@ -78,13 +78,13 @@ class VocabularyParallelHead(nn.Linear):
         return self.gather(super().forward(inputs))
 
     def gather(self, local: Tensor) -> Tensor:
-        """Returns the layer's whole output, gathered from all ranks' columns."""
+        """Gathers the columns of all ranks; returns the whole output."""
         gathered = self.group.all_gather(F.pad(local, (0, self._rows - local.shape[-1])))  # (ranks, ..., rows)
         return gathered.movedim(0, -2).flatten(-2)[..., : self._outputs]
 
 
 def check_plan(model: PreTrainedModel) -> None:
-    """Raises ModelError if a model has no plan, or the plan has a style that is not implemented."""
+    """Raises ModelError if a model has no plan or its plan has an unsupported style."""
     if not model.tp_plan:
         raise ModelError(f"{type(model).__name__} has no tensor-parallel plan; use target.tensor_parallel: 1")
     others = {name: style for name, style in _styles(model).items() if style not in SPLIT | WHOLE}
@@ -97,9 +97,9 @@ def check_plan(model: PreTrainedModel) -> None:
 
 
 def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
-    """Replaces the model's empty layers by this rank's parts; returns the cut of each split parameter.
+    """Replaces the model's empty layers with this rank's parts; returns the cut of each split parameter.
 
-    The embedding stays whole.
+    Does not split the embedding.
     """
     check_plan(model)
     cuts: dict[str, Cut] = {}
@@ -107,7 +107,7 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
         if style in SPLIT:
             layer = model.get_submodule(name)
             if not isinstance(layer, nn.Linear):
-                raise ModelError(f"cannot split {name}: it is a {type(layer).__name__}, not a linear layer")
+                raise ModelError(f"cannot split {name}, a {type(layer).__name__}; use target.tensor_parallel: 1")
             local, cut = _split(layer, style, group)
             model.set_submodule(name, local)
             cuts[f"{name}.weight"] = cut
@@ -117,14 +117,14 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
 
 
 def _styles(model: PreTrainedModel) -> dict[str, str]:
-    """Returns the plan's style for every layer and parameter that it names."""
+    """Returns the plan's style for each layer and parameter in it."""
     names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
     styles = {name: model.tp_plan.get(_in_plan(name)) for name in names}
     return {name: style for name, style in styles.items() if style is not None}
 
 
 def _in_plan(name: str) -> str:
-    """Returns a layer's name as plans write it, with `*` for layer numbers."""
+    """Returns a layer's name in the notation of plans, with `*` for layer numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -142,7 +142,7 @@ def _split(whole: nn.Linear, style: str, group: Group) -> tuple[nn.Linear, Cut]:
 
 def _even_cut(dim: int, size: int, group: Group) -> Cut:
     if size % group.size:
-        raise ModelError(f"target.tensor_parallel is {group.size}, which does not divide a layer's size, {size}")
+        raise ModelError(f"target.tensor_parallel is {group.size}; use a divisor of a layer's size, {size}")
     length = size // group.size
     return Cut(dim, group.rank * length, length)
 

@@ -1,8 +1,8 @@
-"""Shrinks a model's config: keeps every kind of layer, and shortens every length on which attention depends.
+"""Shrinks a model's config: keeps every layer type and shortens every length on which attention depends.
 
-A proof for the small model holds for the large one only if both take the same paths through the code. So sizes keep
-their relations (as many key heads as query heads, one, or some), and windows and similar lengths become so short that a
-text of a hundred tokens exceeds them several times.
+A proof for the small model holds for the large one only if both take the same paths through the code. Therefore, sizes
+keep their relations, such as one key head, or equal numbers of key and query heads. Windows and similar lengths become
+short enough that a text of a hundred tokens exceeds them several times.
 """
 
 from typing import Any
@@ -13,15 +13,15 @@ DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
-MIN_LAYERS = 4  # first layers to keep; alternating patterns repeat within these
+MIN_LAYERS = 4  # minimum number of layers; covers alternating patterns
 SMALL_HEADS = 4
 SMALL_HIDDEN = 64
 SMALL_VOCABULARY = 256
-TEXT_TOKENS = 128  # upper limit of a check's texts
+TEXT_TOKENS = 128  # maximum length of a check's texts
 WINDOW = 8
 SHORT = 16  # original length of RoPE scaling
 
-# Upper limits by field. Fields that a config lacks, or that are not numbers, stay unchanged.
+# Upper limits by field. Missing and non-numeric fields stay unchanged.
 WIDTHS = {
     "intermediate_size": 96,
     "intermediate_size_mlp": 96,
@@ -66,7 +66,7 @@ EXPERTS = {
     "moe_layer_start_index": 1,
 }
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions")
-# Lengths at which attention changes: a window slides, a chunk ends, a temperature rises.
+# Lengths at which attention changes, such as the size of a window or a chunk.
 THRESHOLDS = (
     "sliding_window",
     "sliding_window_size",
@@ -88,7 +88,7 @@ VOCABULARY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-NUMBERED_LAYERS = (  # fields that list layer numbers
+NUMBERED_LAYERS = (  # lists of layer numbers
     "mlp_only_layers",
     "full_attn_idxs",
     "moe_layers",
@@ -96,7 +96,7 @@ NUMBERED_LAYERS = (  # fields that list layer numbers
     "cross_attention_layers",
     "ple_layer_ids",
 )
-DROPPED = (  # fields that do not affect computation, or that describe weights
+DROPPED = (  # fields that describe weights or do not affect the computation
     "quantization_config",
     "transformers_version",
     "_name_or_path",
@@ -106,15 +106,15 @@ DROPPED = (  # fields that do not affect computation, or that describe weights
     "auto_map",
     "_attn_implementation",
     "attn_implementation",
-    "attention_types",  # short form of GPT-Neo's list of layers
+    "attention_types",  # short form of GPT-Neo's layer list
 )
 
 
 def small_config(config: PretrainedConfig, *, context: int | None = None, with_widths: bool = True) -> PretrainedConfig:
-    """Returns a small copy that represents texts of up to `context` tokens; None: up to the model's positions.
+    """Returns a small copy for texts of up to `context` tokens; None: up to the model's positions.
 
-    A threshold that no such text reaches is not reached in a check either. Without `with_widths`, only layers,
-    vocabulary and positions are reduced.
+    If no such text reaches a threshold, neither does a check. Without `with_widths`, reduces only layers, vocabulary
+    and positions.
     """
     return type(config)(**_small(config.to_dict(), context, with_widths))
 
@@ -152,7 +152,7 @@ def _at_most(value: Any, most: int) -> Any:
 
 
 def _cut_layers(fields: dict[str, Any]) -> None:
-    """Keeps one layer of every kind, and at least the first MIN_LAYERS."""
+    """Keeps one layer of every type, and at least the first MIN_LAYERS layers."""
     for name in DEPTH:
         if not _is_count(fields.get(name)):
             continue
@@ -176,7 +176,7 @@ def _cut_layers(fields: dict[str, Any]) -> None:
 
 
 def _shrink_heads(small: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Preserves the relation of key heads to query heads, and whether the heads' total size is the hidden size."""
+    """Shrinks heads; preserves the ratio of key to query heads, and equality of total head size and hidden size."""
     heads = next((fields[name] for name in HEADS if _is_count(fields.get(name))), None)
     hidden = next((fields[name] for name in HIDDEN if _is_count(fields.get(name))), None)
     if not heads or not hidden:
@@ -214,7 +214,7 @@ def _shrink_heads(small: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _shorten_rope(name: str, small: dict[str, Any], fields: dict[str, Any], context: int | None) -> None:
-    """Shortens a scaling's original length so that check texts exceed it, unless real texts never do."""
+    """Shortens a scaling's original length below the length of check texts, unless real texts never exceed it."""
     by_kind = {kind: part for kind, part in fields[name].items() if isinstance(part, dict)} or {"": fields[name]}
     shortened = {}
     for kind, part in by_kind.items():
@@ -237,6 +237,6 @@ def _shorten_rope(name: str, small: dict[str, Any], fields: dict[str, Any], cont
 
 
 def _rotated(fields: dict[str, Any]) -> int:
-    """Returns the size of a head that is rotated, before partial rotation."""
+    """Returns the rotated size of a head, before partial rotation."""
     named = fields.get("qk_rope_head_dim") or fields.get("head_dim")
     return int(named or fields["hidden_size"] // fields["num_attention_heads"])

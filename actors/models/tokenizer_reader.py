@@ -1,4 +1,4 @@
-"""Loads a checkpoint's tokenizer and its end-of-text ids; refuses unsupported ones in one line with a fix."""
+"""Loads a checkpoint's tokenizer and end-of-text ids. Every error is a single line with a fix."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "voc
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a checkpoint ships its own tokenizer."""
+    """Returns whether a checkpoint contains a tokenizer."""
     return any((folder / name).is_file() for name in FILES)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Loads a fast tokenizer. Raises ModelError if the folder holds none that can be served."""
+    """Loads a fast tokenizer. Raises ModelError if the folder contains none or it is unsupported."""
     folder = Path(folder)
     if not has_tokenizer(folder):
         raise ModelError(
@@ -29,7 +29,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises no more specific class
+    except Exception as error:  # the tokenizers library raises only Exception
         raise ModelError(
             f"the tokenizer in {folder} cannot be loaded: {_reason(error)}; fetch its files again, or write a"
             " tokenizer.json with save_pretrained()"
@@ -42,7 +42,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     backend = tokenizer.backend_tokenizer
     if backend.decoder is None and not isinstance(
         backend.model, models.WordLevel
-    ):  # tokenizers of whole words need no decoder
+    ):  # a word-level tokenizer needs no decoder
         raise ModelError(
             f"the tokenizer in {folder} has no decoder and cannot turn tokens into text; add the decoder to its"
             " tokenizer.json, as in the original checkpoint"
@@ -51,14 +51,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def id_limit(tokenizer: Any) -> int:
-    """Returns the highest token id plus 1; ids may have gaps, so the number of tokens may be lower."""
+    """Returns the highest token id plus 1. Ids may have gaps, so there may be fewer tokens."""
     ids: Mapping[str, int] = tokenizer.get_vocab()
     return max(ids.values()) + 1
 
 
 def _reason(error: Exception) -> str:
-    if "trust_remote_code" in str(error):  # transformers' advice, which does not apply here
-        return "it needs Python code of its own (auto_map in tokenizer_config.json), which is never run here"
+    if "trust_remote_code" in str(error):  # replaces transformers' advice, which does not apply
+        return "it needs Python code of its own (auto_map in tokenizer_config.json), which is not run"
     text = one_line(error)
     return text if isinstance(error, OSError | ImportError | ValueError) else f"{type(error).__name__}: {text}"
 
@@ -69,10 +69,10 @@ KEY = "eos_token_id"
 
 @dataclass(frozen=True, slots=True)
 class EndOfText:
-    """The end-of-text ids, and the file that states them."""
+    """The end-of-text ids and the file that lists them."""
 
     ids: tuple[int, ...]
-    source: str  # empty: neither a file nor the tokenizer states any
+    source: str  # empty if no file and no tokenizer has ids
 
     def __str__(self) -> str:
         if not self.ids:
@@ -82,10 +82,9 @@ class EndOfText:
 
 
 def end_of_text(folder: Path) -> EndOfText:
-    """Reads the ids from generation_config.json, else from config.json, else from the tokenizer.
+    """Reads the ids from the first source that has any: generation_config.json, config.json, the tokenizer.
 
-    A file with null, [], or only ids that the model cannot produce counts as stating none, so the next one is read.
-    Raises ModelError for a broken file.
+    A file with null, [], or only ids that the model cannot produce has none. Raises ModelError for a broken file.
     """
     folder = Path(folder)
     rows = embedding_rows(folder) if (folder / CONFIG).is_file() else None
@@ -96,7 +95,7 @@ def end_of_text(folder: Path) -> EndOfText:
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
-    """Returns the end-of-text ids; several are common, none is possible."""
+    """Returns the end-of-text ids: often several, possibly none."""
     return end_of_text(folder).ids
 
 
@@ -113,7 +112,7 @@ def _sources(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _ids(value: Any, source: str, folder: Path) -> tuple[int, ...]:
-    """Returns token ids from a number, a number in quotes, or a list of these."""
+    """Parses token ids: a number, a quoted number, or a list of these."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     ids = [_id(item) for item in values]
     if None in ids:

@@ -1,6 +1,6 @@
-"""Loads weights from safetensors shards into an empty model: only this rank's parts, cast while reading.
+"""Loads this rank's weights from safetensors shards into an empty model; casts them while reading.
 
-A checkpoint is loaded only if each parameter is stored once, or tied to a stored one, and nothing else is stored.
+A checkpoint must store each parameter once, or a parameter tied to it, and nothing else.
 """
 
 import re
@@ -29,12 +29,12 @@ from cluster.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHOWN_AFTER_S = 2.0  # seconds before a load shows a progress bar
+SHOWN_AFTER_S = 2.0  # seconds before a progress bar appears
 UNREAD_TENSORS = (
-    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # stored by old checkpoints, though the config determines them
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # in old checkpoints; the config determines them
     r"(^|\.)position_ids$",
     r"(^|\.)(attn|attention)\.masked_bias$",
-    r"^mtp\.",  # modules of multi-token prediction, which drafters read
+    r"^mtp\.",  # multi-token prediction modules, which drafters read
     r"^model\.mtp_layers\.",
 )
 CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.bias$")  # shape (1, 1, positions, positions)
@@ -50,20 +50,20 @@ class Stored:
 
     path: Path
     shape: Shape
-    key: str  # the tensor's name in the file
+    key: str  # tensor name in the file
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Time and memory that loading took on one rank."""
+    """Duration and memory of a load on one rank."""
 
     seconds: float
-    peak_bytes: int  # peak memory of the process, or on a GPU of torch's allocator
+    peak_bytes: int  # peak memory of the process; on a GPU, of torch's allocator
     parameters: int  # tied parameters count once
 
 
 def indexed_files(folder: Path) -> dict[str, str]:
-    """Returns the file name of each tensor from a checkpoint's index. Raises ModelError for a broken index."""
+    """Reads a checkpoint's index; returns the file name of each tensor. Raises ModelError for a broken index."""
     path = folder / INDEX
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
@@ -72,10 +72,10 @@ def indexed_files(folder: Path) -> dict[str, str]:
 
 
 def stored_tensors(folder: Path, *, partial: bool = False) -> dict[str, Stored]:
-    """Returns a folder's tensors by key; empty if it has no safetensors files that transformers would read.
+    """Returns a folder's tensors by key; empty if it has no safetensors files with standard names.
 
-    The index determines which file holds a tensor. With `partial`, files that were not downloaded are left out;
-    otherwise a missing file raises ModelError.
+    The index maps tensors to files. With `partial`, skips missing files; otherwise, raises ModelError for a missing
+    file.
     """
     single = folder / SINGLE
     if single.is_file():
@@ -100,7 +100,7 @@ def stored_tensors(folder: Path, *, partial: bool = False) -> dict[str, Stored]:
 
 
 def check_has_weights(folder: Path) -> None:
-    """Raises ModelError if a folder has no weights under the expected file names; the error names what it has."""
+    """Raises ModelError if a folder has no weights with the expected file names; the error names other weights."""
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return
     for pattern, kind in (("*.bin", "PyTorch pickles"), ("*.pt", "PyTorch pickles"), ("*.gguf", "GGUF files")):
@@ -115,26 +115,26 @@ def check_has_weights(folder: Path) -> None:
 
 
 def check_no_strays(folder: Path, stored: Mapping[str, Stored]) -> None:
-    """Raises ModelError if a shard holds tensors that the index does not list for it; transformers would read them."""
+    """Raises ModelError if a shard contains tensors that the index does not map to it; transformers would read them."""
     for path in sorted({tensor.path for tensor in stored.values()}):
         own = {tensor.key for tensor in stored.values() if tensor.path == path}
         if strays := [key for key in _header(path) if key not in own]:
             raise ModelError(
-                f"{path} also holds {_listed(strays)}, which {INDEX} gives to another file or none; write the"
+                f"{path} also holds {_listed(strays)}, which {INDEX} does not map to this file; write the"
                 " checkpoint again with save_pretrained()"
             )
 
 
 def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Returns tensors of one file, on the CPU: those with these names, or all."""
+    """Reads tensors of one file to the CPU; `names` None: all tensors."""
     with _opened(path) as shard:
         return {name: shard.get_tensor(name) for name in (list(shard.keys()) if names is None else names)}
 
 
 def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], folder: Path) -> None:
-    """Raises ModelError unless the stored tensors are exactly the model's, with the same shapes where known.
+    """Raises ModelError unless the stored tensors match the model's one to one; also compares known shapes.
 
-    Names are compared after transformers' renaming. Tied weights may be stored once.
+    Compares names after transformers' renaming. Tied weights may be stored once.
     """
     expected: dict[str, Tensor] = model.state_dict()
     transforms = get_model_conversion_mapping(model)
@@ -152,7 +152,7 @@ def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], fo
             surplus.append(key)
         elif pattern is None:
             stored_shapes[name] = shape
-        else:  # one of several tensors that are merged into a parameter
+        else:  # one of several tensors of a merged parameter
             stored_shapes |= {name.replace(targets[pattern][0], target): None for target in targets[pattern]}
     for pair in model.all_tied_weights_keys.items():
         if not stored_shapes.keys().isdisjoint(pair):
@@ -175,7 +175,7 @@ def refuse_misfits(
     misshapen: Mapping[str, tuple[Shape, Shape]],
     shapes: Mapping[str, Shape | None],
 ) -> None:
-    """Raises ModelError for tensors that are missing, unexpected (unless harmless), or of another shape."""
+    """Raises ModelError for missing, misshapen, or harmful surplus tensors."""
     missing = sorted(missing)
     surplus = sorted(name for name in surplus if not _is_harmless(model, name, shapes.get(name)))
     if not (missing or surplus or misshapen):
@@ -205,7 +205,7 @@ def refuse_misfits(
 
 
 def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
-    """Returns why a checkpoint's tensors do not match this model's names one to one; empty if they do."""
+    """Returns the reason why tensors cannot be read directly into this model's parameters; empty if they can."""
     if getattr(model.config, "quantization_config", None):
         return "its weights are quantised"
     if any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model, add_legacy=False)):
@@ -227,12 +227,12 @@ def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
 def fill(
     model: PreTrainedModel, stored: Mapping[str, Stored], cuts: Mapping[str, Cut], device: torch.device, show: bool
 ) -> None:
-    """Loads an empty model's weights, cut according to `cuts`. With `show`, a long load shows a progress bar on stderr.
+    """Loads an empty model's weights, cut by `cuts`. With `show`, a long load shows a progress bar on stderr.
 
-    Raises ModelError for weights that are not finite.
+    Raises ModelError for NaN or infinite weights.
     """
     empty: dict[str, Tensor] = model.state_dict()
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # no buffers: masks hold -inf
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # not buffers: masks hold -inf
     parts: dict[str, dict[str, Cut | None]] = defaultdict(dict)  # by key, then by parameter
     for name, key in _origins(model, stored).items():
         parts[key][name] = cuts.get(name)
@@ -250,15 +250,15 @@ def fill(
                         broken.append(read.key)
                     filled |= read.held
                     progress.update()
-            if broken:  # raised only once no thread reads the file
+            if broken:  # raised after all threads have finished reading
                 raise _not_finite(path, broken, model.dtype)
     model.load_state_dict(filled, assign=True)
-    model.to(device)  # moves buffers that no checkpoint holds
+    model.to(device)  # moves buffers that are not stored
     model.requires_grad_(False)
 
 
 def report(model: PreTrainedModel, started: float) -> LoadReport:
-    """Returns the report of a load that began at `started`, by time.perf_counter()."""
+    """Returns the report of a load that began at `started`, on the clock time.perf_counter()."""
     if model.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(model.device)
     else:
@@ -269,7 +269,7 @@ def report(model: PreTrainedModel, started: float) -> LoadReport:
 
 
 def _origins(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, str]:
-    """Returns the stored key of every parameter and buffer; of tied ones, a checkpoint may hold either or both."""
+    """Maps every parameter and buffer to its stored key. Of tied parameters, a checkpoint may store one or both."""
     origins = {name: name for name in model.state_dict() if name in stored}
     for target, source in model.all_tied_weights_keys.items():
         for name, other in ((target, source), (source, target)):
@@ -281,14 +281,14 @@ def _origins(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, 
 @dataclass(frozen=True, slots=True)
 class _Read:
     key: str
-    whole: Tensor  # all that this rank holds of the tensor
+    whole: Tensor  # this rank's part of the tensor
     held: Mapping[str, Tensor]  # by parameter
 
 
 def _read(shard: Any, key: str, parts: Mapping[str, Cut | None], dtype: torch.dtype, device: torch.device) -> _Read:
-    """Reads the parts of a tensor that parameters hold; different parts are views of the whole tensor.
+    """Reads the parts of a tensor for its parameters. Distinct parts are views of the whole tensor.
 
-    On a CPU, parts that are neither cast nor cut by columns stay memory-mapped.
+    On a CPU, a part stays memory-mapped unless it is cast or cut by columns.
     """
     cuts = set(parts.values())
     common = cuts.pop() if len(cuts) == 1 else None
@@ -302,17 +302,17 @@ def _read(shard: Any, key: str, parts: Mapping[str, Cut | None], dtype: torch.dt
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Returns whether no value is NaN or infinite, in one pass over memory (`isfinite` takes ten times as long)."""
+    """Returns whether all values are finite, in one pass over memory (`isfinite` takes ten times as long)."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.dtype.itemsize == 1:
         tensor = tensor.to(torch.bfloat16)  # 8-bit floats cannot be compared
-    least, most = torch.aminmax(tensor.detach())  # minimum and maximum propagate NaN
+    least, most = torch.aminmax(tensor.detach())  # both propagate NaN
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
 def check_finite(model: PreTrainedModel, folder: Path) -> None:
-    """Raises ModelError, naming them, if weights of a loaded model are NaN or infinite."""
+    """Raises ModelError, naming the tensors, if weights of a loaded model are NaN or infinite."""
     if broken := [name for name, weight in model.named_parameters() if not is_finite(weight)]:
         raise _not_finite(folder, broken, model.dtype)
 
@@ -326,9 +326,9 @@ def _not_finite(where: Path, names: Sequence[str], dtype: torch.dtype) -> ModelE
 
 
 def _is_harmless(model: PreTrainedModel, name: str, shape: Shape | None) -> bool:
-    """Returns whether a stored tensor that the model lacks can be ignored without changing its output."""
+    """Returns whether a stored tensor that is not part of the model can be ignored without changing its output."""
     text = model.config.get_text_config()
-    first = int(getattr(text, "num_hidden_layers", 0))  # modules of multi-token prediction may follow the last layer
+    first = int(getattr(text, "num_hidden_layers", 0))  # multi-token prediction modules may follow the last layer
     extra = range(first, first + int(getattr(text, "num_nextn_predict_layers", None) or 0))
     patterns = (*UNREAD_TENSORS, *(rf"^model\.layers\.{layer}\." for layer in extra))
     if re.search("|".join((*patterns, *sorted(model._keys_to_ignore_on_load_unexpected))), name):
@@ -341,7 +341,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """Returns all tensors listed in a file's header."""
+    """Returns the tensors in a file's header."""
     with _opened(path) as shard:
         return {key: Stored(path, tuple(shard.get_slice(key).get_shape()), key) for key in list(shard.keys())}
 
