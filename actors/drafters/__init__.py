@@ -1,19 +1,18 @@
-"""Drafting methods: how a drafter finds candidate tokens.
+"""Drafting methods, which propose candidate tokens.
 
-Every method implements `DraftingMethod` (`cluster/drafting/method.py`): it opens sessions, follows their committed
-tokens, and proposes blocks on request (`draft`) or for likely verdicts while a block is verified (`draft_ahead`). A
-method only affects speed: the target verifies every token, so a bad method is slow but never wrong.
+Every method implements `DraftingMethod` (`cluster/drafting/method.py`): it opens sessions, receives their committed
+tokens, and proposes blocks, either on request (`draft`) or during verification, for likely verdicts (`draft_ahead`). A
+method affects only speed: the target verifies every token, so a bad method is slow but never wrong.
 
-`registry.py` maps the configured name to a module with a function `create`. The module is imported only when its method
-is configured, so methods without a model need no torch.
+`registry.py` maps the configured name to a module with a function `create`. Only the configured method's module is
+imported, so methods without a model do not need torch.
 
-* `lookup` holds methods without a model. `ngram.py` searches the session's own text, `suffix.py` recent answers too,
-and
-  `hybrid.py` combines n-gram drafts with a draft model.
-* `model` drafts with a small language model over a paged cache. `loading.py` creates it from a checkpoint,
+* `lookup` contains methods without a model. `ngram.py` searches the session's own text, `suffix.py` also recent
+  answers, and `hybrid.py` combines n-gram drafts with a draft model.
+* `model` drafts with a small language model over a paged cache. `loading.py` creates the model from a checkpoint, and
   `layer_skip.py` from some of the target's own layers.
-* `heads` holds draft heads that read the target's hidden states: EAGLE, MTP, DFlash, Medusa, MLPSpeculator.
-* `pass_profile.py` measures the cost of a drafting pass on this machine, for any method.
+* `heads` contains draft heads that read the target's hidden states: EAGLE, MTP, DFlash, Medusa, MLPSpeculator.
+* `pass_profile.py` measures the cost of drafting passes of any method on this machine.
 
-Read `registry.py` first, then `lookup/ngram.py`, the smallest method.
+Start with `registry.py` and `lookup/ngram.py`, the smallest method.
 """

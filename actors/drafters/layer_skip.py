@@ -1,7 +1,7 @@
-"""Self-speculation: some of the target's own layers, with its final norm and LM head, form the draft model.
+"""Self-speculation: a draft model of some of the target's own layers, with its final norm and LM head.
 
-After LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) and Draft & Verify (Zhang et al. 2023, arXiv 2309.08168). No
-second checkpoint has to be found or trained. The acceptance rate depends on how the target was trained.
+After LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) and Draft & Verify (Zhang et al. 2023, arXiv 2309.08168). It
+needs no second checkpoint. The acceptance rate depends on the target's training.
 """
 
 from actors.drafters.loading import draft_with
@@ -15,7 +15,7 @@ from cluster.config import DraftPool
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
-    """Creates the method. Raises ModelError if the target lacks one of the layers or a layer cannot be read."""
+    """Creates the method. Raises ModelError if the target lacks a layer or a layer cannot be read."""
     device = device_of(draft.resources)
     products = choose_products(draft.draft_model.quantization, setup.dtype, device)
     layers = draft.layer_skip.ids

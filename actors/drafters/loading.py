@@ -1,8 +1,8 @@
-"""Creates the draft model from a checkpoint, with the optional files in its folder.
+"""Creates the draft model from a checkpoint and the optional files in its folder.
 
-The folder may hold the most frequent tokens, a recurrent head, mask tokens and a published acceptance rate, against
-which drafters check themselves. Another checkpoint of the same shape, such as a version trained from the first, can
-replace the model while it drafts: both are in memory until the new one takes over the cache's memory.
+The folder may contain the most frequent tokens, a recurrent head, mask tokens and a published acceptance rate, to which
+drafters compare their own. Another checkpoint of the same shape, such as a further trained version, can replace the
+model during drafting. Both checkpoints are in memory until the new one takes over the cache.
 """
 
 import json
@@ -41,13 +41,13 @@ from actors.models.layer_subset import context_length
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 
-HEAD_TOKENS = 8192  # most frequent tokens that a recurrent head chooses from; it rarely predicts others
-PROBE_TOKENS = 4  # tokens fed to a checkpoint before it replaces another
+HEAD_TOKENS = 8192  # vocabulary of a recurrent head: the most frequent tokens; it rarely predicts others
+PROBE_TOKENS = 4  # tokens fed to a new checkpoint as a test
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
-    """Creates the method. Raises ModelError if the model does not fit the target's vocabulary or the device."""
-    assert draft.model is not None, "a configuration whose method asks a model has one"
+    """Creates the method. Raises ModelError if the model does not match the target's vocabulary or the device."""
+    assert draft.model is not None, "draft.method model requires draft.model"
     folder = local_folder(draft.model)
     check_draft(setup.target_tokens, folder)
     return load_draft_model(folder, draft, setup, device_of(draft.resources))
@@ -56,7 +56,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
 def load_draft_model(
     folder: Path, draft: DraftPool, setup: DraftSetup, device: torch.device, calibration: Calibration | None = None
 ) -> DraftModel:
-    """Loads a checkpoint as a drafting method; token ids unknown to the target are never proposed."""
+    """Loads a checkpoint as a drafting method. It never proposes token ids unknown to the target."""
     products = choose_products(draft.draft_model.quantization, setup.dtype, device)
     model = load_model(folder, products.dtype_name, device)
     return draft_with(model, products.product, draft, setup, folder, calibration)
@@ -70,10 +70,9 @@ def draft_with(
     beside: Path | None = None,
     calibration: Calibration | None = None,
 ) -> DraftModel:
-    """Creates the method from a loaded model and files in folder `beside`: frequent tokens, recurrent head, mask
-    tokens.
+    """Creates the method from a loaded model and the optional files in folder `beside`.
 
-    With a folder, checkpoints of the same shape can replace the model later.
+    With a folder, checkpoints of the same shape can later replace the model.
     """
     options = draft.draft_model
     parts = _parts_of(model, product, setup, beside)
@@ -98,7 +97,7 @@ def draft_with(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A model prepared for drafting; its logits' columns stand for `token_ids`, (columns,)."""
+    """Parts of a model prepared for drafting; column i of its logits scores `token_ids[i]`."""
 
     decoder: Decoder
     token_ids: Tensor
@@ -123,7 +122,7 @@ def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, besid
 
 
 class _Successors:
-    """Loads checkpoints that may replace `model`; they reuse the cache and attention backend of its `runner`."""
+    """Loads replacement checkpoints for `model`; they reuse the cache and attention backend of its `runner`."""
 
     def __init__(
         self, draft: DraftPool, setup: DraftSetup, model: PreTrainedModel, runner: ModelRunner, pages: int
@@ -137,7 +136,7 @@ class _Successors:
         self._pages = pages
 
     def __call__(self, folder: Path) -> DraftWeights:
-        """Loads, packs and tries a checkpoint. Raises ModelError if it is broken or of another shape."""
+        """Loads, packs and tests a checkpoint. Raises ModelError if it is broken or has another shape."""
         check_draft(self._setup.target_tokens, folder)
         products = choose_products(self._draft.draft_model.quantization, self._setup.dtype, self._device)
         model = load_model(folder, products.dtype_name, self._device)
@@ -161,7 +160,7 @@ class _Successors:
 
     @torch.inference_mode()
     def _try(self, folder: Path, model: PreTrainedModel, parts: _Parts) -> None:
-        """Feeds a few tokens through a separate small cache. Raises ModelError if a row of logits has no finite
+        """Feeds a few tokens through a small separate cache. Raises ModelError unless each row of logits has a finite
         maximum.
         """
         pages = -(-PROBE_TOKENS // self._shape.page_size)
@@ -172,7 +171,7 @@ class _Successors:
         output = runner.forward([InputRow(tokens, 0, len(tokens), tuple(range(pages)))])
         found = [output.logits]
         if parts.head is not None:
-            assert output.hidden is not None, "a head goes on from states"
+            assert output.hidden is not None, "a head needs hidden states"
             found.append(parts.head.predict_next(output.hidden, tokens).logits)
         if not all(bool(torch.isfinite(logits.amax(dim=-1)).all()) for logits in found):
             raise ModelError(f"{folder} computes NaN or infinite logits; train it again")
@@ -182,9 +181,9 @@ FIGURE = "first_token_acceptance"
 
 
 def published_acceptance(draft: DraftPool) -> float | None:
-    """Returns the share of blocks whose first token the target accepts, as stated in the draft's config.json.
+    """Reads the published acceptance rate of blocks' first tokens from the draft's config.json.
 
-    Returns None if it is not stated. Raises ModelError if the value is not a share in (0, 1].
+    Returns None if it is missing. Raises ModelError if it is outside (0, 1].
     """
     if draft.model is None:
         return None

@@ -1,4 +1,4 @@
-"""Measures the cost of drafting passes on this machine, once, through the method's interface."""
+"""Measures the cost of a method's drafting passes on this machine."""
 
 from functools import partial
 from statistics import median
@@ -10,15 +10,15 @@ from cluster.drafting.session_table import DrafterLimits
 from protos.messages import DraftRequest, Open
 from protos.prefix import Prefix
 
-PROFILE_ROWS = (1, 4, 16)  # numbers of sessions per measured pass
+PROFILE_ROWS = (1, 4, 16)  # sessions per measured pass
 PROFILE_FORWARDS = 4  # forwards in the longest measured pass
 PROMPT_TOKENS = 8
 
 
 def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost:
-    """Measures drafting passes over sessions with known prompts, then closes the sessions.
+    """Measures drafting passes over sessions with generated prompts, then closes the sessions.
 
-    A method that finds no candidates in these prompts is measured without drafting any.
+    If a method finds no candidates in these prompts, its passes are measured without drafting.
     """
     sizes = [rows for rows in PROFILE_ROWS if rows == 1 or rows <= limits.max_sessions]
     width = method.tokens_per_forward
@@ -26,7 +26,7 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     sessions = [_session(limits, index) for index in range(sizes[-1])]
     for session in sessions:
         method.open(session)
-        if isinstance(method, ReadsStates):  # states of zeros
+        if isinstance(method, ReadsStates):  # all-zero states
             method.states(session.session, 0, bytes((PROMPT_TOKENS - 1) * method.states_format.row_bytes))
     batches = [[_request(each, length) for each in sessions[:rows]] for rows in sizes for length in lengths]
     seconds = iter(fastest_s([partial(method.draft, requests) for requests in batches]))
@@ -35,7 +35,7 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
     further = []
     passes = []
     for rows, (one, whole, long) in zip(sizes, zip(seconds, seconds, seconds, strict=True), strict=True):
-        rest_s = max(0.0, whole - one)  # time for all but the first token of a forward
+        rest_s = max(0.0, whole - one)  # duration of all but the first token of a forward
         forward_s = max(0.0, (long - whole) / (PROFILE_FORWARDS - 1) - rest_s)
         forwards.append((rows, forward_s))
         further.append((rows, rest_s / max(1, width - 1)))
@@ -49,12 +49,12 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
 
 
 def _session(limits: DrafterLimits, index: int) -> Open:
-    """Returns a greedy session whose prompt shares no page with the others."""
+    """Returns a greedy session whose prompt shares no page with other prompts."""
     tokens = tuple((index * PROMPT_TOKENS + position) % limits.vocabulary for position in range(PROMPT_TOKENS))
     return Open.measured(f"profile {index}", tokens, limits.max_context, limits.max_context)
 
 
 def _request(session: Open, length: int) -> DraftRequest:
-    """Returns a request for a block of `length` tokens, without a minimum probability."""
+    """Returns a request for a block of `length` tokens, without a probability threshold."""
     prefix_hash = Prefix(session.hash_key, session.tokens).hash
     return DraftRequest(session.session, session.attempt, len(session.tokens), prefix_hash, length)

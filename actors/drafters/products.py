@@ -1,4 +1,4 @@
-"""Matrix products of a draft model or head, chosen by the method's `quantization` option."""
+"""Matrix products of a draft model or head, selected by the method's `quantization` option."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from cluster.errors import ModelError
 
 
 class Products(NamedTuple):
-    """Factory for matrix products, and the dtype of all other operations."""
+    """Factory of matrix products, and the dtype of all other operations."""
 
     product: Product
     dtype: torch.dtype
@@ -20,13 +20,13 @@ class Products(NamedTuple):
 
 
 def choose_products(quantization: str, dtype: str, device: torch.device) -> Products:
-    """Selects products for a model of type `dtype`.
+    """Selects the products of a model with dtype `dtype`.
 
-    Quantized products round weights and rows to 8 bits; all other operations are float32. Raises ModelError if the
-    device has no such products.
+    Quantized products round weights and rows to 8 bits; all other operations use float32. Raises ModelError if the
+    device does not support them.
     """
     if quantization == "none":
         return Products(projection, getattr(torch, dtype))
     if not can_round(device):
-        raise ModelError(f"there are no products in 8 bits on {device}; remove the drafting method's quantization")
+        raise ModelError(f"8-bit products are not supported on {device}; remove the drafting method's quantization")
     return Products(EightBitProjection, torch.float32)

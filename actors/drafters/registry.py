@@ -1,14 +1,14 @@
-"""Maps the name of a drafting method to its module, and describes the hidden states that the method reads.
+"""Maps a drafting method's name to its module, and describes the hidden states that the method reads.
 
-A method is a module with a function `create`, and one line in `MODULES`. The module is imported only when its method is
-configured, so a drafter without a model needs no torch. A method that reads the target's hidden states (listed in
-`STATE_READERS` of the configuration) also has
+A method is a module with a function `create`, and one line in `MODULES`. Only the configured method's module is
+imported, so a drafter without a model does not need torch. A method that reads the target's hidden states (see
+`STATE_READERS` in the configuration) also defines:
 
     states_needed(draft: DraftPool, target: Path) -> StatesNeeded
     load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> StateProjection
 
-where `target` is the target's folder. `load_projection` may be omitted if `states_needed` never sets a
-`projected_width`. It runs in the target's process and loads only the projection.
+where `target` is the target's folder. `load_projection` is required only if `states_needed` sets `projected_width`. It
+runs in the target's process and loads only the projection.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 @value
 class DraftSetup:
-    """Deployment facts that a method needs besides its own configuration section."""
+    """Parameters of a method in addition to its own configuration section."""
 
     dtype: str  # dtype of draft and target
-    max_context: int  # tokens of the longest session
-    draft_tokens: int  # tokens of the longest block
+    max_context: int  # maximum tokens per session
+    draft_tokens: int  # maximum tokens per block
     target_tokens: Mapping[int, str]  # token strings by id; other ids are never proposed
-    target: str  # Hugging Face id or folder of the target; some methods use its weights
+    target: str  # Hugging Face id or folder of the target, whose weights some methods use
     states: StatesFormat | None = None  # encoding of the target's hidden states, if the method reads them
-    makers: "tuple[Maker, ...]" = ()  # further factories of logits processors, with inputs other than the Open
+    makers: "tuple[Maker, ...]" = ()  # additional factories of logits processors, with inputs other than the Open
 
 
 MODULES: Mapping[str, str] = MappingProxyType(
@@ -60,12 +60,12 @@ MODULES: Mapping[str, str] = MappingProxyType(
 
 
 def create_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
-    """Creates the configured method. Raises ModelError if its model does not fit the target's."""
+    """Creates the configured method. Raises ModelError if its model does not match the target."""
     return _created(draft.method, draft, setup)
 
 
 def create_model_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
-    """Creates the method that drafts with `draft.model`, for use inside another method such as `hybrid`."""
+    """Creates the method of `draft.model`, for use inside another method, such as `hybrid`."""
     return _created(draft.model_method, draft, setup)
 
 
@@ -75,7 +75,7 @@ def _created(method: str, draft: DraftPool, setup: DraftSetup) -> DraftingMethod
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
-    """Returns which hidden states the method reads from the target in folder `target`; None for most methods."""
+    """Returns the method's requirements on hidden states of the target in folder `target`; None if it reads none."""
     if draft.model_method not in STATE_READERS:
         return None
     needed: StatesNeeded = _module(draft).states_needed(draft, target)
@@ -83,13 +83,13 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
 
 
 def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
-    """Returns how rows of hidden states are encoded; None if the method reads none."""
+    """Returns the encoding of hidden states; None if the method reads none."""
     needed = states_needed(draft, target)
     return None if needed is None else _format(draft, needed)
 
 
 def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
-    """Returns which hidden states a drafter accepts and keeps."""
+    """Returns the limits on the hidden states that a drafter accepts and stores."""
     needed = states_needed(draft, target)
     if needed is None:
         return NO_BOUNDS
@@ -98,7 +98,7 @@ def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
 
 
 def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | None":
-    """Returns what the target must capture for the method; None if the method reads no hidden states."""
+    """Returns the hidden states that the target must capture; None if the method reads none."""
     from actors.compute.hidden_states import CaptureSpec
 
     needed = states_needed(draft, target)
@@ -110,9 +110,9 @@ def capture_spec(draft: DraftPool, target: Path, dtype: str) -> "CaptureSpec | N
 
 
 def _format(draft: DraftPool, needed: StatesNeeded) -> StatesFormat:
-    """Returns how rows are encoded. Raises ModelError if `project` is `target` and the method has no projection."""
+    """Returns the encoding. Raises ModelError if `project` is `target` but the method has no projection."""
     width = needed.projected_width if draft.states.projects_at_target(needed) else needed.width
-    assert width is not None, "what is projected has a width"
+    assert width is not None, "a projection has a width"
     return StatesFormat(width, StateDtype[draft.states.dtype.upper()])
 
 
@@ -122,5 +122,5 @@ def _load_projection(draft: DraftPool, target: Path, dtype: str, device: Any) ->
 
 
 def _module(draft: DraftPool) -> Any:
-    """Imports the module of the state-reading method."""
+    """Imports the module of the method that reads states."""
     return import_module(MODULES[draft.model_method])

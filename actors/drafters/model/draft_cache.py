@@ -1,14 +1,14 @@
-"""Cache of a draft model: each session has branches, forked for the possible outcomes of a verdict.
+"""Cache of a draft model, with branches per session for the possible outcomes of a verdict.
 
 A session has one branch for its committed text. While a verdict is pending, it has further branches for possible
-outcomes; the branch that best matches the verdict then continues. Everything here can be recomputed, so when the pool
+outcomes; the branch that best matches the verdict then continues. All cache entries can be recomputed, so when the pool
 runs out of pages, the least recently used session is dropped.
 
-A draft head is also fed a hidden state with each token (`FedStates`): token j of a text with the target's state of
-position j - 1. If that true state is missing, the state from which the head itself predicted the token is recycled.
-Cache entries made from recycled states are recomputed once the true ones arrive (EAGLE's second pass over accepted
-tokens); skipping that loses about a tenth of the accepted tokens. `SessionStates` holds a session's true states, which
-may arrive in any order, twice, or never.
+A draft head is also fed a hidden state with each token (`FedStates`): token j of a text is paired with the target's
+state at position j - 1. If this true state is missing, the head recycles the state from which it predicted the token.
+Cache entries computed from recycled states are recomputed once the true states arrive (EAGLE's second pass over
+accepted tokens); without this, about a tenth of the accepted tokens are lost. `SessionStates` holds a session's true
+states, which may arrive in any order, twice, or never.
 """
 
 import secrets
@@ -28,30 +28,30 @@ from protos.messages import StatesNeeded
 
 @dataclass(eq=False)
 class CacheBranch:
-    """Cached tokens of one branch of a session; the page allocator holds its pages under `name`."""
+    """Cached tokens of one branch of a session. `name` identifies the branch in the page allocator."""
 
     session: str
     name: str
     tokens: list[int]
-    first: int = 0  # index where the text begins for the model; earlier tokens are skipped
-    # Only for draft heads, which are fed each token with the preceding state:
+    first: int = 0  # index of the first token that the model reads
+    # Only for draft heads, which pair each token with the preceding state:
     exact: int = 0  # number of leading tokens fed with the target's states
-    predicted: dict[int, Tensor] = field(default_factory=dict)  # the head's states, by index of the token fed with them
+    predicted: dict[int, Tensor] = field(default_factory=dict)  # the head's own states, by index of the paired token
 
 
 class DraftCache:
     """All branches of all sessions, over one pool of pages.
 
-    The first `unfed` tokens of a text are not fed, so a token's position in the cache is its index minus `unfed`. A
-    draft head is fed each token with the state before it. So it cannot be fed the first token, and its pages are not
-    shared between sessions, because cache entries depend on more than the tokens. If a text begins in its middle
-    (`CacheBranch.first`), the tokens before that take no cache positions either.
+    The first `unfed` tokens of a text are not fed, so a token's cache position is its index minus `unfed`. A draft head
+    pairs each token with the state before it, so it cannot be fed the first token. Its pages are not shared between
+    sessions, because cache entries depend on more than the tokens. Tokens before `CacheBranch.first` have no cache
+    positions either.
     """
 
     def __init__(self, pages: int, page_size: int, unfed: int = 0) -> None:
         self._unfed = unfed
         self._allocator = PageAllocator(pages, page_size, secrets.token_bytes(16))
-        self._branches: OrderedDict[str, list[CacheBranch]] = OrderedDict()  # by session, least recently resumed first
+        self._branches: OrderedDict[str, list[CacheBranch]] = OrderedDict()  # by session, in order of latest use
         self._names = count()
 
     @property
@@ -59,7 +59,7 @@ class DraftCache:
         return not self._branches
 
     def clear(self) -> None:
-        """Drops everything, shared prefixes included, because other weights will fill the pages."""
+        """Drops all entries, including shared prefixes, before the weights are exchanged."""
         self._branches.clear()
         self._allocator = PageAllocator(self._allocator.pages, self._allocator.page_size, secrets.token_bytes(16))
 
@@ -68,12 +68,10 @@ class DraftCache:
         self._allocator.check()
 
     def resume(self, session: str, tokens: Sequence[int], first: int = 0, salt: str = "") -> CacheBranch:
-        """Returns the branch with the longest common prefix with `tokens`, cut to that prefix; closes the other
-        branches.
+        """Returns the branch that shares the longest prefix with `tokens`, cut to it; closes all other branches.
 
-        The last token never counts as cached, because its logits are needed. A session that begins at `first` must be
-        resumed with the same `first` every time; the tokens before it count as cached. Pages are shared only among
-        sessions of the same salt.
+        The last token never counts as cached, because its logits are needed. `first` must be constant for a session;
+        tokens before it count as cached. Only sessions with equal `salt` share pages.
         """
         branches = self._branches.pop(session, [])
         agreed = [_common(branch.tokens, tokens) for branch in branches]
@@ -100,17 +98,19 @@ class DraftCache:
         return forked
 
     def publish(self, branch: CacheBranch, length: int) -> None:
-        """Shares the pages of the first `length` tokens, which are committed, with sessions of the same prefix."""
+        """Shares the pages of the first `length` tokens with sessions of the same prefix; these tokens must be
+        committed.
+        """
         if not self._unfed:
             self._allocator.publish(branch.name, branch.tokens, min(length, len(branch.tokens)))
 
     def feed(
         self, branch: CacheBranch, tokens: Sequence[int], busy: set[str], masks: Sequence[int] = (), logits: int = 1
     ) -> tuple[InputRow, list[PageCopy]] | None:
-        """Appends tokens and returns the row to feed, with pages to copy first; None if the pool is full.
+        """Appends tokens; returns the row to feed and the pages to copy first, or None if the pool is full.
 
-        The last `logits` tokens and all `masks` yield logits. Masks are fed after the tokens and are not part of the
-        branch: call `drop_masks` after the forward. Sessions that are not `busy` are evicted to make room.
+        The last `logits` tokens and all `masks` yield logits. Masks follow the tokens and are not part of the branch;
+        call `drop_masks` after the forward. If pages are needed, sessions outside `busy` are evicted.
         """
         start = self._fed_len(branch, len(branch.tokens))
         end = self._fed_len(branch, len(branch.tokens) + len(tokens))
@@ -128,22 +128,22 @@ class DraftCache:
         self._allocator.truncate(branch.name, self._fed_len(branch, len(branch.tokens)))
 
     def cut(self, branch: CacheBranch, length: int) -> None:
-        """Drops all but the first `length` tokens of a branch, and any masks after them."""
+        """Truncates a branch to `length` tokens; also drops masks."""
         del branch.tokens[length:]
         branch.exact = min(branch.exact, length)
         self._allocator.truncate(branch.name, self._fed_len(branch, length))
 
     def close(self, session: str) -> None:
-        """Drops a session; an unknown one is ignored."""
+        """Drops a session. Ignores an unknown session."""
         for branch in self._branches.pop(session, []):
             self._allocator.close(branch.name)
 
     def _fed_len(self, branch: CacheBranch, tokens: int) -> int:
-        """Returns the number of cache positions that a branch's first `tokens` tokens occupy."""
+        """Returns the number of cache positions of a branch's first `tokens` tokens."""
         return max(0, tokens - branch.first - self._unfed)
 
     def _open(self, session: str, tokens: Sequence[int], first: int, salt: str) -> CacheBranch:
-        assert not first or self._unfed, "of a text that begins in its middle no page is shared"
+        assert not first or self._unfed, "only sessions of a head may begin mid-text"
         name = self._name(session)
         cached = self._allocator.open(name, tokens, salt.encode())
         return CacheBranch(session, name, list(tokens[: max(first, cached)]), first, exact=first)
@@ -153,7 +153,7 @@ class DraftCache:
 
 
 def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
-    """Returns the length of the common prefix, at most all of `tokens` but the last."""
+    """Returns the length of the common prefix, at most len(tokens) - 1."""
     limit = min(len(cached), len(tokens) - 1)
     if tuple(cached[:limit]) == tuple(tokens[:limit]):
         return limit
@@ -161,35 +161,35 @@ def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 class SessionStates:
-    """States of one session by position, each (hidden,), from `begin` on, in one growing tensor."""
+    """States of one session, (hidden,) per position from `begin` on, in one growing tensor."""
 
     def __init__(self, begin: int = 0) -> None:
         self.begin = begin
         self._rows: Tensor | None = None  # (capacity, hidden)
-        self._known = bytearray()  # by position, starting at `begin`: 1 if the row is present
+        self._known = bytearray()  # by position - `begin`: 1 if the row is present
 
     def __contains__(self, position: int) -> bool:
         at = position - self.begin
         return 0 <= at < len(self._known) and bool(self._known[at])
 
     def put(self, first: int, rows: Tensor) -> None:
-        """Stores rows, (n, hidden), for the positions from `first` on."""
-        assert first >= self.begin, "none come of positions before the first"
+        """Stores rows, (n, hidden), at positions `first` and up."""
+        assert first >= self.begin, "no states precede the first position"
         first -= self.begin
         end = first + len(rows)
         self._grow(end, rows)
-        assert self._rows is not None, "it has grown"
+        assert self._rows is not None, "_grow allocates rows"
         self._rows[first:end] = rows
         self._known[first:end] = b"\1" * len(rows)
 
     def missing_from(self, position: int) -> int:
-        """Returns the first position at or after this one with no row."""
+        """Returns the first position >= `position` without a row."""
         gap = self._known.find(0, position - self.begin)
         return max(position, self.begin + len(self._known)) if gap < 0 else self.begin + gap
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Returns the rows of positions `first` to `end`, (end - first, hidden). All must be present."""
-        assert self._rows is not None, "a row is there"
+        """Returns the rows of positions `first` to `end` (exclusive), (end - first, hidden). All must be present."""
+        assert self._rows is not None, "no rows are stored"
         return self._rows[first - self.begin : end - self.begin]
 
     def _grow(self, end: int, like: Tensor) -> None:
@@ -205,11 +205,11 @@ class SessionStates:
 
 @dataclass(kw_only=True, eq=False)
 class CachedDraft(BlockDraft):
-    """A block with its cached branch. The states from which a draft head continues are tensors, (hidden,)."""
+    """A block with its cached branch. The states of a draft head are tensors, (hidden,)."""
 
     branch: CacheBranch
-    pending: list[int]  # tokens to feed next
-    logits: int = 1  # number of trailing pending tokens that need logits
+    pending: list[int]  # tokens not yet fed
+    logits: int = 1  # trailing pending tokens that need logits
 
     def settle(self) -> None:
         super().settle()
@@ -217,12 +217,12 @@ class CachedDraft(BlockDraft):
 
 
 class FedStates:
-    """True states of all open sessions, for a head with `max_positions` positions.
+    """True states of all open sessions, for a head with at most `max_positions` positions.
 
-    If a session's states begin mid-text, the head's text begins there: the tokens up to that state count as its first
-    token, which is not fed, and positions are counted from there.
+    If a session's states begin mid-text, the head's text begins there. All tokens up to the first state's position then
+    count as the first token, which is not fed, and positions are relative to it.
 
-    `project` maps received rows, (n, width), to states that the head is fed, (n, hidden). Mask tokens are fed with
+    `project` maps received rows, (n, width), to the head's inputs, (n, hidden). Mask tokens are paired with
     `mask_state`, (1, hidden).
     """
 
@@ -240,24 +240,24 @@ class FedStates:
         self._sessions: dict[str, SessionStates] = {}
 
     def open(self, session: str) -> None:
-        """Registers a session; keeps the states of one that is already open."""
+        """Registers a session; keeps the states of an open session."""
         self._sessions.setdefault(session, SessionStates())
 
     def begin(self, session: str, first: int) -> None:
-        """Sets the first position for which a session's states will arrive; drops its known states."""
+        """Sets the first position of a session's states; drops its stored states."""
         self._sessions[session] = SessionStates(first)
 
     def first_of(self, session: str) -> int:
-        """Returns the position at which the session's states begin."""
+        """Returns the first position of the session's states."""
         return self._sessions[session].begin
 
     def close(self, sessions: Sequence[str]) -> None:
-        """Drops sessions; unknown ones are ignored."""
+        """Drops sessions. Ignores unknown sessions."""
         for session in sessions:
             self._sessions.pop(session, None)
 
     def put(self, session: str, first: int, rows: Tensor) -> None:
-        """Stores true states, (n, width), for the positions from `first` on; ignores unknown sessions."""
+        """Stores true states, (n, width), at positions `first` and up. Ignores unknown sessions."""
         states = self._sessions.get(session)
         if states is None or states.missing_from(first) >= first + len(rows):
             return
@@ -265,18 +265,18 @@ class FedStates:
         states.put(first, self._project(rows))
 
     def rewind(self, cache: DraftCache, branch: CacheBranch) -> None:
-        """Cuts a branch before the first token fed with a recycled state, if the true state has arrived.
+        """Truncates a branch before the first token with a recycled state if the true state has arrived.
 
-        Predicted states are kept: tokens may be fed with them again where true states are still missing.
+        Keeps predicted states: tokens whose true states are still missing may be paired with them again.
         """
         if 0 < branch.exact < len(branch.tokens) and branch.exact - 1 in self._sessions[branch.session]:
             cache.cut(branch, branch.exact)
 
     def feedable(self, draft: CachedDraft, tokens: int) -> int:
-        """Returns how many of the draft's first `tokens` pending tokens can be fed now.
+        """Returns the number of feedable tokens among the draft's first `tokens` pending ones.
 
-        Returns 0 if the pending tokens exceed the head's positions, or if only the first token is committed, since no
-        state precedes it.
+        Returns 0 if the pending tokens exceed the head's positions, or if only the first token is committed, because no
+        state precedes this token.
         """
         branch = draft.branch
         start = len(branch.tokens)
@@ -289,7 +289,7 @@ class FedStates:
         return end - start if end > branch.first + 1 else 0
 
     def states(self, branch: CacheBranch, start: int, masks: int) -> Tensor:
-        """Returns the states to feed with a branch's tokens from `start` on, then with masks: (tokens, hidden).
+        """Returns the states for a branch's tokens from `start` on, then for masks: (tokens, hidden).
 
         The tokens must be feedable. The first token of a text is not fed and has no state.
         """
@@ -311,11 +311,11 @@ class FedStates:
         return torch.stack([states.rows(i - 1, i)[0] if i - 1 in states else branch.predicted[i] for i in indices])
 
     def remember(self, branch: CacheBranch, predicted: Tensor) -> None:
-        """Stores the states, (positions, hidden), that the head predicted at the last positions of a branch."""
+        """Stores the head's own states, (positions, hidden), at the last positions of a branch."""
         after = len(branch.tokens) + 1
         branch.predicted |= zip(range(after - len(predicted), after), predicted, strict=True)
         branch.predicted = {index: state for index, state in branch.predicted.items() if index >= branch.exact}
 
     def _exact_to(self, branch: CacheBranch, start: int) -> int:
-        """Returns the index of the first token at or after `start` whose preceding true state is missing."""
+        """Returns the index of the first token from `start` on whose preceding true state is missing."""
         return self._sessions[branch.session].missing_from(max(start, branch.first + 1) - 1) + 1

@@ -1,11 +1,11 @@
-"""Drafting with a small model: all sessions in one batch, and ahead of verdicts.
+"""Drafts with a small model, for all sessions in one batch, and ahead of verdicts.
 
-While a block is verified, blocks are drafted for its likely outcomes, ranked by the model's own probabilities
-(`cluster/drafting/lookahead.py`). A recurrent head (`HeadDrafting`) predicts further tokens between forwards, or
-instead of them, from the states computed while reading blocks.
+While the target verifies a block, the model drafts for its likely outcomes, ranked by the model's own probabilities
+(`cluster/drafting/lookahead.py`). A recurrent head (`HeadDrafting`) predicts further tokens between forwards or instead
+of them, from the states of the latest forward over a block.
 
-The weights may be exchanged while sessions are open. Only `DraftWeights` and the caches depend on them; the caches are
-dropped and refilled by the following passes.
+The weights can be exchanged while sessions are open. Only `DraftWeights` and the caches depend on them. An exchange
+drops the caches, and later passes refill them.
 """
 
 import time
@@ -40,26 +40,26 @@ from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
-MAX_GUESSES = 16  # most outcomes, and most blocks per pass, for which the head predicts first tokens
-GUESS_TOKENS = 2  # tokens predicted for each outcome
+MAX_GUESSES = 16  # maximum blocks per pass whose first tokens the head predicts
+GUESS_TOKENS = 2  # tokens that the head predicts per outcome
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadStates:
-    """States of a block under verification, by the tokens accepted before each."""
+    """Hidden states of a block under verification."""
 
-    base_len: int  # number of tokens before the block
-    states: dict[tuple[int, ...], Tensor]  # states, (hidden,), by the block's tokens before them
+    base_len: int  # tokens before the block
+    states: dict[tuple[int, ...], Tensor]  # (hidden,) each, by the preceding tokens of the block
 
 
 class HeadDrafting:
-    """A recurrent head, and the states from which it may continue."""
+    """A recurrent head and the states from which it may continue."""
 
     def __init__(self, head: DraftHead, sampler: DraftSampler) -> None:
         self.width = head.width
         self._head = head
         self._sampler = sampler
-        self._read: dict[str, _ReadStates] = {}  # by session: states of the block read last
+        self._read: dict[str, _ReadStates] = {}  # by session: states of its latest block
 
     def go_on(self, drafts: Sequence[CachedDraft], tokens: int, interrupted: Callable[[], bool]) -> None:
         """Adds up to `tokens` further tokens to each draft."""
@@ -71,25 +71,25 @@ class HeadDrafting:
                 draft.is_guessed = True
             states, last_tokens = zip(*[draft.last for draft in drafts], strict=True)
             output = self._head.predict_next(torch.stack(states), last_tokens)
-            assert output.hidden is not None, "a head that goes on from states gives states"
+            assert output.hidden is not None, "the head returned no states"
             logits = torch.split(output.logits, 1)
             hidden = torch.split(output.hidden, 1)
             self._sampler.extend([ReadDraft(*each) for each in zip(drafts, logits, hidden, strict=True)])
 
     def preview(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> None:
-        """Predicts the first tokens of the likeliest blocks; forwards replace them if time allows.
+        """Predicts the first tokens of the likeliest blocks; forwards replace these tokens if time allows.
 
-        Skipped under rejection sampling, where a prefix must always get the same continuation.
+        Under rejection sampling, does nothing, because a prefix must always get the same continuation.
         """
         may = [draft for draft in drafts if draft.state is not None and not draft.sends_probs]
         likeliest = sorted(may, key=lambda draft: -draft.chance)[:MAX_GUESSES]
         self.go_on(likeliest, GUESS_TOKENS, interrupted)
 
     def begin(self, drafts: Sequence[CachedDraft]) -> None:
-        """Predicts the tokens after verdicts, if the states that predicted their last tokens are known.
+        """Predicts the tokens after verdicts if the states that predicted the verdicts' last tokens are known.
 
-        A forward would predict them better but takes several times as long, and the target may be waiting. If one
-        session needs a forward, all get one, because their blocks are sent together.
+        A forward would predict better, but takes several times as long, and the target may be waiting. If any session
+        needs a forward, all sessions use one, because their blocks are sent together.
         """
         states = [self._state_before_last(draft) for draft in drafts]
         if any(state is None for state in states):
@@ -99,7 +99,7 @@ class HeadDrafting:
         self.go_on(drafts, GUESS_TOKENS, never)
 
     def remember(self, roots: Sequence[CachedDraft]) -> None:
-        """Stores the states of blocks under verification that were just read."""
+        """Stores the states of blocks under verification after their forward."""
         for root in roots:
             base_len = root.request.base_len
             session = root.request.session
@@ -114,7 +114,7 @@ class HeadDrafting:
         self._read.pop(session, None)
 
     def _state_before_last(self, draft: CachedDraft) -> Tensor | None:
-        """Returns the state, (hidden,), that predicted the last committed token; None if unknown or unusable."""
+        """Returns the state, (hidden,), that predicted the last committed token; None if it is unknown or unusable."""
         tokens = draft.text.tokens
         read = self._read.pop(draft.request.session, None)
         if read is None or read.base_len >= len(tokens) or draft.sends_probs:
@@ -122,18 +122,17 @@ class HeadDrafting:
         return read.states.get(tuple(tokens[read.base_len : -1]))
 
 
-MAX_REPEATED_TOKENS = 4  # most committed tokens fed again per sibling of the main path
+MAX_REPEATED_TOKENS = 4  # maximum committed tokens fed again per sibling of the main path
 
 _Considered = dict[int, list[DraftedToken]]
-"""The model's candidates at a block's first positions, by hash of the text before the block."""
+"""The model's candidates at the first positions of a block, by hash of the text before the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """A loaded checkpoint: what `DraftModel.exchange` replaces.
+    """A loaded checkpoint; `DraftModel.exchange` replaces it.
 
-    Columns of the runner's logits stand for `token_ids`, (columns,); `head` may compute only the first of these
-    columns.
+    Column i of the runner's logits scores `token_ids[i]`; `head` may compute only the first columns.
     """
 
     runner: InterruptibleRunner
@@ -148,14 +147,14 @@ class DraftWeights:
 
 
 LoadWeights = Callable[[Path], DraftWeights]
-"""Loads another checkpoint, which reuses the pages of the first. Raises ModelError if it does not fit."""
+"""Loads a replacement checkpoint, which reuses the pages of the current one. Raises ModelError if it does not match."""
 
 
 class DraftModel:
-    """Drafts with a model behind a `Runner`. Columns of its logits stand for `token_ids`, (columns,).
+    """Drafts with a model on a `Runner`. Column i of its logits scores `token_ids[i]`.
 
-    `head` may compute only the first columns. With `feed`, the model reads the target's states with the tokens. With
-    `load`, its weights can be exchanged.
+    `head` may compute only the first columns. With `feed`, the model also reads the target's states. With `load`, its
+    weights can be exchanged.
     """
 
     shapes = frozenset(Shape)
@@ -171,7 +170,7 @@ class DraftModel:
         head: DraftHead | None = None,
         calibration: Calibration | None = None,
         feed: FedStates | None = None,
-        makers: Sequence[Maker] = (),  # further factories of logits processors, with inputs other than the Open
+        makers: Sequence[Maker] = (),  # additional factories of logits processors, with inputs other than the Open
         load: LoadWeights | None = None,
     ) -> None:
         self.needs = None if feed is None else feed.needs
@@ -184,7 +183,7 @@ class DraftModel:
         )
         self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
-        self._considered: dict[str, _Considered] = {}  # by session: candidates in the latest proposed blocks
+        self._considered: dict[str, _Considered] = {}  # by session: candidates of its latest proposed blocks
         self._busy: set[str] = set()  # sessions of the current pass, whose pages are not evicted
         self._load = load
         self._use(DraftWeights(runner, token_ids, masks, head, limits.max_positions))
@@ -202,17 +201,17 @@ class DraftModel:
 
     def prepare_weights(self, folder: Path) -> Callable[[], object]:
         if self._load is None:
-            raise ModelError(f"{folder} cannot replace the draft in use, which is not a checkpoint of its own")
+            raise ModelError(f"{folder} cannot replace the draft in use, which consists of target layers; remove it")
         weights = self._load(folder)
         self._check(folder, weights)
         return partial(self.exchange, weights)
 
     def _check(self, folder: Path, weights: DraftWeights) -> None:
-        """Raises ModelError if these weights differ in vocabulary size or in tokens per forward."""
+        """Raises ModelError unless the new weights have equal vocabulary size and tokens per forward."""
         used = self._weights
         for what, one, other in (
-            ("rows in its vocabulary", weights.runner.vocabulary, used.runner.vocabulary),
-            ("tokens in a forward", weights.tokens_per_forward, used.tokens_per_forward),
+            ("vocabulary rows", weights.runner.vocabulary, used.runner.vocabulary),
+            ("tokens per forward", weights.tokens_per_forward, used.tokens_per_forward),
         ):
             if one != other:
                 raise ModelError(
@@ -221,12 +220,12 @@ class DraftModel:
                 )
 
     def exchange(self, weights: DraftWeights) -> DraftWeights:
-        """Replaces the weights between two passes, and returns the previous ones.
+        """Replaces the weights between two passes; returns the previous weights.
 
-        Keeps texts, grammar states and the calibration's fits. Drops everything computed by the previous weights, so no
-        block mixes the two. The next passes read each session's text again, within the limits of a pass.
+        Keeps texts, grammar states and calibration fits. Drops all results of the previous weights, so that no block
+        mixes both. The next passes read each session's text again, within the limits of a pass.
         """
-        assert self._feed is None, "states that were projected by the earlier weights would stay"
+        assert self._feed is None, "projected states depend on the previous weights"
         used = self._weights
         self._cache.clear()
         self._considered.clear()
@@ -246,14 +245,14 @@ class DraftModel:
         self._sampler.committed(session, self._texts[session].tokens)
 
     def begin(self, session: str, first: int) -> None:
-        """Announces that an open session's states start at position `first`; the default is 0."""
+        """Sets the first position of an open session's states; 0 by default."""
         assert self._feed is not None, "a method that needs no states is sent none"
         self._feed.begin(session, first)
 
     def states(self, session: str, first: int, rows: Tensor) -> None:
-        """Takes the target's states, (n, width) as in `needs`, for the positions from `first` on.
+        """Receives the target's states, (n, width) as in `needs`, at positions `first` and up.
 
-        While needed states are missing, the session gets no block.
+        A session gets no block while required states are missing.
         """
         assert self._feed is not None, "a method that needs no states is sent none"
         self._feed.put(session, first, rows)
@@ -314,7 +313,7 @@ class DraftModel:
     def _begin(
         self, request: DraftRequest | LookaheadRequest, unverified: tuple[int, ...], max_tokens: int
     ) -> CachedDraft:
-        """Starts a block after the committed text, or a root that reads `unverified` after it."""
+        """Starts a block after the committed text, or a root that also reads `unverified`."""
         text = self._texts[request.session]
         tokens = [*text.tokens, *unverified]
         first = 0 if self._feed is None else self._feed.first_of(request.session)
@@ -331,9 +330,9 @@ class DraftModel:
         )
 
     def _branch_off(self, block: CachedDraft) -> list[CachedDraft]:
-        """Starts side branches at alternatives to the block's tokens.
+        """Starts side branches with alternatives to the block's tokens.
 
-        With a head they need no forward; otherwise they are fed in the block's next forward.
+        With a head, side branches need no forward; otherwise, the block's next forward includes them.
         """
         if not block.takes_trees or not block.drafted:
             return []
@@ -349,7 +348,7 @@ class DraftModel:
         return branches
 
     def _new_branch(self, block: CachedDraft, stem: tuple[int, ...], chance: float) -> CachedDraft:
-        """Makes a side branch after `stem`: tokens of the block, then an alternative to its next token."""
+        """Creates a side branch after `stem`: tokens of the block, then an alternative to its next token."""
         cached = min(len(block.branch.tokens), block.base_len + len(stem) - 1)
         return CachedDraft(
             request=block.request,
@@ -367,17 +366,17 @@ class DraftModel:
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: LookaheadRequest) -> list[CachedDraft]:
-        """Returns roots: the part of the main path whose candidates are unknown, and the main path's siblings.
+        """Returns roots: the main path's part with unknown candidates, and the main path's siblings.
 
-        If a head or another method drafted part of the block, the model reads that part first. If the preceding text is
-        fed again with true states, it reads the whole block, because the candidates change.
+        The model first reads the part of the block drafted by a head or another method. If the preceding text is fed
+        again with true states, it reads the whole block, because the candidates change.
         """
         block = request.unverified.main_path
         considered = self._considered.get(request.session, {}).get(request.prefix_hash, [])
         root = self._begin(request, block, len(block) + 1)
         root.unverified = block
         root.recall(considered if len(root.branch.tokens) >= request.base_len else [])
-        while root.missing > len(root.pending):  # the tokens to read are already cached
+        while root.missing > len(root.pending):  # the pending tokens are already cached
             token = block[len(root.drafted)]
             root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted))
             root.settled = len(root.drafted)
@@ -386,11 +385,10 @@ class DraftModel:
         return [root, *self._siblings_of(root)]
 
     def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:
-        """Makes a root for each of the first tokens under verification off the main path."""
+        """Creates roots for the first tokens under verification off the main path."""
         request = root.lookahead
-        first = (
-            request.base_len - MAX_REPEATED_TOKENS
-        )  # the cache must reach this far, or each root would read the prompt again
+        # With a shorter cache, each root would read the prompt again.
+        first = request.base_len - MAX_REPEATED_TOKENS
         beside = [path for path in request.unverified.off_main_path if len(root.branch.tokens) >= first]
         return [self._sibling(root, path) for path in beside[:MAX_SIBLINGS_READ]]
 

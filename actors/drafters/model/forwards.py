@@ -1,14 +1,14 @@
-"""Forwards of a draft model: batches the pending tokens of several blocks, within budget and cache.
+"""Runs a draft model's forwards over the pending tokens of several blocks, within token budget and cache.
 
 Two options of a checkpoint make forwards cheaper:
 
-* Mask tokens predict several tokens in one forward (PARD: An et al. 2025, arXiv 2504.18583). A mask attends to the
-  tokens before it and the masks between, not to the tokens that will replace the masks, so later tokens are predicted
-  somewhat worse than by one forward each. Keys and values of masks are discarded afterwards.
-* A smaller LM head covers only the tokens of `frequent_tokens.json` in the draft folder: token ids, most frequent
-  first (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). In a small model, the LM head over a large vocabulary dominates
-  the cost of a forward. The target still verifies over the full vocabulary, so this costs a little acceptance and no
-  exactness.
+* Mask tokens predict several tokens in one forward (PARD: An et al. 2025, arXiv 2504.18583). A mask attends to the text
+  and to earlier masks, but not to the tokens predicted there, so later predictions are somewhat worse than with
+  separate forwards. Keys and values of masks are discarded after the forward.
+* A smaller LM head covers only the token ids in `frequent_tokens.json` of the draft folder, most frequent first
+  (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). In a small model, the LM head over a large vocabulary dominates the
+  cost of a forward. The target still verifies over the full vocabulary, so results stay exact, and the acceptance rate
+  falls only slightly.
 """
 
 import json
@@ -29,19 +29,19 @@ from actors.engine.runner import InterruptibleRunner
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy
 
-MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")  # keys in a checkpoint's configuration; publishers differ
+MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")  # keys in config.json; publishers differ
 WIDTH_KEY = "tokens_per_forward"
 
 
 @dataclass(frozen=True, slots=True)
 class MaskTokens:
-    """Mask token of a model that predicts `width` tokens per forward, the last `width` - 1 of them at masks."""
+    """Mask token of a model that predicts `width` tokens per forward, of which `width` - 1 are at masks."""
 
     token: int
     width: int
 
     def after(self, tokens: int) -> tuple[int, ...]:
-        """Returns the masks to feed after the last known token to predict this many tokens."""
+        """Returns the masks to feed after the last token to predict `tokens` tokens."""
         return (self.token,) * (min(self.width, tokens) - 1)
 
 
@@ -49,24 +49,24 @@ ONE_AT_A_TIME = MaskTokens(token=0, width=1)
 
 
 def read_mask_tokens(config: PretrainedConfig, longest: int) -> MaskTokens:
-    """Reads the mask token that the checkpoint was trained with. Raises ModelError if its id is out of range."""
+    """Reads the checkpoint's mask token. Raises ModelError if its id is out of range."""
     token = next((value for key in MASK_KEYS if (value := getattr(config, key, None)) is not None), None)
     if token is None:
         return ONE_AT_A_TIME
     rows = int(config.get_text_config().vocab_size)
     if not isinstance(token, int) or not 0 <= token < rows:
-        raise ModelError(f"the draft model's mask token is {token!r}, expected an id from 0 to {rows - 1}")
+        raise ModelError(f"the draft model's mask token is {token!r}, expected 0 to {rows - 1}; correct config.json")
     return MaskTokens(token, tokens_per_forward(config, longest))
 
 
 def tokens_per_forward(config: PretrainedConfig, longest: int) -> int:
-    """Returns how many tokens the checkpoint was trained to predict per forward, `longest` by default.
+    """Returns the number of tokens per forward in the checkpoint's training; `longest` by default.
 
-    Raises ModelError if the configured number is invalid.
+    Raises ModelError if the number in the configuration is invalid.
     """
     width = getattr(config, WIDTH_KEY, longest)
     if not isinstance(width, int) or width < 1:
-        raise ModelError(f"the draft model's {WIDTH_KEY} is {width!r}, expected 1 or more")
+        raise ModelError(f"the draft model's {WIDTH_KEY} is {width!r}, expected 1 or more; correct config.json")
     return width
 
 
@@ -74,7 +74,7 @@ FILE = "frequent_tokens.json"
 
 
 def read_frequent_tokens(folder: Path, vocabulary: int) -> list[int] | None:
-    """Reads the ids from the folder's file; None if the file is absent. Raises ModelError if ids are invalid."""
+    """Reads the frequent token ids of a folder; None without a file. Raises ModelError if ids are invalid."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -88,9 +88,9 @@ def read_frequent_tokens(folder: Path, vocabulary: int) -> list[int] | None:
 
 
 def reduce_head(model: PreTrainedModel, token_ids: Tensor) -> None:
-    """Keeps only the rows `token_ids` of the model's LM head: column i of its logits is then `token_ids[i]`.
+    """Reduces the LM head to the rows `token_ids`; column i of the logits then scores `token_ids[i]`.
 
-    The input embedding stays complete, since every token can be fed.
+    Does not reduce the input embedding, since any token may be fed.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -103,7 +103,7 @@ def reduce_head(model: PreTrainedModel, token_ids: Tensor) -> None:
 
 
 class ReadDraft(NamedTuple):
-    """A block with no pending tokens left, and the model's output at the last ones fed."""
+    """A block without pending tokens, and the model's output at its last tokens."""
 
     draft: CachedDraft
     logits: Tensor  # (positions, columns)
@@ -114,13 +114,13 @@ class _Fed(NamedTuple):
     draft: CachedDraft
     row: InputRow
     cached: int  # branch length before this forward
-    rest: list[int]  # tokens still pending
+    rest: list[int]  # tokens left pending
 
 
 class DraftForwards:
-    """Feeds a draft model through its cache; a draft head also gets the hidden states from `states`.
+    """Feeds a draft model through its cache; `states` supplies the hidden states for a draft head.
 
-    A forward feeds at most `pass_tokens` tokens, and no token at position `max_positions` or later.
+    A forward feeds at most `pass_tokens` tokens, all at positions below `max_positions`.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class DraftForwards:
         self._states = states
 
     def read(self, drafts: Sequence[CachedDraft], busy: set[str], interrupted: Callable[[], bool]) -> list[ReadDraft]:
-        """Runs one forward for all drafts; returns those whose pending tokens were all fed.
+        """Runs one forward for all drafts; returns the drafts without pending tokens.
 
-        Tokens that exceed the budget, find no room in the pool or need an unknown state stay pending for the next call.
-        Sessions that are not `busy` are evicted to make room.
+        Tokens stay pending if they exceed the budget, if the pool is full, or if they need an unknown state. If pages
+        are needed, sessions outside `busy` are evicted.
         """
         copies: list[PageCopy] = []
         fed = self._feed(drafts, busy, copies)
@@ -166,12 +166,12 @@ class DraftForwards:
         read = [ReadDraft(each.draft, rows, states) for each, rows, states in zipped if not each.rest]
         if self._states is not None:
             for draft, _, predicted in read:
-                assert predicted is not None, "a head that is fed states predicts some"
-                self._states.remember(draft.branch, predicted[: draft.logits])  # a mask's output is no state
+                assert predicted is not None, "the head returned no states"
+                self._states.remember(draft.branch, predicted[: draft.logits])  # excludes outputs of masks
         return read
 
     def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:
-        """Builds the rows of the next forward, shortest first; appends the page copies to make first to `copies`."""
+        """Builds the rows of the next forward, shortest first; appends the preceding page copies to `copies`."""
         fed: list[_Fed] = []
         budget = self._pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
@@ -192,7 +192,7 @@ class DraftForwards:
         return fed
 
     def _feedable(self, draft: CachedDraft, part: list[int]) -> list[int]:
-        """Returns the leading tokens of `part` that can be fed now; empty if the text exceeds the model's positions."""
+        """Returns the feedable leading tokens of `part`; empty if the text exceeds the model's positions."""
         if len(draft.branch.tokens) + len(draft.pending) > self._max_positions:
             return []
         return part if self._states is None else part[: self._states.feedable(draft, len(part))]

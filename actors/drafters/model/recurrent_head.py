@@ -1,9 +1,9 @@
-"""Recurrent head: predicts further tokens after a forward at a fraction of its cost (ReDrafter).
+"""Recurrent head (ReDrafter): predicts further tokens after a forward, at a fraction of the forward's cost.
 
 After ReDrafter (Cheng et al. 2024, arXiv 2403.09919). A gated MLP maps the draft model's last hidden state and the
-token sampled from it to a state for the next token, and so on; the LM head is the model's own. The head reads nothing
-else, so it predicts worse than the model. It is much cheaper because the cost of a small model's forward is mostly its
-hundreds of operations. The draft folder holds the head as `recurrent_head.safetensors`.
+token sampled from it to a state for the next token, and so on. The LM head is the model's own. The head has no other
+inputs, so it predicts worse than the model. It is much cheaper, because a small model's forward consists of hundreds of
+small operations. The head is `recurrent_head.safetensors` in the draft folder.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +25,17 @@ SHAPES = {"state_norm.weight": "d", "token_norm.weight": "d", "gate_up.weight": 
 
 
 class DraftHead(Protocol):
-    """Predicts further tokens after a forward's own."""
+    """Predicts further tokens after a forward."""
 
-    width: int  # tokens predicted per forward, including the model's own
+    width: int  # tokens per forward, including the model's own token
 
     def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
-        """Predicts the token after each of `tokens`, which were sampled from `states`, (tokens, hidden)."""
+        """Predicts the token after each of `tokens`, sampled from `states`, (tokens, hidden)."""
         ...
 
 
 class RecurrentHead:
-    """A `DraftHead` that uses the draft model's embedding and some columns of its LM head."""
+    """A `DraftHead` with the draft model's embedding and some columns of its LM head."""
 
     def __init__(
         self,
@@ -71,22 +71,22 @@ def load_recurrent_head(
     product: Product = projection,
     columns: int | None = None,
 ) -> RecurrentHead | None:
-    """Loads the head in the model's folder, to predict `width` tokens a forward; None if there is none.
+    """Loads the head in the model's folder, if any, for `width` tokens per forward.
 
-    It chooses among the first `columns` of the model's logits; None: among all. Raises ModelError if the head does not
-    fit the model.
+    The head scores the first `columns` columns of the model's logits; None: all. Raises ModelError if the head does not
+    match the model.
     """
     path = folder / FILE
     if not path.is_file():
         return None
     if not isinstance(decoder, LlamaDecoder):
-        raise ModelError(f"{path} needs a model of the Llama kind, not {type(model).__name__}")
+        raise ModelError(f"{path} needs a model of the Llama kind, not {type(model).__name__}; remove it")
     stored = read_tensors(path)
     hidden = int(model.config.hidden_size)
     shapes = {name: tuple(weight.shape) for name, weight in stored.items()}
     wide = shapes.get("down.weight", (0, 0))[-1]
     if shapes != dict(zip(SHAPES, ((hidden,), (hidden,), (2 * wide, 2 * hidden), (hidden, wide)), strict=True)):
-        raise ModelError(f"{path} has {shapes}, expected {SHAPES} for d = {hidden}")
+        raise ModelError(f"{path} has {shapes}, expected {SHAPES} for d = {hidden}; fetch it again")
     weights = {name: weight.to(model.device, model.dtype) for name, weight in stored.items()}
     if not all(is_finite(weight) for weight in weights.values()):
         raise ModelError(f"{path} holds NaN or infinite weights; fetch it again")
