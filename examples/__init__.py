@@ -1,1 +1,1 @@
-"""Examples: what users may copy and change."""
+"""Example scripts and configurations to copy and adapt."""

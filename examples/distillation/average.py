@@ -1,4 +1,4 @@
-"""Average the weights of drafts from one line of training: often a little better than each of them."""
+"""Averages the weights of drafts from one training run, which is often slightly better than each draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 @torch.no_grad()
 def average(drafts: list[PreTrainedModel]) -> PreTrainedModel:
-    """The first draft, with the mean of all drafts' weights."""
+    """Returns the first draft with the mean of all drafts' weights."""
     weights = [dict(draft.named_parameters()) for draft in drafts]
     for name, weight in weights[0].items():
         weight.copy_(torch.stack([each[name] for each in weights]).mean(dim=0))

@@ -1,7 +1,7 @@
-"""Chunk files: whole sequences, and what the target would have said next at the positions where it was asked.
+"""Chunk files: whole sequences, with the target's top next tokens at the scored positions.
 
-`generate.py` and `score.py` write them, `train.py` reads them. A file appears under its name only when it is complete,
-so training can take in chunks while others are still being written.
+`generate.py` and `score.py` write them, and `train.py` reads them. A complete file is renamed into place, so training
+can read finished chunks while others are still being written.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence and the teacher's view of it."""
+    """Sequence with the teacher's top next tokens at scored positions."""
 
     kind: str
     tokens: np.ndarray  # [length]
     answer_start: int
-    scored: np.ndarray  # [positions] indices whose next token the teacher was asked for
+    scored: np.ndarray  # [positions]: indices whose next token the teacher predicts
     top_ids: np.ndarray  # [positions, k], likeliest first
     top_probs: np.ndarray  # [positions, k]
 
 
 def write_chunk(path: Path, examples: list[Example]) -> None:
-    """All of `examples` in one file."""
+    """Writes `examples` to one file, atomically."""
     kinds = sorted({e.kind for e in examples})
     arrays = {
         "tokens": np.concatenate([e.tokens.astype(np.int32) for e in examples]),

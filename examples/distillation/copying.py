@@ -1,8 +1,8 @@
-"""Made-up rows that teach a draft to copy: a span occurs, and later occurs again.
+"""Creates synthetic rows that teach a draft to copy: spans that occur twice.
 
-A small draft does not learn from ordinary answers alone to continue what it has seen before in the same text, and that
-is what summaries, corrections and code ask for all the time. In these rows nothing but copying helps: the label is the
-token that followed the first occurrence, and only positions of the repetition are learnt from.
+Summaries, corrections and code often repeat earlier text, but a small draft does not learn to copy from ordinary
+answers alone. Only copying predicts these rows: the label is the token after the first occurrence, and only repeated
+positions count in the loss.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ KIND = "copying"
 
 @dataclass(frozen=True)
 class CopyConfig:
-    """Properties of the rows."""
+    """Proportions and lengths of the rows."""
 
-    random_share: float = 0.1  # of rows of random tokens; the others repeat real text
-    edit_rate: float = 0.06  # of the repeated tokens that are replaced, left out or preceded by another
-    shortest: int = 4  # tokens of a span
+    random_share: float = 0.1  # share of rows with random tokens; the others repeat real text
+    edit_rate: float = 0.06  # share of repeated tokens with an edit: replacement, deletion or insertion
+    shortest: int = 4  # tokens per span
     longest: int = 48
-    row: int = 128  # tokens of a row at most, the opening not counted
-    vocabulary: int = 8192  # so many different tokens occur in random rows
+    row: int = 128  # maximum tokens per row after the opening
+    vocabulary: int = 8192  # distinct tokens in random rows
 
 
 class CopyRows:
-    """Draws rows; real text comes from the sequences given."""
+    """Draws rows from random tokens or from the text of `texts`."""
 
     def __init__(self, config: CopyConfig, opening: np.ndarray, texts: Sequence[Example], seed: int) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class CopyRows:
         self._pool = np.argsort(-counts)[: config.vocabulary]
 
     def draw(self) -> Example:
-        """One row: spans, each of them again later, in any order and with other tokens between them."""
+        """Draws a row of spans and their later repetitions, in random order and separated by random tokens."""
         rng = self._rng
         config = self._config
         is_random = rng.random() < config.random_share
@@ -76,14 +76,14 @@ class CopyRows:
         return [int(t) for t in self._rng.choice(self._pool, self._rng.integers(0, 5))]
 
     def _repeat(self, span: list[int], tokens: list[int], labelled: list[int]) -> None:
-        """Append the span, or the rest of it; the first token and those at an edit are no labels."""
+        """Appends the span, or its tail, with edits; its first token and tokens after an edit are not labels."""
         rng = self._rng
         start = int(rng.integers(0, max(1, len(span) // 2))) if rng.random() < 0.3 else 0
         edited = True
         for token in span[start:]:
             if rng.random() < self._config.edit_rate:
                 edited = True
-                if rng.random() < 0.7:  # else left out
+                if rng.random() < 0.7:  # otherwise a deletion
                     tokens.append(int(rng.choice(self._pool)))
                 if rng.random() < 0.6:
                     continue

@@ -1,11 +1,11 @@
-"""Measures how often the draft's likeliest token is the target's greedy choice, on held-out prompts.
+"""Measures the draft's agreement with the target's greedy choice, on held-out prompts.
 
 The target continues each prompt greedily. One teacher-forced pass of the draft over prompt and continuation then shows
-at every position whether the draft would have been accepted. At temperature 0 that is the acceptance rate of one draft
-token, and it determines the tokens per verify of every draft length as well.
+the acceptance at every position. At temperature 0, the agreement is the acceptance rate of a single draft token, and
+the matched positions determine the tokens per verification for every draft length.
 
-With `--lookup N`, the draft is asked only where the last N tokens have not occurred before in prompt and answer;
-otherwise the token that followed them is proposed.
+With `--lookup N`, a repetition of at least N tokens proposes the token after its earlier occurrence; the draft predicts
+elsewhere.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from actors.learning.recurrent_head import TrainableRecurrentHead
 DEFAULT_PROMPTS = Path(__file__).with_name("heldout_prompts.jsonl")
 ALL_KINDS = "all"
 BLOCK_LENGTHS = (1, 2, 3, 4, 5)
-Matches = list[
-    list[bool]
-]  # of the next token, of the one after it and so on: at each position that a block may begin at
+Matches = list[list[bool]]  # by tokens ahead, then by the block's start position
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A held-out prompt and what the target greedily says to it."""
+    """Held-out prompt with the target's greedy answer."""
 
     kind: str
     prompt_ids: list[int]
@@ -47,11 +45,11 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Score:
-    """Result for one kind of prompt."""
+    """Agreement and tokens per verification for one kind of prompt."""
 
     positions: int
     agreement: float
-    tokens_per_verify: dict[int, float]  # by block length K
+    tokens_per_verify: dict[int, float]  # by draft length K
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
@@ -61,7 +59,7 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 
 @torch.inference_mode()
 def continue_greedily(source: TargetSource, prompts: list[tuple[str, str]], tokens: int) -> list[Continuation]:
-    """The target's answers at temperature 0, one prompt at a time, in float32."""
+    """Returns the target's answers at temperature 0, computed in float32 one prompt at a time."""
     tokenizer = source.load_tokenizer()
     model = source.load_model(torch.float32)
     frame = ChatFrame.of(tokenizer)
@@ -85,7 +83,7 @@ def greedy_answer(model: PreTrainedModel, prompt_ids: list[int], ends: frozenset
 
 
 def load_or_continue(path: Path | None, make: Callable[[], list[Continuation]]) -> list[Continuation]:
-    """Continuations do not depend on the draft, so they are kept in a file for the next evaluation."""
+    """Reads continuations from `path`, or makes and stores them; they do not depend on the draft."""
     if path and path.exists():
         return [Continuation(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
     continuations = make()
@@ -98,7 +96,7 @@ def load_or_continue(path: Path | None, make: Callable[[], list[Continuation]]) 
 def matches(
     draft: PreTrainedModel, head: TrainableRecurrentHead | None, continuation: Continuation, lookup: int
 ) -> Matches:
-    """Returns at each position of the answer whether the predicted token is the target's."""
+    """Returns whether each prediction equals the target's token, by tokens ahead and position in the answer."""
     prompt = continuation.prompt_ids
     answer = continuation.answer_ids
     tokens = prompt + answer
@@ -118,7 +116,10 @@ def matches(
 
 
 def look_up(tokens: list[int], shortest: int, longest: int = 4) -> int | None:
-    """The token that followed the latest earlier occurrence of the last `longest` to `shortest` tokens."""
+    """Returns the token after the latest earlier occurrence of the longest repeated suffix, or None.
+
+    The suffix has between `shortest` and `longest` tokens.
+    """
     for length in range(longest, shortest - 1, -1):
         last = tokens[-length:]
         for start in range(len(tokens) - length - 1, -1, -1):
@@ -128,7 +129,7 @@ def look_up(tokens: list[int], shortest: int, longest: int = 4) -> int | None:
 
 
 def verifies_needed(matched: Matches, block_length: int) -> int:
-    """Rounds of drafting `block_length` tokens, as many a forward as are named, until the answer is complete."""
+    """Returns the number of draft rounds of `block_length` tokens until the answer is complete."""
     position = rounds = 0
     while position < len(matched[0]):
         accepted = 0
@@ -152,7 +153,7 @@ def score(answers: list[Matches]) -> Score:
 def evaluate(
     draft: PreTrainedModel, head: TrainableRecurrentHead | None, continuations: Iterable[Continuation], lookup: int = 0
 ) -> dict[str, Score]:
-    """Scores by kind, and over all."""
+    """Returns scores by kind of prompt, and for all kinds together."""
     by_kind: dict[str, list[Matches]] = defaultdict(list)
     for continuation in continuations:
         matched = matches(draft, head, continuation, lookup)
@@ -163,7 +164,7 @@ def evaluate(
 
 @torch.inference_mode()
 def step_ms(model: PreTrainedModel, context: int = 60, steps: int = 30) -> float:
-    """Median milliseconds of a forward of one token after `context` tokens."""
+    """Returns the median milliseconds of a one-token forward pass after `context` tokens."""
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.ones((1, context), dtype=torch.long), past_key_values=cache)
     times = []
@@ -184,16 +185,16 @@ def table_of(scores: dict[str, Score]) -> Table:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("target", help="a Hugging Face folder or id")
-    parser.add_argument("draft", help="a Hugging Face folder or id")
+    parser.add_argument("target", help="Hugging Face folder or id")
+    parser.add_argument("draft", help="Hugging Face folder or id")
     parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSON lines with kind and prompt")
-    parser.add_argument("--tokens", type=int, default=96, help="longest continuation")
-    parser.add_argument("--continuations", type=Path, help="file that keeps the target's continuations")
+    parser.add_argument("--tokens", type=int, default=96, help="maximum tokens per continuation")
+    parser.add_argument("--continuations", type=Path, help="cache file for the target's continuations")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--lookup", type=int, default=0, help="copy after so many repeated tokens; 0: never")
-    parser.add_argument("--without-head", action="store_true", help="a forward for each token, head or not")
-    parser.add_argument("--time", action="store_true", help="also time a forward of one token, in bfloat16")
+    parser.add_argument("--lookup", type=int, default=0, help="copy after this many repeated tokens; 0: never")
+    parser.add_argument("--without-head", action="store_true", help="ignore the draft's recurrent head")
+    parser.add_argument("--time", action="store_true", help="also time a one-token forward pass in bfloat16")
     return parser.parse_args()
 
 

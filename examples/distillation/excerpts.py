@@ -1,9 +1,8 @@
-"""Passages, sentences, code and words for the training prompts, taken from what the target has written already.
+"""Extracts passages, sentences, code and words for training prompts from the target's earlier answers.
 
-Templates filled with a few dozen invented sentences make a draft that knows those sentences. A target that has written
-some hundred thousand tokens of dialogue has written thousands of paragraphs, each as different as its traffic will
-be: they are what it is asked to summarize, rewrite, correct or explain. Writes a JSON file of fillers for
-`generate.py --fillers`: chunk files or plain token files in, texts by name out.
+A few dozen invented sentences would teach the draft only those sentences. A hundred thousand tokens of dialogue contain
+thousands of paragraphs as varied as real traffic, which prompts can ask to summarize, rewrite, correct or explain.
+Reads chunk files or token files, and writes a JSON file of fillers for `generate.py --excerpts`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _DROPPED = frozenset({"a", "an", "the", "to", "of", "is", "are", "that"})
 
 
 def token_rows(path: Path) -> list[np.ndarray]:
-    """Sequences of a chunk file, or of a file with an array `tokens` [sequences, length]."""
+    """Reads the sequences of a chunk file, or of a file with an array `tokens` [sequences, length]."""
     with np.load(path) as file:
         if "lengths" not in file:
             return list(file["tokens"].astype(np.int64))
@@ -39,7 +38,7 @@ def token_rows(path: Path) -> list[np.ndarray]:
 
 
 def answers(rows: Iterable[np.ndarray], tokenizer: PreTrainedTokenizerBase, frame: ChatFrame) -> Iterator[str]:
-    """Returns the assistant's messages of each row."""
+    """Yields the assistant's messages of each row."""
     opening = tokenizer.decode(frame.after_user)
     end = opening.partition("\n")[0]
     for row in rows:
@@ -48,7 +47,7 @@ def answers(rows: Iterable[np.ndarray], tokenizer: PreTrainedTokenizerBase, fram
 
 
 def paragraphs(answer: str, shortest: int, longest: int) -> Iterator[str]:
-    """Prose of at least two whole sentences; lengths in words."""
+    """Yields prose paragraphs of at least two whole sentences; `shortest` and `longest` count words."""
     for text in _CODE.sub("\n\n", answer).split("\n\n"):
         sentences = [s for s in _SENTENCE_END.split(text.replace("\n", " ").strip()) if s]
         if sentences and sentences[-1][-1:] not in '.!?"':
@@ -65,7 +64,7 @@ def sentences_of(paragraph: str) -> Iterator[str]:
 
 
 def with_mistakes(sentence: str, rng: random.Random) -> str:
-    """The sentence as a hurried writer or a learner might have put it."""
+    """Adds random spelling and grammar mistakes to a sentence."""
     words = []
     for word in sentence.split():
         chance = rng.random()
@@ -86,7 +85,7 @@ def with_mistakes(sentence: str, rng: random.Random) -> str:
 
 
 def misspelt(word: str, rng: random.Random) -> str:
-    """One letter left out, doubled or exchanged with the next."""
+    """Drops, doubles or swaps one letter of a word."""
     at = rng.randrange(1, len(word) - 2)
     replacements = (word[at + 1], word[at] * 2 + word[at + 1], word[at + 1] + word[at])
     return word[:at] + rng.choice(replacements) + word[at + 2 :]
@@ -116,9 +115,9 @@ def fillers(texts: Iterable[str], rng: random.Random) -> dict[str, list[str]]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("target", help="a Hugging Face folder or id, for its tokenizer and chat template")
+    parser.add_argument("target", help="Hugging Face folder or id, for the tokenizer and chat template")
     parser.add_argument("out", type=Path, help="JSON file of fillers")
-    parser.add_argument("tokens", type=Path, nargs="+", help="`.npz` files: chunks, or an array `tokens`")
+    parser.add_argument("tokens", type=Path, nargs="+", help="`.npz` files: chunks, or files with an array `tokens`")
     parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -1,7 +1,7 @@
-"""Faster training on a CPU: attention by plain matrix products, and an embedding of which few rows change.
+"""Speeds up training on a CPU: attention as batched matrix products, and sparse updates of the embedding.
 
-For short sequences, PyTorch's fused attention spends several times as long in its backward pass as two batched products
-do. A step sees a few thousand of the vocabulary's rows, so gradients and optimizer states of all rows would be mostly
+For short sequences, the backward pass of PyTorch's fused attention takes several times as long as that of two batched
+products. A step uses a few thousand rows of the vocabulary; dense gradients and optimizer states would cost mostly
 memory traffic.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 ATTENTION = "matrix_products"
-AttentionObserver = Callable[[int, Tensor], None]  # gets a layer and its attention scores [B, H, T, T]
+AttentionObserver = Callable[[int, Tensor], None]  # called with a layer index and its attention scores [B, H, T, T]
 
 
 def _causal_attention(
@@ -29,7 +29,7 @@ def _causal_attention(
     observe: AttentionObserver | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query [B, H, T, D]; key, value [B, KV, T, D]; padding is at the end, so causality hides it."""
+    """Computes causal attention. query [B, H, T, D]; key, value [B, KV, T, D]; trailing padding needs no mask."""
     batch, heads, length, dim = query.shape
     groups = heads // key.shape[1]
     key = key.repeat_interleave(groups, 1).flatten(0, 1)
@@ -46,7 +46,7 @@ AttentionInterface.register(ATTENTION, _causal_attention)
 
 
 class VocabularyRows:
-    """AdamW on the rows of a tied embedding that a step uses; the other rows, and their moments, stay."""
+    """AdamW on the rows of a tied embedding that a step uses; other rows and their moments stay unchanged."""
 
     def __init__(self, weight: torch.nn.Parameter, betas: tuple[float, float]) -> None:
         self._weight = weight.requires_grad_(False)
@@ -55,14 +55,14 @@ class VocabularyRows:
         self._second = torch.zeros_like(weight)
         self._steps = torch.zeros(len(weight))
         self._ids = torch.empty(0, dtype=torch.long)
-        self.selected = torch.empty(0)  # the rows of this step: what gradients are taken of
+        self.selected = torch.empty(0)  # this step's rows, which receive gradients
 
     @property
     def size(self) -> int:
         return len(self._weight)
 
     def select(self, tokens: Tensor, vocabulary: Tensor) -> tuple[Tensor, Tensor]:
-        """The embeddings of `tokens`, and the head's rows for `vocabulary`."""
+        """Returns the embeddings of `tokens`, and the LM-head rows of `vocabulary`."""
         self._ids, places = torch.cat((vocabulary, tokens.flatten())).unique(return_inverse=True)
         self.selected = self._weight[self._ids].requires_grad_(True)
         head = self.selected[places[: len(vocabulary)]]

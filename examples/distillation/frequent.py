@@ -1,7 +1,7 @@
-"""Choose the tokens that a draft may propose: those most frequent in what the target wrote and would have written.
+"""Selects a draft's vocabulary: the most frequent tokens in the target's text and predictions.
 
-On a small model the LM head over a large vocabulary is most of the cost of a token. The engine reads the file from the
-draft's folder and computes only these rows; the target still verifies over all of its vocabulary.
+In a small model, the LM head over a large vocabulary dominates the cost of a token. The engine reads the file from the
+draft's folder and computes only these rows of the LM head; the target still verifies over its whole vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from chunks import read_chunk
 
 
 def count_tokens(paths: list[Path], vocabulary: int) -> np.ndarray:
-    """Counts how often each token occurs and is the target's likeliest next token."""
+    """Counts each token's occurrences in the text and among the target's top predictions."""
     counts = np.zeros(vocabulary, np.int64)
     for path in paths:
         for example in read_chunk(path):
@@ -26,9 +26,9 @@ def count_tokens(paths: list[Path], vocabulary: int) -> np.ndarray:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("draft", type=Path, help="the draft's folder: gets the file")
+    parser.add_argument("draft", type=Path, help="the draft's folder, also for the output")
     parser.add_argument("data", type=Path, nargs="+", help="folders with chunk files")
-    parser.add_argument("--tokens", type=int, default=12_288, help="how many to keep")
+    parser.add_argument("--tokens", type=int, default=12_288, help="number of tokens to keep")
     return parser.parse_args()
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     (arguments.draft / "frequent_tokens.json").write_text(
         json.dumps(kept.tolist(), separators=(",", ":")), encoding="utf-8"
     )
-    print(f"{len(kept)} tokens: {counts[kept].sum() / counts.sum():.2%} of what occurs")
+    print(f"{len(kept)} tokens: {counts[kept].sum() / counts.sum():.2%} of all occurrences")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Let the target write the training data of its draft: many prompts, answered mostly greedily.
+"""Generates a draft's training data with the target: mostly greedy answers to many prompts.
 
-Every chunk file holds whole sequences (prompt and answer) and, for each position where the target chose, its `top_k`
-most likely next tokens with their probabilities: the teacher's view comes for free while generating, so training needs
-no pass of the target. Chunks are complete as soon as they appear, so training can start with the first.
+Each chunk file holds whole sequences (prompt and answer) and, for every generated position, the target's `top_k` next
+tokens with their probabilities. Generation yields these at no cost, so training needs no forward pass of the target.
+Chunk files appear only when complete, so training can start with the first one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Amount and manner of generated text."""
+    """Lengths, sampling and amount of generated text."""
 
     out: Path
     seed: int
     minutes: float
     slots: int
-    answer_tokens: int  # an answer is cut here
-    user_tokens: int  # so is a user's turn that the target writes itself
-    max_prompt: int  # a prompt that could get longer is skipped
-    greedy_share: float  # of the answers; the others are sampled, at up to `max_temperature`
+    answer_tokens: int  # maximum tokens per answer
+    user_tokens: int  # maximum tokens that the target adds to a user turn
+    max_prompt: int  # maximum prompt tokens; longer prompts are skipped
+    greedy_share: float  # share of greedy answers; the others are sampled at up to `max_temperature`
     max_temperature: float
     user_temperature: float
     top_k: int
@@ -47,7 +47,7 @@ class GenerateConfig:
 
 @dataclass
 class Sequence:
-    """One user turn and its answer, while it is being written."""
+    """Unfinished user turn and answer."""
 
     kind: str
     tokens: list[int]
@@ -55,8 +55,8 @@ class Sequence:
     user_budget: int  # tokens the target may still add to the user's turn
     answer_budget: int
     temperature: float
-    answer_start: int = -1  # index of the answer's first token, once it is known
-    scored: list[int] = field(default_factory=list)  # indices whose next token the target was asked for
+    answer_start: int = -1  # index of the answer's first token; -1 during the user turn
+    scored: list[int] = field(default_factory=list)  # indices whose next token the target predicted
     top_ids: list[np.ndarray] = field(default_factory=list)
     top_probs: list[np.ndarray] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class Sequence:
 
 
 class Author:
-    """Starts sequences from prompts, and turns the target's choices into more of them."""
+    """Starts sequences from prompts, and extends them by the target's choices."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Author:
         self.frame = ChatFrame.of(tokenizer)
 
     def begin(self) -> Sequence:
-        """The next sequence; the ids before the user's turn are in every slot's cache already."""
+        """Starts the next sequence; every slot's cache already holds the ids before the user turn."""
         while True:
             prompt = next(self._prompts)
             tokens = self.frame.prompt(self._tokenizer, prompt.text)
@@ -104,7 +104,7 @@ class Author:
             return self._sequence(prompt, tokens)
 
     def extend(self, sequence: Sequence, token: int) -> bool:
-        """Append the target's choice; whether the sequence goes on."""
+        """Appends the target's choice; returns whether the sequence continues."""
         if sequence.answer_start < 0:
             sequence.user_budget -= 1
             if token not in self._ends:
@@ -138,7 +138,7 @@ class Author:
 
 
 class ChunkWriter:
-    """Collects finished sequences and writes them, a chunk at a time."""
+    """Collects finished sequences and writes them in chunks."""
 
     def __init__(self, config: GenerateConfig) -> None:
         self._config = config
@@ -163,7 +163,7 @@ class ChunkWriter:
 
 
 def choose(logits: Tensor, temperatures: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Next tokens at each row's temperature (0: the likeliest), and the `top_k` ids and their probabilities."""
+    """Returns each row's next token at its temperature (0: greedy), the `top_k` ids, and their probabilities."""
     values, ids = logits.topk(top_k, dim=-1)
     values = values.float()
     scaled = values / temperatures.clamp(min=1e-6)[:, None]
@@ -175,7 +175,7 @@ def choose(logits: Tensor, temperatures: Tensor, top_k: int) -> tuple[Tensor, Te
 
 @torch.inference_mode()
 def write_data(source: TargetSource, prompt_source: PromptSource, config: GenerateConfig) -> None:
-    """Fill chunk files until the time is over."""
+    """Writes chunk files until the time limit."""
     torch.manual_seed(config.seed)
     tokenizer = source.load_tokenizer()
     model = source.load_model(torch.bfloat16, ATTENTION)
@@ -205,7 +205,7 @@ def write_data(source: TargetSource, prompt_source: PromptSource, config: Genera
 def record(
     author: Author, running: list[Sequence], asked: list[int], chosen: tuple[Tensor, Tensor, Tensor]
 ) -> list[int]:
-    """Give each sequence its token and the teacher's view; the slots that are finished."""
+    """Appends the chosen tokens and teacher probabilities; returns the slots of finished sequences."""
     tokens, ids, probs = chosen
     id_rows = ids.numpy().astype(np.uint32)
     prob_rows = probs.numpy().astype(np.float16)
@@ -221,7 +221,7 @@ def record(
 
 
 class Clock:
-    """The time that is left, shown as a progress bar."""
+    """Time limit with a progress bar."""
 
     def __init__(self, config: GenerateConfig) -> None:
         self._end = time.monotonic() + 60 * config.minutes
@@ -246,23 +246,23 @@ class Clock:
 
 def parse_arguments() -> tuple[argparse.Namespace, GenerateConfig]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("target", help="a Hugging Face folder or id")
+    parser.add_argument("target", help="Hugging Face folder or id")
     parser.add_argument("out", type=Path, help="folder for the chunk files")
     parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="templates and fillers")
-    parser.add_argument("--excerpts", type=Path, help="fillers that `excerpts.py` made")
+    parser.add_argument("--excerpts", type=Path, help="fillers written by `excerpts.py`")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time")
-    parser.add_argument("--seed", type=int, default=0, help="give every run its own: it also names the chunks")
+    parser.add_argument("--seed", type=int, default=0, help="must differ between runs; part of the chunk names")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
-    parser.add_argument("--slots", type=int, default=192, help="sequences written at once")
-    parser.add_argument("--answer-tokens", type=int, default=128, help="longest answer")
-    parser.add_argument("--user-tokens", type=int, default=96, help="longest user turn the target writes itself")
-    parser.add_argument("--max-prompt", type=int, default=192, help="longest prompt")
+    parser.add_argument("--slots", type=int, default=192, help="concurrent sequences")
+    parser.add_argument("--answer-tokens", type=int, default=128, help="maximum tokens per answer")
+    parser.add_argument("--user-tokens", type=int, default=96, help="maximum tokens the target adds to a user turn")
+    parser.add_argument("--max-prompt", type=int, default=192, help="maximum prompt tokens")
     parser.add_argument("--greedy-share", type=float, default=0.7, help="share of greedy answers")
-    parser.add_argument("--max-temperature", type=float, default=0.6, help="of the other answers")
-    parser.add_argument("--user-temperature", type=float, default=0.85, help="of user turns")
+    parser.add_argument("--max-temperature", type=float, default=0.6, help="highest temperature of the other answers")
+    parser.add_argument("--user-temperature", type=float, default=0.85, help="temperature of user turns")
     parser.add_argument("--top-k", type=int, default=24, help="teacher probabilities kept per position")
-    parser.add_argument("--chunk-sequences", type=int, default=256, help="sequences a file")
+    parser.add_argument("--chunk-sequences", type=int, default=256, help="sequences per file")
     arguments = parser.parse_args()
     names = GenerateConfig.__dataclass_fields__
     return arguments, GenerateConfig(**{name: getattr(arguments, name) for name in names})

@@ -1,6 +1,6 @@
-"""Add layers to a draft without changing what it says: their outputs are zero until training moves them.
+"""Adds layers to a draft without changing its predictions: their initial output is zero.
 
-New layers come after the first ones, so that they can read what the trained ones have made of the previous tokens.
+By default, new layers follow the first two, so they can read what the trained layers computed from previous tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 @torch.no_grad()
 def with_layers(draft: PreTrainedModel, after: list[int]) -> PreTrainedModel:
-    """A draft with one more layer after each of the layers listed."""
+    """Returns a draft with a new layer after each layer index in `after`."""
     config = type(draft.config).from_dict(
         {**draft.config.to_dict(), "num_hidden_layers": draft.config.num_hidden_layers + len(after)}
     )
@@ -32,7 +32,7 @@ def with_layers(draft: PreTrainedModel, after: list[int]) -> PreTrainedModel:
 
 
 def silence(layer: torch.nn.Module, hidden: int) -> None:
-    """Random weights that give attention scores of about 1, and nothing comes out."""
+    """Sets random weights with attention scores of about 1, and output projections of zero."""
     for name, weight in layer.named_parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=hidden**-0.5)
@@ -42,9 +42,9 @@ def silence(layer: torch.nn.Module, hidden: int) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("draft", help="a Hugging Face folder or id")
+    parser.add_argument("draft", help="Hugging Face folder or id")
     parser.add_argument("out", type=Path, help="folder for the grown draft")
-    parser.add_argument("--after", type=int, nargs="+", default=[0, 1], help="layers that get a new one behind them")
+    parser.add_argument("--after", type=int, nargs="+", default=[0, 1], help="insert a layer after each of these")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

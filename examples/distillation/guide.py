@@ -1,7 +1,7 @@
-"""Shows attention heads where to look, so that a small draft can copy.
+"""Supervises attention heads, so that a small draft learns to copy.
 
-Some heads of an early layer fetch the previous token and the one before it. Then heads of a later layer can tell where
-the last two tokens occurred before, and look at what followed them there.
+Some heads of an early layer learn to attend to the previous token and the token before it. Heads of a later layer can
+then match earlier occurrences of the last two tokens, and attend to the token after them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Guide:
-    """Collects how badly the heads look where they should: an `AttentionObserver`."""
+    """`AttentionObserver` that collects the heads' attention losses."""
 
     def __init__(self, tokens: Tensor, layers: tuple[int, int], heads: int) -> None:
         self._fetching_layer, self._copying_layer = layers
@@ -32,7 +32,7 @@ class Guide:
 
 
 def followers(tokens: Tensor) -> Tensor:
-    """[B, t, s]: whether s <= t follows the same two tokens that end at t."""
+    """Returns a mask [B, t, s]: True if s <= t and the two tokens before s equal the two tokens that end at t."""
     same = tokens[:, :, None] == tokens[:, None, :]
     pair = same.clone()
     pair[:, 1:, 1:] &= same[:, :-1, :-1]
@@ -43,12 +43,12 @@ def followers(tokens: Tensor) -> Tensor:
 
 
 def missed(scores: Tensor, wanted: Tensor) -> Tensor:
-    """Mean negative log of the attention that goes to the wanted places, where there are any."""
+    """Returns the mean negative log of the attention to `wanted` places, over rows that have any."""
     asked = wanted.any(dim=2)
     logs = scores.transpose(1, 2)[asked].float().log_softmax(dim=-1)  # [n, H, T]
     return -logs.masked_fill(~wanted[asked][:, None], -torch.inf).logsumexp(dim=-1).mean()
 
 
 def missed_offset(scores: Tensor, offset: int) -> Tensor:
-    """Mean negative log of the attention that goes to the token so many places before."""
+    """Returns the mean negative log of the attention to the token `offset` places earlier."""
     return -scores[:, :, offset:].float().log_softmax(dim=-1).diagonal(dim1=2, dim2=3).mean()

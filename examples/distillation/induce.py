@@ -1,12 +1,12 @@
-"""Teach the added layers of a grown draft where to look for what can be copied, before it is trained as a whole.
+"""Trains induction heads in the added layers of a grown draft, before the whole draft is trained.
 
-Copying takes two steps in a transformer: an early head fetches the previous token, and a later one finds where that
-pair occurred before and what followed it. Left to the data, a small draft does not find this for a long time. Here
-some heads of the first added layer are shown the previous token, and some of the last one what followed earlier
-occurrences of the last two tokens; all other layers stay as they are.
+Copying takes two steps in a transformer: an early head attends to the previous token, and a later head attends to the
+token after an earlier occurrence of the last two tokens. Ordinary data teaches a small draft this only very slowly.
+This script therefore supervises some heads of the first added layer to attend to previous tokens, and some heads of the
+last added layer to attend to tokens after earlier occurrences. All other layers are frozen.
 
-Then the layers are made quiet, so that the draft is about as good as before on ordinary text: their MLPs give nothing
-again, the previous token is passed on softly, and the copying heads give a little of the token they look at.
+It then scales the added layers down, so that the draft predicts ordinary text about as well as before: the MLPs output
+zero again, the first layer's attention shrinks, and the copying heads weakly pass on the attended token.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 @dataclass(frozen=True)
 class Quiet:
-    """Initial scale of the layers when training of the whole draft begins."""
+    """Scales of the added layers after induction."""
 
-    previous: float  # of what the first layer's attention has learnt to give
-    copying: float  # of the token that the last layer's heads look at
+    previous: float  # factor on the first layer's attention output
+    copying: float  # strength of the attended token in the last layer's output
 
 
 def induce(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
-    """Train the two layers until the time is over."""
+    """Trains the two layers until the time limit."""
     layers = [model.get_decoder().layers[index] for index in config.guided_layers]
     model.requires_grad_(False)
     chosen = [p for layer in layers for p in layer.requires_grad_(True).parameters()]
@@ -59,7 +59,7 @@ def induce(model: PreTrainedModel, data: Data, config: TrainConfig) -> None:
 
 @torch.no_grad()
 def settle(model: PreTrainedModel, tokens: Tensor, config: TrainConfig, quiet: Quiet) -> None:
-    """Keep where the heads look, and let little come out."""
+    """Scales down the outputs of both layers; keeps their attention patterns."""
     first, last = config.guided_layers
     for index in (first, last):
         model.get_decoder().layers[index].mlp.down_proj.weight.zero_()
@@ -69,10 +69,10 @@ def settle(model: PreTrainedModel, tokens: Tensor, config: TrainConfig, quiet: Q
 
 @torch.no_grad()
 def aim(model: PreTrainedModel, tokens: Tensor, layer: int, heads: int, strength: float) -> None:
-    """Let a layer's heads pass on what token they look at, in the directions in which the LM head reads tokens.
+    """Makes a layer's heads output the embedding of the attended token, which raises that token's logit.
 
-    The values are the least-squares estimate of the token's embedding from the layer's input, reduced to the
-    embedding's principal directions: as many as the layer's key-value heads can hold, each in a part of them.
+    The values are a least-squares estimate of the token's embedding from the layer's input. The key-value heads share
+    the embedding's first principal directions; each holds a part of them.
     """
     chosen = model.get_decoder().layers[layer]
     embedding = model.get_input_embeddings().weight
@@ -88,7 +88,7 @@ def aim(model: PreTrainedModel, tokens: Tensor, layer: int, heads: int, strength
     attention = chosen.self_attn
     dim = chosen.self_attn.head_dim
     kept = directions.flip(1)[:, : len(attention.v_proj.weight)]  # [hidden, KV * D]
-    scale = (estimate @ kept).norm(dim=0).mean() * read.shape[1] ** -0.5  # values of about the size of the inputs
+    scale = (estimate @ kept).norm(dim=0).mean() * read.shape[1] ** -0.5  # scales values like inputs
     attention.v_proj.weight.copy_((estimate @ kept).T / scale)
     groups = attention.num_key_value_groups
     spread = kept.T.reshape(-1, dim, kept.shape[0]).repeat_interleave(groups, 0)  # [H, D, hidden]

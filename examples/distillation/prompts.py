@@ -1,7 +1,7 @@
-"""Training prompts: templates filled with many topics, drawn at random without repetition.
+"""Draws training prompts at random from templates and fillers, without repetition.
 
-The templates and their fillers are data (`training_prompts.yaml`); this module only draws from them. A prompt is
-either complete or *open*: it ends in `{...}` and the target writes the rest of the user's turn itself.
+The templates and fillers are data (`training_prompts.yaml`). A prompt is either complete or *open*: the template of an
+open prompt ends in `{...}`, and the target writes the rest of the user's turn.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _FIELD = re.compile(r"\{(?:(\d+)\.\.(\d+)|([a-z_]+))\}")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A user's turn, or the beginning of one."""
+    """Complete or partial user turn."""
 
     kind: str
     text: str
-    is_open: bool  # the target is to write on from here
+    is_open: bool  # the target completes the turn
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Templates by kind, and what their fields may become."""
+    """Templates by kind, and possible values of their fields."""
 
     weights: dict[str, float]
     templates: dict[str, list[str]]
     fillers: dict[str, list[str]]
-    excerpts: dict[str, list[str]] = field(default_factory=dict)  # fillers that hold no fields themselves
+    excerpts: dict[str, list[str]] = field(default_factory=dict)  # fillers without nested fields
 
     @classmethod
     def load(cls, path: Path = DEFAULT_PROMPTS, excerpts: Path | None = None) -> PromptSource:
-        """Templates and fillers of `path`; without a file of excerpts, templates that need them are left out."""
+        """Loads the templates and fillers of `path`; skips templates that need missing excerpts."""
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
         found = json.loads(excerpts.read_text(encoding="utf-8")) if excerpts else {}
         missing = set(document["excerpts"]) - found.keys()
@@ -53,7 +53,7 @@ class PromptSource:
         return source
 
     def draw(self, rng: random.Random) -> Prompt:
-        """One prompt of a kind drawn by weight."""
+        """Draws a kind by weight, and a prompt of that kind."""
         kind = rng.choices(list(self.weights), weights=list(self.weights.values()))[0]
         template = rng.choice(self.templates[kind])
         body = template.removesuffix(OPEN_END)
@@ -62,7 +62,7 @@ class PromptSource:
         return Prompt(kind, text.rstrip(" ") if is_open else text, is_open)
 
     def stream(self, seed: int) -> Iterator[Prompt]:
-        """Prompts for ever; a complete prompt comes only once."""
+        """Yields prompts without end; never repeats a complete prompt."""
         rng = random.Random(seed)
         seen: set[str] = set()
         while True:
@@ -87,4 +87,4 @@ class PromptSource:
         names = {m.group(3) for t in texts for m in _FIELD.finditer(str(t)) if m.group(3)}
         unknown = names - self.fillers.keys() - self.excerpts.keys()
         if unknown or self.weights.keys() != self.templates.keys():
-            raise ValueError(f"unknown fields {sorted(unknown)}, or weights and kinds that differ")
+            raise ValueError(f"unknown fields {sorted(unknown)}, or weights unlike kinds; add the fillers or weights")

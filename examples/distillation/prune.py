@@ -1,9 +1,9 @@
-"""Make the draft that training starts from: the target itself, without most of its layers.
+"""Creates an initial draft from the target by removing most of its layers.
 
-Layers go one after the other, each time the one without which the rest still says most of what the target says. What
-is left is wrong at first, but it has the target's embedding and much of what its layers know; training heals it with
-far less data than random layers need. (Such drafts: Zhang et al. 2023, arXiv 2309.08168; choosing by the loss that a
-removal costs: Kim et al. 2024, arXiv 2402.02834.)
+Removes layers one by one, each time the layer whose removal increases the loss least (Kim et al. 2024, arXiv
+2402.02834). The pruned model is inaccurate at first, but it keeps the target's embedding and much of its knowledge, so
+training it needs far less data than training random layers. Zhang et al. 2023, arXiv 2309.08168, draft with such
+models.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Probe:
-    """Sequences of one length, and what the teacher says at some of their positions."""
+    """Sequences of one length, with the teacher's top tokens at the scored positions."""
 
     tokens: Tensor  # [sequences, length]
     rows: Tensor  # [positions]
     columns: Tensor  # [positions]
     top_ids: Tensor  # [positions, k]
-    top_probs: Tensor  # [positions, k], sums to one
+    top_probs: Tensor  # [positions, k]; each row sums to 1
 
     @classmethod
     def of(cls, examples: list[Example], sequences: int, length: int) -> Probe:
@@ -52,7 +52,7 @@ class Probe:
 
 
 class Layers:
-    """The target, run with some of its layers only."""
+    """Runs the target with a subset of its layers."""
 
     def __init__(self, target: PreTrainedModel, probe: Probe) -> None:
         self._target = target
@@ -65,7 +65,7 @@ class Layers:
         return self._decoder.layers[layer](hidden, attention_mask=None, position_embeddings=self._angles)
 
     def loss(self, hidden: Tensor) -> tuple[float, float]:
-        """Cross-entropy against the teacher, and how often its likeliest token is the teacher's."""
+        """Returns the cross-entropy against the teacher, and the share of positions with the teacher's top token."""
         probe = self._probe
         logits = self._target.get_output_embeddings()(self._decoder.norm(hidden[probe.rows, probe.columns])).float()
         logs = logits.log_softmax(dim=-1).gather(1, probe.top_ids)
@@ -74,7 +74,7 @@ class Layers:
 
     @torch.inference_mode()
     def without_one(self, kept: list[int]) -> tuple[int, float, float]:
-        """The layer that is missed least, and loss and agreement without it. First and last layer always stay."""
+        """Returns the least important layer with the loss and agreement without it; never the first or last layer."""
         best = (-1, float("inf"), 0.0)
         hidden = self.after(self._embedded, kept[0])
         for place in range(1, len(kept) - 1):
@@ -88,7 +88,7 @@ class Layers:
 
 @torch.no_grad()
 def with_layers(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
-    """A model of the same kind with these layers of the target."""
+    """Returns a model of the target's architecture with only the `kept` layers."""
     config = type(target.config).from_dict({**target.config.to_dict(), "num_hidden_layers": len(kept)})
     draft = type(target)(config).to(target.dtype)
     old = target.get_decoder()
@@ -102,13 +102,13 @@ def with_layers(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("target", help="a Hugging Face folder or id")
+    parser.add_argument("target", help="Hugging Face folder or id")
     parser.add_argument("out", type=Path, help="folder for the starting draft")
-    parser.add_argument("data", type=Path, nargs="+", help="chunk files that tell what the target says")
+    parser.add_argument("data", type=Path, nargs="+", help="chunk files with the target's top tokens")
     parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
-    parser.add_argument("--layers", type=int, nargs="+", default=[10], help="how many stay; OUT gets -N for several")
-    parser.add_argument("--sequences", type=int, default=12, help="that tell what a removal costs")
-    parser.add_argument("--length", type=int, default=128, help="of each")
+    parser.add_argument("--layers", type=int, nargs="+", default=[10], help="layers to keep; several write OUT-N")
+    parser.add_argument("--sequences", type=int, default=12, help="sequences that measure the loss")
+    parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
     return parser.parse_args()
 
 

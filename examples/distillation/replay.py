@@ -1,10 +1,10 @@
-"""Lets the target write replay examples: general dialogues that keep a draft from forgetting while it learns.
+"""Generates replay examples with the target: general dialogues that prevent forgetting while a draft learns.
 
     python replay.py TARGET OUT.jsonl [--count 300] [--tokens 96] [--exclude PROMPTS.jsonl]
 
-A line of OUT is {"prompt": [token ids], "answer": [token ids]}, as `draft.learning.replay` and `slipstream learn run
---replay` read it. Prompts come from `training_prompts.yaml`; those in the excluded files are left out, so that the
-prompts of an evaluation stay unseen.
+A line of OUT is {"prompt": [token ids], "answer": [token ids]}, the format of `draft.learning.replay` and `slipstream
+learn run --replay`. Prompts come from `training_prompts.yaml`. `--exclude` skips evaluation prompts, so they stay
+unseen.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("target", help="Hugging Face folder or id")
     parser.add_argument("out", type=Path, help="file to write, JSON lines")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="templates and fillers, YAML")
-    parser.add_argument("--exclude", type=Path, nargs="*", default=[], help="JSON lines of prompts to leave out")
-    parser.add_argument("--count", type=int, default=300, help="dialogues")
-    parser.add_argument("--tokens", type=int, default=96, help="most tokens of an answer")
-    parser.add_argument("--batch", type=int, default=32, help="dialogues at once")
+    parser.add_argument("--exclude", type=Path, nargs="*", default=[], help="JSON lines of prompts to skip")
+    parser.add_argument("--count", type=int, default=300, help="number of dialogues")
+    parser.add_argument("--tokens", type=int, default=96, help="maximum tokens per answer")
+    parser.add_argument("--batch", type=int, default=32, help="dialogues per batch")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

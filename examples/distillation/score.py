@@ -1,8 +1,8 @@
-"""The teacher's view of text that exists: what the target would have said next at every position of given sequences.
+"""Scores existing text: computes the target's top next tokens at every position of given sequences.
 
-Plain forward passes over whole sequences, so a token costs a fraction of one that the target has to write. Reads any
-`.npz` with an array `tokens` [sequences, length] of ids that start with the chat template's opening; a row's padding
-is the end-of-turn id, repeated. Writes the chunk files that `train.py` reads.
+Runs one forward pass over each sequence, so a token costs a fraction of a generated one. Reads an `.npz` file with an
+array `tokens` [sequences, length] of ids. Each row begins with the chat template's opening and is padded with its
+end-of-turn id. Writes chunk files for `train.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POSITIONS_AT_ONCE = 256
 
 
 def without_padding(row: np.ndarray, ends: frozenset[int]) -> np.ndarray:
-    """The sequence up to the first of the end-of-turn ids that it ends in."""
+    """Returns the row up to and including the first of its trailing end-of-turn ids."""
     length = row.size
     while length > 1 and int(row[length - 1]) in ends and int(row[length - 2]) in ends:
         length -= 1
@@ -33,7 +33,7 @@ def without_padding(row: np.ndarray, ends: frozenset[int]) -> np.ndarray:
 
 
 def answer_start(tokens: np.ndarray, frame: ChatFrame) -> int:
-    """Index of the first answer's first token; the length when there is none."""
+    """Returns the index of the first answer's first token, or the length if there is no answer."""
     after = np.array(frame.after_user)
     for index in range(len(frame.before_user), tokens.size - after.size + 1):
         if np.array_equal(tokens[index : index + after.size], after):
@@ -42,7 +42,7 @@ def answer_start(tokens: np.ndarray, frame: ChatFrame) -> int:
 
 
 def likeliest(head: torch.nn.Module, hidden: Tensor, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `top_k` next tokens at each position, and their probabilities among themselves."""
+    """Returns the `top_k` next tokens at each position, and their probabilities normalized over the top k."""
     ids = []
     probs = []
     for part in hidden.split(POSITIONS_AT_ONCE):
@@ -54,7 +54,7 @@ def likeliest(head: torch.nn.Module, hidden: Tensor, top_k: int) -> tuple[np.nda
 
 @torch.inference_mode()
 def score(model: PreTrainedModel, rows: list[np.ndarray], frame: ChatFrame, kind: str, top_k: int) -> list[Example]:
-    """One forward over sequences of any lengths."""
+    """Scores sequences of any lengths in one forward pass."""
     longest = max(row.size for row in rows)
     tokens = np.zeros((len(rows), longest), np.int64)
     for index, row in enumerate(rows):
@@ -76,13 +76,13 @@ def batches(rows: list[np.ndarray], size: int) -> Iterator[list[np.ndarray]]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("target", help="a Hugging Face folder or id")
+    parser.add_argument("target", help="Hugging Face folder or id")
     parser.add_argument("tokens", type=Path, help="`.npz` file with the sequences")
     parser.add_argument("out", type=Path, help="folder for the chunk files")
     parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
-    parser.add_argument("--kind", default="dialogue", help="written into the chunks")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a forward")
-    parser.add_argument("--chunk-sequences", type=int, default=64, help="sequences a file")
+    parser.add_argument("--kind", default="dialogue", help="prompt kind to store in the chunks")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per forward pass")
+    parser.add_argument("--chunk-sequences", type=int, default=64, help="sequences per file")
     parser.add_argument("--top-k", type=int, default=24, help="teacher probabilities kept per position")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     return parser.parse_args()

@@ -1,8 +1,8 @@
-"""A batch of slots: sequences of different lengths advance together, one token a step, over a static KV cache.
+"""Continuous batching over a static KV cache: sequences of different lengths advance together, one token per step.
 
-A slot whose sequence is finished starts the next one at once; nothing is padded and nothing is re-allocated. This is
-done below the modelling code, in an attention function of its own, so any decoder that uses the attention interface
-of transformers (grouped queries, no sliding window) can be driven this way.
+A finished sequence's slot starts the next sequence at once, without padding or reallocation. A custom attention
+function implements this, so it works with any decoder that uses the attention interface of transformers, with grouped
+queries and without a sliding window.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ATTENTION = "slots"
 
 
 class SlotCache:
-    """Keys and values of every slot, and how many positions of each are filled."""
+    """Keys and values of every slot, and the number of filled positions in each."""
 
     def __init__(self, model: PreTrainedModel, slots: int, max_length: int) -> None:
         config = model.config
@@ -28,14 +28,14 @@ class SlotCache:
         self._bias = torch.empty(0)  # [slots, 1, max_length]: 0 up to a slot's length, -inf beyond
 
     def begin_step(self) -> None:
-        """Each slot is about to be fed the token at position `lengths`."""
+        """Builds the mask for a step that feeds each slot the token at position `lengths`."""
         beyond = torch.arange(self.keys.shape[3])[None] > self.lengths[:, None]
         self._bias = torch.zeros(beyond.shape, dtype=self.keys.dtype).masked_fill_(beyond, -torch.inf)[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Store one position and attend to all up to it. query [S, H, 1, D]; key, value [S, KV, 1, D].
+        """Stores one position and attends to all positions up to it. query [S, H, 1, D]; key, value [S, KV, 1, D].
 
-        The products run over the whole cache: cutting it at the longest slot would copy it.
+        Computes over the whole cache, because slicing it to the longest slot would copy it.
         """
         slots, heads, _, dim = query.shape
         kv_heads = key.shape[1]
@@ -68,7 +68,7 @@ AttentionInterface.register(ATTENTION, _slot_attention)
 
 
 def feed(model: PreTrainedModel, cache: SlotCache, tokens: Tensor) -> Tensor:
-    """Feed one token to every slot; the last hidden states [slots, hidden]."""
+    """Feeds one token to every slot; returns the last hidden states [slots, hidden]."""
     cache.begin_step()
     decoder = model.get_decoder()
     hidden = decoder(

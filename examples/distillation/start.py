@@ -1,7 +1,7 @@
-"""Make the draft that training starts from: random layers around the target's vocabulary in few dimensions.
+"""Creates an initial draft: random layers with a low-dimensional copy of the target's embedding.
 
-The embedding, by far the largest part of a small draft, is the projection of the target's embedding onto its principal
-directions, so the draft starts with the target's idea of which tokens are alike.
+The embedding is by far the largest part of a small draft. It starts as the target's embedding projected onto its
+principal directions, so similar tokens start close to each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shape:
 
 @torch.no_grad()
 def new_draft(target: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
-    """Random layers between the target's embedding, reduced to `shape.hidden` dimensions."""
+    """Returns random layers with the target's tied embedding, reduced to `shape.hidden` dimensions."""
     config = LlamaConfig(
         vocab_size=target.config.vocab_size,
         hidden_size=shape.hidden,
@@ -57,7 +57,7 @@ def new_draft(target: PreTrainedModel, shape: Shape) -> LlamaForCausalLM:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("target", help="a Hugging Face folder or id")
+    parser.add_argument("target", help="Hugging Face folder or id")
     parser.add_argument("out", type=Path, help="folder for the starting draft")
     parser.add_argument("--gguf-file", help="name of the GGUF file inside TARGET")
     parser.add_argument("--hidden", type=int, default=288)

@@ -1,4 +1,4 @@
-"""Loading the target: weights (a Hugging Face folder or id, or a GGUF file), tokenizer and chat template."""
+"""Loads the target: weights (a Hugging Face folder or id, or a GGUF file), tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _USER_TEXT = "\x00user text\x00"
 
 @dataclass(frozen=True)
 class TargetSource:
-    """Location of the target."""
+    """Location of the target's weights and tokenizer."""
 
     model: str
     gguf_file: str | None = None
@@ -21,7 +21,7 @@ class TargetSource:
         return AutoTokenizer.from_pretrained(self.model, gguf_file=self.gguf_file)
 
     def load_model(self, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
-        """The target in evaluation mode; a GGUF's weights are dequantised."""
+        """Loads the target in evaluation mode; dequantises GGUF weights."""
         gguf = {"gguf_file": self.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
         return AutoModelForCausalLM.from_pretrained(
             self.model, dtype=dtype, attn_implementation=attention, **(gguf if self.gguf_file else {})
@@ -30,7 +30,7 @@ class TargetSource:
 
 @dataclass(frozen=True)
 class ChatFrame:
-    """The token ids that a chat template puts around one user turn."""
+    """Token ids that a chat template puts around a user turn."""
 
     before_user: tuple[int, ...]
     after_user: tuple[int, ...]  # closes the user's turn and opens the assistant's
@@ -44,12 +44,12 @@ class ChatFrame:
         return cls(*(tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after)))
 
     def prompt(self, tokenizer: PreTrainedTokenizerBase, user_text: str) -> list[int]:
-        """The ids of a whole prompt, up to the assistant's first token."""
+        """Returns the ids of a whole prompt, up to the assistant's first token."""
         user_ids = tokenizer.encode(user_text, add_special_tokens=False)
         return [*self.before_user, *user_ids, *self.after_user]
 
 
 def end_of_turn_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end a turn."""
+    """Returns the model's end-of-turn ids."""
     ids = model.generation_config.eos_token_id
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

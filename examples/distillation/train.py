@@ -1,9 +1,9 @@
-"""Train the draft on what the target wrote: cross-entropy against the target's most likely next tokens.
+"""Trains the draft on the target's text: cross-entropy against the target's top next tokens.
 
-Reads the chunk files of `generate.py`, and takes in new ones as they appear. Acceptance at temperature 0 asks for
-the same likeliest token, so the teacher's probabilities are sharpened a little before they are learnt. The vocabulary
-is by far the largest part of a small draft: the loss is taken over the tokens that a batch's teacher names and a
-random sample of the others, which is several times cheaper and pushes down the same wrong tokens over time.
+Reads the chunk files of `generate.py`, including those that appear during training. Acceptance at temperature 0
+requires the same top token, so the loss sharpens the teacher's probabilities. The vocabulary is by far the largest part
+of a small draft, so the loss covers only the teacher's tokens in a batch and a random sample of the others. This is
+several times cheaper, and over time it pushes down the same wrong tokens.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ class TrainConfig:
     out: Path
     seed: int
     minutes: float
-    batch: int  # sequences a step
-    copy_share: float  # of them that are made up to teach copying
-    random_share: float  # of those that are random tokens; the others repeat real text
-    copy_vocabulary: int  # different tokens in random rows
-    guidance: float  # weight of the loss that shows heads where to look
+    batch: int  # sequences per step
+    copy_share: float  # share of synthetic sequences that teach copying
+    random_share: float  # share of random tokens among these; the others repeat real text
+    copy_vocabulary: int  # distinct tokens in random rows
+    guidance: float  # weight of the attention loss
     guided_layers: tuple[int, int]
     guided_heads: int
     muon: bool
     learning_rate: float
-    embedding_share: float  # of the learning rate
+    embedding_share: float  # the embedding's learning rate, relative to `learning_rate`
     warmup_steps: int
     weight_decay: float
-    user_weight: float  # of positions outside the assistant's answer
+    user_weight: float  # loss weight of positions outside the assistant's answer
     sharpening: float  # exponent on the teacher's probabilities
-    top_k: int  # of the teacher's tokens that are learnt from
-    negatives: int  # random vocabulary entries beside those that the teacher names
-    further: int  # tokens that the recurrent head names after the next; 0: there is none
-    further_places: int  # of a sequence at which it is taught, at most
-    further_weight: float
-    head_only: bool  # the draft itself stays as it is
+    top_k: int  # number of teacher tokens per position in the loss
+    negatives: int  # random vocabulary entries besides the teacher's tokens
+    further: int  # tokens that the recurrent head predicts after the next; 0: no recurrent head
+    further_places: int  # maximum positions per sequence that train the recurrent head
+    further_weight: float  # loss weight of the recurrent head's predictions
+    head_only: bool  # train only the recurrent head
     head_width: int
     save_minutes: float
     reload_minutes: float
@@ -70,7 +70,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded sequences, and all their scored positions flattened."""
+    """Padded sequences with all their scored positions, flattened."""
 
     tokens: Tensor  # [sequences, longest]
     rows: Tensor  # [positions]
@@ -78,12 +78,12 @@ class Batch:
     top_ids: Tensor  # [positions, k]
     top_probs: Tensor  # [positions, k]
     weights: Tensor  # [positions]
-    begins: Tensor  # [places]: positions whose further tokens are learnt too, by the recurrent head
-    further: Tensor  # [places, further]: positions of what follows each of them
+    begins: Tensor  # [places]: start positions for the recurrent head
+    further: Tensor  # [places, further]: the positions after each start
 
 
 class Data:
-    """All examples found so far, in batches of similar length."""
+    """All examples loaded so far, in batches of similar length."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -93,12 +93,12 @@ class Data:
         self.examples: list[Example] = []
         self.refresh()
         if not self.examples:
-            raise ValueError(f"no chunk files in {[str(folder) for folder in config.data]}")
+            raise ValueError(f"no chunk files in {[str(folder) for folder in config.data]}; run generate.py first")
         copying = CopyConfig(random_share=config.random_share, vocabulary=config.copy_vocabulary)
         self._copies = CopyRows(copying, self._opening(), self.examples, config.seed)
 
     def refresh(self) -> None:
-        """Take in chunks that have appeared since."""
+        """Loads chunk files that have appeared since the last call."""
         for path in sorted(path for folder in self._config.data for path in folder.glob("*.npz")):
             if path not in self._read:
                 self._read.add(path)
@@ -107,18 +107,18 @@ class Data:
                 self._fresh.extend(chunk)
 
     def _opening(self) -> np.ndarray:
-        """The tokens that all sequences begin with."""
+        """Returns the common prefix of the sequences."""
         some = np.stack([e.tokens[:32] for e in self.examples[:256]])
         same = (some == some[0]).all(axis=0)
         return some[0, : same.size if same.all() else int(same.argmin())]
 
     def sample(self, sequences: int, length: int) -> Tensor:
-        """Some sequences, cut to one length."""
+        """Returns up to `sequences` sequences cut to `length`, as [sequences, length]."""
         found = [e.tokens[:length] for e in self.examples if e.tokens.size >= length][:sequences]
         return torch.from_numpy(np.stack(found).astype(np.int64))
 
     def batches(self) -> Iterator[Batch]:
-        """Epoch after epoch for ever, with rows that teach copying among them; what is new comes first."""
+        """Yields batches without end, each with a share of copying rows; new examples come first."""
         copies = round(self._config.copy_share * self._config.batch)
         size = self._config.batch - copies
         for examples in self._groups(size) if size else iter(list, None):
@@ -159,7 +159,7 @@ class Data:
         )
 
     def _places(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Some positions of each sequence that the teacher's view of the next ones follows, one after the other."""
+        """Draws start positions in each sequence whose next `further` positions are all scored."""
         further = self._config.further
         last = np.arange(len(rows)) + further
         whole = last < len(rows)
@@ -173,16 +173,16 @@ class Data:
 
 
 def widened(columns: np.ndarray, width: int, mode: Literal["edge", "constant"]) -> np.ndarray:
-    """The first `width` columns; where there are fewer, the last repeated or zeros."""
+    """Returns the first `width` columns; pads missing columns with the last column or zeros."""
     columns = columns[:, :width].astype(np.float32 if columns.dtype.kind == "f" else np.int64)
     return np.pad(columns, ((0, 0), (0, width - columns.shape[1])), mode=mode) if columns.shape[1] < width else columns
 
 
 class SoftTargetLoss(torch.autograd.Function):
-    """Weighted cross-entropy of softmax(hidden @ head.T + offset) against a few soft targets a row.
+    """Weighted cross-entropy of softmax(hidden @ head.T + offset) against a few soft targets per row.
 
-    Logits of all positions at once would be hundreds of megabytes; so loss and gradients are made a slice at a time,
-    in one pass. Returns the mean loss, and how often the likeliest entry is the teacher's: of the `first` rows and of
+    The logits of all positions would take hundreds of megabytes, so one pass computes loss and gradients slice by
+    slice. Returns the mean loss and two top-1 agreement rates with the teacher: over the first `first` rows, and over
     the others.
     """
 
@@ -202,7 +202,7 @@ class SoftTargetLoss(torch.autograd.Function):
         loss = torch.zeros(())
         is_agreed = []
         shares = weights / weights.sum()
-        named = int((offset == 0).sum())  # the entries before the random ones
+        named = int((offset == 0).sum())  # the teacher's entries, which precede the random ones
         for part in torch.arange(len(hidden)).split(POSITIONS_AT_ONCE):
             rows = slice(int(part[0]), int(part[-1]) + 1)
             logits = (hidden[rows] @ head.T).float().add_(offset)
@@ -231,11 +231,11 @@ class SoftTargetLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one batch."""
+    """Loss and agreement of one batch."""
 
     loss: Tensor
-    agreement: float  # of the likeliest tokens, over the sampled vocabulary
-    further: float  # of those that the recurrent head names; nan if it names none
+    agreement: float  # top-1 agreement over the sampled vocabulary
+    further: float  # top-1 agreement of the recurrent head; nan without one
 
 
 def distillation_loss(
@@ -246,7 +246,7 @@ def distillation_loss(
     recurrent: TrainableRecurrentHead | None = None,
     observe: AttentionObserver | None = None,
 ) -> StepResult:
-    """Cross-entropy against the sharpened teacher, over the sampled vocabulary."""
+    """Computes the cross-entropy against the sharpened teacher over the sampled vocabulary."""
     vocabulary, labels, others = sampled_vocabulary(batch.top_ids, rows.size, config.negatives)
     inputs, head = rows.select(batch.tokens, vocabulary)
     with torch.set_grad_enabled(not config.head_only):
@@ -260,7 +260,7 @@ def distillation_loss(
     later = batch.further.T.flatten()
     weights = torch.cat(((not config.head_only) * batch.weights, config.further_weight * batch.weights[later]))
     offset = torch.zeros(len(vocabulary))
-    offset[-config.negatives :] = math.log(others / config.negatives)  # each stands for so many
+    offset[-config.negatives :] = math.log(others / config.negatives)  # weights each sample
     wanted = batch.top_probs.pow(config.sharpening)
     wanted = wanted / wanted.sum(dim=1, keepdim=True)
     labels = torch.cat((labels, labels[later]))
@@ -272,7 +272,7 @@ def distillation_loss(
 
 
 def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tensor, Tensor, int]:
-    """The ids the teacher names and some others; where the teacher's are in it; how many others there are."""
+    """Returns the sampled ids, the teacher's tokens as indices into them, and the number of other ids."""
     named, labels = top_ids.unique(return_inverse=True)
     is_other = torch.ones(size, dtype=torch.bool)
     is_other[named] = False
@@ -284,7 +284,7 @@ def sampled_vocabulary(top_ids: Tensor, size: int, negatives: int) -> tuple[Tens
 def optimizers_for(
     model: PreTrainedModel, head: TrainableRecurrentHead | None, config: TrainConfig
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices if wanted, AdamW for the rest; `VocabularyRows` looks after the embedding."""
+    """Returns Muon for matrices if configured, and AdamW for the rest; `VocabularyRows` updates the embedding."""
     embedding = model.get_input_embeddings().weight
     parameters = [*(() if config.head_only else model.parameters()), *(head.parameters() if head else ())]
     matrices = [p for p in parameters if p.dim() > 1 and p is not embedding]
@@ -299,14 +299,14 @@ def optimizers_for(
 
 
 def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
-    """Linear warm-up by steps, then a cosine over the time that there is."""
+    """Returns the learning rate: linear warm-up over steps, times a cosine over the time limit."""
     done = min(1.0, elapsed / (60 * config.minutes))
     cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
     return config.learning_rate * min(1.0, (step + 1) / config.warmup_steps) * cosine
 
 
 def save(model: PreTrainedModel, folder: Path, head: TrainableRecurrentHead | None = None, further: int = 0) -> None:
-    """Write the bfloat16 draft beside its place, then move each file there."""
+    """Writes the bfloat16 draft to a temporary folder, then moves each file into `folder`."""
     partial = folder.with_name(folder.name + ".partial")
     copy = type(model)(model.config).to(torch.bfloat16)
     copy.load_state_dict({name: value.to(torch.bfloat16) for name, value in model.state_dict().items()})
@@ -322,7 +322,7 @@ def save(model: PreTrainedModel, folder: Path, head: TrainableRecurrentHead | No
 
 
 def train(model: PreTrainedModel, head: TrainableRecurrentHead | None, data: Data, config: TrainConfig) -> None:
-    """Step until the time is over; save now and then, and at the end."""
+    """Trains until the time limit; saves every `save_minutes` and at the end."""
     optimizers = optimizers_for(model, head, config)
     rows = VocabularyRows(model.get_input_embeddings().weight, BETAS)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -368,7 +368,7 @@ def train(model: PreTrainedModel, head: TrainableRecurrentHead | None, data: Dat
 
 
 def recurrent_head(folder: Path, model: PreTrainedModel, config: TrainConfig) -> TrainableRecurrentHead | None:
-    """The one in the folder, or a new one."""
+    """Loads the recurrent head from the folder, or creates one; None if `config.further` is 0."""
     if not config.further:
         return None
     known = (folder / FILE).exists()
@@ -380,36 +380,36 @@ def recurrent_head(folder: Path, model: PreTrainedModel, config: TrainConfig) ->
 
 
 def training_options(parser: argparse.ArgumentParser) -> None:
-    """The options that make a `TrainConfig`, and where the draft to start from is."""
-    parser.add_argument("start", help="the draft to start from: a Hugging Face folder or id")
+    """Adds the options of `TrainConfig` and the path of the initial draft."""
+    parser.add_argument("start", help="initial draft: Hugging Face folder or id")
     parser.add_argument("out", type=Path, help="folder for the trained draft")
     parser.add_argument("data", type=Path, nargs="+", help="folders with chunk files")
     parser.add_argument("--minutes", type=float, default=40.0, help="stop after this time")
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
-    parser.add_argument("--copy-share", type=float, default=0.19, help="of the sequences: rows that teach copying")
-    parser.add_argument("--random-share", type=float, default=0.1, help="of those: random tokens, not repeated text")
-    parser.add_argument("--copy-vocabulary", type=int, default=8192, help="different tokens in random rows")
-    parser.add_argument("--guidance", type=float, default=0.2, help="weight of showing heads where to look")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
+    parser.add_argument("--copy-share", type=float, default=0.19, help="share of rows that teach copying")
+    parser.add_argument("--random-share", type=float, default=0.1, help="share of these rows with random tokens")
+    parser.add_argument("--copy-vocabulary", type=int, default=8192, help="distinct tokens in random rows")
+    parser.add_argument("--guidance", type=float, default=0.2, help="weight of the attention loss")
     parser.add_argument("--guided-layers", type=int, nargs=2, default=[1, 3], help="first and last of the added layers")
-    parser.add_argument("--guided-heads", type=int, default=4, help="so many heads of each are shown where to look")
+    parser.add_argument("--guided-heads", type=int, default=4, help="supervised heads per guided layer")
     parser.add_argument(
-        "--muon", action=argparse.BooleanOptionalAction, default=True, help="for matrices; dear for wide layers"
+        "--muon", action=argparse.BooleanOptionalAction, default=True, help="Muon for matrices; slow for wide layers"
     )
-    parser.add_argument("--learning-rate", type=float, default=6e-4, help="at its highest")
-    parser.add_argument("--embedding-share", type=float, default=0.2, help="of the learning rate, for the embedding")
-    parser.add_argument("--warmup-steps", type=int, default=60, help="until the learning rate is reached")
-    parser.add_argument("--weight-decay", type=float, default=0.02, help="of matrices")
+    parser.add_argument("--learning-rate", type=float, default=6e-4, help="peak learning rate")
+    parser.add_argument("--embedding-share", type=float, default=0.2, help="relative learning rate of the embedding")
+    parser.add_argument("--warmup-steps", type=int, default=60, help="steps of linear warm-up")
+    parser.add_argument("--weight-decay", type=float, default=0.02, help="weight decay of matrices")
     parser.add_argument("--user-weight", type=float, default=0.3, help="weight of positions outside the answers")
     parser.add_argument("--sharpening", type=float, default=1.5, help="exponent on the teacher's probabilities")
-    parser.add_argument("--top-k", type=int, default=10, help="of the teacher's tokens, to learn from")
-    parser.add_argument("--negatives", type=int, default=2048, help="random vocabulary entries a step")
-    parser.add_argument("--further", type=int, default=0, help="tokens a recurrent head names after the next")
-    parser.add_argument("--head-only", action="store_true", help="teach only that head: the draft stays as it is")
-    parser.add_argument("--further-places", type=int, default=48, help="of a sequence, at which it is taught")
-    parser.add_argument("--further-weight", type=float, default=0.5, help="weight of what the recurrent head names")
-    parser.add_argument("--head-width", type=int, default=1024, help="of the recurrent head")
-    parser.add_argument("--save-minutes", type=float, default=5.0, help="between two saves")
-    parser.add_argument("--reload-minutes", type=float, default=2.0, help="between two looks for new chunks")
+    parser.add_argument("--top-k", type=int, default=10, help="teacher tokens per position in the loss")
+    parser.add_argument("--negatives", type=int, default=2048, help="random vocabulary entries per step")
+    parser.add_argument("--further", type=int, default=0, help="tokens the recurrent head predicts")
+    parser.add_argument("--head-only", action="store_true", help="train only the recurrent head")
+    parser.add_argument("--further-places", type=int, default=48, help="positions per sequence that train the head")
+    parser.add_argument("--further-weight", type=float, default=0.5, help="loss weight of the recurrent head")
+    parser.add_argument("--head-width", type=int, default=1024, help="width of the recurrent head")
+    parser.add_argument("--save-minutes", type=float, default=5.0, help="minutes between saves")
+    parser.add_argument("--reload-minutes", type=float, default=2.0, help="minutes between checks for new chunks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
 

@@ -1,3 +1,5 @@
-"""Trains a draft head for your own target: `answers` lets the target write data, `states` stores its states, and
-`train` trains a head on them. `evaluate` measures the result.
+"""Trains a draft head for your own target.
+
+`answers` generates data with the target, `states` stores its hidden states, `train` trains a head on them, and
+`evaluate` measures the result.
 """

@@ -1,10 +1,10 @@
-"""Lets the target write training data for its head: answers to prompts, or whole dialogues of its own.
+"""Generates training data for a head with the target: answers to prompts, or whole dialogues.
 
     python -m examples.train_head.answers TARGET TOKENS.npz --prompts PROMPTS.jsonl [--tokens 256]
     python -m examples.train_head.answers TARGET TOKENS.npz --dialogues 1000
 
-A line of PROMPTS is {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}. Without prompts the target
-continues its chat template from the user's first word. An interrupted run continues where it stopped.
+A line of PROMPTS is {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}. Without prompts, the
+target writes whole dialogues from the opening of its chat template. A repeated call resumes an interrupted run.
 """
 
 import json
@@ -33,14 +33,14 @@ def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
 
 
 def opening_ids(tokenizer: Any) -> list[int]:
-    """Returns the ids that the chat template puts before the user's first word."""
+    """Returns the ids that the chat template puts before the user's text."""
     messages = [{"role": "user", "content": USER_TEXT}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text.partition(USER_TEXT)[0], add_special_tokens=False))
 
 
 def prompt_ids(tokenizer: Any, path: Path) -> list[list[int]]:
-    """Reads the prompts of a file. Raises ModelError for a line that is neither a prompt nor messages."""
+    """Reads the prompts of a file as token ids. Raises ModelError for a line with neither `prompt` nor `messages`."""
     found = []
     for number, line in enumerate(filter(None, path.read_text(encoding="utf-8").splitlines()), start=1):
         said = json.loads(line)
@@ -51,7 +51,7 @@ def prompt_ids(tokenizer: Any, path: Path) -> list[list[int]]:
 
 
 def temperatures(count: int, low: float, high: float) -> list[float]:
-    """Returns one temperature per row, evenly spaced."""
+    """Returns `count` evenly spaced temperatures from `low` to `high`."""
     return [low + (high - low) * row / max(1, count - 1) for row in range(count)]
 
 
@@ -74,7 +74,7 @@ def written(
     top_k: int,
     generator: torch.Generator,
 ) -> list[list[int]]:
-    """Returns prompts with the target's answers, up to the token limit or the first stop token, which is kept."""
+    """Returns prompts with the target's answers, up to the token limit or through the first stop token."""
     longest = max(map(len, prompts))
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=model.device)
     rows = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
@@ -111,26 +111,26 @@ def main(
     target: Annotated[str, typer.Argument(help="Folder or Hugging Face id.")],
     out: Annotated[Path, typer.Argument(help="File of token ids, .npz.")],
     prompts: Annotated[Path | None, typer.Option(help="JSON lines.")] = None,
-    dialogues: Annotated[int, typer.Option(help="Dialogues to write from the template, without prompts.")] = 0,
+    dialogues: Annotated[int, typer.Option(help="Number of dialogues to write without prompts.")] = 0,
     tokens: Annotated[int, typer.Option(help="Maximum tokens per answer or dialogue.")] = 256,
-    low: Annotated[float, typer.Option(help="Lowest temperature of a batch's rows.")] = 0.0,
-    high: Annotated[float, typer.Option(help="Highest temperature.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Likeliest tokens to draw from.")] = 64,
+    low: Annotated[float, typer.Option(help="Lowest temperature in a batch.")] = 0.0,
+    high: Annotated[float, typer.Option(help="Highest temperature in a batch.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens to sample from.")] = 64,
     batch: Annotated[int, typer.Option(help="Rows per batch.")] = 32,
     dtype: Annotated[str, typer.Option(help="Dtype of the target.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Lets the target write training data."""
+    """Generates training data with the target."""
     torch.set_num_threads(threads)
     folder = local_folder(target)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = load_model(folder, dtype, torch.device(device)).eval()
     asked = prompt_ids(tokenizer, prompts) if prompts else [opening_ids(tokenizer)] * dialogues
     if not asked:
-        raise typer.BadParameter("expected --prompts with a line or more, or --dialogues with a number")
-    stops = end_ids(folder) if prompts else ()  # a dialogue continues after the user's message
+        raise typer.BadParameter("no prompts; pass --prompts with a non-empty file, or --dialogues with a number")
+    stops = end_ids(folder) if prompts else ()  # dialogues continue past end-of-turn tokens
     found = [list(map(int, sequence)) for sequence in read_tokens(out)] if out.is_file() else []
     with Progress() as progress:
         task = progress.add_task("sequences", total=len(asked), completed=len(found))

@@ -1,4 +1,4 @@
-"""Files of a training: the head in its published layout, and the state needed to continue."""
+"""Checkpoint files: the head in its published layout, and the state needed to resume."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ STATE = "training.pt"
 
 
 def write_head(folder: Path, head: PublishedHead, dtype: torch.dtype) -> None:
-    """Writes a head; its weights are replaced atomically."""
+    """Writes a head; replaces its weights atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()).contiguous()
@@ -27,18 +27,18 @@ def write_head(folder: Path, head: PublishedHead, dtype: torch.dtype) -> None:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Replaces the stored state atomically."""
+    """Writes the training state atomically."""
     unfinished = folder / f"{STATE}.unfinished"
     torch.save(state, unfinished)
     unfinished.replace(folder / STATE)
 
 
 def read_state(folder: Path, made_by: dict[str, Any]) -> dict[str, Any] | None:
-    """Reads the stored state; None if there is none. Raises ModelError if it was made with other options."""
+    """Reads the training state; None if absent. Raises ModelError if it belongs to other options."""
     path = folder / STATE
     if not path.is_file():
         return None
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     if state["made_by"] != made_by:
-        raise ModelError(f"{path} was made by {state['made_by']}, not by {made_by}; use another folder")
+        raise ModelError(f"{path} has options {state['made_by']}, not {made_by}; use another folder")
     return state

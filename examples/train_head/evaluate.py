@@ -1,8 +1,8 @@
-"""Measures how a head drafts: tokens per verification by draft length, greedy, and the time of a block of one token.
+"""Measures a head's tokens per verification and drafting time per block, for several draft lengths at temperature 0.
 
     python -m examples.train_head.evaluate TARGET HEAD PROMPTS.jsonl [--method eagle] [--compare CONFIG.yaml]
 
-Sessions run one at a time in the reference loop, over the real schedulers, engine and method, without a network.
+Runs one session after another in the reference loop, with the real schedulers, engine and method but no network.
 """
 
 import time
@@ -45,7 +45,7 @@ MAX_BLOCK = 16
 
 
 class TimedMethod:
-    """Wraps a drafting method and records how many seconds its blocks took."""
+    """Wraps a drafting method and records the seconds of each call that drafts."""
 
     def __init__(self, method: DraftingMethod) -> None:
         self.seconds: list[float] = []
@@ -64,7 +64,7 @@ class TimedMethod:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Results with blocks of one length."""
+    """Results for one draft length."""
 
     draft_tokens: int
     tokens_a_verify: float
@@ -74,7 +74,7 @@ class Drafted:
 
 
 class Pair:
-    """A target and a method that drafts for it."""
+    """Target with a drafting method."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, draft: DraftPool, dtype: str) -> None:
         self._draft = draft
@@ -87,7 +87,7 @@ class Pair:
 
     @torch.inference_mode()
     def run(self, prompts: Sequence[Sequence[int]], draft_tokens: int, tokens: int) -> Drafted:
-        """Answers all prompts, one after the other."""
+        """Answers all prompts in sequence, each with at most `tokens` tokens."""
         method = TimedMethod(create_method(self._draft, self._setup))
         rounds = [self._rounds(method, index, prompt, draft_tokens, tokens) for index, prompt in enumerate(prompts)]
         emits = [emit for answer in rounds for emit in answer]
@@ -128,7 +128,7 @@ def main(
     head: Annotated[str, typer.Argument(help="Folder of the head.")],
     prompts: Annotated[Path, typer.Argument(help="JSON lines, in the format of examples.train_head.answers.")],
     method: Annotated[str, typer.Option(help="Drafting method of the head.")] = "eagle",
-    compare: Annotated[Path | None, typer.Option(help="Configuration of another draft to measure too.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Configuration of another draft to compare with.")] = None,
     first: Annotated[int | None, typer.Option(help="Number of prompts; by default all.")] = None,
     draft_tokens: Annotated[list[int] | None, typer.Option(help="Draft lengths; by default 1 to 5.")] = None,
     block_len: Annotated[list[int] | None, typer.Option(hidden=True)] = None,  # earlier name of --draft-tokens
@@ -136,7 +136,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Dtype of both models.")] = "bfloat16",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
-    """Measures how a head drafts."""
+    """Measures a head's drafts."""
     torch.set_num_threads(threads)
     folder = local_folder(target)
     model = load_model(folder, dtype, CPU)

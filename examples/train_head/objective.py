@@ -1,4 +1,4 @@
-"""Training loss: cross-entropy with the target's distribution at each step of the unroll, and top-1 agreement."""
+"""Training loss: cross-entropy with the target's distribution at each unrolled step, and top-1 agreement."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from torch import Tensor
 from examples.train_head.heads.draft_module import DraftModule
 from examples.train_head.shards import StatesBatch
 
-DECAY = 0.8  # of a step's weight relative to the step before (EAGLE-3)
+DECAY = 0.8  # ratio of a step's loss weight to the previous step's (EAGLE-3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Learned:
-    """Result of one batch."""
+    """Loss and agreement of one batch."""
 
-    loss: Tensor  # the steps' cross-entropies, weighted
-    agreement: Tensor  # (steps,): share of places at which the likeliest token is the target's choice
+    loss: Tensor  # weighted mean of the steps' cross-entropies
+    agreement: Tensor  # (steps,): share of places where the top token is the target's choice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +26,10 @@ class Teacher:
     """The target's distribution over the draft vocabulary."""
 
     lm_head: Tensor  # (columns, hidden)
-    opening: int  # tokens that all sequences begin with: predicting them teaches nothing
+    opening: int  # length of the sequences' common prefix, which is not scored
 
     def scored(self, batch: StatesBatch, step: int) -> Tensor:
-        """Returns a mask, (rows, longest), of places p whose step k is scored: it predicts token p + 2 + k."""
+        """Returns a mask, (rows, longest), of the places p whose prediction of token p + 2 + step is scored."""
         last_read = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) + step + 1
         return (last_read < batch.lengths[:, None]) & (last_read >= self.opening - 1)
 
@@ -41,7 +41,7 @@ class Teacher:
 def steps_learned(
     module: DraftModule, batch: StatesBatch, teacher: Teacher, steps: int, share: float = 1.0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields each step's cross-entropy and agreement, over a random share of the places."""
+    """Yields each step's cross-entropy and agreement over a random `share` of the scored places."""
     for step, outputs in enumerate(module.steps(batch, steps)):
         scored = teacher.scored(batch, step)
         if share < 1:
@@ -56,7 +56,7 @@ def steps_learned(
 
 
 def learned(module: DraftModule, batch: StatesBatch, teacher: Teacher, steps: int, share: float = 1.0) -> Learned:
-    """Computes loss and agreement of a batch, which must have a scored place for every step."""
+    """Computes a batch's loss and agreement; every step must have a scored place."""
     found = list(steps_learned(module, batch, teacher, steps, share))
     weights = [DECAY**step for step in range(steps)]
     loss = torch.stack([weight * loss for weight, (loss, _) in zip(weights, found, strict=True)]).sum() / sum(weights)

@@ -1,4 +1,4 @@
-"""Order of training sequences: a function of the seed and the step, so that an interrupted training can continue."""
+"""Order of training sequences, determined by seed and step so that training can resume."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,17 +6,17 @@ import numpy as np
 
 from examples.train_head.shards import StoredSequence
 
-HELD_OUT_EVERY = 32  # one sequence in this many is never trained on
-POOL = 8  # batches whose sequences are sorted by length, to limit padding
+HELD_OUT_EVERY = 32  # every 32nd sequence is held out
+POOL = 8  # batches sorted together by length, to limit padding
 
 
 def held_out(sequences: Sequence[StoredSequence]) -> list[StoredSequence]:
-    """Returns the held-out sequences, independent of how many shards follow; shards hold shuffled sequences."""
+    """Returns every 32nd sequence; more shards only append to them, and shards hold shuffled sequences."""
     return list(sequences[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
 
 
 def batches(sequences: Sequence[StoredSequence], size: int, seed: int, step: int) -> Iterator[list[StoredSequence]]:
-    """Yields batches from `step` on, without end, in a new order in every epoch."""
+    """Yields batches without end, starting at `step`; each epoch has a new order."""
     trained = [one for index, one in enumerate(sequences) if (index + 1) % HELD_OUT_EVERY]
     size = min(size, len(trained))
     per_epoch = len(trained) // size

@@ -1,4 +1,4 @@
-"""A target's states over token files, in shards: written once, read a batch at a time without loading them whole."""
+"""Shards of a target's states over token files, written once and read batch by batch without loading whole files."""
 
 import json
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ SHARDS = "shard-*.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StatesDescription:
-    """Contents of a folder of shards. Layers are numbered as in `protos.messages`."""
+    """Description of a folder of shards; layer numbers follow `protos.messages`."""
 
-    target: str  # its folder's name, or its Hugging Face id
-    layers: tuple[int, ...]  # states that a head may read; the final state is stored after them
+    target: str  # folder or Hugging Face id
+    layers: tuple[int, ...]  # layers of the stored states; the final state comes after them
     hidden: int
     dtype: str
-    opening: int  # tokens that all sequences begin with
+    opening: int  # length of the sequences' common prefix
     sequences: int
     positions: int
-    token_counts: tuple[int, ...]  # by token, (vocabulary,), over all shards, known before they are written
-    per_shard: int  # sequences
+    token_counts: tuple[int, ...]  # by token, (vocabulary,), over all planned shards
+    per_shard: int  # sequences per shard
 
     def write(self, folder: Path) -> None:
-        """Writes the description. Raises ModelError if the folder holds shards of other data."""
+        """Writes the description. Raises ModelError if the folder describes other data."""
         path = folder / DESCRIPTION
         text = json.dumps(asdict(self))
         if path.is_file() and path.read_text() != text:
@@ -43,17 +43,17 @@ class StatesDescription:
 
     @classmethod
     def read(cls, folder: Path) -> "StatesDescription":
-        """Reads the description. Raises ModelError if there is none."""
+        """Reads the description. Raises ModelError if the folder has none."""
         path = folder / DESCRIPTION
         if not path.is_file():
-            raise ModelError(f"there is no {path}; examples.train_head.states writes one")
+            raise ModelError(f"{path} does not exist; run examples.train_head.states first")
         stored: dict[str, Any] = json.loads(path.read_text())
         return cls(**stored | {key: tuple(stored[key]) for key in ("layers", "token_counts")})
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSequence:
-    """Location of a sequence."""
+    """Location of a sequence in a shard."""
 
     path: Path
     start: int
@@ -65,10 +65,10 @@ class StoredSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatesBatch:
-    """Sequences side by side, padded with zeros at the end."""
+    """Batch of sequences, padded with zeros at the end."""
 
     tokens: Tensor  # (rows, longest)
-    choices: Tensor  # (rows, longest): the token that the target finds likeliest next
+    choices: Tensor  # (rows, longest): the target's greedy next token
     states: Tensor  # (rows, longest, layers x hidden)
     final: Tensor  # (rows, longest, hidden): after the final norm
     lengths: Tensor  # (rows,)
@@ -89,16 +89,16 @@ def write_shard(path: Path, rows: Sequence[tuple[Tensor, Tensor, Tensor]]) -> No
 
 
 class Shards:
-    """The sequences in a folder so far."""
+    """All sequences currently in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.description = StatesDescription.read(folder)
         self.sequences = [found for path in sorted(folder.glob(SHARDS)) for found in _sequences(path)]
         if not self.sequences:
-            raise ModelError(f"{folder} holds no {SHARDS} yet; examples.train_head.states writes them")
+            raise ModelError(f"{folder} contains no {SHARDS} yet; run examples.train_head.states first")
 
     def batch(self, sequences: Sequence[StoredSequence], device: torch.device) -> StatesBatch:
-        """Reads only these sequences."""
+        """Reads the given sequences into a padded batch."""
         parts = [_read(sequence) for sequence in sequences]
         tokens, choices, states = (
             torch.nn.utils.rnn.pad_sequence([part[index] for part in parts], batch_first=True).to(device)

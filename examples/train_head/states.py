@@ -1,9 +1,9 @@
-"""Stores the target's states over token files: those that a head reads, and the final one for its loss.
+"""Stores the target's hidden states over token files: the layers a head reads, and the final state for the loss.
 
     python -m examples.train_head.states TARGET STATES TOKENS.npz... [--layer 2 --layer 15 --layer 27]
 
-Sequences are shuffled before they are cut into shards, so each shard is a sample of the whole. An interrupted run
-continues where it stopped.
+Shuffles sequences before splitting them into shards, so each shard is a random sample. A repeated call resumes an
+interrupted run.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ Rows = list[tuple[Tensor, Tensor, Tensor]]
 
 @torch.inference_mode()
 def states_of(model: PreTrainedModel, sequences: Sequence[TokenIds], layers: Sequence[int]) -> Rows:
-    """Returns tokens and choices, (n,), and states, (n, (layers + 1) x hidden), of each sequence."""
+    """Returns each sequence's tokens and greedy choices, (n,), and states, (n, (layers + 1) x hidden)."""
     lengths = [len(sequence) for sequence in sequences]
     padded = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
     for row, sequence in enumerate(sequences):
         padded[row, : len(sequence)] = sequence
     tokens = torch.from_numpy(padded).to(model.device)
-    # What is padded comes after all that is read, and attention is causal: no mask is needed.
+    # Padding is at the end and attention is causal, so no mask is needed.
     output = model.get_decoder()(input_ids=tokens, use_cache=False, output_hidden_states=True)
     streams = output.hidden_states
     choices = model.get_output_embeddings()(streams[-1]).argmax(dim=-1)
@@ -49,7 +49,7 @@ def states_of(model: PreTrainedModel, sequences: Sequence[TokenIds], layers: Seq
 def store_states(
     model: PreTrainedModel, sequences: Sequence[TokenIds], layers: Sequence[int], out: Path, per_shard: int, batch: int
 ) -> None:
-    """Writes the missing shards, holding one in memory at a time."""
+    """Writes the missing shards; holds only one shard in memory."""
     shuffled = np.random.default_rng(SHUFFLE_SEED).permutation(len(sequences))
     for start in track(range(0, len(shuffled), per_shard), description="shards of states"):
         path = out / f"shard-{start // per_shard:05d}.safetensors"
@@ -66,15 +66,17 @@ def main(
     target: Annotated[str, typer.Argument(help="Folder or Hugging Face id.")],
     out: Annotated[Path, typer.Argument(help="Folder for the shards.")],
     token_files: Annotated[list[Path], typer.Argument(help="Files written by examples.train_head.answers.")],
-    layer: Annotated[list[int] | None, typer.Option(help="A state that heads may read; by default EAGLE-3's.")] = None,
+    layer: Annotated[
+        list[int] | None, typer.Option(help="Layer whose states to store; default: EAGLE-3's layers.")
+    ] = None,
     final_only: Annotated[bool, typer.Option(help="Store only the final state, for Medusa and MLPSpeculator.")] = False,
     per_shard: Annotated[int, typer.Option(help="Sequences per shard.")] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences per forward.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Dtype of the forward and of the stored states.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Device of the forward.")] = "cpu",
+    batch: Annotated[int, typer.Option(help="Sequences per forward pass.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Dtype of the forward pass and stored states.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Device of the forward pass.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
-    """Stores a target's states over token files."""
+    """Stores a target's hidden states over token files."""
     torch.set_num_threads(threads)
     model = load_model(local_folder(target), dtype, torch.device(device))
     sequences = [sequence for path in token_files for sequence in read_tokens(path)]

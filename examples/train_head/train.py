@@ -1,9 +1,9 @@
-"""Trains a draft head for a target on its stored states, and writes it in a published layout.
+"""Trains a draft head on a target's stored states, and writes it in a published layout.
 
     python -m examples.train_head.train TARGET STATES OUT [--draft-vocabulary 8192] [--steps 2000] [--minutes 30]
 
-OUT/best is the head with the highest held-out agreement, OUT/latest the newest one, OUT/curve.jsonl the learning curve.
-The same command continues where an earlier run stopped.
+OUT/best holds the head with the highest held-out agreement, OUT/latest the newest head, and OUT/curve.jsonl the
+learning curve. The same command resumes an earlier run.
 """
 
 from pathlib import Path
@@ -24,21 +24,21 @@ def main(
     states: Annotated[Path, typer.Argument(help="Folder written by examples.train_head.states.")],
     out: Annotated[Path, typer.Argument(help="Folder for the head and the state needed to continue.")],
     kind: Annotated[HeadKind, typer.Option(help="Kind of head.")] = HeadKind.EAGLE,
-    unroll: Annotated[int, typer.Option(help="Tokens drafted in training; a DFlash block, heads of Medusa.")] = 3,
+    unroll: Annotated[int, typer.Option(help="Tokens drafted in training, such as Medusa heads.")] = 3,
     layers: Annotated[int, typer.Option(help="Layers of an EAGLE or DFlash head.")] = 1,
     draft_vocabulary: Annotated[int | None, typer.Option(help="Number of most frequent tokens to propose.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of the whole training, over which the learning rate falls.")] = 2000,
+    steps: Annotated[int, typer.Option(help="Total steps; the learning rate falls to 0.")] = 2000,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    lm_head_rate: Annotated[float, typer.Option(help="Share of the learning rate for embeddings and LM heads.")] = 0.2,
-    scored_share: Annotated[float, typer.Option(help="Random share of the places that a step learns from.")] = 1.0,
+    lm_head_rate: Annotated[float, typer.Option(help="Relative learning rate of embeddings, LM heads.")] = 0.2,
+    scored_share: Annotated[float, typer.Option(help="Random share of places in the loss.")] = 1.0,
     minutes: Annotated[float, typer.Option(help="Time limit of this run; the next run continues.")] = float("inf"),
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints and held-out measurements.")] = 100,
-    held_out: Annotated[int, typer.Option(help="Held-out sequences, at most.")] = 32,
+    held_out: Annotated[int, typer.Option(help="Maximum held-out sequences.")] = 32,
     dtype: Annotated[str, typer.Option(help="Dtype of products in training and of the written head.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of initial weights and of the order of sequences.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of initial weights and sequence order.")] = 0,
 ) -> None:
     """Trains a draft head."""
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Trains a head on stored states: steps, held-out agreement, checkpoints. An interrupted run can continue."""
+"""Trains a head on stored states, measures held-out agreement, and writes resumable checkpoints."""
 
 import json
 import time
@@ -28,24 +28,25 @@ from examples.train_head.shards import Shards, StoredSequence
 CURVE = "curve.jsonl"
 LATEST = "latest"
 BEST = "best"
-BIG = ("lm_head", "lm_heads", "emb", "head")  # parameters with a row for each token
-SMOOTHING = 0.05  # of the learning curve's training figures
+BIG = ("lm_head", "lm_heads", "emb", "head")  # parameters with a row per token
+SMOOTHING = 0.05  # moving-average weight of training loss and agreement
 
 
 def head_to_train(options: HeadOptions, target: TargetParts, shards: Shards) -> DraftModule:
-    """Creates the untrained head. Raises ModelError if the states do not fit the kind."""
+    """Creates the untrained head. Raises ModelError if the stored states or options do not fit its kind."""
     vocabulary = target.sizes.vocabulary
     ids = frequent_tokens(shards.description.token_counts, options.draft_vocabulary)
     if options.kind is HeadKind.MEDUSA:
         return MedusaModule(target, ids, options.unroll)
     if options.kind is HeadKind.MLP_SPECULATOR:
         if len(ids) < vocabulary:
-            raise ModelError("an MLPSpeculator has no draft vocabulary in its published layout; remove the option")
+            raise ModelError("the MLPSpeculator layout has no draft vocabulary; remove --draft-vocabulary")
         return MlpSpeculatorModule(target, options.unroll, options.seed)
     reads = shards.description.layers
     if not reads:
         raise ModelError(
-            f"a head of kind {options.kind.value} reads states of layers, but the final ones alone were stored"
+            f"a head of kind {options.kind.value} reads layer states, but only final states are stored;"
+            " run examples.train_head.states without --final-only"
         )
     if options.kind is HeadKind.DFLASH:
         counts = shards.description.token_counts
@@ -56,20 +57,20 @@ def head_to_train(options: HeadOptions, target: TargetParts, shards: Shards) -> 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of the learning curve."""
+    """Point of the learning curve."""
 
     step: int
-    positions: int  # trained on so far
-    seconds: float  # of all runs
+    positions: int  # training positions so far
+    seconds: float  # total over all runs
     loss: float
-    agreement: list[float]  # in training, by step of the unroll
+    agreement: list[float]  # in training, by unrolled step
     held_out: list[float]
     held_out_sequences: int  # grows while shards are still being written
     held_out_loss: float
 
 
 class Training:
-    """Trains one head and saves it in a folder."""
+    """Trains one head and saves it to a folder."""
 
     def __init__(
         self, out: Path, target: TargetParts, shards: Shards, head: HeadOptions, schedule: Schedule, running: Running
@@ -97,7 +98,7 @@ class Training:
         self._resume()
 
     def run(self) -> None:
-        """Trains until all steps are done or time is up; saves at the end and every `save_every` steps."""
+        """Trains until the last step or the time limit; saves every `save_every` steps and at the end."""
         started = time.monotonic()
         before = self._seconds
         order = batches(self._shards.sequences, self._schedule.batch, self._head.seed, self.step)
@@ -115,7 +116,7 @@ class Training:
 
     @torch.no_grad()
     def held_out(self) -> Learned:
-        """Measures agreement on held-out sequences, one at a time."""
+        """Returns the mean loss and agreement over held-out sequences."""
         found = [self._forward([sequence]) for sequence in self._held_out]
         agreement = torch.stack([one.agreement for one in found]).mean(dim=0)
         return Learned(torch.stack([one.loss for one in found]).mean(), agreement)
@@ -140,7 +141,7 @@ class Training:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not torch.float32):
             return learned(self.module, batch, self._teacher, self._head.unroll, share)
 
-    # ------------------------------------------------------------ on disk
+    # ------------------------------------------------------------ optimizer and checkpoints
 
     def _groups(self) -> list[dict[str, Any]]:
         big: list[Tensor] = []
@@ -188,7 +189,7 @@ class Training:
         self.step = state["step"]
         self._positions = state["positions"]
         self._seconds = state["seconds"]
-        if state.get("held_out_sequences") == len(self._held_out):  # otherwise the figures are not comparable
+        if state.get("held_out_sequences") == len(self._held_out):  # otherwise not comparable
             self._best = state["best"]
         self._loss = state["loss"]
         self._agreement = state["agreement"]

@@ -1,4 +1,4 @@
-"""Trainable decoder layer that attends as it does when drafting: to true states first, then to its own outputs."""
+"""Trainable decoder layer that attends as in drafting: to the target's states, then to its own outputs."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -50,7 +50,7 @@ class RootMeanSquare(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention with the weights of a layer's `self_attn`, and its q_norm and k_norm if present."""
+    """Attention with the parameter names of a layer's `self_attn`, and optional q_norm and k_norm."""
 
     def __init__(self, sizes: LayerSizes, inputs: int) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ class Attention(nn.Module):
         return torch.as_tensor(self.o_proj(attended.transpose(1, 2).flatten(2)))
 
     def queries(self, inputs: Tensor, rotation: Rotation) -> Tensor:
-        """Splits (rows, longest, size) into (rows, heads, longest, head dim)."""
+        """Projects (rows, longest, size) to rotated queries, (rows, heads, longest, head dim)."""
         return rotated(self._heads(self.q_proj(inputs), self._sizes.heads, "q_norm"), rotation)
 
     def keys_and_values(self, inputs: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Repeats key-value heads to one for every query head."""
+        """Projects inputs to rotated keys and to values, (rows, heads, longest, head dim), one per query head."""
         sizes = self._sizes
         key = rotated(self._heads(self.k_proj(inputs), sizes.kv_heads, "k_norm"), rotation)
         value = self._heads(self.v_proj(inputs), sizes.kv_heads)
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
     def _heads(self, x: Tensor, count: int, norm: str = "") -> Tensor:
-        """Returns the attention output, (rows, heads, longest, head dim)."""
+        """Splits the last dimension into heads and applies the named norm: (rows, count, longest, head dim)."""
         split = x.view(*x.shape[:-1], count, self._sizes.head_dim)
         if norm and hasattr(self, norm):
             split = self.get_submodule(norm)(split)
@@ -86,10 +86,10 @@ class Attention(nn.Module):
 
 
 class SeenSteps:
-    """Keys and values of the steps so far, in one layer.
+    """Keys and values of all steps so far, in one layer.
 
-    Those of step 0, made of true states, are seen from all later places. Those of a later step stand for one drafted
-    token: they are seen from the place that they were drafted at, by the steps after it.
+    Keys of step 0 come from the target's states; every later place attends to them. Keys of a later step belong to a
+    drafted token; only later steps of the same place attend to them.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class SeenSteps:
         self._values.append(value)
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """Returns attention of the latest step to all steps so far, (rows, heads, longest, head dim)."""
+        """Returns the attention output of the latest step over all steps so far, (rows, heads, longest, head dim)."""
         if len(self._keys) == 1:
             return F.scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True, scale=scaling)
         longest = query.shape[2]
@@ -117,14 +117,14 @@ class SeenSteps:
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates by cosines and sines, (longest, head dim)."""
+    """Applies rotary embeddings, given cosines and sines, (longest, head dim)."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer with its checkpoint's names; the first of a head reads embedding and state."""
+    """Decoder layer with checkpoint parameter names; a head's first layer reads embedding and state, concatenated."""
 
     def __init__(self, sizes: LayerSizes, is_first: bool) -> None:
         super().__init__()
@@ -140,10 +140,10 @@ class EagleLayer(nn.Module):
         self.input_layernorm = RootMeanSquare(ones, sizes.eps)
         self.post_attention_layernorm = RootMeanSquare(ones, sizes.eps)
         if is_first:
-            self.hidden_norm = RootMeanSquare(ones, sizes.eps)  # of the state beside the embedding
+            self.hidden_norm = RootMeanSquare(ones, sizes.eps)  # norm of the state
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces parameters by tensors of these names, with biases and norms of queries and keys if there are any."""
+        """Replaces the named parameters; adds biases, query norms and key norms if `tensors` has them."""
         for norm in HEAD_NORMS:
             if f"{norm}.weight" in tensors:
                 self.self_attn.add_module(
@@ -154,7 +154,7 @@ class EagleLayer(nn.Module):
             setattr(self.get_submodule(module), kind, nn.Parameter(tensor.clone()))
 
     def attend(self, inputs: Tensor, residual: Tensor, rotation: Rotation, seen: SeenSteps) -> Tensor:
-        """Returns the layer's output; `inputs` are normed."""
+        """Returns the layer's output for normalized `inputs`."""
         return self.with_mlp(residual + self.self_attn(inputs, rotation, seen))
 
     def with_mlp(self, hidden: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Trainable heads by kind, and the tensors they take from the target."""
+"""Trainable draft heads, and their initial tensors from the target."""

@@ -1,6 +1,6 @@
-"""Trainable DFlash head: predicts a whole block at once, from the states before it and a mask for each token.
+"""Trainable DFlash head: predicts a whole block at once, from the states before it and one mask token per position.
 
-(DFlash: z-lab/dflash, arXiv 2602.06036.) Checkpoints have z-lab's layout.
+DFlash: z-lab/dflash, arXiv 2602.06036. Checkpoints use z-lab's layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ from examples.train_head.shards import StatesBatch
 
 
 class DFlashLayer(EagleLayer):
-    """A decoder layer whose blocks see the states up to their place and all of themselves."""
+    """Decoder layer whose blocks attend to all states up to their place, and bidirectionally within the block."""
 
     def __init__(self, sizes: HeadSizes) -> None:
         super().__init__(sizes, is_first=False)
         self._sizes = sizes
 
     def add_head_norms(self) -> None:
-        """Adds norms of queries and keys, which the layout requires and the target's layer may lack."""
+        """Adds missing query and key norms, which the layout requires."""
         for name in HEAD_NORMS:
             if not hasattr(self.self_attn, name.split(".")[1]):
                 norm = RootMeanSquare(torch.ones(self._sizes.head_dim), self._sizes.eps)
@@ -56,9 +56,9 @@ class DFlashLayer(EagleLayer):
 
 
 class DFlashModule(DraftModule):
-    """Starts from the target's last layers and final norm, and borrows its embedding.
+    """DFlash head, initialized from the target's last layers and final norm; shares the target's embedding.
 
-    With a draft vocabulary it has an LM head of its own, which starts as the target's; else it borrows that too.
+    With a draft vocabulary, it trains a copy of the target's LM head rows; without one, it shares the LM head.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DFlashModule(DraftModule):
         return F.linear(outputs, self.lm_head)
 
     def _embedded(self, anchors: Tensor) -> Tensor:
-        """Returns a block for each place, (rows, longest, size, hidden): a committed token, then masks."""
+        """Returns each place's block, (rows, longest, size, hidden): a committed token followed by mask tokens."""
         masks = torch.full_like(anchors, self._mask_token).unsqueeze(-1).expand(-1, -1, self._tokens)
         return F.embedding(torch.cat([anchors.unsqueeze(-1), masks], dim=-1), self.get_buffer("embedding"))
 
@@ -134,6 +134,6 @@ class DFlashModule(DraftModule):
             "block_size": self._tokens + 1,
             "dflash_config": {
                 "mask_token_id": self._mask_token,
-                OUTPUTS_KEY: [state - 1 for state in self._reads],  # layers whose outputs are read
+                OUTPUTS_KEY: [state - 1 for state in self._reads],  # indices of the layers read
             },
         }

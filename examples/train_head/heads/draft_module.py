@@ -1,4 +1,4 @@
-"""Interface of trainable heads: outputs for each place and step, and a checkpoint in a published layout."""
+"""Interface of trainable heads: outputs per place and step, and a checkpoint in a published layout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from examples.train_head.shards import StatesBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishedHead:
-    """A checkpoint in a published layout."""
+    """Checkpoint in a published layout."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 class DraftModule(nn.Module):
-    """A trainable head.
+    """Trainable head.
 
-    At place p, step k predicts token p + 2 + k from the target's states up to p and the tokens up to p + 1 + k, as
-    it does when it drafts token k after token p + 1 was decided.
+    At place p, step k predicts token p + 2 + k from the target's states up to p and the tokens up to p + 1 + k. This
+    matches drafting, where token k follows the decided token p + 1.
     """
 
-    token_ids: Tensor  # (columns,) of the target, by column of the logits
+    token_ids: Tensor  # (columns,): target token id of each logits column
 
     def steps(self, batch: StatesBatch, count: int) -> Iterator[Tensor]:
         """Yields each step's input of `logits`, (rows, longest, size), for the first `count` steps."""
@@ -35,5 +35,5 @@ class DraftModule(nn.Module):
         raise NotImplementedError
 
     def published(self) -> PublishedHead:
-        """Returns the checkpoint, which this project's loader and others read."""
+        """Returns the checkpoint for this project's loader and other servers."""
         raise NotImplementedError

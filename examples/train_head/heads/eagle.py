@@ -1,7 +1,6 @@
-"""Trainable EAGLE-3 head: it continues from its own outputs, as it does when drafting.
+"""Trainable EAGLE-3 head with training-time test: later steps read the head's own outputs, as in drafting.
 
-(EAGLE-3: Li et al. 2025, arXiv 2503.01840; training-time test is in its section 3.2.) Checkpoints have SafeAILab's
-layout.
+EAGLE-3: Li et al. 2025, arXiv 2503.01840, section 3.2. Checkpoints use SafeAILab's layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from examples.train_head.shards import StatesBatch
 
 
 class EagleModule(EagleNetwork, DraftModule):
-    """Starts from the target's last layers, its final norm, and the rows of its LM head for the draft vocabulary."""
+    """EAGLE-3 head, initialized from the target's last layers, final norm, and LM-head rows of the draft vocabulary."""
 
     def __init__(self, target: TargetParts, reads: Sequence[int], token_ids: Tensor, layers: int, seed: int) -> None:
         sizes = target.sizes

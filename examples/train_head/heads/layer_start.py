@@ -1,4 +1,4 @@
-"""Initial weights and configuration of heads made of decoder layers over the target's states."""
+"""Initial weights and configuration of heads that run decoder layers over the target's states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +11,16 @@ from examples.train_head.heads.target_parts import HeadSizes, LayerTensors, Targ
 
 
 def states_projection(sizes: HeadSizes, states: int, generator: torch.Generator) -> nn.Linear:
-    """Creates the projection of `states` concatenated states of the target to one."""
+    """Creates a projection from `states` concatenated target states to one state."""
     projection = nn.Linear(states * sizes.hidden, sizes.hidden, bias=False)
-    # The last of the states is nearest to the residual stream that the last layers expect.
+    # The last state is closest to the residual stream that the last layers expect.
     earlier = 0.1 * normal(generator, sizes.hidden, (states - 1) * sizes.hidden)
     projection.weight = nn.Parameter(torch.cat([earlier, torch.eye(sizes.hidden)], dim=-1))
     return projection
 
 
 def start_from_last(layers: Sequence[EagleLayer], target: TargetParts, generator: torch.Generator) -> None:
-    """Copies the weights of the target's last layers, if it is of the Llama kind."""
+    """Copies the weights of the target's last layers if the target is Llama-like."""
     for index, layer in enumerate(layers):
         start = target.layer(target.layers - len(layers) + index)
         if start is not None:
@@ -28,22 +28,22 @@ def start_from_last(layers: Sequence[EagleLayer], target: TargetParts, generator
 
 
 def _with_embedding(layer: LayerTensors, generator: torch.Generator) -> LayerTensors:
-    """Widens the weights of a layer's input, which serve the state, for the embedding beside it."""
+    """Widens a layer's input projections by columns for the embedding; the copied columns apply to the state."""
     found = layer | {"hidden_norm.weight": layer["input_layernorm.weight"]}
     for name in (f"self_attn.{each}_proj.weight" for each in "qkv"):
-        # The embedding's half is small, not zero: queries and keys of zeros would teach each other nothing.
+        # The embedding's half starts small but nonzero: zero queries and keys would get zero gradients.
         found[name] = torch.cat([0.1 * normal(generator, *layer[name].shape), layer[name]], dim=-1)
     return found
 
 
 def last_norm(target: TargetParts) -> RootMeanSquare:
-    """Creates a norm with the target's weight, if it is of the Llama kind."""
+    """Creates a norm with the target's final-norm weight, or with ones unless the target is Llama-like."""
     weight = target.final_norm()
     return RootMeanSquare(torch.ones(target.sizes.hidden) if weight is None else weight, target.sizes.eps)
 
 
 def layers_config(sizes: HeadSizes, layers: Sequence[EagleLayer], columns: int) -> dict[str, Any]:
-    """Returns the keys of a published configuration that describe the layers."""
+    """Returns the layer settings of a published configuration."""
     return {
         "hidden_act": "silu",
         "hidden_size": sizes.hidden,

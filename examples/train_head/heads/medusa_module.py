@@ -1,7 +1,7 @@
 """Trainable Medusa-1 heads: each predicts one of the next tokens from the final state.
 
-(Medusa: Cai et al. 2024, arXiv 2401.10774.) Checkpoints have FasterDecoding's layout with the whole vocabulary, and
-vLLM's with a part of it.
+Medusa: Cai et al. 2024, arXiv 2401.10774. Checkpoints use FasterDecoding's layout for the whole vocabulary, and vLLM's
+for a draft vocabulary.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from examples.train_head.shards import StatesBatch
 
 
 class MedusaModule(DraftModule):
-    """Residual blocks start at zero, so that each head starts as the target's own LM head."""
+    """Medusa-1 heads, initialized with zero residual blocks so that each head equals the target's LM head."""
 
     def __init__(self, target: TargetParts, token_ids: Tensor, heads: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Trainable MLPSpeculator: a small recurrent network over the final state and the tokens taken after it.
+"""Trainable MLPSpeculator: a small recurrent network over the final state and the tokens after it.
 
-(Wertheimer et al. 2024, arXiv 2404.19124.) The layout is that of foundation-model-stack/fms-extras, each step with
-weights of its own.
+Wertheimer et al. 2024, arXiv 2404.19124. Checkpoints use the layout of foundation-model-stack/fms-extras, with separate
+weights per step.
 """
 
 import math
@@ -19,7 +19,7 @@ from examples.train_head.shards import StatesBatch
 
 
 class MlpSpeculatorModule(DraftModule):
-    """Every step is as wide as the target and starts with its embedding and LM head."""
+    """MLPSpeculator of the target's width; each step is initialized with the target's embedding and LM head."""
 
     def __init__(self, target: TargetParts, steps: int, seed: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class MlpSpeculatorModule(DraftModule):
         embedding = embedding / embedding.std()
         self._state_share = 0.5 ** (0.5 / steps)
         self._token_share = math.sqrt((1 - self._state_share**2) * width / 2)
-        # The share that embeddings count for is for ones of variance 1 / width.
+        # `_token_share` assumes embeddings of variance 1 / width.
         self.emb = nn.ParameterList(nn.Parameter(embedding * width**-0.5) for _ in range(steps))
         self.proj = nn.ParameterList(nn.Parameter(normal(generator, width, width)) for _ in range(steps))
         self.head = nn.ParameterList(nn.Parameter(lm_head.clone()) for _ in range(steps))

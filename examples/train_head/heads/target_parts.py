@@ -1,4 +1,4 @@
-"""Reads the parts of a target that a head borrows or starts from: sizes, embedding, LM head, layers, nothing else."""
+"""Reads only the parts of a target that initialize a head: sizes, embedding, LM head, final norm and layers."""
 
 import math
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from actors.models.decoder import LLAMA_KIND
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.errors import ModelError
 
-CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")  # keys of configurations
+CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")  # config keys that alter logits
 
 LayerTensors = dict[str, Tensor]
-"""Tensors of a decoder layer by their names within it."""
+"""Tensors of a decoder layer by name, without the layer's prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """Sizes of a decoder layer like the target's."""
+    """Sizes of the target's decoder layers and vocabulary."""
 
     hidden: int
     intermediate: int
@@ -38,12 +38,12 @@ class HeadSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetParts:
-    """A target's checkpoint."""
+    """Reader of a target's checkpoint."""
 
     folder: Path
     sizes: HeadSizes
     layers: int
-    is_llama_kind: bool  # a head can start from its layers
+    is_llama_kind: bool  # whether a head can copy its layers
 
     def embedding(self) -> Tensor:
         """Reads the embedding, (vocabulary, hidden), in float32."""
@@ -56,11 +56,11 @@ class TargetParts:
         return found.float()
 
     def final_norm(self) -> Tensor | None:
-        """Reads the final norm's weight, (hidden,); None unless the target is of the Llama kind."""
+        """Reads the final norm's weight, (hidden,); None unless the target is Llama-like."""
         return self._tensors("model.norm.").get("weight") if self.is_llama_kind else None
 
     def layer(self, index: int) -> LayerTensors | None:
-        """Reads a layer in float32; None unless the target is of the Llama kind."""
+        """Reads a layer in float32; None unless the target is Llama-like."""
         return self._tensors(f"model.layers.{index}.") if self.is_llama_kind else None
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:
@@ -72,13 +72,15 @@ class TargetParts:
 
 
 def target_parts(target: str) -> TargetParts:
-    """Reads a folder or a Hugging Face id. Raises ModelError if logits are more than a product with the LM head."""
+    """Opens a folder or Hugging Face id. Raises ModelError if the config scales or caps the logits."""
     folder = local_folder(target)
     config = read_config(folder)
     text = config.get_text_config()
     for key in CHANGE_LOGITS:
         if getattr(text, key, None) not in (None, 1.0):
-            raise ModelError(f"{target} has {key}: its distribution cannot be computed from its final state alone here")
+            raise ModelError(
+                f"{target} sets {key}; heads can be trained only for targets without logit scaling or capping"
+            )
     heads = int(text.num_attention_heads)
     sizes = HeadSizes(
         hidden=int(text.hidden_size),
@@ -96,10 +98,10 @@ def target_parts(target: str) -> TargetParts:
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of full attention, which a head uses, if kinds of layers differ."""
+    """Returns the RoPE parameters of full attention, for models with several attention kinds."""
     return dict(parameters.get("full_attention", parameters))
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    """Draws initial weights, (outputs, inputs), of variance 1 / inputs, where the target has none to start from."""
+    """Draws random initial weights, (outputs, inputs), of variance 1 / inputs."""
     return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
