@@ -1,5 +1,5 @@
-"""Drafting methods without a model: they propose the tokens that followed earlier occurrences of the text's end.
+"""Drafting methods without a model, which propose the tokens after earlier occurrences of the text's suffix.
 
-`ngram.py` searches the session's own text. `suffix.py` also searches recent answers of this drafter. `hybrid.py`
+`ngram.py` searches the session's own text. `suffix.py` also searches this drafter's recent answers. `hybrid.py`
 combines n-gram drafts with a draft model. Start with `ngram.py`.
 """

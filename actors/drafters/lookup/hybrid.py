@@ -1,9 +1,9 @@
-"""Hybrid drafts: n-gram drafts where the text repeats itself, the draft model elsewhere, both in one tree if allowed.
+"""Hybrid drafts: n-gram drafts for repetitive text, drafts of a model for other text, or both in one tree.
 
-Summaries, rewriting and code repeat their text, and an n-gram search costs nothing; elsewhere the model predicts
-better. If the target accepts trees, it gets the likeliest candidates of both, and the model is skipped where the n-gram
-draft is confident. Otherwise the target gets one of the two drafts. The choice depends only on tokens before the block,
-so rejection sampling stays exact.
+Summaries, rewriting and code repeat earlier text, and an n-gram search is almost free; for other text, the model
+predicts better. If the target accepts trees, a block contains the likeliest candidates of both methods, and the model
+is skipped if the n-gram draft is confident. Otherwise, a block contains one of the two drafts. The choice depends only
+on tokens before the block, so rejection sampling stays exact.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 AnyRequest = TypeVar("AnyRequest", DraftRequest, LookaheadRequest)
 
-MIN_SURE_SHARE = 0.5  # expected accepted share of the requested tokens above which the model is skipped
+MIN_SURE_SHARE = 0.5  # the model is skipped above this expected accepted share of requested tokens
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> "HybridDraft":
@@ -31,7 +31,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> "HybridDraft":
 
 
 def hybrid(lookup: DraftingMethod, model: DraftingMethod) -> "HybridDraft":
-    """Combines two methods. The result reads the target's states if `model` does."""
+    """Combines two methods. The result reads hidden states if `model` does."""
     return HybridStateDraft(lookup, model) if isinstance(model, ReadsStates) else HybridDraft(lookup, model)
 
 
@@ -86,13 +86,13 @@ class HybridDraft:
 
     def prepare_weights(self, folder: Path) -> Callable[[], object]:
         if not isinstance(self._model, ExchangesWeights):
-            raise ModelError(f"{folder} cannot replace the weights in use: this method's weights cannot be exchanged")
+            raise ModelError(f"{folder} cannot be used: this method's weights cannot be exchanged; restart the drafter")
         return self._model.prepare_weights(folder)
 
     # ------------------------------------------------------------ helpers
 
     def _in_doubt(self, requests: Sequence[AnyRequest], lookups: Iterable[Proposal]) -> list[AnyRequest]:
-        """Returns the requests for which the model drafts too."""
+        """Returns the requests that also need the model."""
         expected: defaultdict[str, float] = defaultdict(float)  # expected accepted tokens, by session
         for proposal in lookups:
             expected[proposal.session] += proposal.chance * sum(proposal.chances)
@@ -113,7 +113,7 @@ class HybridDraft:
         lookups: Iterable[Proposal],
         drafted: Iterable[Proposal],
     ) -> list[Proposal]:
-        """Returns all proposals, likeliest outcomes first; merges two proposals for the same prefix."""
+        """Merges two proposals for the same prefix; returns all proposals, likeliest outcomes first."""
         by_session = {request.session: request for request in requests}
         together: dict[tuple[str, int, int], Proposal] = {}
         for proposal in (*lookups, *drafted):
@@ -130,7 +130,7 @@ class HybridDraft:
 
 
 class HybridStateDraft(HybridDraft):
-    """Variant for a model that reads the target's hidden states; passes them on to it."""
+    """`HybridDraft` that passes the target's hidden states to its model."""
 
     def __init__(self, lookup: DraftingMethod, model: DraftingMethod) -> None:
         super().__init__(lookup, model)

@@ -1,16 +1,17 @@
-"""N-gram drafts: propose what followed earlier occurrences of the text's own end (prompt lookup decoding, Saxena 2023).
+"""N-gram drafts: propose the tokens after earlier occurrences of the text's suffix (prompt lookup decoding, Saxena
+2023).
 
-They need no model and no GPU. A chain is the continuation of the latest occurrence of the longest suffix (`look_up`).
-Its tokens are point masses: under rejection sampling each is accepted with its target probability. A tree holds the
-likeliest of all continuations found in the text:
+They need no model and no GPU. A chain continues the latest occurrence of the longest suffix (`look_up`). Its tokens are
+point masses: under rejection sampling, each is accepted with its target probability. A tree contains the likeliest
+continuations in the text:
 
-* `Occurrences` are the earlier positions of the text's suffixes, and the tokens that followed. One search finds them
-  for all suffixes.
-* `Continuations` derives longer paths from the same search. It searches again only where no occurrence continues (after
+* `Occurrences` lists the earlier positions of the text's suffixes and the tokens after them. One search covers all
+  suffixes.
+* `Continuations` derives longer paths from the same search, and searches again only if no occurrence continues (after
   REST: He et al. 2023, arXiv 2311.08252).
-* `NgramCalibration` turns a token's share among the continuations into a probability. Shares predict better the longer
-  the match and the more occurrences it has, so each kind of evidence has a ratio fitted to verdicts. Each session has
-  one too, since some texts copy and others do not.
+* `NgramCalibration` converts a token's share of the continuations to a probability. Shares predict better with longer
+  matches and more occurrences, so each kind of evidence has a ratio, fitted to verdicts. Each session also has a ratio,
+  since texts differ in how much they copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,13 +37,13 @@ from protos.prefix import hashes_after
 Ids = NDArray[np.int32]
 Indices = NDArray[np.int64]
 
-MAX_OCCURRENCES = 32  # most occurrences considered; longer matches first, then later ones
-LENGTH_FACTOR = 4.0  # weight factor for each further matching token
-AGE_FACTOR = 0.9  # weight factor for each more recent occurrence
+MAX_OCCURRENCES = 32  # maximum occurrences; prefers longer, then later matches
+LENGTH_FACTOR = 4.0  # weight factor per matching token
+AGE_FACTOR = 0.9  # weight factor per later occurrence
 
 
 class GrowingText:
-    """A text's tokens as an array that grows in place; converting 100,000 tokens every round would be slow."""
+    """A text's tokens as an array that grows in place, because converting 100,000 tokens per round would be slow."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._buffer = np.array(tokens, dtype=np.int32)
@@ -59,7 +60,7 @@ class GrowingText:
 
     @property
     def tokens(self) -> Ids:
-        """View of all tokens, (length,); later `extend` calls do not change it."""
+        """View of all tokens, (length,); not affected by later `extend` calls."""
         return self._buffer[: self._length]
 
     def followed_by(self, tokens: Sequence[int]) -> Ids:
@@ -69,11 +70,11 @@ class GrowingText:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Occurrences:
-    """Earlier positions in a text where one of its suffixes occurs."""
+    """Earlier positions in a text at which one of its suffixes occurs."""
 
-    tokens: Ids  # the text that was searched
+    tokens: Ids  # the searched text
     ends: Indices  # (count,): index of the token after each occurrence, ascending
-    sizes: Indices  # (count,): length of each match in tokens, at most the longest suffix compared
+    sizes: Indices  # (count,): length of each match, in tokens
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -84,7 +85,7 @@ class Occurrences:
         return int(self.sizes.max())
 
     def shares(self) -> Mapping[int, float]:
-        """Returns each following token's share, largest first, weighted by frequency, recency and match length."""
+        """Returns the share of each next token, largest first, weighted by frequency, recency and match length."""
         ages = np.arange(len(self))[::-1]
         weights = LENGTH_FACTOR ** (self.sizes - self.size) * AGE_FACTOR**ages
         totals: dict[int, float] = {}
@@ -93,7 +94,7 @@ class Occurrences:
         return dict(sorted(totals.items(), key=lambda share: -share[1]))
 
     def after(self, token: int) -> "Occurrences":
-        """Returns the occurrences followed by this token, advanced by one; drops those at the text's end."""
+        """Returns the occurrences followed by `token`, advanced by one, without occurrences at the text's end."""
         mask = (self.tokens[self.ends] == token) & (self.ends + 1 < len(self.tokens))
         return Occurrences(self.tokens, self.ends[mask] + 1, self.sizes[mask] + 1)
 
@@ -101,13 +102,13 @@ class Occurrences:
 def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
     """Finds earlier occurrences of the text's suffixes of `shortest` to `longest` tokens.
 
-    Returns each position once, with its longest match.
+    Returns each position once, with the longest match.
     """
     end = len(tokens)
     if end <= shortest:
         nowhere = np.empty(0, dtype=np.int64)
         return Occurrences(tokens, nowhere, nowhere)
-    is_same = np.ones(end - shortest, dtype=np.bool_)  # indexed by the token after the match, starting at `shortest`
+    is_same = np.ones(end - shortest, dtype=np.bool_)  # by index of the token after the match, minus `shortest`
     for back in range(1, shortest + 1):
         is_same &= tokens[shortest - back : end - back] == tokens[end - back]
     ends = np.flatnonzero(is_same) + shortest
@@ -120,7 +121,7 @@ def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
 
 
 class Continuations:
-    """Finds candidates after each path of further tokens; cached while a block is drafted."""
+    """Finds and caches the candidates after each path of a block."""
 
     def __init__(self, text: GrowingText, outcome: Sequence[int], longest: int, shortest: int) -> None:
         self._text = text
@@ -130,7 +131,7 @@ class Continuations:
         self._known: dict[tuple[int, ...], Occurrences] = {}
 
     def at(self, path: tuple[int, ...]) -> Occurrences:
-        """Returns the occurrences after this path; empty if the text has none."""
+        """Returns the occurrences after a path; empty if there are none."""
         if path not in self._known:
             gone_on = self.at(path[:-1]).after(path[-1]) if path else None
             self._known[path] = gone_on or self._search(path)
@@ -140,17 +141,17 @@ class Continuations:
         return occurrences(self._text.followed_by((*self._outcome, *path)), self._longest, self._shortest)
 
 
-MAX_TOTAL_PROBABILITY = 0.98  # upper bound of the candidates' total probability: any text may diverge
-CERTAIN_SHARE = 0.999  # above this share, all occurrences continue with the same token
-OFTEN_OCCURRENCES = 4  # fewest occurrences for which `is_often` holds
-KIND_SIZES = (2, 3, 4, 8)  # upper bounds of match lengths per kind; longer matches form the last kind
+MAX_TOTAL_PROBABILITY = 0.98  # upper bound of the candidates' total probability, since any text may diverge
+CERTAIN_SHARE = 0.999  # above this share, all occurrences count as agreeing
+OFTEN_OCCURRENCES = 4  # minimum occurrences for `is_often`
+KIND_SIZES = (2, 3, 4, 8)  # maximum match length of each kind; longer matches form the last kind
 KIND_MEMORY = 1 / 512
 SESSION_MEMORY = 1 / 64
-PRIOR_WEIGHT = 8.0  # weight of a kind's prior, as a number of observations
+PRIOR_WEIGHT = 8.0  # weight of a kind's prior, in observations
 SESSION_PRIOR = 4.0  # weight of a session's prior, in expected tokens
 
-# Ratios fitted on 160 answers of SmolLM2-135M-Instruct, greedy and sampled, by the match length in tokens:
-# two or fewer, three, more.
+# Ratios fitted on 160 greedy and sampled answers of SmolLM2-135M-Instruct, for match lengths of at most two, three, and
+# more tokens.
 LONE_PRIOR = (0.45, 0.48, 0.71)
 PRIORS: Mapping[tuple[bool, bool | None], tuple[float, float, float]] = MappingProxyType(
     {  # keys: (is_often, is_most)
@@ -166,12 +167,12 @@ PRIORS: Mapping[tuple[bool, bool | None], tuple[float, float, float]] = MappingP
 
 @value
 class Evidence:
-    """Kind of evidence for a token; all shares of one kind have one learned ratio."""
+    """Kind of evidence for a token, with one learned ratio of probability to share."""
 
     size: int  # index in KIND_SIZES; len(KIND_SIZES) for longer matches
-    is_lone: bool  # whether there is exactly one occurrence
-    is_often: bool  # whether there are at least OFTEN_OCCURRENCES occurrences
-    is_most: bool | None  # whether the token follows at least half of the occurrences; None: all of them
+    is_lone: bool  # exactly one occurrence
+    is_often: bool  # at least OFTEN_OCCURRENCES occurrences
+    is_most: bool | None  # the token follows at least half of the occurrences; None: all
 
     @classmethod
     def of(cls, occurrences: Occurrences, share: float) -> "Evidence":
@@ -196,24 +197,24 @@ class Known:
     tokens: tuple[int, ...]
     shares: tuple[float, ...]
     evidence: tuple[Evidence, ...]
-    expected: float  # probability that the next token is one of these, before the session's ratio
+    expected: float  # total probability of the candidates, before the session's ratio
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 class NgramCalibration:
-    """All ratios of a drafter, and the candidates at positions that the target has not decided yet."""
+    """All ratios of a drafter, and the candidates at positions not yet decided by the target."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Evidence, Pairs] = {}  # pairs of (share, whether the token followed)
-        self._sessions: dict[str, Pairs] = {}  # pairs of (total probability of the candidates, whether one followed)
+        self._kinds: dict[Evidence, Pairs] = {}  # pairs: share, whether the token followed
+        self._sessions: dict[str, Pairs] = {}  # pairs: total probability, whether a candidate followed
         self._open: PendingPositions[Known] = PendingPositions()
 
     def consider(self, session: str, position: TextPosition, occurrences: Occurrences) -> Choices:
-        """Returns the candidates at a position with their probabilities, likeliest first.
+        """Returns the candidates at a position and their probabilities, likeliest first.
 
-        Records them, to learn from the target's token at that position.
+        Records the candidates, to learn from the target's token at this position.
         """
         if not occurrences:
             return NO_CHOICES
@@ -227,12 +228,12 @@ class NgramCalibration:
         return Choices(tuple([token for token, _ in ranked]), tuple([scale * chance for _, chance in ranked]))
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        """Learns from the positions that the session's committed text has reached."""
+        """Learns from positions within the session's committed text."""
         for prediction, token in self._open.resolve(session, tokens):
             self._learn(session, prediction, token)
 
     def close(self, sessions: Sequence[str]) -> None:
-        """Forgets sessions; unknown ones are ignored."""
+        """Drops sessions. Ignores unknown sessions."""
         for session in sessions:
             self._open.close(session)
             self._sessions.pop(session, None)
@@ -251,13 +252,13 @@ class NgramCalibration:
 
 
 TOKEN_BYTES = 4
-OUTCOMES = 4  # most outcomes to draft for once the roots are drafted
-MAX_SIDE_ROOTS = 4  # most siblings of the main path for which continuations are drafted ahead
+OUTCOMES = 4  # maximum outcomes to draft for after the roots
+MAX_SIDE_ROOTS = 4  # maximum siblings of the main path to draft ahead for
 
 
 def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int) -> tuple[int, ...]:
-    """Returns the tokens after the latest earlier occurrence of the longest suffix (`shortest` to `longest` tokens)."""
-    text = np.asarray(tokens, dtype="<i4").tobytes()  # searched as bytes: contexts are long, and this runs every round
+    """Returns the tokens after the latest repeat of the longest suffix (`shortest` to `longest` tokens)."""
+    text = np.asarray(tokens, dtype="<i4").tobytes()  # bytes are fast to search; this runs in every round
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         end = _latest(text, text[-TOKEN_BYTES * size :])
         if end is not None:
@@ -266,12 +267,12 @@ def look_up(tokens: Sequence[int], max_tokens: int, longest: int, shortest: int)
 
 
 def _latest(text: bytes, suffix: bytes) -> int | None:
-    """Returns the index of the token after the latest occurrence of `suffix` that ends before the text ends."""
+    """Returns the index of the token after the latest occurrence of `suffix` that ends before the end of the text."""
     before = len(text) - 1
     while (start := text.rfind(suffix, 0, before)) >= 0:
         if start % TOKEN_BYTES == 0:
             return (start + len(suffix)) // TOKEN_BYTES
-        before = start + len(suffix) - 1  # a match across a token boundary is no occurrence
+        before = start + len(suffix) - 1  # skips matches at byte offsets inside a token
     return None
 
 
@@ -282,10 +283,10 @@ def create(draft: DraftPool, setup: DraftSetup) -> "NgramDraft":
 
 @dataclass(kw_only=True, eq=False)
 class NgramBlock(BlockDraft):
-    """A block drafted from the text's own continuations. For a tree, `drafted` is its main path."""
+    """Block drafted from continuations in the text. For a tree, `drafted` is the main path."""
 
     known: Continuations  # candidates in the text after the outcome
-    nodes: list[tuple[TokenPath, float]] = field(default_factory=list)  # acceptance probability by path, highest first
+    nodes: list[tuple[TokenPath, float]] = field(default_factory=list)  # with acceptance probabilities, highest first
 
     @property
     def paths(self) -> list[tuple[TokenPath, float]]:
@@ -293,7 +294,7 @@ class NgramBlock(BlockDraft):
 
 
 class NgramDraft:
-    """Drafting method based on `look_up` for chains and `Continuations` for trees."""
+    """Drafting method that uses `look_up` for chains and `Continuations` for trees."""
 
     shapes = frozenset(Shape)
     tokens_per_forward = 1
@@ -303,7 +304,7 @@ class NgramDraft:
         self._longest = longest
         self._shortest = shortest
         self._texts: dict[str, SessionText] = {}
-        self._arrays: dict[str, GrowingText] = {}  # tokens of `_texts` as arrays
+        self._arrays: dict[str, GrowingText] = {}  # tokens of `_texts`
         self._calibration = NgramCalibration()
 
     def open(self, request: Open) -> None:
@@ -329,10 +330,9 @@ class NgramDraft:
     def draft_ahead(
         self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """Drafts for likely outcomes without checking for interrupts, because drafting ends before a verdict could
-        arrive.
+        """Drafts for likely outcomes. Ignores interrupts, because drafting ends before a verdict could arrive.
 
-        A session that got no candidates gets an empty proposal if the target currently decodes it without a block.
+        Without candidates, proposes an empty block if the target currently decodes the session without blocks.
         """
         drafts = draft_ahead(self, requests, ForwardTime(), clock=lambda: 0.0, interrupted=interrupted, early=dismiss)
         return with_empty(proposals(drafts), requests)
@@ -347,16 +347,16 @@ class NgramDraft:
             max_tokens=max_tokens,
             outcome=outcome,
             chance=chance,
-            estimates_first=False,  # the acceptance published for a draft model does not apply to n-grams
+            estimates_first=False,  # a draft model's published acceptance does not apply to n-grams
             known=Continuations(self._arrays[request.session], outcome, self._longest, self._shortest),
         )
 
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: LookaheadRequest) -> list[NgramBlock]:
-        """Returns a root for the main path and one for each of its siblings.
+        """Returns one root for the main path and one per sibling of it.
 
-        Under rejection sampling, roots assume that all draft tokens are accepted.
+        Under rejection sampling, a root assumes that all draft tokens are accepted.
         """
         tree = request.unverified
         main_path = tree.main_path
@@ -365,7 +365,7 @@ class NgramDraft:
         return [self._root(request, path) for path in (main_path, *beside[:MAX_SIDE_ROOTS])]
 
     def _root(self, request: LookaheadRequest, path: TokenPath) -> NgramBlock:
-        """Makes a root from the tokens of `path`, with alternatives found in the text at each position."""
+        """Creates a root from the tokens of `path`, with alternatives from the text at each position."""
         root = self._begin(request, (), 1.0, len(path) + 1)
         root.unverified = path
         for token in path:
@@ -379,10 +379,10 @@ class NgramDraft:
         return self._begin(root.request, outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[NgramBlock], interrupted: Callable[[], bool]) -> None:
-        """Does nothing: a search is as fast as any preview."""
+        """Does nothing, since a search is as fast as any preview."""
 
     def extend(self, drafts: Sequence[NgramBlock], interrupted: Callable[[], bool] = lambda: False) -> list[NgramBlock]:
-        """Extends drafts as far as the text continues; returns those that got more tokens."""
+        """Extends drafts while occurrences continue; returns the extended drafts."""
         return [draft for draft in drafts if self._extend(draft)]
 
     def _extend(self, draft: NgramBlock) -> bool:
@@ -405,7 +405,7 @@ class NgramDraft:
             draft.append(token, _sure(token) if sure else _first(token, self._choices(draft, draft.tokens)))
 
     def _end(self, root: NgramBlock) -> None:
-        """Adds candidates after the root's last token, except draft tokens already under verification."""
+        """Adds candidates after the root's last token, except draft tokens under verification."""
         path = root.tokens
         expected = _children(root.lookahead.unverified, path)
         others = [choice for choice in self._choices(root, path) if choice[0] not in expected]
@@ -414,7 +414,7 @@ class NgramDraft:
             root.drafted.append(DraftedToken(there.tokens[0], there, root.p_accepted * there.chances[0]))
 
     def _grow(self, draft: NgramBlock) -> None:
-        """Drafts all sufficiently likely continuations as a tree."""
+        """Drafts all sufficiently likely continuations, as a tree."""
         draft.nodes = grown_paths(lambda path: self._choices(draft, path), draft.max_tokens, draft.least_chance)
         chances = dict(draft.nodes)
         main_path = tree_of(draft.nodes).main_path
@@ -422,13 +422,13 @@ class NgramDraft:
             draft.drafted.append(DraftedToken(token, _sure(token), chances[main_path[:depth]]))
 
     def _choices(self, draft: NgramBlock, path: TokenPath) -> Choices:
-        """Returns candidates after this path of the block."""
+        """Returns candidates after a path of the block."""
         position = (draft.request.base_len, (*draft.outcome, *path))
         return self._calibration.consider(draft.request.session, position, draft.known.at(path))
 
 
 def _sure(token: int) -> Choices:
-    """Returns the token as the only candidate, with probability 1."""
+    """Returns `token` as the only candidate, with probability 1."""
     return Choices((token,), (1.0,))
 
 
@@ -440,6 +440,6 @@ def _first(token: int, there: Choices) -> Choices:
 
 
 def _children(tree: DraftTree, path: TokenPath) -> tuple[int, ...]:
-    """Returns the tree's draft tokens directly after this path."""
+    """Returns the tree's children of the node at the end of `path`."""
     nodes = tree.along(path)
     return tree.children(nodes[-1] if nodes else -1)

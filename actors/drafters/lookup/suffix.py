@@ -1,12 +1,10 @@
-"""Suffix decoding: proposes what followed earlier occurrences of the text's end, in the text or in recent answers.
+"""Suffix decoding: proposes the tokens after earlier occurrences of the text's suffix, in the text or recent answers.
 
-SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) needs no model and no GPU. Several continuations become a tree,
-weighted by their frequency. Tokens are point masses: under rejection sampling each is accepted with its target
-probability.
+SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) needs no model and no GPU. Several continuations form a tree,
+weighted by frequency. Tokens are point masses: under rejection sampling, each is accepted with its target probability.
 
-`SuffixIndex` finds occurrences by a hash of the few tokens before them and compares backwards from there.
-`RecentAnswers` keeps one index for each cache salt: salts isolate callers that must learn nothing of each other, and
-clients may see their drafts.
+`SuffixIndex` finds occurrences by a hash of the preceding few tokens, then compares backwards. `RecentAnswers` has one
+index per cache salt, because clients may see their drafts, and salts isolate callers from each other.
 """
 
 import time
@@ -24,24 +22,24 @@ from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, w
 from cluster.drafting.trees import NO_CHOICES, Choices, TokenPath, grow_branches
 from protos.messages import DraftRequest, Open, Shape
 
-MAX_COUNTED_OCCURRENCES = 4  # counted for `kind`: beyond this, more make a known next token no likelier
-MAX_OCCURRENCES = 64  # latest occurrences that are compared
-MAX_OBSERVATIONS = 256  # observations per rate; at this count, all counts are halved
+MAX_COUNTED_OCCURRENCES = 4  # limit of the count in `kind`; further occurrences do not make a known next token likelier
+MAX_OCCURRENCES = 64  # latest occurrences to compare
+MAX_OBSERVATIONS = 256  # observations per rate; at this number, counts are halved
 
 Occurrence = tuple[list[int], int]
-"""A text, and the index of a token in it."""
+"""A text and the index of a token in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """Positions after each occurrence of the longest matching suffix, latest first."""
 
-    length: int  # length of the match, in tokens
+    length: int  # tokens
     occurrences: tuple[Occurrence, ...]
 
     @property
     def following(self) -> dict[int, tuple[Occurrence, ...]]:
-        """Occurrences grouped by the token that follows, most frequent token first; ties go to the latest."""
+        """Occurrences grouped by next token, most frequent token first; ties go to the latest."""
         by_token: dict[int, list[Occurrence]] = {}
         for text, at in self.occurrences:
             by_token.setdefault(text[at], []).append((text, at))
@@ -50,23 +48,23 @@ class Match:
         }
 
     def after(self, token: int) -> "Match":
-        """Returns the match for the text extended by this token."""
+        """Returns the match of the text extended by this token."""
         occurrences = [(text, at + 1) for text, at in self.following.get(token, ()) if at + 1 < len(text)]
         return Match(self.length + 1, tuple(occurrences))
 
     @property
     def kind(self) -> tuple[int, int]:
-        """Octaves of match length and number of occurrences; matches of one kind are about equally reliable."""
+        """Octaves of match length and number of occurrences. Matches of one kind are about equally reliable."""
         return self.length.bit_length(), min(len(self.occurrences), MAX_COUNTED_OCCURRENCES).bit_length()
 
 
 class SuffixIndex:
-    """Index over several texts that are searched together."""
+    """Search index over several texts."""
 
     def __init__(self, shortest: int) -> None:
         self._shortest = shortest
         self._texts: deque[list[int]] = deque()
-        self._occurrences: defaultdict[int, list[Occurrence]] = defaultdict(list)  # by hash of the preceding tokens
+        self._occurrences: defaultdict[int, list[Occurrence]] = defaultdict(list)  # by hash of preceding tokens
         self.tokens = 0
 
     def add(self, text: list[int]) -> None:
@@ -74,14 +72,14 @@ class SuffixIndex:
         self.grow(0)
 
     def grow(self, indexed: int) -> None:
-        """Indexes the latest text's tokens from index `indexed` on; only that text may grow."""
+        """Indexes the latest text's tokens from index `indexed` on. Only the latest text may grow."""
         text = self._texts[-1]
         self.tokens += len(text) - indexed
         for at in range(max(indexed, self._shortest), len(text)):
             self._occurrences[self._key(text, at)].append((text, at))
 
     def forget_oldest(self) -> int:
-        """Drops the oldest text and returns its length. Its occurrences come first in every list."""
+        """Drops the oldest text and returns its length. Its occurrences are first in every list."""
         text = self._texts.popleft()
         self.tokens -= len(text)
         for at in range(self._shortest, len(text)):
@@ -93,12 +91,12 @@ class SuffixIndex:
         return len(text)
 
     def find(self, text: Sequence[int], longest: int) -> Match:
-        """Finds the longest match, of at most `longest` tokens, of the text's end among the latest MAX_OCCURRENCES."""
+        """Finds the longest match of the text's suffix, up to `longest` tokens, among the latest MAX_OCCURRENCES."""
         if len(text) < self._shortest:
             return NO_MATCH
         end = list(text[-longest:])
         matches: list[Occurrence] = []
-        alike = self._shortest  # checked below, because different tokens may have equal hashes
+        alike = self._shortest  # verified below, because distinct tokens may have equal hashes
         for occurrence in reversed(self._occurrences.get(self._key(text, len(text)), [])[-MAX_OCCURRENCES:]):
             other, at = occurrence
             if other[at - alike : at] != end[-alike:]:
@@ -118,14 +116,14 @@ NO_MATCH = Match(0, ())
 
 
 def longer(first: Match, second: Match) -> Match:
-    """Returns the longer match, or both combined if they are equally long."""
+    """Returns the longer match; combines matches of equal length."""
     if first.length == second.length:
         return Match(first.length, first.occurrences + second.occurrences)
     return max(first, second, key=lambda match: match.length)
 
 
 def _alike(end: list[int], other: list[int], at: int, matched: int) -> int:
-    """Counts the trailing tokens of `end` that another text has before index `at`; `matched` are known to match."""
+    """Returns the length of the common suffix of `end` and other[:at], given that `matched` tokens match."""
     size = matched
     most = min(len(end), at)
     while size < most and end[-1 - size] == other[at - 1 - size]:
@@ -140,9 +138,9 @@ class _Rate:
 
 
 class EscapeRates:
-    """Rates, by kind of match, at which the next token is none of those that followed the match before.
+    """Rates, per kind of match, of a next token that has not followed the match before.
 
-    As in PPM compressors (Cleary and Witten 1984), with contexts grouped by kind (Bloom 1998).
+    As in PPM compression (Cleary and Witten 1984), with contexts grouped by kind (Bloom 1998).
     """
 
     def __init__(self) -> None:
@@ -158,7 +156,7 @@ class EscapeRates:
         rate.missed += token not in match.following
 
     def choices(self, match: Match) -> Choices:
-        """Returns the tokens that followed before; they share the probability that none is new."""
+        """Returns the tokens that followed before, with probabilities that sum to the probability of no new token."""
         rate = self._rates[match.kind]
         each = (1 - rate.missed / rate.seen) / len(match.occurrences)
         following = match.following
@@ -166,7 +164,7 @@ class EscapeRates:
 
 
 class RecentAnswers:
-    """Holds up to `max_tokens` tokens in total; drops the oldest answers first, regardless of salt."""
+    """Recent answers of up to `max_tokens` tokens in total; drops the oldest answers first, regardless of salt."""
 
     def __init__(self, shortest: int, max_tokens: int) -> None:
         self.tokens = 0
@@ -176,7 +174,7 @@ class RecentAnswers:
         self._salts: deque[str] = deque()  # cache salt of each text, oldest first
 
     def add(self, salt: str, text: list[int]) -> None:
-        """Adds a text, truncated at the front to `max_tokens` tokens."""
+        """Adds the last `max_tokens` tokens of a text."""
         text = text[max(0, len(text) - self._most) :]
         if not text:
             return
@@ -188,7 +186,7 @@ class RecentAnswers:
             self._forget_oldest()
 
     def find(self, salt: str, text: Sequence[int], longest: int) -> Match:
-        """Searches the texts of this salt, like `SuffixIndex.find`."""
+        """Searches the texts with this salt, like `SuffixIndex.find`."""
         index = self._indexes.get(salt) or SuffixIndex(self._shortest)
         return index.find(text, longest)
 
@@ -207,9 +205,9 @@ def create(draft: DraftPool, setup: DraftSetup) -> "SuffixLookup":
 class SuffixLookup:
     """Drafting method that searches the session's text and recent answers.
 
-    Answers sampled under rejection sampling are not remembered. Their tokens depend on the noise that decides about
-    drafts, and the session may be reopened here to have some of them decided again with the same noise; a draft from
-    them would not be independent of that noise. Other answers are functions of their prompts and seeds.
+    Answers drawn by rejection sampling are not stored. Their tokens depend on the noise of the acceptance decisions. If
+    the session is reopened here, the same noise decides some of these tokens again, and a draft from the stored answer
+    would depend on that noise. Other answers are functions of their prompts and seeds.
     """
 
     shapes = frozenset(Shape)
@@ -247,15 +245,15 @@ class SuffixLookup:
             self._texts.pop(name, None)
 
     def _remember(self, session: str) -> None:
-        """Stores the answer with the last `max_ngram` prompt tokens, so that matches at its start are found."""
+        """Stores the answer with the last `max_ngram` prompt tokens, so that matches at its start can be found."""
         text = self._texts[session]
-        is_free = text.open.takes_trees  # its tokens do not depend on the noise that decides about drafts
+        is_free = text.open.takes_trees  # its tokens are independent of acceptance noise
         first = max(0, text.open.prompt_len - self._options.max_ngram)
         if is_free and len(text.tokens) > text.open.prompt_len:
             self._answers.add(text.open.cache_salt, text.tokens[first:])
 
     def _learn(self, session: str, text: Sequence[int], tokens: Sequence[int]) -> None:
-        """Updates the reliability of matches from the tokens that the target committed after them."""
+        """Updates the reliability of matches from committed tokens."""
         match = self._find(session, text)
         for index, token in enumerate(tokens):
             if match.occurrences:
@@ -281,7 +279,7 @@ class SuffixLookup:
     ) -> list[Proposal]:
         """Drafts for likely outcomes.
 
-        A session that got no candidates gets an empty proposal if the target currently decodes it without a block.
+        Without candidates, proposes an empty block if the target currently decodes the session without blocks.
         """
         drafts = draft_ahead(self, requests, self._lookahead_time, self._clock, interrupted, early)
         return with_empty(proposals(drafts), requests)
@@ -291,14 +289,14 @@ class SuffixLookup:
         return BlockDraft(request=request, text=text, base_hash=request.prefix_hash, max_tokens=max_tokens)
 
     def _match(self, draft: BlockDraft) -> Match:
-        """Finds the match at the end of the text extended by the draft's tokens so far."""
+        """Finds the match of the text extended by the draft's tokens."""
         end = [*draft.text.tokens[-self._options.max_ngram :], *draft.outcome, *draft.tokens]
         return self._find(draft.request.session, end)
 
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: LookaheadRequest) -> list[BlockDraft]:
-        """Returns one root, the main path under verification, with alternatives at each position."""
+        """Returns one root: the main path under verification, with alternatives at each position."""
         block = request.unverified.main_path
         root = self._begin(request, len(block) + 1)
         root.unverified = block
@@ -312,10 +310,10 @@ class SuffixLookup:
         return root.after(outcome, chance, max_tokens)
 
     def preview(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool]) -> None:
-        """Does nothing: a search is as fast as any preview."""
+        """Does nothing, since a search is as fast as any preview."""
 
     def extend(self, drafts: Sequence[BlockDraft], interrupted: Callable[[], bool] = lambda: False) -> list[BlockDraft]:
-        """Extends drafts as far as any match continues; returns those that got more tokens."""
+        """Extends drafts while a match continues; returns the extended drafts."""
         return [draft for draft in drafts if self._extend(draft)]
 
     def _extend(self, draft: BlockDraft) -> bool:

@@ -55,7 +55,7 @@ def read_mask_tokens(config: PretrainedConfig, longest: int) -> MaskTokens:
         return ONE_AT_A_TIME
     rows = int(config.get_text_config().vocab_size)
     if not isinstance(token, int) or not 0 <= token < rows:
-        raise ModelError(f"the draft model's mask token is {token!r}, expected 0 to {rows - 1}; correct config.json")
+        raise ModelError(f"the draft model's mask token is {token!r}, expected an id from 0 to {rows - 1}; correct it")
     return MaskTokens(token, tokens_per_forward(config, longest))
 
 

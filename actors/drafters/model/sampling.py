@@ -1,16 +1,16 @@
-"""Turns a draft model's logits into draft tokens: the target's likeliest tokens, or draws for rejection sampling.
+"""Turns a draft model's logits into draft tokens: likely tokens of the target, or draws for rejection sampling.
 
-`Calibration` fits the probability that each candidate is the target's token to the target's decisions. Under Gumbel
-coupling, the target's token has the highest sum of log probability and noise, and the drafter knows the noise. The
-draft's log probabilities are only estimates, so with the noise at full weight the noisiest of many badly estimated
-tokens would win too often; the noise gets a smaller weight. That weight, and the confidence in the draft, come from a
-conditional logit (McFadden 1974) over the candidates plus one alternative for all other tokens:
+`Calibration` learns, from the target's decisions, the probability that each candidate is the target's token. Under
+Gumbel coupling, the target's token maximises log probability plus noise, and the drafter knows the noise. The draft's
+log probabilities are only estimates. With the full noise, badly estimated tokens with large noise would win too often,
+so the noise gets a smaller weight. This weight and the confidence in the draft come from a conditional logit (McFadden
+1974) over the candidates plus one alternative for all other tokens:
 
     weight of a candidate  ~  exp(surety x its log probability + noise_share x its noise)
     weight of the others   ~  exp(others + others_slope x log of their probability)
 
-Its four weights are learned online by AdaGrad (Duchi et al. 2011), for each kind of draft and of temperature. Greedy
-requests have no noise; for them the same fit calibrates the draft's own probabilities.
+AdaGrad (Duchi et al. 2011) learns the four weights online, per kind of draft and range of temperature. Greedy requests
+have no noise; for them, the same model calibrates the draft's own probabilities.
 """
 
 import logging
@@ -37,23 +37,23 @@ from protos.messages import Sampling
 
 Floats = NDArray[np.float64]
 
-LEARNING_RATE = 0.1  # drafts are predicted equally well with 0.05 and 0.2
-SURETY_BOUNDS = (0.1, 8.0)  # without bounds, the weight of log probabilities diverges for a draft that is never wrong
-NOISE_SHARE_BOUNDS = (0.3, 1.0)  # bounds of the noise's weight, relative to surety
-MIN_OTHERS_PROBABILITY = 1e-4  # lower bound of all other tokens' total probability, whose logarithm is a feature
+LEARNING_RATE = 0.1  # 0.05 and 0.2 predict drafts equally well
+SURETY_BOUNDS = (0.1, 8.0)  # without bounds, this weight diverges for a draft that is always right
+NOISE_SHARE_BOUNDS = (0.3, 1.0)  # bounds of the noise weight, relative to surety
+MIN_OTHERS_PROBABILITY = 1e-4  # lower bound of the other tokens' total probability, since its logarithm is a feature
 
-# Fitted with the bundled draft on the prompts of `slipstream bench`. For sampled requests the first two weights are
-# multiplied by the temperature if it is below 1: errors in logits matter more at low temperatures.
+# Fitted with the bundled draft on the prompts of `slipstream bench`. For sampled requests with a temperature below 1,
+# the first two weights are multiplied by the temperature: errors in logits matter more at low temperatures.
 GREEDY_WEIGHTS = (1.05, 0.0, -1.0, 0.75)
 SAMPLED_WEIGHTS = (0.95, 0.8, 2.0, 0.75)
 
 
 @value
 class DraftKind:
-    """Kind of draft; each kind has its own fit."""
+    """Kind of draft, with its own fit."""
 
     octave: int | None  # half-octave of the temperature; None: greedy
-    is_further: bool  # predicted after another draft token without a forward in between
+    is_further: bool  # predicted after a draft token, without a forward in between
 
     @classmethod
     def of(cls, sampling: Sampling, is_further: bool) -> "DraftKind":
@@ -77,7 +77,7 @@ class _Fit:
     squares: Floats = field(default_factory=lambda: np.ones(4))  # sum of squared gradients
 
     def learn(self, candidates: "Candidates", index: int | None) -> None:
-        """Takes one gradient step. `index` is the candidate that the target chose; None: another token."""
+        """Takes one gradient step. `index` is the candidate equal to the target's token; None: another token."""
         features = candidates.features
         chances = candidates.chances(self.weights)
         row = features[len(features) - 1 if index is None else index]
@@ -86,23 +86,23 @@ class _Fit:
         weights = self.weights + LEARNING_RATE * gradient / np.sqrt(self.squares)
         surety = min(max(weights[0], SURETY_BOUNDS[0]), SURETY_BOUNDS[1])
         weights[0] = surety
-        if self.weights[1]:  # greedy requests have no noise to learn from
+        if self.weights[1]:  # greedy requests have no noise
             weights[1] = min(max(weights[1], NOISE_SHARE_BOUNDS[0] * surety), NOISE_SHARE_BOUNDS[1] * surety)
         self.weights = weights
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Candidates:
-    """Likely tokens at one position, (count,) each, with the draft's log probability and the noise."""
+    """Likely tokens at one position, with the draft's log probabilities and the noise, (count,) each."""
 
     ids: NDArray[np.int64]
     log_probs: Floats
     noise: Floats
-    log_others: float  # log of the total probability of all other tokens
+    log_others: float  # log of the other tokens' total probability
 
     @property
     def features(self) -> Floats:
-        """Features of each candidate, (count + 1, 4); the last row stands for all other tokens."""
+        """Features of the candidates, (count + 1, 4); the last row represents all other tokens."""
         count = len(self.ids)
         features = np.zeros((count + 1, 4))
         features[:count, 0] = self.log_probs
@@ -122,7 +122,7 @@ class Candidates:
 
 
 class Calibration:
-    """All fits of a drafter, and the candidates at positions that the target has not decided yet."""
+    """All fits of a drafter, and the candidates at positions not yet decided by the target."""
 
     def __init__(self) -> None:
         self._fits: dict[DraftKind, _Fit] = {}
@@ -135,11 +135,11 @@ class Calibration:
         return candidates.chances(self._fit(kind).weights)
 
     def note(self, session: str, position: TextPosition, kind: DraftKind, candidates: Candidates) -> None:
-        """Records the candidates considered at a position."""
+        """Records the candidates at a position."""
         self._open.note(session, position, (kind, candidates))
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        """Learns from the positions that the session's committed text has reached."""
+        """Learns from positions within the session's committed text."""
         for (kind, candidates), token in self._open.resolve(session, tokens):
             self._learn(kind, candidates, token)
 
@@ -147,12 +147,12 @@ class Calibration:
         self._open.close(session)
 
     def restart(self) -> None:
-        """Prepares for new draft weights: each fit keeps its weights but learns as quickly as a new one."""
+        """Prepares for new draft weights: fits keep their weights but learn as fast as new fits."""
         self._fits = {kind: _Fit(fit.weights) for kind, fit in self._fits.items()}
         self._open = PendingPositions()
 
     def _learn(self, kind: DraftKind, candidates: Candidates, token: int) -> None:
-        """Updates the fit with the target's token at the candidates' position."""
+        """Updates a fit with the target's token at the candidates' position."""
         indices = np.flatnonzero(candidates.ids == token)
         self._fit(kind).learn(candidates, int(indices[0]) if len(indices) else None)
 
@@ -164,14 +164,13 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class DraftingLimits:
-    """Bounds and thresholds of a draft model.
+    """Limits and thresholds of a draft model.
 
-    Under rejection sampling, `top_k` entries of draft_probs are sent per token, as integer weights (uint16 on the wire)
-    scaled so that the likeliest token has `weight_scale`. Otherwise a block for which the target waits ends once its
-    cumulative acceptance probability is below `min_confidence`, because drafting further tokens delays the target
-    longer than verifying them saves. A forward feeds at most `pass_tokens`, so a long prompt is read over several
-    rounds, which bounds memory and the delay of other blocks. No token is fed at position `max_positions` or later: a
-    longer session gets no blocks.
+    Under rejection sampling, the drafter sends `top_k` entries of draft_probs per token, as integer weights (uint16 on
+    the wire); the likeliest token has weight `weight_scale`. Otherwise, a block on which the target waits ends once its
+    cumulative acceptance probability falls below `min_confidence`, because further tokens would delay the target longer
+    than they save. A forward feeds at most `pass_tokens`. A long prompt thus takes several rounds, which limits memory
+    and the delay of other blocks. Sessions with more than `max_positions` positions get no blocks.
     """
 
     top_k: int
@@ -183,17 +182,18 @@ class DraftingLimits:
 
 log = logging.getLogger(__name__)
 
-# Candidates per position. 2048 do not improve the first choice; at temperature 1, the third is right by 0.02 more.
+# Candidates per position. With 2048, the first choice is no better; at temperature 1, the third is right in 2 % more
+# cases.
 MAX_CANDIDATES = 64
-MAX_BRANCH_TOKENS = 2  # most tokens of a side branch: later ones are rarely among a block's likeliest
-MAX_CHOICES = 16  # most candidates per position that are kept as choices
+MAX_BRANCH_TOKENS = 2  # maximum tokens of a side branch; later tokens are rarely among a block's likeliest
+MAX_CHOICES = 16  # maximum candidates per position kept as choices
 MIN_LOG_PROB = -30.0
 MIN_LOGIT = torch.finfo(torch.float32).min
 
 
 Read = tuple[BlockDraft, Tensor, Tensor | None]
-"""A block, and the model's output for its next positions: logits, (positions, columns), and states, (positions,
-hidden)."""
+"""A block and the model's output at its next positions: logits, (positions, columns), and states, (positions, hidden).
+"""
 
 
 class _Prediction(NamedTuple):
@@ -205,10 +205,10 @@ class _Prediction(NamedTuple):
 
 
 class DraftSampler:
-    """Extends blocks by tokens. Column i of the logits is token `token_ids[i]` of a vocabulary of size `vocabulary`.
+    """Extends blocks by tokens. Column i of the logits scores `token_ids[i]`, below `vocabulary`.
 
     A block ends before a position with NaN or infinite logits. This is exact under rejection sampling too, because the
-    decision to end there depends only on the tokens before it.
+    end depends only on the tokens before it.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class DraftSampler:
         self._has_warned = False
 
     def extend(self, read: Sequence[Read]) -> None:
-        """Adds a token to each block for each row of its logits, or ends the block."""
+        """Adds one token per row of logits to each block, or ends the block."""
         together: list[_Prediction] = []
         for draft, logits, hidden in read:
             predictions = [
@@ -237,7 +237,7 @@ class DraftSampler:
             if draft.sends_probs:
                 self._draw(predictions)
             elif (chain := self._processors.of(draft.text)) is not None:
-                for prediction in predictions:  # each position depends on the previous one
+                for prediction in predictions:  # a position depends on the previous position
                     self._offer_processed(prediction, chain)
             else:
                 together += predictions
@@ -245,7 +245,7 @@ class DraftSampler:
             self._offer(together)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        """Updates the calibration with the session's committed text."""
+        """Updates the calibration with committed text."""
         self._calibration.committed(session, tokens)
 
     def close(self, session: str) -> None:
@@ -253,7 +253,7 @@ class DraftSampler:
         self._processors.close(session)
 
     def exchange(self, token_ids: Tensor) -> None:
-        """Continues with the logits of other weights, whose columns stand for `token_ids`, (columns,)."""
+        """Switches to new weights; column i of their logits scores `token_ids[i]`."""
         self._token_ids = token_ids
         self._calibration.restart()
         self._has_warned = False
@@ -261,7 +261,7 @@ class DraftSampler:
     # ------------------------------------------------------------ prediction of the target's draw
 
     def _offer(self, predictions: Sequence[_Prediction]) -> None:
-        """Adds the target's likeliest tokens, computed with the noise of the target's own draw."""
+        """Adds the target's likeliest tokens, given the noise of the target's own draw."""
         finite, log_probs, ids, noise = self._considered(predictions)
         for prediction, is_finite, *scores in zip(predictions, finite, log_probs, ids, noise, strict=True):
             draft = prediction.draft
@@ -278,12 +278,12 @@ class DraftSampler:
             draft.append(choices.tokens[0], choices, prediction.state)
 
     def _considered(self, predictions: Sequence[_Prediction]) -> tuple[NDArray[Any], ...]:
-        """Returns whether the logits are finite, (positions,), and the candidates, (positions, considered) each.
+        """Returns a mask of finite positions, (positions,), and the candidates, (positions, considered) each.
 
-        Candidates are log probabilities in descending order, token ids, and noise.
+        Candidates are returned as log probabilities in descending order, token ids, and noise.
         """
         logits = torch.stack([prediction.logits for prediction in predictions]).float()
-        finite = torch.isfinite(logits.amax(dim=-1))  # -inf alone is allowed: models mask tokens with it
+        finite = torch.isfinite(logits.amax(dim=-1))  # single -inf logits are valid: models mask tokens with them
         logits = logits.masked_fill(~torch.isfinite(logits), MIN_LOGIT)
         requests = [prediction.draft.text.open for prediction in predictions]
         temperatures = [request.sampling.temperature or 1.0 for request in requests]
@@ -301,9 +301,10 @@ class DraftSampler:
         return finite.cpu().numpy(), log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
 
     def _offer_processed(self, prediction: _Prediction, chain: ProcessorChain) -> None:
-        """Applies the request's logits processors at this position; they see the text and the block's earlier tokens.
+        """Applies the logits processors at this position, after the text and the block's earlier tokens, and adds the
+        likeliest tokens.
 
-        If a grammar allows exactly one token, it is certain, even if the draft's head lacks its column.
+        If a grammar allows exactly one token, this token is certain, even without a column in the draft's head.
         """
         draft = prediction.draft
         whole = self._whole(prediction.logits).unsqueeze(0)
@@ -323,7 +324,7 @@ class DraftSampler:
         draft.is_cut = True
         if not self._has_warned:
             self._has_warned = True
-            log.warning("the draft computed NaN or infinite logits, and blocks end before them; this is logged once")
+            log.warning("the draft computed NaN or infinite logits, so blocks end before them; fetch its weights again")
 
     # ------------------------------------------------------------ own draws, for rejection sampling
 
@@ -342,14 +343,15 @@ class DraftSampler:
             draft.append(token, _choices(row), state, ids, weights)
 
     def _draw_by_ratio(self, draft: BlockDraft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Draws a token from the truncated and rounded distribution that is sent; returns the token, ids and weights.
+        """Draws a token from the truncated and rounded distribution to send; returns the token, and the ids and weights
+        of the distribution.
 
-        The noise is a function of seed and prefix, so a prefix always gets the same continuation, however often and at
-        whatever draft length it is drafted.
+        The noise is a function of seed and prefix, so a prefix always gets the same continuation, at any draft length
+        and after any number of repeats.
         """
         top_k = self._limits.top_k
         logits = logits.masked_fill(~torch.isfinite(logits), -torch.inf)
-        if bool(logits.isneginf().all()):  # no column of the head stands for an allowed token
+        if bool(logits.isneginf().all()):  # the head has no column for an allowed token
             logits[self._token_ids[0]] = 0.0
         values, ids = logits.topk(min(top_k, int(torch.isfinite(logits).sum())))
         weights = (torch.exp(values - values[0]) * self._limits.weight_scale).round()
@@ -360,24 +362,24 @@ class DraftSampler:
         return token, (*ids.tolist(), *[0] * padding), (*map(int, weights.tolist()), *[0] * padding)
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Scatters logits to the whole vocabulary, in float32; a draft head may compute fewer columns."""
+        """Scatters logits to the whole vocabulary, in float32; a draft head may have fewer columns."""
         whole = torch.full((self._vocabulary,), -torch.inf, device=logits.device)
         whole[self._token_ids[: len(logits)]] = logits.float()
         return whole
 
 
 class SessionProcessors:
-    """Logits processors of a drafter's sessions, created at a session's first draft."""
+    """Logits processors of a drafter's sessions, created for a session's first draft."""
 
     def __init__(self, makers: tuple[Maker, ...]) -> None:
         self._makers = makers
         self._all: dict[str, tuple[SessionText, ProcessorChain | None]] = {}
 
     def of(self, text: SessionText) -> ProcessorChain | None:
-        """Returns the session's processors, advanced over its committed text; None if the request needs none."""
+        """Returns the session's processors after its committed text; None if the request needs none."""
         name = text.open.session
         current, chain = self._all.get(name, (None, None))
-        if current is not text:  # the session is new or was reopened
+        if current is not text:  # a new or reopened session
             chain = chain_of(text.open, self._makers)
             self._all[name] = text, chain
         if chain is not None:
@@ -397,7 +399,7 @@ def _draw_key(prediction: _Prediction) -> int:
 def _candidates(
     sampling: Sampling, log_probs: NDArray[np.float64], ids: NDArray[np.int64], noise: NDArray[np.float64]
 ) -> Candidates:
-    """Keeps the candidates likely to pass top-k, top-p and min-p."""
+    """Restricts candidates to those likely to pass top-k, top-p and min-p."""
     probs = np.exp(log_probs)
     count = _kept(log_probs, probs, sampling)
     others = 1.0 - float(probs.sum()) if count == len(ids) else 0.0
@@ -407,7 +409,7 @@ def _candidates(
 
 
 def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: Sampling) -> int:
-    """Returns how many of the likeliest tokens pass the request's filters; at least one."""
+    """Returns the number of tokens that pass the request's filters; at least one."""
     count = len(probs)
     if sampling.greedy:
         return count
@@ -429,11 +431,11 @@ def _likeliest(candidates: Candidates, chances: NDArray[np.float64]) -> Choices:
 
 
 def _choices(logits: Tensor) -> Choices:
-    """Returns the draft model's own likeliest tokens, highest probability first."""
+    """Returns the draft model's likeliest tokens, highest probability first."""
     chances, ids = torch.softmax(logits, dim=-1).topk(min(MAX_CHOICES, logits.shape[-1]))
     return Choices(ids.tolist(), chances.tolist())
 
 
 def _each(states: Tensor | None, tokens: int) -> Iterable[Tensor | None]:
-    """Returns the state of each token, (hidden,), or None for each if there are no states."""
+    """Returns the state of each token, (hidden,); all None without states."""
     return repeat(None, tokens) if states is None else states

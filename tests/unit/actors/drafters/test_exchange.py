@@ -161,7 +161,7 @@ def larger(folder: Path) -> DraftWeights:
 
 @pytest.mark.parametrize(
     ("load", "why"),
-    [(wider, r"0001 .* it has 2 tokens in a forward, not 1"), (larger, "11 rows in its vocabulary, not 10")],
+    [(wider, r"0001 .* it has 2 tokens per forward, not 1"), (larger, "11 vocabulary rows, not 10")],
 )
 def test_weights_of_another_shape_are_refused(load: Callable[[Path], DraftWeights], why: str) -> None:
     method = exchanging(load)

@@ -226,7 +226,7 @@ def test_a_broken_version_is_refused_and_the_method_drafts_on(folder: Path, faul
         ({"num_hidden_layers": 3}, "cannot replace the draft in use: its layers need .*layers=3"),
         ({"num_key_value_heads": 2}, "kv_heads=2"),
         ({"vocab_size": VOCABULARY - 1}, "39 vocabulary rows, but the target's ids go up to 39"),
-        ({"vocab_size": VOCABULARY + 1}, "41 rows in its vocabulary, not 40"),
+        ({"vocab_size": VOCABULARY + 1}, "41 vocabulary rows, not 40"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
