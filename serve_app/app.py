@@ -16,19 +16,19 @@ from serve_app.serve_manifest import APPLICATION as APPLICATION
 from serve_app.serve_manifest import ROUTER_OPTIONS, router_sizes
 
 HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
-# A trainer that computes only on idle cores may answer late, and is healthy nonetheless.
+# A healthy trainer that computes only on idle cores may answer late.
 TRAINER_HEALTH = {"health_check_period_s": 10, "health_check_timeout_s": 120}
 POOL_SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": 10}
-SHUTDOWN_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # seconds that a target gets to end after it has drained
+SHUTDOWN_S = POOL_SHUTDOWN["graceful_shutdown_timeout_s"]  # seconds for a drained target to end
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Builds the application from a configuration mapping. Raises ConfigError that names the fault."""
+    """Builds the application from a configuration mapping. Raises ConfigError if it is invalid."""
     return application(validated(args))
 
 
 def application(config: SlipstreamConfig) -> serve.Application:
-    """Binds routers, draft pool and target pool, and the trainer if the draft learns."""
+    """Binds the deployments of routers, drafters and targets, and of the trainer if the draft learns."""
     target = serve.deployment(TargetDeployment, name="Target").options(
         **target_group_options(config.target),
         autoscaling_config=_scaling(config.target.replicas),
@@ -77,5 +77,5 @@ def _scaling(replicas: Replicas) -> dict[str, Any]:
 
 
 def _logging(server: ServerConfig) -> dict[str, Any]:
-    """Returns Serve's logging options; text logs use Serve's own configuration."""
+    """Returns Serve's logging options; empty for text logs, which use Serve's defaults."""
     return {} if server.log_format == "text" else {"logging_config": {"encoding": "JSON"}}

@@ -1,4 +1,4 @@
-"""Reports audit differences: a log line at ERROR, and a JSON line in a file of bounded size."""
+"""Reports audit differences: an ERROR log line, and a JSON line in a file of bounded size."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class AuditAlarm:
-    """Called with every difference. Routers on one machine may share a file, since each line is a single write."""
+    """Records every audit difference. Routers on one machine may share a file, since each line is a single write."""
 
     def __init__(self, records: str | None, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         """Raises ConfigError if `records` cannot be written."""
@@ -46,7 +46,7 @@ class AuditAlarm:
             raise ConfigError(f"{what}; expected a file in a folder that exists") from error
 
     def _record(self, path: Path, difference: Difference) -> None:
-        """Appends a record; a full disk is logged, and serving continues."""
+        """Appends a record; logs write errors without raising them."""
         record = {"time": self._clock(), **asdict(difference), "acceptance": difference.acceptance.name.lower()}
         line = json.dumps(record).encode() + b"\n"
         try:
@@ -54,6 +54,6 @@ class AuditAlarm:
                 if file.tell() + len(line) <= self._max_bytes:
                     file.write(line)
                 else:
-                    log.warning("%s is full; this difference is not in it", path)
+                    log.warning("%s is full; the difference was not written to it", path)
         except OSError as error:
             log.error("the difference could not be written to %s: %s", path, error.strerror)

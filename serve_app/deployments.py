@@ -1,7 +1,7 @@
-"""The Serve deployments: give targets, drafters, routers and the trainer a process, an address and health checks.
+"""Serve deployments: give targets, drafters, routers and the trainer a process, an address and health checks.
 
-Each `__init__` starts its parts in order and registers their shutdown on one exit stack, so that a replica stops in
-reverse order, even after a failed start. `app.py` binds the deployments together.
+Each `__init__` starts its parts in order and registers their shutdown on one exit stack, so a replica stops in reverse
+order, even after a failed start. `app.py` connects the deployments.
 """
 
 import asyncio
@@ -76,9 +76,9 @@ from serve_app.startup import (
 log = logging.getLogger("ray.serve")
 Result = TypeVar("Result")
 
-MAX_PREFIX_ADVANTAGE = 0.25  # most extra load that a cached prefix outweighs, as a share of a target's slots
+MAX_PREFIX_ADVANTAGE = 0.25  # maximum extra load outweighed by a cached prefix, as a share of a target's slots
 OWN_STOP_PERIOD_S = 0.5
-DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; if none can take them, targets decode alone
+DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another, targets decode alone
 LOOK_PERIOD_S = 2.0  # seconds between a trainer's checks for new examples
 
 
@@ -112,7 +112,7 @@ async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, 
 
 
 class _ReplicaDeployment:
-    """Functions common to the deployments: health, metrics, recordings and an orderly stop."""
+    """Base class of the deployments: health, metrics, recordings and orderly shutdown."""
 
     role: ClassVar[str]
     _ending: AsyncExitStack  # stops the started parts in reverse order, even after a failed start
@@ -130,11 +130,11 @@ class _ReplicaDeployment:
         return started
 
     def _families(self) -> Iterator[Metric]:
-        """Yields the metric families of this replica."""
+        """Yields this replica's metric families."""
         raise NotImplementedError
 
     def check_health(self) -> None:
-        """Raises if the replica has failed, and publishes metrics. Serve calls this every second, on a thread."""
+        """Publishes metrics. Raises if the replica has failed. Serve calls this every second, on a thread."""
         check_running(self._work)
         self._mirror.publish()
 
@@ -143,7 +143,7 @@ class _ReplicaDeployment:
         return packed(self._families())
 
     def trace(self) -> bytes:
-        """Returns recent events; separate from `inspect`, whose answers stay small."""
+        """Returns recent events, apart from `inspect` to keep its result small."""
         return pack(Actor(self.role, f"{self.role} {os.getpid()}", self._timeline.recording()))
 
     async def _stop(self, server: GrpcServer) -> None:
@@ -157,7 +157,7 @@ class _ReplicaDeployment:
 
 
 class TargetDeployment(_ReplicaDeployment):
-    """Coordinator of one target replica: owns the ranks, verifies drafts, and answers on gRPC."""
+    """Coordinator of one target replica: owns the ranks, verifies drafts, and serves gRPC."""
 
     role = "target"
 
@@ -217,7 +217,7 @@ class TargetDeployment(_ReplicaDeployment):
     def check_health(self) -> None:
         super().check_health()
         if (stuck_s := self._replica.stuck_s) is not None:
-            raise EngineError(f"a step has taken {stuck_s:.0f} s and is not done")
+            raise EngineError(f"the current step has run for {stuck_s:.0f} s")
 
     def _families(self) -> Iterator[Metric]:
         scheduler = self._replica.scheduler
@@ -318,10 +318,10 @@ class DraftDeployment(_ReplicaDeployment):
         self._reload = self._start_reload(started, is_background)
 
     def _start_reload(self, started: StartedDrafter, is_background: bool) -> DraftReload | None:
-        """Starts following new versions of a draft that learns."""
+        """Starts loading new versions of the draft if it learns."""
         if started.learned is None:
             return None
-        assert isinstance(started.method, ExchangesWeights), "the configuration refuses other methods"
+        assert isinstance(started.method, ExchangesWeights), "the configuration allows no other methods"
         prepare = compute_in_background if is_background else None
         reload = DraftReload(started.learned, started.method, self._drafter, prepare_thread=prepare)
         self._reloading = asyncio.create_task(run_logged("the watch on the draft's version", reload.run()))
@@ -333,7 +333,7 @@ class DraftDeployment(_ReplicaDeployment):
         return {ADDRESS: self._server.address, **location(), COSTS: self._costs.model_dump_json()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the load for autoscaling, in the form that targets use."""
+        """Returns the load for autoscaling, as for targets."""
         self._report = self._drafter.report()
         return asdict(self._report)
 
@@ -342,7 +342,7 @@ class DraftDeployment(_ReplicaDeployment):
         if self._reload is not None:
             check_running(self._reloading)
         if (stuck_s := self._drafter.stuck_s) is not None:
-            raise EngineError(f"a drafting pass has taken {stuck_s:.0f} s and is not done")
+            raise EngineError(f"the current drafting pass has run for {stuck_s:.0f} s")
 
     def _families(self) -> Iterator[Metric]:
         yield from counted_families(drafter_counts(self._drafter))
@@ -388,7 +388,7 @@ class TrainerDeployment(_ReplicaDeployment):
         self._begin()
         config = with_own_part(config, os.environ)
         learning = config.draft.learning
-        assert learning is not None, "a trainer is deployed only where the draft learns"
+        assert learning is not None, "a trainer requires a draft that learns"
         use_cpu(learning.resources)
         is_background = learning.resources.background
         self._thread = ThreadPoolExecutor(
@@ -511,7 +511,7 @@ class RouterDeployment(_ReplicaDeployment):
         self._ending.push_async_callback(self._stop_working)
 
     def _start_learning(self, learning: LearningOptions | None, target: str) -> Callable[[Example], None] | None:
-        """Starts writing examples; returns the function that accepts them, or None if nothing is learned."""
+        """Starts writing examples; returns the function that accepts them, or None without learning."""
         self._examples: Counter[str] = Counter()
         if learning is None:
             return None
@@ -530,16 +530,15 @@ class RouterDeployment(_ReplicaDeployment):
     async def drain(self, within_s: float | None = None) -> None:
         """Refuses new requests, and ends those still running after `within_s` with an error.
 
-        A coroutine, since Serve would run a function on a thread instead of the event loop.
+        A coroutine: Serve would run a plain function on a thread instead of the event loop.
         """
         self._router.drain(within_s)
 
     async def _follow_own_stop(self, drain_s: float) -> None:
         """Ends requests that outlast `drain_s` after Serve stops this replica, before Serve kills it.
 
-        Serve does not notify the replica, but removes it from the list of replicas that get requests. An update of
-        options
-        also removes it for a moment.
+        Serve does not notify the replica, but removes it from the list of replicas that receive requests. An update of
+        options also removes it briefly.
         """
         own = own_deployment()
         name = str(serve.get_replica_context().replica_id)

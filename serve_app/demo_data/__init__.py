@@ -1,7 +1,7 @@
-"""The demo's data, installed with the package: configuration, draft model, prompts of the bench, and examples.
+"""The demo's data, installed with the package: configuration, draft model, bench prompts and training examples.
 
-`replay.jsonl` holds general dialogues of the demo's target, as token ids, that keep its draft from forgetting while it
-learns from traffic; `examples/distillation/replay.py` writes it. `support.py` makes traffic to learn from.
+`replay.jsonl` holds general dialogues with the demo's target, as token ids. They prevent forgetting when the draft
+learns from traffic. `examples/distillation/replay.py` writes the file. `support.py` generates traffic to learn from.
 """
 
 from importlib import resources

@@ -1,7 +1,7 @@
-"""Support requests made from a template: uniform traffic from which the demo's draft learns.
+"""Support requests from a template: uniform training traffic for the demo's draft.
 
-16 names, 16 products and 8 problems give 2048 different requests. Their answers share much of their wording, like
-those of one prompt version of an application.
+16 names, 16 products and 8 problems give 2048 distinct requests. The answers share much of their wording, as answers to
+one prompt version of an application do.
 """
 
 import random
@@ -41,9 +41,9 @@ TEMPLATE = (
 
 
 def support_requests(count: int, seed: int = 0) -> list[str]:
-    """Returns `count` different requests, at most 2048, in an order determined by the seed."""
+    """Returns `count` distinct requests, at most 2048, in an order determined by the seed."""
     combinations = list(product(NAMES, PRODUCTS, PROBLEMS))
     if count > len(combinations):
-        raise ValueError(f"there are {len(combinations)} support requests, {count} were asked for")
+        raise ValueError(f"{count} support requests are wanted, expected at most {len(combinations)}")
     chosen = random.Random(seed).sample(combinations, count)
     return [TEMPLATE.format(name=name, product=item, problem=problem) for name, item, problem in chosen]

@@ -1,7 +1,6 @@
-"""Checks before deployment: whether nodes can hold each pool's replicas, and whether an exposed endpoint has a key.
-Pure.
+"""Pure checks before deployment: each pool's replicas fit the nodes, and exposed endpoints require a key.
 
-The checks refuse only what cannot work. A pool that passes may still find no room in Ray while others use the nodes.
+The checks only refuse impossible configurations. A pool that passes may still wait in Ray for resources in use.
 """
 
 import math
@@ -18,7 +17,7 @@ ROUTER_CPUS = 0.1
 
 
 def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[str, float]:
-    """Returns the resources that the pools need in total, at the sizes that `size` picks from their bounds."""
+    """Returns the total resources of all pools; `size` picks a size from a pool's bounds."""
     target = config.target
     draft = config.draft
     total: Counter[str] = Counter()
@@ -29,11 +28,11 @@ def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[st
 
 
 def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> None:
-    """Raises ConfigError if a local cluster, which cannot grow, lacks resources or labels that the pools need."""
-    elsewhere = "reserve less, or give the --address of a cluster that has it"
+    """Raises ConfigError if a local cluster, which cannot grow, lacks the pools' resources or labels."""
+    elsewhere = "lower these requirements, or set --address to a cluster that meets them"
     needed = demand(config, lambda replicas: replicas.min)
     missing = [
-        f"{amount:g} {name} where there is {offered.get(name, 0):g}"
+        f"{amount:g} {name} (available: {offered.get(name, 0):g})"
         for name, amount in needed.items()
         if amount > offered.get(name, 0)
     ]
@@ -47,25 +46,25 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_keys(server: ServerConfig) -> None:
-    """Raises ConfigError if others can reach an address, without a key or `server.insecure`."""
+    """Raises ConfigError if an address is reachable from other machines, without keys or `server.insecure`."""
     for name, host in (("server.host", server.host), ("server.admin.host", server.admin.host)):
         if not is_loopback(host) and not is_guarded(server):
-            raise ConfigError(f"{name} is {host}, which others can reach, and {missing_keys()}")
+            raise ConfigError(f"{name} is {host}, reachable from other machines, and {missing_keys()}")
 
 
 def for_this_machine(config: SlipstreamConfig) -> SlipstreamConfig:
-    """Returns the configuration on loopback and without keys, to measure a server on this machine."""
+    """Returns the configuration on loopback and without keys, for measurements on this machine."""
     alone = {"host": LOOPBACK, "keys": {}, "admin": AdminConfig()}
     return config.model_copy(update={"server": config.server.model_copy(update=alone)})
 
 
 def is_guarded(server: ServerConfig) -> bool:
-    """Returns whether clients need a key, or the configuration states that they need none."""
+    """Returns whether clients need a key, or the configuration explicitly waives it."""
     return bool(server.keys) or server.insecure
 
 
 def missing_keys() -> str:
-    """Returns the end of an error message: which key is missing, and how to fix it."""
+    """Returns the end of an error message about missing API keys, with the fix."""
     return (
         "server.keys is empty, so anybody would be served; set keys (`slipstream key` makes one) or server.insecure:"
         " true"
@@ -77,7 +76,7 @@ SLACK = 1e-6  # tolerance: Ray rounds resources to ten-thousandths
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node with its total resources, whether in use or not."""
+    """Node with its total resources, used or free."""
 
     node_id: str
     address: str
@@ -87,21 +86,21 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaNeed:
-    """Resources that one replica needs, all on one node."""
+    """Resources of one replica, all on one node."""
 
     pool: str
-    section: str  # configuration key to change if the replica does not fit
+    section: str  # configuration section of the resources
     resources: Mapping[str, float]
     labels: Mapping[str, str]
-    replicas: int  # number of replicas that must fit at the same time
+    replicas: int  # number of replicas that must fit together
 
     def fits(self, node: Node) -> bool:
-        """Returns whether the node could hold one such replica."""
+        """Returns whether the node can hold one replica."""
         return carries(node.labels, self.labels) and room(node.resources, self.resources) > 0
 
 
 def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
-    """Returns what targets, drafters and routers need."""
+    """Returns the needs of targets, drafters and routers, in this order."""
     target = config.target
     draft = config.draft
     group: Counter[str] = Counter()
@@ -117,7 +116,7 @@ def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
 def _pool_need(
     pool: str, section: str, resources: Mapping[str, float], options: Resources, replicas: Replicas
 ) -> ReplicaNeed:
-    """Returns what a pool needs; a pool that may be empty still needs room for its first replica."""
+    """Returns the need of a pool; even a pool that may be empty needs room for its first replica."""
     return ReplicaNeed(pool, section, dict(resources), options.labels, max(replicas.min, 1))
 
 
@@ -141,14 +140,14 @@ def room(offered: Mapping[str, float], needed: Mapping[str, float]) -> int:
 
 
 def misfits(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
-    """Returns one line per pool whose minimum size does not fit: what is missing, what exists, how to fix it."""
+    """Returns one line per pool whose minimum size does not fit: the missing and existing resources, and the fix."""
     replica_needs = needs(config)
     alone = [line for need in replica_needs if (line := _misfit(need, nodes)) is not None]
     return alone or _too_much_together(replica_needs, nodes)
 
 
 def check_fit(config: SlipstreamConfig, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError if the nodes cannot hold some pool."""
+    """Raises ConfigError if the nodes cannot hold all pools."""
     lines = misfits(config, nodes)
     if lines:
         hint = "nothing was changed; where the cluster adds such nodes by itself, `slipstream up --autoscaled` waits"
@@ -159,8 +158,8 @@ def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
     labelled = [node for node in nodes if carries(node.labels, need.labels)]
     if not labelled:
         return (
-            f"{need.section}.labels: {need.pool} needs a node with {_labels(need.labels)}, but of"
-            f" {len(nodes)} nodes none has; the labels there are: {_all_labels(nodes)}; start a node with them"
+            f"{need.section}.labels: {need.pool} needs a node with {_labels(need.labels)}, but none of"
+            f" {len(nodes)} nodes has them; existing labels: {_all_labels(nodes)}; start a node with the labels"
             " (`ray start --labels`), or change the required labels"
         )
     slots = sum(room(node.resources, need.resources) for node in labelled)
@@ -170,7 +169,7 @@ def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
     if slots:
         return (
             f"{need.section}: {need.replicas} times {need.pool} must always run, but {_have(nodes)}"
-            f" room for {slots} of {_amounts(need.resources)} each{among}; add nodes, or lower replicas.min"
+            f" room for {slots}, with {_amounts(need.resources)} each{among}; add nodes, or lower replicas.min"
         )
     most = {name: max(node.resources.get(name, 0.0) for node in labelled) for name in need.resources}
     missing = {name: amount for name, amount in need.resources.items() if most[name] + SLACK < amount}
@@ -180,13 +179,13 @@ def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
 
 def _lacking(missing: Mapping[str, float], most: Mapping[str, float], is_alone: bool) -> str:
     if not is_alone:
-        return "no node has all of it; add a node that has it, or reserve less"
+        return "no node has all of them; add a larger node, or reserve less"
     has = ", ".join(f"{most[name]:g} {name}" for name in missing)
-    return f"no node has more than {has}; add a node that has it, or reserve less"
+    return f"no node has more than {has}; add a larger node, or reserve less"
 
 
 def _too_much_together(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
-    """Returns a line if all pools together do not fit although each pool alone does, else nothing."""
+    """Returns a line if each pool fits alone but all pools together do not, else none."""
     total: Counter[str] = Counter()
     for need in replica_needs:
         for name, amount in need.resources.items():

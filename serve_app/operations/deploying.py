@@ -1,7 +1,7 @@
-"""Deploys a configuration as data, as `serve deploy` does; Serve accepts an autoscaling policy in no other way.
+"""Deploys a configuration as data, like `serve deploy`, which is the only way to set an autoscaling policy.
 
 Serve's only public call for this needs the dashboard, which a local cluster lacks. The private calls are confined to
-this module. `drain_s` returns how long Ray must let replicas finish on a stopping node.
+this module. `drain_s` computes Ray's drain time for a stopping node.
 """
 
 import math
@@ -33,8 +33,8 @@ class StartError(SlipstreamError):
 def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None:
     """Deploys the application and waits until it runs.
 
-    Raises a replica's ModelError or ConfigError at once, since Serve's retries would fail in the same way. Raises
-    StartError with the cause for any other failure, once Serve has given up.
+    Raises a replica's ModelError or ConfigError immediately, since Serve's retries would fail in the same way. For
+    other failures, raises StartError with the cause after Serve has given up.
     """
     ours = application_schema(config, name, route_prefix)
     earlier = _messages(name)
@@ -44,14 +44,14 @@ def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None
 
 
 def check_start(messages: Mapping[str, str]) -> None:
-    """Raises the ModelError or ConfigError that ended a replica's start; takes Serve's messages by deployment."""
+    """Raises the ModelError or ConfigError of a replica's start, if Serve's `messages` (by deployment) contain one."""
     for message in messages.values():
         if (raised := last_raised(message)) is not None and raised[0] in PERMANENT:
             raise PERMANENT[raised[0]](raised[1])
 
 
 def start_failure(messages: Mapping[str, str]) -> StartError:
-    """Returns the error of a start that Serve has given up, with the last cause from its messages."""
+    """Returns the error for an abandoned start, with the last cause in Serve's messages."""
     raised = {deployment: last_raised(message) for deployment, message in messages.items()}
     causes = {deployment: error[1] for deployment, error in raised.items() if error is not None} or {
         deployment: message.strip().rpartition("\n")[2] for deployment, message in messages.items()
@@ -61,7 +61,7 @@ def start_failure(messages: Mapping[str, str]) -> StartError:
 
 
 def last_raised(message: str) -> tuple[str, str] | None:
-    """Returns name and message of the last project error in a traceback, if any."""
+    """Returns the name and message of the last project error in a traceback, if any."""
     matches = list(RAISED.finditer(message))
     if not matches:
         return None
@@ -86,13 +86,13 @@ def is_running() -> bool:
 
 
 def serve_details() -> dict[str, Any]:
-    """Returns Serve's details: its own state, its proxies and all applications."""
+    """Returns Serve's details: its state, proxies and applications."""
     details: dict[str, Any] = _get_global_client().get_serve_details()
     return details
 
 
 def _wait_until_running(name: str, earlier: Mapping[str, str]) -> None:
-    """Waits for an application; `earlier` are its deployments' messages from before this start."""
+    """Waits for an application; `earlier` holds its deployments' messages before this start."""
     while True:
         status = serve.status().applications[name].status
         messages = {one: text for one, text in _messages(name).items() if text and earlier.get(one) != text}
@@ -105,7 +105,7 @@ def _wait_until_running(name: str, earlier: Mapping[str, str]) -> None:
 
 
 def _messages(name: str) -> dict[str, str]:
-    """Returns Serve's messages by deployment, and its message about the whole application."""
+    """Returns Serve's messages by deployment, and for the whole application."""
     overview = serve.status().applications.get(name)
     if overview is None:
         return {}
@@ -113,7 +113,7 @@ def _messages(name: str) -> dict[str, str]:
 
 
 def _apply(applications: list[ServeApplicationSchema]) -> None:
-    """Passes the whole list to Serve, which ends every declared application that the list omits."""
+    """Passes all applications to Serve, which ends every declared application missing from them."""
     capacity = serve_details().get("target_capacity")
     _get_global_client().deploy_apps(ServeDeploySchema(applications=applications, target_capacity=capacity))
 
@@ -127,9 +127,9 @@ def _others(name: str) -> list[ServeApplicationSchema]:
 RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # seconds; applied by `ray start --block` on SIGTERM
 RAY_DRAIN_DEFAULT_S = 30.0  # Ray's default
 SERVE_NOTICE_S = 15  # seconds until Serve notices a draining node and stops its replicas
-REPLICA_SHUTDOWN_S = 10  # seconds from the end of a replica's own drain until Serve kills it
+REPLICA_SHUTDOWN_S = 10  # seconds from the end of a replica's drain until Serve kills it
 
 
 def drain_s(config: SlipstreamConfig) -> int:
-    """Returns the seconds that Ray must let replicas finish on a stopping node, at least the configured drain times."""
+    """Returns Ray's drain time for a stopping node, in seconds; at least the configured drain times."""
     return math.ceil(max(config.server.drain_s, config.target.drain_s)) + REPLICA_SHUTDOWN_S + SERVE_NOTICE_S

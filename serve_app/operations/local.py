@@ -1,4 +1,4 @@
-"""Serves a configuration while a block of code runs, on a Ray cluster of its own or an existing one."""
+"""Serves a configuration during a block of code, on a new local Ray cluster or an existing cluster."""
 
 import logging
 import math
@@ -36,16 +36,16 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 100 << 20  # bytes; only Ray's own messages use the store
 READY_TIMEOUT_S = 60.0  # seconds from deployment until a target is reached
 POLL_S = 0.1
-STARTS = 2  # attempts, since Ray's processes may exceed their start limits on a busy machine
+STARTS = 2  # attempts; Ray's processes may exceed their start limits on a busy machine
 
 
 @contextmanager
 def serving(
     config: SlipstreamConfig, console: Console, *, address: str | None = None, verbose: bool = False
 ) -> Iterator[str]:
-    """Yields the base URL once requests are answered; SIGTERM, like Ctrl-C, ends the block with KeyboardInterrupt.
+    """Yields the base URL once requests are answered. SIGTERM, like Ctrl-C, raises KeyboardInterrupt in the block.
 
-    On exit, running requests get up to `server.drain_s` to finish; then everything is stopped.
+    On exit, stops everything after up to `server.drain_s` for running requests.
     """
     check_keys(config.server)
     host = config.server.host
@@ -94,7 +94,7 @@ def _start_ray(config: SlipstreamConfig, level: int, verbose: bool) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 would also slow down models
     for variable, value in PROXY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    # Ray only counts cores, so offer enough for pools larger than the machine; they share its cores.
+    # Ray only counts cores. Declare enough for pools larger than the machine, which then share its cores.
     cpus = max(os.cpu_count() or 1, math.ceil(demand(config, lambda replicas: replicas.max)["CPU"]))
     for starts_left in reversed(range(STARTS)):
         try:
@@ -125,7 +125,7 @@ def _connect_ray(config: SlipstreamConfig, address: str, level: int, verbose: bo
 
 
 def wait_until_ready(url: str) -> None:
-    """Waits until the router reaches a target replica. Raises StartError after a time limit."""
+    """Waits until a router reaches a target replica. Raises StartError after a time limit."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     answer = "nothing"
     while time.monotonic() < deadline:
@@ -156,7 +156,7 @@ def _refuse_new_requests(drain_s: float) -> None:
 
 
 def _drain(limit_s: float) -> None:
-    """Waits until no router has requests, no router answers, or the time is up."""
+    """Waits until no router has requests, no router answers, or the time limit is reached."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
@@ -164,7 +164,7 @@ def _drain(limit_s: float) -> None:
         except TimeoutError:
             continue
         except (ClusterError, RayServeException) as error:
-            log.warning("no router answers, so running requests are not waited for: %s", error)
+            log.warning("no router answers; not waiting for running requests: %s", error)
             return
         if all(router["idle"] for router in routers):
             return

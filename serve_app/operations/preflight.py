@@ -1,7 +1,7 @@
 """Checks a configuration against its checkpoints before anything starts.
 
-Uses files, configurations and an empty model, for `config check --models`, `serve`, `up` and each node. Replicas
-themselves check what only the weights reveal.
+`config check --models`, `serve`, `up` and each node use it. It reads files and configurations and builds a model
+without weights. Replicas perform the checks that need weights.
 """
 
 from collections.abc import Mapping
@@ -33,11 +33,11 @@ from serve_app.api.chat_template import templates_of
 
 
 def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bool = True) -> list[str]:
-    """Checks target and draft, and returns lines about them to print.
+    """Checks target and draft, and returns their descriptions.
 
-    Downloads models named by Hugging Face ids, with weights if asked; a local folder's weights are always checked.
-    Without
-    `with_draft`, checks what a node without drafters needs. Raises ModelError if the models cannot serve as configured.
+    Downloads models named by Hugging Face ids, without weights unless `with_weights`; always checks weights in local
+    folders. Without `with_draft`, checks only the requirements of a node without drafters. Raises ModelError if the
+    models cannot serve as configured.
     """
     target = check_target_model(config, with_weights=with_weights)
     tokens = check_target_files(config, target, with_weights=with_weights)
@@ -59,7 +59,7 @@ def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:
     context = context_length(model)
     if context is not None and config.model.max_context > context:
         raise ModelError(
-            f"model.max_context is {config.model.max_context}, but {target} reads {context} tokens at most; lower"
+            f"model.max_context is {config.model.max_context}, but {target} reads at most {context} tokens; lower"
             " model.max_context, or extend the model with a RoPE scaling in its config.json"
         )
     if config.target.engine != "vllm":
@@ -85,13 +85,13 @@ def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: 
     if config.target.engine != "vllm":
         check_files(target, is_whole)
     elif is_whole:
-        checkpoint_fingerprint(target)  # reads headers only: vLLM quantises and fuses weights in its own ways
+        checkpoint_fingerprint(target)  # headers only: vLLM quantises and fuses weights in its own ways
     templates_of(load_tokenizer(target))
     return vocabulary(target)
 
 
 def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: bool) -> None:
-    """Checks the draft's checkpoint for a target in a folder."""
+    """Checks the draft's checkpoint against the target's folder."""
     draft = config.draft
     if draft.method == "layer_skip":
         check_layers(target, draft.layer_skip.ids)
@@ -110,10 +110,10 @@ def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: b
 
 
 def check_draft_positions(draft: Path, max_context: int) -> int:
-    """Returns how many tokens of a session the draft reads at most.
+    """Returns the maximum number of session tokens that the draft reads.
 
-    A draft with rotary positions drafts up to its own context length; longer sessions continue without drafts. Raises
-    ModelError if a table of learned positions is shorter than the longest session.
+    Drafts with rotary positions serve sessions up to their context length; longer sessions continue without drafts.
+    Raises ModelError if a table of learned positions is shorter than the longest session.
     """
     config = read_config(draft)
     context = context_length(config)
@@ -126,7 +126,7 @@ def check_draft_positions(draft: Path, max_context: int) -> int:
 
 
 def has_weights(name: str, with_weights: bool) -> bool:
-    """Returns whether the weights can be checked: they are downloaded, or the folder is local."""
+    """Returns whether the weights are available for checks: downloaded, or in a local folder."""
     return with_weights or Path(name).expanduser().is_dir()
 
 
@@ -155,7 +155,7 @@ def draft_lines(config: SlipstreamConfig, target: Path) -> list[str]:
     lines = [f"draft: {draft.method}, {_described(model, folder)} by {engine_path(folder, model)}"]
     context = context_length(model)
     if context is not None and context < config.model.max_context:
-        lines.append(f"draft: the target decodes sessions of more than {context} tokens alone")
+        lines.append(f"draft: none for sessions of more than {context} tokens")
     return lines
 
 

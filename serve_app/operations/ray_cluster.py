@@ -1,7 +1,7 @@
-"""Reads from a running Ray cluster: connections, replicas' answers, recordings and measured costs.
+"""Connects to a running Ray cluster, and reads replicas' answers, recordings and measured costs.
 
-`cost_model` builds the input of `slipstream plan --costs` from replicas' start-up measurements, which do not change,
-and from their recordings.
+`cost_model` builds the input of `slipstream plan --costs` from replicas' measurements at startup and from their
+recordings.
 """
 
 import logging
@@ -33,12 +33,12 @@ ANSWER_S = 20.0
 
 
 class ClusterError(SlipstreamError):
-    """Raised if there is no Ray cluster, or if a deployment on it does not answer."""
+    """Raised if no Ray cluster is found, or a deployment does not answer."""
 
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Stays connected during the block. Raises ClusterError within seconds if nothing listens at `address`."""
+    """Connects for the duration of the block. Raises ClusterError within seconds if nothing listens at `address`."""
     check_reachable(address)
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
@@ -51,11 +51,10 @@ def connected(address: str) -> Iterator[None]:
 
 
 def disconnect() -> None:
-    """Leaves the cluster; stops it if this process started it.
+    """Disconnects from the cluster; stops it if this process started it.
 
-    Otherwise the threads of Serve's handles would go on and start a cluster of their own to report to. Serve has no
-    public
-    call that ends these threads without ending applications.
+    Also ends the threads of Serve's handles, which would otherwise start a new cluster. Serve has no public call that
+    ends these threads without ending applications.
     """
     client = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
     if client is not None:
@@ -70,14 +69,14 @@ def check_reachable(address: str) -> None:
     where = address.removeprefix("ray://")
     host, _, port = where.rpartition(":")
     if not (host and port.isdigit()):
-        raise ClusterError(f"'{address}' is no address of a Ray cluster; expected host:port, ray://host:port or auto")
+        raise ClusterError(f"'{address}' is not a Ray address; expected host:port, ray://host:port or auto")
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return  # only Ray has the certificates
     with grpc.insecure_channel(where) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=CONNECT_S)
         except grpc.FutureTimeoutError as error:
-            raise ClusterError(f"no Ray cluster answers at '{address}' within {CONNECT_S:.0f} s") from error
+            raise ClusterError(f"no Ray cluster at '{address}' answered within {CONNECT_S:.0f} s") from error
 
 
 def alive_nodes() -> list[Node]:
@@ -90,7 +89,7 @@ def alive_nodes() -> list[Node]:
 
 
 def broadcast(handle: DeploymentHandle[Any], method: str, *args: Any) -> list[Any]:
-    """Returns the answers of all replicas of a deployment; empty if it is scaled to zero."""
+    """Calls a method of all replicas of a deployment and returns their answers; empty if it is scaled to zero."""
     try:
         return list(handle.broadcast(method, *args).results(timeout_s=ANSWER_S))
     except (DeploymentUnavailableError, RayActorError) as error:
@@ -100,7 +99,7 @@ def broadcast(handle: DeploymentHandle[Any], method: str, *args: Any) -> list[An
 
 
 def is_empty(handle: DeploymentHandle[Any]) -> bool:
-    """Returns whether the deployment runs without replicas, as a draft pool may."""
+    """Returns whether the deployment is scaled to zero, as a draft pool may be."""
     application = serve.status().applications.get(handle.app_name)
     status = application.deployments.get(handle.deployment_name) if application is not None else None
     return status is not None and status.status is DeploymentStatus.HEALTHY and not any(status.replica_states.values())
@@ -116,7 +115,7 @@ DEPLOYMENTS = ("Router", "Drafter", "Target")
 
 
 def live_actors(address: str, application: str) -> list[Actor]:
-    """Connects to the Ray cluster at `address` and returns the recordings of all replicas. Raises ClusterError."""
+    """Returns the recordings of all replicas on the Ray cluster at `address`. Raises ClusterError."""
     with connected(address):
         return recordings(application)
 
@@ -141,17 +140,16 @@ def live_costs(address: str, application: str) -> CostModel:
 def cost_model(
     targets: Iterable[Mapping[str, Any]], drafters: Iterable[Mapping[str, Any]], actors: Sequence[Actor]
 ) -> CostModel:
-    """Builds one cost model of a fleet from its replicas' answers to `inspect` and their recordings.
+    """Builds a fleet's cost model from its replicas' answers to `inspect` and their recordings.
 
-    Uses the median replica of each pool, the median message time, and the acceptance over all blocks. The time between
-    two
-    steps counts as part of a step.
+    Uses the median replica of each pool, the median message time, and the acceptance over all blocks. A step includes
+    the time until the next step.
     """
     targets = list(targets)
     steps = [(ForwardCost.model_validate_json(one["costs"]), _non_speculative(one)) for one in targets]
     passes = [DraftCost.model_validate_json(one["costs"]) for one in drafters]
     if not (steps and passes):
-        raise ClusterError("no replica has published its costs yet; expected a target and a drafter that run")
+        raise ClusterError("no replica has published its costs yet; wait until a target and a drafter are running")
     target, non_speculative = sorted(steps, key=lambda costs: _one_token_s(costs[0]))[len(steps) // 2]
     draft = sorted(passes, key=_one_token_s)[len(passes) // 2]
     all_spans = spans(actors)
@@ -173,7 +171,7 @@ def _acceptance(targets: Iterable[Mapping[str, Any]]) -> tuple[float, ...] | Non
 
 
 def _between_steps_s(all_spans: Sequence[Span]) -> float:
-    """Returns the lower quartile of the times between steps, which excludes waits for work."""
+    """Returns the lower quartile of the seconds between steps, which excludes waits for work."""
     gaps: list[float] = []
     for actor in {span.actor for span in all_spans}:
         steps = [span for span in all_spans if span.actor == actor and span.name == "verify"]
@@ -182,5 +180,5 @@ def _between_steps_s(all_spans: Sequence[Span]) -> float:
 
 
 def _one_token_s(cost: ForwardCost | DraftCost) -> float:
-    """Returns the cost of one token, by which replicas of a pool are compared."""
+    """Returns the seconds for one token, used to compare replicas of a pool."""
     return cost.seconds(1, 1)

@@ -1,6 +1,6 @@
 """`slipstream up` and `slipstream down`: deploy to a running Ray cluster, and remove the deployment.
 
-Nothing keeps running in the calling process: Serve's controller keeps the state, as after `serve deploy`.
+The calling process can end: Serve's controller keeps the state, as after `serve deploy`.
 """
 
 import time
@@ -30,17 +30,14 @@ ANY_ADDRESS = "0.0.0.0"
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Addresses of a deployment; `differs` names settings that the running proxies lack, if any."""
+    """Addresses of a deployment; `differs` describes configured settings that the running proxies lack."""
 
     urls: tuple[str, ...]
     differs: str | None
 
 
 def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bool) -> Endpoints:
-    """Deploys or updates, and waits until every router reaches a target.
-
-    An autoscaled cluster may add missing nodes.
-    """
+    """Deploys or updates, and waits until every router reaches a target. An `autoscaled` cluster may add nodes."""
     check_keys(config.server)
     status.update(f"Connecting to the Ray cluster at {address}")
     with connected(address):
@@ -59,16 +56,16 @@ def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bo
 
 
 def down(address: str, drain_s: float | None, status: Status) -> None:
-    """Removes the deployment; its requests get `drain_s` to finish, by default the deployment's own setting.
+    """Removes the deployment after up to `drain_s` for running requests, by default the deployment's own setting.
 
-    Serve itself ends with its last application.
+    Also ends Serve if no application remains.
     """
     status.update(f"Connecting to the Ray cluster at {address}")
     with connected(address):
         applications = serve_details()["applications"] if is_running() else {}
         if APPLICATION not in applications:
             there = ", ".join(applications) or "none"
-            raise ClusterError(f"no {APPLICATION} is up at '{address}'; applications there: {there}")
+            raise ClusterError(f"no {APPLICATION} is deployed at '{address}'; applications there: {there}")
         status.update("Letting running requests finish")
         let_requests_finish(drain_s if drain_s is not None else _deployed_drain_s(applications[APPLICATION]))
         status.update("Stopping")
@@ -78,7 +75,7 @@ def down(address: str, drain_s: float | None, status: Status) -> None:
 
 
 def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None:
-    """Checks the models on a node that may hold a drafter, which reads both; the calling machine may lack them."""
+    """Checks the models on a node that can hold a drafter, since the calling machine may lack them."""
     drafter = needs(config)[1]
     holder = next((node for node in nodes if drafter.fits(node)), None)
     if holder is None:
@@ -93,7 +90,7 @@ def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None
 
 
 def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints:
-    """Returns the addresses from Serve's details; Serve keeps its first address until it ends."""
+    """Returns the addresses from Serve's details; Serve keeps its first address until it ends, despite updates."""
     host = details["http_options"]["host"]
     port = details["http_options"]["port"]
     hosts = sorted({proxy["node_ip"] for proxy in details["proxies"].values()}) if host == ANY_ADDRESS else [host]
@@ -126,4 +123,4 @@ def _wait_for_routers() -> None:
                 return
             reason = "; ".join(f"{address}: {why}" for one in routers for address, why in one["refusals"].items())
         time.sleep(POLL_S)
-    raise StartError(f"no target was reached within {READY_TIMEOUT_S:.0f} s of its start; the routers report: {reason}")
+    raise StartError(f"no router reached a target within {READY_TIMEOUT_S:.0f} s; the routers report: {reason}")

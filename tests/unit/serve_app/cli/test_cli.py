@@ -46,7 +46,7 @@ def test_version_equals_the_packages() -> None:
 
 def test_a_valid_config_passes(config_file: Path) -> None:
     result = CliRunner().invoke(app, ["config", "check", str(config_file), "--set", "target.tensor_parallel=3"])
-    assert (result.exit_code, result.stdout) == (0, f"{config_file} is right\n")
+    assert (result.exit_code, result.stdout) == (0, f"{config_file} is valid\n")
 
 
 def test_the_demo_config_passes() -> None:
@@ -117,6 +117,6 @@ def test_an_invalid_address_is_one_message(
 ) -> None:
     assert run_main(monkeypatch, command, config_file, "--address", "nowhere") == 2
     printed = capsys.readouterr()
-    assert "'nowhere' is no address of a Ray cluster; expected host:port" in printed.err
+    assert "'nowhere' is not a Ray address; expected host:port" in printed.err
     assert printed.out == ""
     assert not ray.is_initialized()

@@ -29,7 +29,7 @@ def test_gguf_is_found_without_importing_the_wheel(tmp_path: Path, monkeypatch: 
 def test_a_wheel_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_wheel(tmp_path, "some_wheel/__init__.py")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModelError, match=r"holds no \.gguf file"):
+    with pytest.raises(ModelError, match=r"contains no \.gguf file"):
         find_gguf("some-wheel")
 
 

@@ -57,7 +57,7 @@ def test_a_servable_model_is_described(
         f"target: LlamaForCausalLM in {good}, context 256 by the lean decoder, 259 tokens in 259 rows",
         "text ends with token 256 (generation_config.json)",
         f"draft: draft_model, LlamaForCausalLM in {good}, context 256 by the lean decoder",
-        f"{config} is right",
+        f"{config} is valid",
     ]
 
 
@@ -69,4 +69,4 @@ def test_a_shorter_draft_context_is_described(
     config = tmp_path / "config.yaml"
     config.write_text(config_lines(good, draft))
     assert check(monkeypatch, str(config)) == 0, capsys.readouterr().err
-    assert "draft: the target decodes sessions of more than 64 tokens alone" in capsys.readouterr().out
+    assert "draft: none for sessions of more than 64 tokens" in capsys.readouterr().out

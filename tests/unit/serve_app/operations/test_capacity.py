@@ -26,7 +26,7 @@ def test_a_sufficient_cluster_lacks_nothing() -> None:
 
 def test_missing_resources_are_named_with_those_available() -> None:
     pools = config(tensor_parallel=2, resources_per_rank={"num_gpus": 1, "custom": {"fast_disk": 1}})
-    with pytest.raises(ConfigError, match="2 GPU where there is 1, 2 fast_disk where there is 0"):
+    with pytest.raises(ConfigError, match=r"2 GPU \(available: 1\), 2 fast_disk \(available: 0\)"):
         check_resources(pools, {"CPU": 8.0, "GPU": 1.0})
 
 

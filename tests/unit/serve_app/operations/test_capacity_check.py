@@ -31,7 +31,7 @@ def test_a_sufficient_cluster_has_no_misfit() -> None:
 def test_an_unknown_label_is_named_with_the_existing_ones() -> None:
     (line,) = misfits(on_gpus(), [node("1", GPUS, pool="draft"), node("2", GPUS)])
     assert line.startswith("target.resources_per_rank.labels: a target replica needs a node with pool=target")
-    assert "of 2 nodes none has; the labels there are: pool=draft;" in line
+    assert "none of 2 nodes has them; existing labels: pool=draft;" in line
 
 
 def test_a_replica_too_large_for_any_node() -> None:
@@ -44,7 +44,7 @@ def test_a_replica_too_large_for_any_node() -> None:
 def test_a_replica_whose_resources_are_split_between_nodes() -> None:
     nodes = [node("1", {"CPU": 1.0, "GPU": 8.0}, pool="target"), node("2", {"CPU": 64.0}, pool="target")]
     (line,) = misfits(on_gpus(), nodes)
-    assert "no node has all of it" in line
+    assert "no node has all of them" in line
 
 
 def test_a_pool_with_room_for_too_few_replicas() -> None:
