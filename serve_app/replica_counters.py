@@ -1,9 +1,9 @@
-"""Counters of targets, drafters and routers' audits by cause, exported through Ray's metrics.
+"""Counters of targets, drafters and routers by cause, exported through Ray's metrics.
 
-A router's `/metrics` only covers what that router sees of requests (`api/metrics.py`). These counters leave through Ray
-at the metrics port of each node; Ray prefixes their names with `ray_` and adds `deployment` and `replica` labels.
+A router's `/metrics` only covers its own requests (`api/metrics.py`). Ray exports these counters at the metrics port of
+each node, with the prefix `ray_` and the labels `deployment` and `replica`.
 
-Share of verdicts with a block drafted ahead that matched:
+Share of verdicts that matched the block drafted ahead:
 
     sum(rate(ray_slipstream_guesses_total{cause="hit"}[5m])) / sum(rate(ray_slipstream_guesses_total[5m]))
 
@@ -12,12 +12,12 @@ Share of draft tokens wasted:
     sum(rate(ray_slipstream_received_draft_tokens_total{cause="wasted"}[5m]))
       / sum(rate(ray_slipstream_received_draft_tokens_total[5m]))
 
-Share of time with sessions in which a target was idle, by replica:
+Idle share of a target's time with sessions, by replica:
 
     sum by (replica) (rate(ray_slipstream_target_seconds_total{cause="idle"}[5m]))
       / sum by (replica) (rate(ray_slipstream_target_seconds_total[5m]))
 
-Acceptance of blocks' first tokens, by context length and whether its prefix was cached:
+Acceptance of first draft tokens, by context length and prefix caching:
 
     sum by (context, prefix) (rate(ray_slipstream_draft_positions_total{position="1", outcome="accepted"}[5m]))
       / sum by (context, prefix) (rate(ray_slipstream_draft_positions_total{position="1"}[5m]))
@@ -35,32 +35,31 @@ from cluster.audit import Audits
 from cluster.draft_quality import AcceptanceStats
 
 Counts = Mapping[str, Mapping[str, float] | Mapping[tuple[str, ...], float]]
-"""Counter values by family name, then by cause, or by all labels if a family has other labels."""
+"""Counter values by family name, then by cause or, for families in LABELS, by all labels."""
 
 CAUSE_LABEL = ("cause",)
 LABELS = {"slipstream_draft_positions": ("drafter", "method", "position", "context", "prefix", "outcome")}
 
 HELP = {
     "slipstream_dropped_blocks": "Received blocks that were not verified, by cause",
-    "slipstream_received_draft_tokens": "Received draft tokens: accepted, or wasted",
-    "slipstream_draft_positions": "Positions of verified blocks, each reached only if all before it was accepted",
-    "slipstream_target_seconds": "Time with sessions: in a step, or idle",
-    "slipstream_target_events": "Late blocks that were used, drafters out of step, preempted sessions,"
-    " sessions whose drafter could not keep hidden states",
-    "slipstream_nonfinite_logits": "Sessions that a target ended because their logits were NaN or infinite",
-    "slipstream_state_rows": "Hidden states sent to drafters, one row a token: with a verdict, or apart from verdicts;"
-    " and tokens computed again for theirs",
-    "slipstream_guesses": "Verdicts with a block drafted ahead: hit if it matched",
-    "slipstream_drafting_passes": "Drafting passes: requested (asked), or ahead of verdicts",
+    "slipstream_received_draft_tokens": "Received draft tokens, accepted or wasted",
+    "slipstream_draft_positions": "Positions of verified blocks, up to the first rejected token",
+    "slipstream_target_seconds": "Time with sessions, in a step or idle",
+    "slipstream_target_events": "Used late blocks, desynchronized drafters, preempted sessions, and"
+    " sessions whose drafter lost hidden states",
+    "slipstream_nonfinite_logits": "Sessions that a target ended because of NaN or infinite logits",
+    "slipstream_state_rows": "Rows of hidden states (one per token) sent to drafters with verdicts or separately, and"
+    " tokens recomputed for their states",
+    "slipstream_guesses": "Verdicts after drafting ahead, by whether the block matched (hit)",
+    "slipstream_drafting_passes": "Drafting passes, requested (asked) or ahead of verdicts",
     "slipstream_drafter_events": "Other events of a drafter",
-    "slipstream_draft_versions": "Versions of a learned draft at a drafter: swapped, refused, rolled back because the"
-    " target accepted clearly less; and failed looks at the folder",
-    "slipstream_audits": "Requests chosen for an audit, by outcome",
-    "slipstream_examples": "Sessions to learn from: kept, near-duplicate, dropped under load, or failed to write",
-    "slipstream_routed_sessions": "Sessions assigned to targets: by prefix, if part of their text was expected in the"
-    " cache, or by load alone",
+    "slipstream_draft_versions": "Learned draft versions at a drafter: swapped, refused, rolled back after lower"
+    " acceptance; and failed reads of the folder",
+    "slipstream_audits": "Requests selected for audits, by outcome",
+    "slipstream_examples": "Sessions offered as examples: kept, near-duplicate, dropped under load, or failed to write",
+    "slipstream_routed_sessions": "Sessions assigned to targets by an expected cached prefix, or by load alone",
     "slipstream_refused_messages": "Malformed messages, by kind",
-    "slipstream_refused_peers": "Streams and messages refused because of their sender, by cause",
+    "slipstream_refused_peers": "Streams and messages refused for their sender, by cause",
     "slipstream_attention_fallbacks": "Ranks on a GPU that use the named slow attention backend",
 }
 
@@ -96,7 +95,7 @@ def target_counts(target: TargetReplica, method: str) -> Counts:
 
 
 def _positions(tally: AcceptanceStats, method: str) -> dict[tuple[str, ...], float]:
-    """Returns counts of block positions by label, for positions whose predecessors were all accepted."""
+    """Returns counts of block positions by labels, for positions after accepted tokens only."""
     counts_by_label: dict[tuple[str, ...], float] = {}
     for drafter, kinds in tally.counts.items():
         for kind, counts in kinds.items():
@@ -121,7 +120,7 @@ def drafter_counts(drafter: Drafter) -> Counts:
 
 
 def version_counts(counts: Mapping[str, int]) -> Counts:
-    """Returns a drafter's counts of events with learned versions of its draft."""
+    """Returns a drafter's counts of learned-version events."""
     return {"slipstream_draft_versions": counts}
 
 

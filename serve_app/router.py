@@ -1,7 +1,7 @@
-"""The router: keeps every session's ledger, assigns a target and a drafter, and commits the target's decisions.
+"""The router: keeps every session's ledger, assigns a target and a drafter, and commits the target's verdicts.
 
-Many sessions are in flight at once, so one can be drafted while another is verified. The router takes no part in a
-round: blocks go from drafter to target, and verdicts come back to drafter and router. It handles no text and no HTTP.
+Sessions are independent: drafting for one overlaps with verification of another. The router is not part of a round:
+drafters send blocks to targets, and targets send verdicts to drafters and routers. It handles no text and no HTTP.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ SERVICES: Mapping[PeerRole, tuple[Any, Any]] = MappingProxyType(
         PeerRole.DRAFTER: (DraftServiceStub, pb.RouterToDrafter),
     }
 )
-"""gRPC stub and frame type by the role of the peer."""
+"""gRPC stub and frame type by peer role."""
 
 CUT_SHORT_MESSAGE = "this server stopped before the answer was complete; send the request again later"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Fingerprints that peers must share before they exchange tokens."""
+    """Fingerprints that must be equal before peers exchange tokens."""
 
     vocabulary: str
     target_model: str
@@ -65,19 +65,19 @@ class RouterActivity:
     """Current state and counters of the router."""
 
     seeking: int  # number of sessions without a target
-    breakers: Mapping[str, bool]  # True if a breaker is open, by drafter address
-    opened: Mapping[tuple[str, str], int]  # counts of breaker openings, by address and cause
+    breakers: Mapping[str, bool]  # by drafter address; True: open
+    opened: Mapping[tuple[str, str], int]  # breaker openings by address and cause
 
 
 @dataclass(eq=False)
 class ClientAssignment(Assignment):
-    """A session, and the queue from which its client reads."""
+    """A session, and the queue of its client."""
 
     out: asyncio.Queue[CommittedTokens | Ended | Failed] = field(default_factory=asyncio.Queue)
 
 
 class Router:
-    """Generates by routing sessions; implements `serve_app.api.generation.Generator`."""
+    """Routes sessions; implements `serve_app.api.generation.Generator`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         credentials: Credentials | None = None,  # sent to targets and drafters
         tracer: SessionSpans = NO_TRACING,
-        examples: Callable[[Example], None] | None = None,  # receives ended sessions from which drafts may learn
+        examples: Callable[[Example], None] | None = None,  # receives ended sessions for learning
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
         self.timeline = Timeline(clock)
@@ -108,7 +108,7 @@ class Router:
         )
         self._targets: dict[str, Link] = {}  # connections by address
         self._drafters: dict[str, Link] = {}
-        self._present: frozenset[str] = frozenset()  # addresses that membership lists
+        self._present: frozenset[str] = frozenset()  # addresses listed by membership
 
     # ------------------------------------------------------------ one session
 
@@ -117,7 +117,7 @@ class Router:
         if self._draining:
             raise DrainingError("this server is stopping and takes no new requests; try again later")
         if (running := len(self.sessions)) + sessions > self._limits.max_sessions:
-            room = f"{sessions} more than the {running} in flight would be over {self._limits.max_sessions} sessions"
+            room = f"{running} sessions are in flight and {sessions} more would exceed {self._limits.max_sessions}"
             raise CapacityError(f"{room}; try again later")
         if self.sessions.are_targets_full(self._clock()):
             raise CapacityError("every target replica is full; try again later")
@@ -147,10 +147,9 @@ class Router:
             self._offer_example(assignment.session)
 
     def _offer_example(self, session: Session) -> None:
-        """Offers an ended session as an example, if its request allowed that.
+        """Offers an ended session as an example, if its request allows it.
 
-        An answer that a client, a stop string or a failure cut short counts too: what there is of it is the target's
-        own text.
+        Includes partial answers (after a disconnect, a stop string or a failure), since they are the target's own text.
         """
         source = session.generation.learn_from
         if self._examples is not None and source is not None and session.committed:
@@ -172,7 +171,7 @@ class Router:
     # ------------------------------------------------------------ messages of peers
 
     def _receive(self, address: str, frame: Decoded) -> None:
-        """Handles all messages that arrived together from a target or drafter."""
+        """Handles one frame of messages from a target or drafter."""
         now = self._clock()
         for message in frame.messages:
             if isinstance(message, Refusal):
@@ -198,7 +197,7 @@ class Router:
     # ------------------------------------------------------------ membership
 
     async def run(self) -> None:
-        """Follows membership, places waiting sessions, and audits when idle, until cancelled."""
+        """Follows membership, places waiting sessions, and runs audits when idle, until cancelled."""
         while True:
             members = await self._membership.current()
             self._present = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
@@ -217,23 +216,23 @@ class Router:
 
     @property
     def reachable(self) -> frozenset[str]:
-        """Addresses of connected peers."""
+        """Returns the addresses of connected peers."""
         return frozenset(a for links in (self._targets, self._drafters) for a, link in links.items() if link.is_up)
 
     def drain(self, within_s: float | None = None) -> None:
-        """Refuses new sessions; ends those still running after `within_s`, if given."""
+        """Refuses new sessions. If given, `within_s` limits the time of running sessions."""
         self._draining = True
         self._send(self.audits.stop())
         if within_s is not None:
             self.end_after(within_s)
 
     def end_after(self, delay_s: float) -> None:
-        """Ends all sessions after `delay_s` unless `go_on` is called first. Further calls keep the first deadline."""
+        """Ends all sessions after `delay_s`, unless `go_on` is called first. Further calls keep the first deadline."""
         if self._end is None:
             self._end = asyncio.get_running_loop().call_later(delay_s, self._end_sessions)
 
     def go_on(self) -> None:
-        """Cancels `end_after` if the router is not stopping after all."""
+        """Cancels `end_after`, unless the router is draining."""
         if self._end is not None and not self._draining and not self._ended:
             self._end.cancel()
             self._end = None
@@ -246,17 +245,17 @@ class Router:
 
     @property
     def has_ended(self) -> bool:
-        """True once running sessions have been ended."""
+        """Returns whether all sessions have been ended by `end_after`."""
         return self._ended
 
     @property
     def is_ready(self) -> bool:
-        """True if the router accepts sessions: it reaches a target and is not draining."""
+        """Returns whether the router accepts sessions: it reaches a target and is not draining."""
         return not self._draining and not self.reachable.isdisjoint(self._targets)
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Reasons of the peers that refuse this router, by address."""
+        """Returns peers' reasons for refusing this router, by address."""
         links = [*self._targets.values(), *self._drafters.values()]
         return {link.address: link.refused for link in links if link.refused is not None}
 
@@ -278,7 +277,7 @@ class Router:
         role: PeerRole,
         peer_of: Callable[[ClientAssignment], str | None],
     ) -> None:
-        """Connects to new peers; disconnects peers that have left once no session uses them."""
+        """Connects to new peers. Disconnects from removed peers once no session uses them."""
         present = {endpoint.address for endpoint in endpoints}
         for address in present - links.keys():
             links[address] = self._dial(address, role)
@@ -288,7 +287,7 @@ class Router:
                 await links.pop(address).close()
 
     def _place_sessions(self) -> None:
-        """Assigns waiting sessions to connected peers that membership lists."""
+        """Assigns waiting sessions to connected peers listed by membership."""
         pools = ((self.sessions.targets, self._targets), (self.sessions.drafters, self._drafters))
         for peers, links in pools:
             for address, link in links.items():
@@ -313,5 +312,5 @@ class Router:
         )
 
     def _hello(self, live: tuple[LiveSession, ...]) -> Hello:
-        """Lists the live sessions at a peer; the peer frees all other sessions of this router's older streams."""
+        """Returns the greeting for a peer, which frees this router's sessions missing from `live`."""
         return Hello(self.peer_id, self._identity.vocabulary, self._identity.target_model, live)

@@ -1,10 +1,9 @@
 """Converts a configuration into Serve's deployment data, the content of a file for `serve deploy`. Pure.
 
-The command line, KubeRay and `serve deploy` all use it. Serve derives one version from an application's arguments and
-replaces every replica when it changes. Options below `deployments` do not count: bounds concern only Serve's
-controller, `user_config` is passed to running replicas, and other `ray_actor_options` replace the replicas of their own
-deployment. Therefore a section that concerns one deployment is an environment variable of its processes, and only
-those replicas are replaced when it changes.
+The command line, KubeRay and `serve deploy` use this data. When an application's arguments change, Serve replaces all
+replicas. Options below `deployments` have narrower effects: bounds concern only Serve's controller, `user_config` is
+passed to running replicas, and changed `ray_actor_options` replace only the replicas of their deployment. A section for
+one deployment is therefore an environment variable of its processes.
 """
 
 import json
@@ -21,21 +20,21 @@ from cluster.placement import AUTOSCALING_POLICY, actor_options, bounds, scaling
 
 Json = dict[str, Any]
 
-# These differ from the variables that override a file's keys, which a node may have set.
-DRAFT = "SLIPSTREAM_DRAFT_SECTION"  # holds the section of drafters
-SERVER = "SLIPSTREAM_SERVER_SECTION"  # holds the section of routers
+# Distinct from variables that override configuration keys, which may be set on a node.
+DRAFT = "SLIPSTREAM_DRAFT_SECTION"  # section for drafters
+SERVER = "SLIPSTREAM_SERVER_SECTION"  # section for routers
 ROUTER_OPTIONS = {"num_cpus": 0.1}
-ROUTER_SHUTDOWN_S = 5  # seconds after `server.drain_s` to end remaining requests with an error
-DRAFTERS_ONLY = "set for drafters only"  # replaces the draft model for deployments that do not load it
-SMALLEST_MIXED_POOL = {"max": 2}  # replaces the bounds of a mixed pool, whose smallest size is 2
+ROUTER_SHUTDOWN_S = 5  # seconds after `server.drain_s` to fail the remaining requests
+DRAFTERS_ONLY = "set for drafters only"  # replaces the draft model for other deployments
+SMALLEST_MIXED_POOL = {"max": 2}  # replaces the bounds of a mixed pool, whose minimum size is 2
 POOL_KEYS = {"replicas", "resources", "cache", "max_sessions"}
-DRAFTER_ONLY_METHODS = {"draft_model", "ngram", "layer_skip", "suffix"}  # their options have no effect on targets
+DRAFTER_ONLY_METHODS = {"draft_model", "ngram", "layer_skip", "suffix"}  # methods whose options do not affect targets
 
 
 def shared_config(config: SlipstreamConfig) -> Json:
-    """Returns the configuration that all deployments receive, without values that equal the defaults.
+    """Returns the configuration for all deployments, without default values.
 
-    Targets also need the drafting method if it reads hidden states; targets and drafters also need the log format.
+    Includes the drafting method if it reads hidden states, which targets send, and the log format.
     """
     router_keys = set(ServerConfig.model_fields) - {"log_format"}
     given: Json = config.model_dump(
@@ -53,7 +52,7 @@ def shared_config(config: SlipstreamConfig) -> Json:
 
 
 def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
-    """Returns the part of each deployment, by name, as options of `serve deploy`."""
+    """Returns each deployment's part of the configuration, by name, as options of `serve deploy`."""
     learning = config.draft.learning
     drafts = _environment_of(DRAFT, config.draft, "replicas")
     trainer = (
@@ -77,10 +76,10 @@ def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
 
 
 def router_sizes(server: ServerConfig) -> Json:
-    """Returns options: the number of routers, the requests Serve sends to each, and each router's time to end."""
+    """Returns the routers' options: their number, the requests per router, and the shutdown time."""
     return {
         "num_replicas": server.routers,
-        # Twice the router's own limit: the router answers 429, whereas Serve's proxy would make requests wait unseen.
+        # Twice the router's limit: a full router answers 429, whereas Serve's proxy would queue requests silently.
         "max_ongoing_requests": 2 * server.max_requests,
         "max_queued_requests": server.max_requests,
         "graceful_shutdown_timeout_s": server.drain_s + ROUTER_SHUTDOWN_S,
@@ -90,9 +89,8 @@ def router_sizes(server: ServerConfig) -> Json:
 def _placed(draft: DraftPool) -> Json:
     """Returns options that place drafters on nodes with their labels.
 
-    Serve builds an application on a node with the labels of all deployments. If no node has the drafters' labels yet,
-    it
-    would build none; with an alternative, even of the same labels, it builds on any node.
+    Serve builds an application on a node with the labels of all deployments, and fails if there is none yet. With a
+    fallback, even of the same labels, it builds on any node.
     """
     options = actor_options(draft.resources)
     labels = draft.resources.labels
@@ -101,12 +99,12 @@ def _placed(draft: DraftPool) -> Json:
 
 def _environment_of(variable: str, section: BaseModel, but: str) -> Json:
     given = section.model_dump(mode="json", exclude_defaults=True, exclude={but})
-    value = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray would expand ${NAME} as a variable
+    value = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray expands ${NAME} as a variable
     return {"runtime_env": {"env_vars": {variable: value}}}
 
 
 def with_own_part(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:
-    """Returns the shared configuration with the sections of this deployment, from its environment."""
+    """Adds this deployment's sections, from its environment, to the shared configuration."""
     apart: dict[str, BaseModel] = {}
     if DRAFT in environment:
         apart["draft"] = DraftPool.model_validate_json(environment[DRAFT])
@@ -138,7 +136,7 @@ def application(
         "name": name,
         "route_prefix": route_prefix,
         "import_path": IMPORT_PATH,
-        # The policy scales both pools. Without it the draft pool would keep its initial size.
+        # The policy scales both pools; without it, the draft pool keeps its initial size.
         "autoscaling_policy": dict(AUTOSCALING_POLICY),
         "deployments": [{"name": one, **_with(apart[one], more.get(one, {}))} for one in apart],
         "args": shared_config(config),
@@ -146,7 +144,7 @@ def application(
 
 
 def _with(options: Mapping[str, Any], more: Mapping[str, Any]) -> Json:
-    """Merges options by name; `ray_actor_options` are merged in turn."""
+    """Merges options by name, and those in `ray_actor_options` likewise."""
     of_processes = {**options.get("ray_actor_options", {}), **more.get("ray_actor_options", {})}
     return {**options, **more, **({"ray_actor_options": of_processes} if of_processes else {})}
 
@@ -157,13 +155,13 @@ def serve_file(applications: Iterable[Json], http_options: Mapping[str, Any], **
 
 
 def http_options(config: SlipstreamConfig) -> Json:
-    """Returns address and keep-alive time of Serve's proxies. Raises ConfigError for port 0."""
+    """Returns the address and keep-alive time of Serve's proxies. Raises ConfigError for port 0."""
     server = config.server
     if server.port == 0:
-        raise ConfigError("server.port is 0, any free port, which each node would choose for itself; give a number")
+        raise ConfigError("server.port is 0, which gives each node another port; set a number")
     return {"host": server.host, "port": server.port, "keep_alive_timeout_s": server.keep_alive_s}
 
 
 def whole_file(config: SlipstreamConfig) -> Json:
-    """Returns a file for `serve deploy` on any Ray cluster, with a proxy on each node that runs a router."""
+    """Returns a file for `serve deploy` on any Ray cluster, with a proxy on each router's node."""
     return serve_file([application(config)], http_options(config), proxy_location="EveryNode")

@@ -1,7 +1,7 @@
 """Starts replicas: downloads, loads and measures models, selects engines, addresses and logging.
 
-Slow work runs in a thread or a rank and is awaited with a time limit: Serve would wait forever for a start that hangs,
-but replaces a replica whose start fails.
+Slow work runs in a thread or a rank, with a time limit: Serve would wait forever for a hanging start, but replaces a
+replica after a failed start.
 """
 
 import asyncio
@@ -51,10 +51,10 @@ log = logging.getLogger(__name__)
 
 
 class WatchedEngine(Engine, Protocol):
-    """A replica's engine, with measured step costs and a way to notice its failure."""
+    """A replica's engine, with measured step costs and failure detection."""
 
     step_cost: ForwardCost
-    reports: tuple[RankReport, ...]  # one per rank of our own engine; vLLM has none
+    reports: tuple[RankReport, ...]  # one per rank of our own engine; empty for vLLM
     pids: tuple[int, ...]
 
     async def watch(self) -> NoReturn:
@@ -70,10 +70,10 @@ class StartedEngine:
 
 
 def engine_of(pool: TargetPool, replica: int) -> str:
-    """Returns the engine for the replica with this rank in its pool.
+    """Returns the engine of the replica with this rank in its pool.
 
-    Serve counts ranks from 0 and frees a rank when its replica has ended. A replica that starts before that, as in an
-    update, gets another rank, so a mixed pool may drift to one engine.
+    Serve numbers ranks from 0 and reuses a rank after its replica has ended. During an update, new replicas get higher
+    ranks before the old ones end, so a mixed pool may drift to one engine.
     """
     if pool.engine == "mixed":
         return ("slipstream", "vllm")[replica % 2]
@@ -101,7 +101,7 @@ async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) 
         ranks=pool.tensor_parallel,
         capture=capture,
     )
-    run_on(pool.resources_per_rank.cpu_affinity)  # a single core computes verdicts and plans between two forwards
+    run_on(pool.resources_per_rank.cpu_affinity)  # the core for verdicts and plans between forwards
     ranks = await RankGroup.start(spec, get_current_placement_group())
     limits = _limits(
         config,
@@ -146,8 +146,8 @@ def _limits(config: SlipstreamConfig, vocabulary: int, **of_engine: Any) -> Veri
 def start_trainer(config: SlipstreamConfig, should_stop: Callable[[], bool]) -> Trainer:
     """Returns a trainer for the configured draft. Raises ConfigError or ModelError."""
     learning = config.draft.learning
-    assert learning is not None, "a trainer starts only where the draft learns"
-    assert config.draft.model is not None, "what learns is a model"
+    assert learning is not None, "a trainer requires a draft that learns"
+    assert config.draft.model is not None, "learning requires a draft model"
     target = local_folder(config.model.target, with_weights=False)
     draft = Draft(
         folder=local_folder(config.draft.model),
@@ -166,9 +166,9 @@ Started = TypeVar("Started")
 
 
 async def started_within(limit_s: float, key: str, starting: Awaitable[Started]) -> Started:
-    """Awaits a start and returns its result. After `limit_s` raises EngineError that names the configuration `key`.
+    """Awaits a start and returns its result. After `limit_s`, raises EngineError that names the configuration `key`.
 
-    Work on a thread continues after the limit, so the process must end.
+    A thread continues after the limit, so the process must then exit.
     """
     try:
         async with asyncio.timeout(limit_s) as limit:
@@ -177,8 +177,8 @@ async def started_within(limit_s: float, key: str, starting: Awaitable[Started])
         if not limit.expired():
             raise
         raise EngineError(
-            f"the model was not loaded and measured within {limit_s:g} s, so this replica ends and Serve starts"
-            f" another; where loading takes that long, raise {key}, else look for a process or a disk that hangs"
+            f"the model was not loaded and measured within {limit_s:g} s, so Serve replaces this replica; raise {key}"
+            " if loading takes that long, else look for a hanging process or disk"
         ) from error
 
 
@@ -187,15 +187,15 @@ ZONE_LABEL = "ray.io/availability-zone"  # Ray sets it from RAY_NODE_ZONE
 
 
 def location() -> dict[str, str]:
-    """Returns the replica's node and zone, so that drafters near their targets are chosen."""
+    """Returns the replica's node and zone, used to choose drafters near their targets."""
     context = ray.get_runtime_context()
     return {NODE: context.get_node_id(), ZONE: str(context.get_node_labels().get(ZONE_LABEL, ""))}
 
 
 def listening_host(trust: TrustConfig) -> str:
-    """Returns the address to listen on: loopback on a single machine without credentials, else the node's.
+    """Returns the bind address: loopback on a single machine without credentials, else the node's address.
 
-    With several machines and no credentials, the server refuses to start.
+    With several machines and no credentials, the server then refuses to start.
     """
     here = ray.util.get_node_ip_address()
     machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -207,14 +207,14 @@ SERVE = "ray.serve"
 
 
 def log_under_serve(packages: Iterable[str] = PACKAGES, parent: str = SERVE) -> None:
-    """Passes our log records to Serve's handlers. Call it in a replica, once Serve has set up its logger."""
+    """Passes our log records to Serve's handlers. Call it in a replica, after Serve has set up its logger."""
     for package in packages:
         logging.getLogger(package).parent = logging.getLogger(parent)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
-    """The target's local checkpoint; drafters have all files but its weights."""
+    """The target's local checkpoint, without weights for drafters."""
 
     folder: Path
     tokens: Mapping[int, str]
@@ -223,7 +223,7 @@ class TargetFiles:
 
 
 def _target_files(model: str, with_weights: bool) -> TargetFiles:
-    """Downloads missing files, and reads the checkpoint's identity."""
+    """Downloads missing files, and reads the checkpoint's fingerprints."""
     folder = local_folder(model, with_weights)
     tokens = vocabulary(folder)
     return TargetFiles(folder, tokens, vocabulary_fingerprint(tokens), checkpoint_fingerprint(folder))
@@ -274,10 +274,10 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
 
 
 def learned_draft(draft: DraftPool, target: str) -> LearnedDraft | None:
-    """Returns the draft's learned versions for the target with this fingerprint; None if the draft does not learn."""
+    """Returns the draft's learned versions for a target fingerprint; None if the draft does not learn."""
     if draft.learning is None:
         return None
-    assert draft.model is not None, "a method that learns has a model"
+    assert draft.model is not None, "learning requires a draft model"
     configured = Version(CONFIGURED, local_folder(draft.model), published_acceptance(draft))
     return LearnedDraft(VersionFolder(Path(draft.learning.folder).expanduser()), configured, target)
 
@@ -292,10 +292,10 @@ def _created(draft: DraftPool, setup: DraftSetup, version: Version | None) -> tu
 
 
 def _create_current(learned: LearnedDraft, create: _Create) -> tuple[DraftingMethod, Version | None]:
-    """Creates the method with the current version; if that fails, with the configured draft."""
+    """Creates the method with the current version or, if that fails, with the configured draft."""
     try:
         if (number := learned.current()) != CONFIGURED:
             return create(learned.find(number))
     except ModelError as error:
-        log.error("the configured draft starts, because its current version cannot be used: %s", error)
+        log.error("starting with the configured draft, since its current version cannot be used: %s", error)
     return create(learned.configured)

@@ -1,10 +1,10 @@
 """`slipstream status`: shows a running deployment's state as terminal tables.
 
-`endpoint_status` reads the HTTP endpoint; `ray_status` reads the replicas' answers to `inspect`. `watch` implements
+`endpoint_status` reads the HTTP endpoint. `ray_status` reads the replicas' answers to `inspect`. `watch` implements
 `slipstream status --watch`, the live page's content in a terminal.
 
-The scaling policy computes the shown pool sizes from each replica's latest report; Serve's controller, which decides,
-averages over seconds.
+The scaling policy computes the displayed pool sizes from each replica's latest report. Serve's controller, which sets
+the sizes, averages reports over seconds.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ Bounds = Mapping[str, tuple[int, int]]  # (least, most) replicas by deployment, 
 def deployed_bounds(details: Mapping[str, Any]) -> Bounds:
     """Reads the pools' bounds from Serve's details of an application.
 
-    Raises ClusterError if a pool is missing, since the application has then ended.
+    Raises ClusterError if a pool is missing, because the application has ended.
     """
     deployments = details.get("deployments", {})
     if missing := [name for name in POOLS if name not in deployments]:
@@ -83,7 +83,7 @@ POSITIONS = 6  # number of block positions shown
 
 
 def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates drafters with their load checks; a warning remains until the drafter ends."""
+    """Tabulates drafters with their checks at load; warnings remain until the drafter ends."""
     result = table("Drafters", "drafter", "address", "method", "expected", "accepted", "check at load")
     for one in drafters:
         check = one["load_check"]
@@ -95,11 +95,11 @@ def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates how routers reacted to drafters whose blocks became bad.
+    """Tabulates routers' remedies for drafters with poor blocks.
 
-    Counts sessions per remedy; "given up" counts how often a drafter was given up.
+    Remedies count sessions, except "given up", which counts events of the drafter.
     """
-    result = table("Blocks that became bad", "drafter", *REMEDIES)
+    result = table("Remedies for poor blocks", "drafter", *REMEDIES)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
         counts.update(one["remedies"])
@@ -109,8 +109,8 @@ def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates sessions that left a target or drafter before they ended, as planned or because it was lost."""
-    result = table("Sessions that moved", "pool", PLANNED, LOST)
+    """Tabulates sessions that moved from a target or drafter, as planned or after its loss."""
+    result = table("Moved sessions", "pool", PLANNED, LOST)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
         counts.update(one["handovers"])
@@ -120,7 +120,7 @@ def handovers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def acceptance_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates acceptance by position in a block, given that all before it were accepted, by kind of block."""
+    """Tabulates acceptance by kind of block and position, given acceptance of all earlier tokens."""
     positions = [str(position) for position in range(1, POSITIONS + 1)]
     result = table("Acceptance by position", "drafter", "method", "context", "prefix", "blocks", *positions)
     methods = {one["name"]: one["method"] for one in drafters}
@@ -149,7 +149,7 @@ VERSION = "prompt_version"
 
 
 def versions_table(exposition: str) -> Table | None:
-    """Sums counters by prompt version over all routers; returns None if no client has named a version."""
+    """Sums counters over all routers, by prompt version; returns None without prompt versions."""
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples if family.name.startswith(FAMILY) else ():
@@ -158,9 +158,7 @@ def versions_table(exposition: str) -> Table | None:
             sums[labels[VERSION]][what] += sample.value
     if not sums:
         return None
-    result = table(
-        "Versions of prompts", "version", "requests", "acceptance rate", "first token s", "request s", "tokens"
-    )
+    result = table("Prompt versions", "version", "requests", "acceptance rate", "first token s", "request s", "tokens")
     for version, sum_of in sorted(sums.items()):
         result.add_row(
             version,
@@ -240,9 +238,9 @@ async def endpoint_status(url: str) -> Group:
 
 
 def ray_status(address: str, application: str) -> Group | str:
-    """Returns tables of all applications on the cluster, or the reason why there are none.
+    """Returns a table of each application on the cluster, or the reason why there is none.
 
-    Includes the tables of replica counters for `application`.
+    For `application`, adds the tables of replica counters.
     """
     try:
         with connected(address):
@@ -276,8 +274,8 @@ def _counted(application: str) -> Group | str:
 
 
 def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapping[str, Any]]) -> Table:
-    """Sums counters since the replicas began, from their answers to `inspect`."""
-    result = table("Since the replicas began", "what", "value")
+    """Sums counters since the replicas' start, from their answers to `inspect`."""
+    result = table("Since the replicas started", "what", "value")
     drafting = sum((Counter(one["counts"]) for one in drafters), Counter[str]())
     passes = drafting["passes"] + drafting["passes_ahead"]
     result.add_row("drafting passes ahead of a verdict", _share(drafting["passes_ahead"], passes))
@@ -296,18 +294,18 @@ def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapp
     states = sum((Counter(one.get("states", {})) for one in targets), Counter[str]())
     if rows := states["verdict"] + states["apart"]:
         sent = states["verdict_bytes"] + states["apart_bytes"]
-        result.add_row("hidden states sent, bytes a token", f"{shown(sent / rows)} ({rows} tokens)")
+        result.add_row("hidden states sent, bytes per token", f"{shown(sent / rows)} ({rows} tokens)")
         result.add_row("of them with verdicts", _share(states["verdict"], rows))
     if "again" in states:
-        result.add_row("tokens computed again for hidden states", str(states["again"]))
-        result.add_row("drafters too slow for them, sessions", str(states["lost"]))
+        result.add_row("tokens recomputed for hidden states", str(states["again"]))
+        result.add_row("sessions with drafters too slow for hidden states", str(states["lost"]))
     result.add_row("target idle", shown(_ratio(idle_s, idle_s + step_s)))
     return result
 
 
 def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates each target replica's attention backend and measured gain from speculation."""
-    result = table("Targets", "pid", "attention", "non-speculative tokens/s", "gain by speculation", "speculation")
+    result = table("Targets", "pid", "attention", "non-speculative tokens/s", "gain from speculation", "speculation")
     for target in targets:
         speculation = target["speculation"]
         is_on = "on" if speculation["on"] else "off"
@@ -319,7 +317,7 @@ def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
 
 def audits_table(routers: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates the outcomes of audited requests."""
-    result = table("Audits since the routers began", "what", "requests")
+    result = table("Audits since the routers started", "what", "requests")
     for outcome in OUTCOMES:
         result.add_row(outcome, str(sum(one["audits"][outcome] for one in routers)))
     result.add_row("waiting", str(sum(one["audits_waiting"] for one in routers)))
@@ -329,10 +327,8 @@ def audits_table(routers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _attention(report: Mapping[str, Any]) -> str:
-    """Describes the chosen backend and all tried ones; on a CPU none is tried."""
-    slow = (
-        " (SLOW: on a GPU, only where nothing else works)" if report["tried"] and report["chosen"] == "gathered" else ""
-    )
+    """Describes the chosen backend and all tried backends; on a CPU, none is tried."""
+    slow = " (SLOW: no faster backend works on this GPU)" if report["tried"] and report["chosen"] == "gathered" else ""
     tried = (
         f"{one['name']}: {shown(one['step_ms'])} ms"
         if one["step_ms"] is not None

@@ -29,7 +29,7 @@ def tally_column(tally: Tally) -> tuple[str, ...]:
 
 
 def table(title: str, first: str, *others: str) -> Table:
-    """Returns an empty table whose first column holds names and whose other columns hold values."""
+    """Returns an empty table with a first column of names and further columns of values."""
     result = Table(title=title, title_justify="left")
     result.add_column(first)
     for other in others:
@@ -38,7 +38,7 @@ def table(title: str, first: str, *others: str) -> Table:
 
 
 def sheet(title: str, rows: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
-    """Returns a table with one named row per value, and one column per entry of `columns`."""
+    """Returns a table with one named row per value and one column per entry of `columns`."""
     result = table(title, "", *columns)
     for name, *values in zip(rows, *columns.values(), strict=True):
         result.add_row(name, *values)

@@ -1,10 +1,10 @@
 """HTTP routes of the live page: its files, and its state as JSON.
 
-Each replica makes small samples (`target_sample`, `draft_sample`): counters, and the activity of the last seconds.
+Each replica returns small samples (`target_sample`, `draft_sample`): counters, and the activity of the last seconds.
 `PoolSamples` collects them through Ray Serve, and `page_state` computes the page's state from two rounds of samples.
-`PageWatch` samples only while the page is open, at most once per second for any number of viewers.
+`PageWatch` samples only while the page is open, at most once per second for all viewers.
 
-Sessions appear only as counts and samples contain no text, so nothing here identifies a request. Long lists are cut.
+Samples contain session counts but no text or ids, so no request can be identified. Long lists are truncated.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from serve_app.api.streaming import as_json
 
 WINDOW_S = 3.0
 SHOWN_STAGES = ("draft", "draft ahead", "verify")
-MAX_RECORDING_BYTES = 20_000  # limit of a recording, which drops its oldest events
+MAX_RECORDING_BYTES = 20_000  # maximum recording size; the oldest events are dropped
 
 
 def shown_stages() -> list[Stage]:
-    """Returns the stages to draw; each begins and ends at the same actor."""
+    """Returns the stages to draw, each within one actor."""
     return [stage for stage in STAGES if stage.name in SHOWN_STAGES]
 
 
@@ -53,9 +53,9 @@ class TargetSample:
     accepted_tokens: int
     wasted_tokens: int
     acceptance: AcceptanceCounts
-    is_drafted_for: bool  # True if blocks were requested for the latest step
+    is_drafted_for: bool  # whether the latest step requested blocks
     gain: float  # throughput relative to non-speculative decoding
-    cache: float  # share of the cache's pages that sessions hold
+    cache: float  # share of cache pages held by sessions
     recording: bytes
 
 
@@ -147,7 +147,7 @@ async def _ask(pool: DeploymentHandle[Any]) -> Sequence[Sample]:
     try:
         answers = await pool.broadcast("sample").results_async(timeout_s=ANSWER_S, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError) as error:
-        log.info("the live page shows nothing of %s: %s", pool.deployment_name, error)
+        log.info("the live page omits %s: %s", pool.deployment_name, error)
         return []
     return [answer for answer in answers if isinstance(answer, Sample)]
 
@@ -157,7 +157,7 @@ MAX_TRACKS = 16  # tracks drawn
 MAX_BARS = 250  # latest bars drawn per track
 
 Bar = tuple[str, float, float, int]
-"""Stage, start in ms from the window's start, duration in ms, and number of sessions."""
+"""Stage, start (ms from the window's start), duration (ms) and number of sessions."""
 
 
 class _Shown(BaseModel):
@@ -184,15 +184,15 @@ class DrafterState(_Shown):
 
 
 class LearningState(_Shown):
-    """State of the trainer, and the results of its latest training."""
+    """State of the trainer, and results of its latest training run."""
 
     phase: str
     examples: int
-    new_examples: int  # examples since the latest training began
+    new_examples: int  # examples since the start of the latest training run
     version: int  # version of the draft; 0: as configured
-    progress: float | None  # completed share of the running training's steps
-    before: float | None  # agreement on held-out examples before the latest training
-    after: float | None  # agreement on held-out examples after it
+    progress: float | None  # completed share of the current training run
+    before: float | None  # agreement on held-out examples before the latest run
+    after: float | None  # agreement on held-out examples after the latest run
 
 
 class Track(_Shown):
@@ -204,18 +204,18 @@ class Track(_Shown):
 
 
 class PageState(_Shown):
-    """Response of GET /page/state. Rates cover the time since the previous sample; null if there is none."""
+    """Response of GET /page/state. Rates cover the time since the previous sample and are null without one."""
 
     model: str
     window_ms: float
     targets: tuple[TargetState, ...]
     drafters: tuple[DrafterState, ...]
     learning: LearningState | None  # null if the draft does not learn
-    unlisted: int  # number of replicas that the lists omit
+    unlisted: int  # number of replicas omitted from the lists
     tokens_per_s: float | None
     busy: float | None  # mean over targets
     accepted: float | None  # accepted share of recent draft tokens
-    acceptance: tuple[float, ...]  # since start, by position in a block, given that all before it were accepted
+    acceptance: tuple[float, ...]  # since start, by position in a block, given acceptance of all earlier tokens
     tracks: tuple[Track, ...]
 
 
@@ -228,7 +228,7 @@ class Rates:
 
 
 def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> PageState:
-    """Computes the page's state; `before` are the previous samples, if any."""
+    """Computes the page's state from the previous samples (`before`, may be empty) and the current samples."""
     earlier = {sample.name: sample for sample in before}
     targets = [sample for sample in now if isinstance(sample, TargetSample)]
     drafters = [sample for sample in now if isinstance(sample, DraftSample)]
@@ -251,7 +251,7 @@ def page_state(model: str, before: Sequence[Sample], now: Sequence[Sample]) -> P
 
 
 def _rates(before: Sample | None, now: TargetSample) -> Rates | None:
-    """Returns the rates since `before`; None if the replica was not sampled then, or has restarted since."""
+    """Returns the rates since `before`; None if the replica has no earlier sample or has restarted."""
     if not isinstance(before, TargetSample) or (passed := now.at_s - before.at_s) <= 0:
         return None
     tokens = now.committed_tokens - before.committed_tokens
@@ -307,7 +307,7 @@ def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample])
 
 
 def _tracks(samples: Sequence[TargetSample | DraftSample]) -> tuple[Track, ...]:
-    """Returns the timelines of the last seconds before the latest sample, drafters above targets."""
+    """Returns timelines of the last seconds before the latest sample, drafters above targets."""
     actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MAX_TRACKS]]
     all_spans = spans(actors, shown_stages())
     looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
@@ -318,7 +318,7 @@ def _tracks(samples: Sequence[TargetSample | DraftSample]) -> tuple[Track, ...]:
 
 
 def _up_to_now(actor: Actor, now: float) -> Actor:
-    """Extends a pass or step in progress to `now`; an actor runs one at a time."""
+    """Extends the actor's current pass or step, if any, to `now`."""
     events = actor.recording.events
     ends = {stage.begins[1]: stage.ends[1] for stage in shown_stages()}
     if not events or (end := ends.get(events[-1].name)) is None:
@@ -338,13 +338,13 @@ def _bar(span: Span, begins: float) -> Bar:
 
 
 PERIOD_S = 1.0
-STALE_S = 5.0  # seconds after which a sample is too old to compute rates from
+STALE_S = 5.0  # maximum age in seconds of a sample used for rates
 
 Collect = Callable[[], Awaitable[Sequence[Sample]]]
 
 
 class PageWatch:
-    """Keeps the latest state, and the samples before it to compute rates."""
+    """Caches the latest state, and the samples for the next rates."""
 
     def __init__(self, model: str, collect: Collect, clock: Callable[[], float] = time.monotonic) -> None:
         self._model = model
@@ -379,7 +379,7 @@ class PageWatch:
 
 HEADERS = {
     "Cache-Control": "no-cache",
-    # Allow only this server's own files, and no embedding in frames.
+    # Allow only this server's own files; forbid embedding in frames.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
@@ -403,7 +403,7 @@ def _static_routes() -> list[Route]:
 
 
 def _file_route(path: str, name: str) -> Route:
-    """Serves a file from memory; it is read once, since files are few and small."""
+    """Serves a file from memory; reads it once, since files are few and small."""
     content = (files("serve_app.page") / "static" / name).read_bytes()
     media_type = TYPES[name[name.rindex(".") :]]
 

@@ -1,8 +1,8 @@
-"""Metrics of a whole deployment in one response, from any of its routers.
+"""Metrics of a whole deployment in one response, served by any of its routers.
 
-`AggregateMetrics` asks every replica for its families and merges them. `pack_families` encodes families to send them
+`AggregateMetrics` collects the families of all replicas and merges them. `pack_families` encodes families for transfer
 between processes. `VllmNames` repeats families under vLLM's names, for dashboards, autoscalers and load generators made
-for vLLM; it reads the families again at collection, so nothing is measured twice.
+for vLLM. It copies values at collection, so nothing is measured twice.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from cluster.telemetry import packed, unpacked
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 2.0  # seconds for other processes to answer; slower ones are left out
+ANSWER_S = 2.0  # seconds for other processes to answer; slower processes are omitted
 
 Gather = Callable[[], Awaitable[Sequence[Sequence[Metric]]]]
 """Collects the families of all replicas of one deployment; each replica adds its own labels."""
@@ -88,7 +88,7 @@ def _samples(family: Metric) -> list[tuple[str, dict[str, str], float]]:
 
 
 def unpack_families(message: bytes) -> list[Metric]:
-    """Reverses `pack_families`; raises ValueError for any other message."""
+    """Decodes the result of `pack_families`. Raises ValueError for invalid messages."""
     return [_metric(family) for family in unpacked(message, FAMILIES)]
 
 
@@ -116,11 +116,11 @@ NAMES: Mapping[str, str] = {
     "slipstream_accepted_tokens": "spec_decode_num_accepted_tokens",
     "slipstream_accepted_tokens_at": "spec_decode_num_accepted_tokens_per_pos",
 }
-"""vLLM's names for families of a router that vLLM has too, by our name."""
+"""vLLM's names of router families that vLLM also has, by our name."""
 
 
 class VllmNames(Collector):
-    """Repeats the families that vLLM has too, under vLLM's names and with its model label."""
+    """Repeats families that vLLM also has, under vLLM's names and with its model label."""
 
     def __init__(self, source: Collector, model: str, names: Mapping[str, str] = NAMES) -> None:
         self._source = source

@@ -1,6 +1,6 @@
-"""Families of a process's current state, and vLLM's counters of an engine, made at collection time.
+"""Families of a process's current state, and vLLM's engine counters, built at collection time.
 
-Share of the time that speculation was on, by replica:
+Share of time with speculation on, by replica:
 
     avg_over_time(ray_slipstream_speculation_on[1h])
 
@@ -29,44 +29,44 @@ def target_levels(activity: TargetActivity, preempted: int, model: str) -> Itera
     earlier = f"Earlier name of {non_speculative}"
     yield _gauge("slipstream_plain_tokens_per_second", earlier, activity.non_speculative_rate)
     chosen = {str(tokens): count for tokens, count in sorted(activity.chosen.items())}
-    yield _counter("slipstream_chosen_lengths", "Verdicts by the draft length requested after them", chosen)
-    yield _total("slipstream_timed_blocks", "Requested blocks that arrived", activity.blocks_timed)
-    delays = "Total time from a verdict to the arrival of the block requested with it"
+    yield _counter("slipstream_chosen_lengths", "Verdicts, by the draft length requested next", chosen)
+    yield _total("slipstream_timed_blocks", "Requested blocks received", activity.blocks_timed)
+    delays = "Total time from a verdict to the arrival of the next block"
     yield _total("slipstream_block_delay_seconds", delays, activity.block_delay_s)
     of_model = {MODEL: model}
     yield _gauge(f"{PREFIX}num_requests_running", "Sessions in the cache", activity.running, of_model)
-    yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions that wait for a cache slot", activity.queued, of_model)
-    yield _gauge(
-        f"{PREFIX}kv_cache_usage_perc", "Share of the cache's pages that sessions hold", activity.cache, of_model
-    )
+    yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions waiting to run", activity.queued, of_model)
+    yield _gauge(f"{PREFIX}kv_cache_usage_perc", "Share of cache pages held by sessions", activity.cache, of_model)
     yield _total(f"{PREFIX}prefix_cache_queries", "Tokens looked up in the cache", activity.prefix_tokens, of_model)
     yield _total(f"{PREFIX}prefix_cache_hits", "Tokens found in the cache", activity.prefix_hits, of_model)
-    yield _total(f"{PREFIX}num_preemptions", "Sessions that lost their pages to older ones", preempted, of_model)
+    yield _total(f"{PREFIX}num_preemptions", "Sessions preempted by older sessions", preempted, of_model)
 
 
 def drafter_levels(sessions: Mapping[str, float], pass_s: Mapping[str, float]) -> Iterator[Metric]:
     """Yields a drafter's families."""
-    yield _gauge("slipstream_drafter_sessions", "Sessions drafted for", sessions["sessions"])
-    yield _counter("slipstream_drafting_seconds", "Time in passes, requested or ahead of verdicts", pass_s, "cause")
+    yield _gauge("slipstream_drafter_sessions", "Sessions at the drafter", sessions["sessions"])
+    yield _counter("slipstream_drafting_seconds", "Drafting time, requested or ahead of verdicts", pass_s, "cause")
 
 
 def version_levels(summary: Mapping[str, Any]) -> Iterator[Metric]:
     """Yields the additional families of a drafter whose draft learns."""
     yield _gauge(
-        "slipstream_draft_version", "Version of the learned draft in use; 0: the configured one", summary["version"]
+        "slipstream_draft_version", "Version of the learned draft in use; 0: the configured draft", summary["version"]
     )
     if (acceptance := summary["acceptance"]) is not None:
-        text = "Share of draft positions, of those that acceptance reached, that the target accepts of this version"
+        text = "Acceptance of this version's draft tokens, given acceptance of all earlier tokens in the block"
         yield _gauge("slipstream_draft_version_acceptance", text, acceptance)
 
 
 def trainer_levels(status: TrainerStatus) -> Iterator[Metric]:
     """Yields the trainer's families."""
     yield _gauge("slipstream_learning_examples", "Examples in the store", float(status.examples))
-    yield _gauge("slipstream_learning_new_examples", "Examples since the last training", float(status.new_examples))
-    yield _gauge("slipstream_training", "Whether a training runs", float(status.phase in ("training", "evaluating")))
-    yield _total("slipstream_training_seconds", "Time spent in trainings", status.training_s)
-    yield _counter("slipstream_trainings", "Trainings by outcome", dict(status.counts), "outcome")
+    yield _gauge("slipstream_learning_new_examples", "Examples since the last training run", float(status.new_examples))
+    yield _gauge(
+        "slipstream_training", "Whether training is in progress", float(status.phase in ("training", "evaluating"))
+    )
+    yield _total("slipstream_training_seconds", "Time spent in training runs", status.training_s)
+    yield _counter("slipstream_trainings", "Training runs by outcome", dict(status.counts), "outcome")
     for name, figures in (("before", status.before), ("after", status.after)):
         if figures is not None:
             labels = {"draft": name}
@@ -75,14 +75,14 @@ def trainer_levels(status: TrainerStatus) -> Iterator[Metric]:
 
 def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:
     """Yields a router's families, in addition to its measurements of requests."""
-    yield _gauge(
-        f"{PREFIX}num_requests_waiting", "Sessions that wait for a cache slot", activity.seeking, {MODEL: model}
-    )
-    breakers = GaugeMetricFamily("slipstream_breaker_open", "Whether a drafter gets no sessions", labels=("drafter",))
+    yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions waiting to run", activity.seeking, {MODEL: model})
+    breakers = GaugeMetricFamily("slipstream_breaker_open", "Whether a drafter's breaker is open", labels=("drafter",))
     for drafter, is_open in activity.breakers.items():
         breakers.add_metric((drafter,), float(is_open))
     yield breakers
-    opened = CounterMetricFamily("slipstream_breaker_openings", "By drafter and cause", labels=("drafter", "cause"))
+    opened = CounterMetricFamily(
+        "slipstream_breaker_openings", "Breaker openings, by drafter and cause", labels=("drafter", "cause")
+    )
     for labels, count in activity.opened.items():
         opened.add_metric(labels, count)
     yield opened

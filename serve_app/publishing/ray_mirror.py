@@ -1,8 +1,8 @@
-"""Mirrors a process's families in Ray's metrics: copies each sample's value every few seconds.
+"""Mirrors a process's metric families in Ray's metrics: copies the value of each sample every few seconds.
 
-Ray allows no colon in names, so `vllm:x` becomes `vllm_x`, and it prefixes each name with `ray_`. Ray's histograms
-would take single observations in the hot path. Prometheus' client counts them more cheaply, and its buckets, sums and
-counts are mirrored as gauges, which queries can use in the same way.
+Ray allows no colon in names, so `vllm:x` becomes `vllm_x`, and adds the prefix `ray_`. Ray's histograms would record
+every observation on the hot path. Prometheus' client is cheaper; the mirror copies its buckets, sums and counts as
+gauges, which work in the same queries.
 """
 
 import time
@@ -19,12 +19,12 @@ CREATED = "_created"  # suffix of creation times, which are not mirrored
 
 
 def ray_name(name: str) -> str:
-    """Returns the name of a sample in Ray's metrics, without Ray's prefix."""
+    """Returns a sample's name in Ray's metrics, without Ray's prefix."""
     return name.replace(":", "_")
 
 
 class RayMirror:
-    """Mirror of one process's metrics; must be created in the process, so that Serve can identify the replica."""
+    """Mirrors the metrics of the process that creates it, which Serve identifies as a replica."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RayMirror:
         self._due = clock()
 
     def publish(self) -> None:
-        """Passes the current values to Ray, at most once per PERIOD_S; call it as often as you like."""
+        """Passes the current values to Ray. Does nothing within PERIOD_S of the previous time."""
         now = self._clock()
         if now < self._due:
             return

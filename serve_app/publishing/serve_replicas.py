@@ -1,4 +1,4 @@
-"""Metric families of Ray Serve replicas: adds this replica's labels, and collects from a whole deployment."""
+"""Labels the metric families of Ray Serve replicas, and collects those of a whole deployment."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from serve_app.publishing.aggregate_metrics import Gather, pack_families, unpack
 
 
 def packed(families: Iterable[Metric]) -> bytes:
-    """Adds the labels that Serve gives this replica's metrics, and packs the families for Ray's reply."""
+    """Adds Serve's labels of this replica, and encodes the families for transfer."""
     context = serve.get_replica_context()
     labels = {"deployment": context.deployment, "replica": context.replica_tag, "application": context.app_name}
     return pack_families(with_labels(families, labels))
@@ -25,7 +25,7 @@ def own_deployment() -> DeploymentHandle[Any]:
 
 
 def replicas_metrics(pool: DeploymentHandle[Any]) -> Gather:
-    """Returns a function that collects the metrics of every replica of a deployment."""
+    """Returns a function that collects the metrics of all replicas of a deployment."""
 
     async def ask() -> Sequence[Sequence[Metric]]:
         answers: Sequence[bytes | Exception]

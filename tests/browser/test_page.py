@@ -126,14 +126,14 @@ def test_an_answer_can_be_stopped(page: Any, front: Front) -> None:
 def test_an_answer_that_breaks_off_says_why(page: Any, front: Front) -> None:
     front.plays([front.emit("begun"), TargetLostError("the target replica failed 3 times")])
     page.get_by_role("button", name="Ask").click()
-    page.get_by_text("It failed: the target replica failed 3 times").wait_for()
+    page.get_by_text("Failed: the target replica failed 3 times").wait_for()
     assert page.locator("#answer").text_content() == "begun"
 
 
 def test_a_fault_of_the_request_is_told_in_the_servers_words(page: Any, front: Front) -> None:
-    page.get_by_label("Most tokens").fill("4096")
+    page.get_by_label("Maximum tokens").fill("4096")
     page.get_by_role("button", name="Ask").click()
-    page.get_by_text("It failed: max_tokens is 4096").wait_for()
+    page.get_by_text("Failed: max_tokens is 4096").wait_for()
 
 
 def test_the_pools_are_told(page: Any) -> None:

@@ -66,7 +66,7 @@ def test_under_load_the_page_shows_both_pools_at_work(browser: Any, url: str, lo
     page.set_default_timeout(300_000)
     page.goto(url)
     page.get_by_label("Prompt").fill(QUESTION)
-    page.get_by_label("Most tokens").fill("96")
+    page.get_by_label("Maximum tokens").fill("96")
     page.get_by_role("button", name="Ask").click()
     page.locator("#tally", has_text="96 tokens in").wait_for()
     page.locator("#acceptance li").first.wait_for()
@@ -78,7 +78,7 @@ def test_under_load_the_page_shows_both_pools_at_work(browser: Any, url: str, lo
     assert page.locator("#rejected del").text_content()
     page.locator("#gantt rect.draft").first.wait_for()
     assert page.locator("#gantt rect.verify").count() > 3
-    page.get_by_label("hold still").check()
+    page.get_by_label("pause").check()
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         picture = page.screenshot(path=pictures / f"page_{scheme}.png", full_page=True)

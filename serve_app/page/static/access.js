@@ -1,6 +1,6 @@
 // Requests to this server, with an API key if it requires one.
 const STORED = "slipstream-api-key";
-let asking = null; // one dialog for any number of waiting requests
+let asking = null; // one dialog for all waiting requests
 
 export async function fetchWithKey(path, options = {}) {
   for (;;) {

@@ -1,4 +1,4 @@
-// An answer as tokens: drafted ones, the target's own, and rejected drafts with their places.
+// Shows an answer token by token: accepted draft tokens, the target's own tokens, and rejected drafts.
 export class Answer {
   constructor(box, rejected, tally) {
     this.box = box;
@@ -55,11 +55,11 @@ export class Answer {
   fail(why) {
     const said = document.createElement("span");
     said.className = "failed";
-    said.textContent = `It failed: ${why}`;
+    said.textContent = `Failed: ${why}`;
     this.tally.replaceChildren(said);
   }
 
-  // Left and right move between rejected drafts, home and end to the first and the last.
+  // Left and right move between rejected drafts; home and end select the first and the last.
   onKey(event) {
     const stops = [...this.box.querySelectorAll(".replaced")];
     const at = stops.indexOf(this.current);
@@ -76,7 +76,7 @@ export class Answer {
   }
 
   show(token) {
-    if (token === null && this.current?.isConnected) return; // it stays shown until the pointer is on another one
+    if (token === null && this.current?.isConnected) return; // keep showing the last rejected draft
     this.current?.classList.remove("current");
     this.current = token;
     this.rejected.replaceChildren();

@@ -1,4 +1,4 @@
-// The prompt: sent as a streaming chat completion, with the answer shown token by token.
+// Sends the prompt as a streaming chat completion, and shows the answer token by token.
 import { failureOf, fetchWithKey } from "./access.js";
 import { Answer } from "./answer.js";
 import { eventsOf } from "./events.js";
@@ -56,7 +56,7 @@ async function stream(answer, signal) {
     answer.add(chunk);
     finish = chunk.choices[0]?.finish_reason ?? finish;
   }
-  answer.end(finish === "length" ? "cut at the most tokens" : "done");
+  answer.end(finish === "length" ? "stopped at the token limit" : "done");
 }
 
 async function requestBody() {

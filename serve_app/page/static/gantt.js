@@ -1,4 +1,4 @@
-// A line for each actor with its activity in the last seconds.
+// Draws one line per actor with its activity in the last seconds.
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const CLASSES = { draft: "draft", "draft ahead": "ahead", verify: "verify" };
 
@@ -31,7 +31,7 @@ function trackOf(track, windowMs) {
   return line;
 }
 
-// Text alternative to the bars: the share of time in each stage.
+// Returns a text alternative to the bars: the share of time in each stage.
 function inWords(track, windowMs) {
   const totals = {};
   for (const [stage, , length] of track.bars) totals[stage] = (totals[stage] ?? 0) + length;

@@ -26,7 +26,7 @@ function plural(word, count) {
   return count === 1 ? word : `${word}s`;
 }
 
-// Screen readers announce every change of a status, so it is set only if its text differs.
+// Sets the status only if its text differs, since screen readers announce every change.
 function say(words) {
   const state = element("state");
   if (state.textContent !== words) state.textContent = words;

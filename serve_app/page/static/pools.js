@@ -1,7 +1,7 @@
-// The figures, the acceptance bars and the tables of both pools.
+// Shows the figures, the acceptance bars and the tables of both pools.
 import { svg } from "./gantt.js";
 
-const HISTORY = 120; // samples, a second apart
+const HISTORY = 120; // samples, one per second
 const speeds = [];
 const element = (id) => document.getElementById(id);
 
@@ -58,7 +58,7 @@ function showSpeed(tokensPerS) {
   const points = speeds.map((speed, index) => `${(first + index) * step},${58 - 56 * speed / most}`).join(" ");
   const chart = element("speed");
   chart.replaceChildren(svg("polyline", { points }));
-  chart.setAttribute("aria-label", `Tokens a second over the last two minutes, ${number(most)} at most`);
+  chart.setAttribute("aria-label", `Tokens per second over the last two minutes, at most ${number(most)}`);
 }
 
 function showAcceptance(chances) {
@@ -76,8 +76,8 @@ function showAcceptance(chances) {
     return item;
   }));
   element("acceptance-hint").textContent = chances.length
-    ? "Chance of each draft token, given that all before it were accepted; since the replicas began."
-    : "Nothing to tell yet: too few blocks were verified.";
+    ? "Acceptance probability of each draft token after accepted tokens, since the replicas started."
+    : "No data yet: too few blocks were verified.";
 }
 
 function percent(share) {

@@ -75,7 +75,7 @@ def test_an_unreadable_version_gives_way_to_the_configured_draft(
     with caplog.at_level(logging.ERROR):
         assert started(learned, broken=1 if fault == "weights" else None) == learned.configured
     (record,) = caplog.records
-    assert record.message.startswith("the configured draft starts, because its current version cannot be used: ")
+    assert record.message.startswith("starting with the configured draft, since its current version cannot be used: ")
 
 
 def test_a_version_of_another_target_does_not_start(learned: LearnedDraft, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ def router() -> Router:
 
 def test_sessions_are_accepted_up_to_the_limit(router: Router) -> None:
     router.check_room(4)
-    with pytest.raises(CapacityError, match="5 more than the 0 in flight would be over 4 sessions"):
+    with pytest.raises(CapacityError, match="0 sessions are in flight and 5 more would exceed 4"):
         router.check_room(5)
 
 

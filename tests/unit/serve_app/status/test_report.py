@@ -48,7 +48,7 @@ def test_replicas_are_summed() -> None:
 def test_bytes_per_token_are_shown_for_targets_with_hidden_states() -> None:
     states = {"verdict": 10, "apart": 30, "verdict_bytes": 1000, "apart_bytes": 3000}
     rows = shown_rows([a_target(states=states), a_target(states=states), a_target()], [])
-    assert rows["hidden states sent, bytes a token"] == "100.00 (80 tokens)"
+    assert rows["hidden states sent, bytes per token"] == "100.00 (80 tokens)"
     assert rows["of them with verdicts"] == "0.25 (20 of 80)"
 
 
@@ -71,7 +71,7 @@ def test_a_target_shows_whether_it_requests_drafts() -> None:
         "pid": ["7", "8"],
         "attention": ["gathered", "gathered"],
         "non-speculative tokens/s": ["31.7", "31.7"],
-        "gain by speculation": ["0.93", "1.32"],
+        "gain from speculation": ["0.93", "1.32"],
         "speculation": ["off", "on"],
     }
 
@@ -85,7 +85,7 @@ def test_a_target_shows_why_other_attention_backends_were_rejected() -> None:
     (shown,) = cells(
         [{"pid": 7, "attention": [report, report], "speculation": {"non_speculative_rate": 0, "gain": 1, "on": 1}}]
     )["attention"]
-    assert shown.splitlines()[0] == "gathered (SLOW: on a GPU, only where nothing else works)"
+    assert shown.splitlines()[0] == "gathered (SLOW: no faster backend works on this GPU)"
     assert shown.partition("\n")[2] == "  gathered: 2.50 ms\n  flashinfer: ImportError: No module named 'flashinfer'"
 
 
