@@ -1,6 +1,6 @@
-"""Reads the files of a draft head from any publisher: its configuration and tensors, and the tensors it borrows.
+"""Reads a draft head's configuration and tensors, in the layout of any publisher, and tensors borrowed from the target.
 
-Each method's loader recognizes the kind of head by the configuration's keys and the tensors' names.
+Each method's loader recognises the kind of head by configuration keys and tensor names.
 """
 
 import pickle
@@ -28,35 +28,35 @@ EMBEDDING = (
     "model.decoder.embed_tokens.weight",
     "transformer.wte.weight",
 )
-HEAD = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING)  # tied heads are stored as the embedding
+HEAD = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING)  # a tied head is stored as the embedding
 
 Aliases = Sequence[tuple[str, str]]
-"""Pairs: a regular expression for the beginning of a tensor's name, and its replacement."""
+"""Pairs of a regular expression for the start of a tensor name and its replacement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadFiles:
-    """Contents of a head's folder."""
+    """Configuration and tensors in a head's folder."""
 
     folder: Path
     config: dict[str, Any]
     tensors: Mapping[str, Tensor]  # on the CPU, in their stored dtypes
 
     def renamed(self, aliases: Aliases) -> "HeadFiles":
-        """Returns the files with canonical tensor names; the first alias that matches a name applies.
+        """Returns the files with canonical tensor names; the first matching alias applies.
 
-        Raises ModelError if two tensors would get the same name.
+        Raises ModelError if two tensors get the same name.
         """
         tensors: dict[str, Tensor] = {}
         for stored, tensor in self.tensors.items():
             name = _renamed(stored, aliases)
             if name in tensors:
-                raise ModelError(f"{self.folder} holds the tensor {name} under two names, one of them {stored}")
+                raise ModelError(f"{self.folder} holds the tensor {name} under two names; remove {stored}")
             tensors[name] = tensor
         return replace(self, tensors=tensors)
 
     def size(self, options: Mapping[str, Any], key: str, default: int | None = None) -> int:
-        """Reads a size from options of the configuration. Raises ModelError unless it is a positive whole number."""
+        """Reads a size from configuration options. Raises ModelError unless it is a positive integer."""
         found = options.get(key)
         if found is None and default is not None:
             return default
@@ -74,7 +74,7 @@ class HeadFiles:
         return tensor
 
     def borrowed(self, target_folder: Path, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
-        """Reads the first of these tensors found in the target. Raises ModelError if it has another shape."""
+        """Reads the first of these tensors in the target. Raises ModelError if it has another shape."""
         found = target_tensor(target_folder, names)
         if tuple(found.shape) != shape:
             raise ModelError(
@@ -84,18 +84,18 @@ class HeadFiles:
         return found
 
     def refuse_unused(self, names: Sequence[str], family: str) -> None:
-        """Raises ModelError for these tensors, which no known head of the family uses."""
+        """Raises ModelError for tensors that no supported head of the family uses."""
         raise ModelError(
-            f"{self.folder} holds tensors that no {family} head known here computes with: {', '.join(names)}"
+            f"{self.folder} holds tensors that no supported {family} head uses: {', '.join(names)}; use another head"
         )
 
 
 def read_head(folder: Path) -> HeadFiles:
-    """Reads a folder with a `config.json`, and safetensors or pickled tensors; safetensors take precedence.
+    """Reads `config.json` and the tensors of a folder; safetensors take precedence over pickles.
 
-    Files are mapped into memory and read only when a tensor is placed, except pickles in the format before torch 1.6.
+    Files are memory-mapped and read when a tensor is placed, except pickles in the format before torch 1.6.
 
-    Pickles are read as tensors only, so none of their code runs. Raises ModelError if the folder holds no head.
+    Pickles may contain only tensors, so their code never runs. Raises ModelError if the folder contains no head.
     """
     config = read_json(folder / CONFIG)
     tensors = _read_safetensors(folder) or _read_pickles(folder)
@@ -105,15 +105,15 @@ def read_head(folder: Path) -> HeadFiles:
 
 
 def head_folder(draft: DraftPool) -> Path:
-    """Returns the folder of the head named by `draft.model`, downloading it if needed."""
-    assert draft.model is not None, "the configuration of a method with a head names the head"
+    """Returns the folder of the head in `draft.model`; downloads it if needed."""
+    assert draft.model is not None, "a draft head requires draft.model"
     return local_folder(draft.model, more=PICKLES)
 
 
 def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
-    """Reads only the first of these tensors, such as `EMBEDDING`, found in the target's checkpoint.
+    """Reads the first of these tensors, such as `EMBEDDING`, in the target's checkpoint.
 
-    Raises ModelError if the checkpoint has none of them.
+    Raises ModelError if the checkpoint contains none.
     """
     stored = stored_tensors(target_folder, partial=True)
     name = next((name for name in names if name in stored), None)
@@ -135,7 +135,7 @@ def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
 
 
 def _read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Reads the shards listed in an index; without an index, all files."""
+    """Reads the shards in the index; without an index, all files."""
     paths = sorted({entry.path for entry in stored_tensors(folder).values()}) or sorted(folder.glob("*.safetensors"))
     return {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
 
@@ -151,7 +151,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise ModelError(f"{path} cannot be read as tensors alone: {error}; convert it to safetensors") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise ModelError(f"{path} holds something else than tensors by name; convert it to safetensors")
+        raise ModelError(f"{path} does not map names to tensors; convert it to safetensors")
     return {str(name): tensor for name, tensor in tensors.items()}
 
 

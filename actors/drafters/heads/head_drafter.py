@@ -1,11 +1,11 @@
-"""Drafting with a head that predicts several tokens from the target's states, on request and ahead of verdicts.
+"""Drafts with a head that predicts several tokens from the target's states, on request and ahead of verdicts.
 
-While tokens are being verified, the target's states for them do not exist yet. Lookahead blocks therefore continue from
-what the head itself computed for the preceding text; `StatePredictor.reach` limits how far. The verdict brings the true
-states: later blocks begin with those, and the block under verification is read again.
+During verification, the target's states for the draft tokens do not exist yet. Lookahead blocks therefore continue from
+the head's own results for the preceding text, up to `StatePredictor.reach`. After the verdict, the true states arrive.
+Later blocks start from them, and the head reads the verified block again.
 
-`fill_positions` serves heads that predict each position independently of the tokens before it. One prediction after a
-text then serves blocks after every outcome: after k further tokens, position k comes next.
+`fill_positions` supports heads that predict each position independently of the preceding tokens. One prediction after a
+text then suffices for blocks after every outcome: after k further tokens, the block starts at position k.
 """
 
 import time
@@ -33,19 +33,19 @@ from cluster.drafting.trees import NO_CHOICES, branches_by_depth
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
 
-UNKNOWN_TOKEN = DraftedToken(0, NO_CHOICES, 0.0)  # stands for a position that the head cannot predict
+UNKNOWN_TOKEN = DraftedToken(0, NO_CHOICES, 0.0)  # placeholder for a position that the head cannot predict
 
 
 @dataclass(kw_only=True, eq=False)
 class PredictedDraft(BlockDraft):
-    """A block with a chain of at most `longest` tokens; a tree may have more, up to `max_tokens`."""
+    """Block with a chain of up to `longest` tokens, or a tree of up to `max_tokens` tokens."""
 
     longest: int
-    logits: Tensor | None = None  # (positions, columns) after the request's text, if predicted all at once
+    logits: Tensor | None = None  # (positions, columns) after the request's text, if predicted together
 
     @property
     def depth(self) -> int:
-        """Number of tokens drafted or assumed beyond the target's states."""
+        """Number of drafted or assumed tokens past the target's states."""
         return len(self.outcome) + len(self.drafted)
 
     def is_further(self, offset: int) -> bool:
@@ -60,11 +60,11 @@ class PredictedDraft(BlockDraft):
 
 
 class StatePredictor(Protocol):
-    """A head and each session's states. Its methods are called only for open sessions."""
+    """A head and the states of all sessions. Methods require open sessions, except `open` and `close`."""
 
     @property
     def width(self) -> int:
-        """Number of tokens predicted after a text whose states are known."""
+        """Number of tokens predicted after a text with known states."""
         ...
 
     @property
@@ -77,35 +77,35 @@ class StatePredictor(Protocol):
     def open(self, session: str) -> None: ...
 
     def begin(self, session: str, first: int) -> None:
-        """Announces that an open session's states start at position `first`."""
+        """Sets the first position of an open session's states."""
         ...
 
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
-        """Takes the target's states, (n, width), for the positions from `first` on; calls may come in any order.
+        """Receives the target's states, (n, width), at positions `first` and up, in any order of calls.
 
         `length` is the number of committed tokens.
         """
         ...
 
     def committed(self, session: str, length: int) -> None:
-        """Announces that the session now has `length` committed tokens."""
+        """Sets the session's number of committed tokens."""
         ...
 
     def close(self, session: str) -> None:
-        """Drops a session; an unknown one is ignored."""
+        """Drops a session. Ignores an unknown session."""
         ...
 
     def is_ready(self, session: str, length: int) -> bool:
-        """Returns whether the states it reads have arrived for the first `length` - 1 tokens."""
+        """Returns whether the required states of the first `length` - 1 tokens have arrived."""
         ...
 
     def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
-        """Drafts as many tokens as possible for each draft and ends it; interrupted drafts stay unchanged."""
+        """Drafts the maximum number of tokens for each draft and ends it. Interrupted drafts stay unchanged."""
         ...
 
 
 class HeadDrafter:
-    """Drafting method for a `StatePredictor`. A session whose states have not arrived gets no tokens."""
+    """Drafting method for a `StatePredictor`. A session gets no tokens while its states are missing."""
 
     shapes = frozenset(Shape)
     outcomes = MAX_OUTCOMES
@@ -140,14 +140,14 @@ class HeadDrafter:
         self._predictor.committed(session, len(text))
 
     def begin(self, session: str, first: int) -> None:
-        """Announces that an open session's states start at position `first`; the default is 0."""
+        """Sets the first position of an open session's states; 0 by default."""
         self._predictor.begin(session, first)
 
     @torch.inference_mode()
     def states(self, session: str, first: int, rows: Tensor) -> None:
-        """Takes the target's states, (n, width), for the positions from `first` on, in any order; repeats are allowed.
+        """Receives the target's states, (n, width), at positions `first` and up, in any order and possibly repeated.
 
-        States for a session that is not open are ignored.
+        Ignores states of sessions that are not open.
         """
         if session in self._texts:
             self._predictor.states(session, first, rows, len(self._texts[session].tokens))
@@ -177,7 +177,7 @@ class HeadDrafter:
     ) -> list[Proposal]:
         """Drafts for likely outcomes.
 
-        A session that got no candidates gets an empty proposal if the target currently decodes it without a block.
+        Without candidates, proposes an empty block if the target currently decodes the session without blocks.
         """
         ready = [request for request in requests if self._is_ready(request)]
         drafts: list[PredictedDraft] = draft_ahead(self, ready, self._lookahead_time, self._clock, interrupted, early)
@@ -198,7 +198,7 @@ class HeadDrafter:
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: LookaheadRequest) -> list[PredictedDraft]:
-        """Returns roots for the main path under verification, read from true states, and for its siblings."""
+        """Returns roots for the main path under verification, based on true states, and for its siblings."""
         main = self._root(request, request.unverified.main_path)
         beside = request.unverified.off_main_path[:MAX_SIBLINGS_READ]
         return [main, *[self._root(request, path, main) for path in beside]]
@@ -237,7 +237,7 @@ class HeadDrafter:
         )
 
     def preview(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
-        """Does nothing: a forward of the head is as fast as any preview."""
+        """Does nothing, since a forward of the head is as fast as any preview."""
 
     def extend(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> list[PredictedDraft]:
         self._predictor.fill(drafts, interrupted)
@@ -245,7 +245,7 @@ class HeadDrafter:
 
 
 Foresee = Callable[[Sequence[PredictedDraft], Sequence[int]], Sequence[Tensor]]
-"""Returns logits, (positions, columns), after each draft's text, for at least the requested number of positions."""
+"""Returns logits, (positions, columns), after each draft's text, for at least the requested positions."""
 
 
 def fill_positions(
@@ -272,6 +272,6 @@ def fill_positions(
 
 def _own_logits(draft: PredictedDraft) -> Tensor:
     if isinstance(draft.main, PredictedDraft):
-        draft.logits = draft.main.logits  # predictions depend only on the position, so siblings share them
-    assert draft.logits is not None, "a block is read before what comes after it"
+        draft.logits = draft.main.logits  # siblings share predictions, which depend only on the position
+    assert draft.logits is not None, "the main path must be read before its siblings"
     return draft.logits[len(draft.outcome) :][: draft.longest]

@@ -1,8 +1,8 @@
-"""Drafting with heads that read one state of the target: the one that the last committed token was sampled from.
+"""Drafts with heads that read one state of the target, from which the last committed token was sampled.
 
-Such heads keep no other context, so a session needs one row per round and no prompt states. `LastRows` keeps the rows,
-`LastStatePredictor` drafts, and `last_state_drafting` creates the method. The heads are in `medusa.py` and
-`mlp_speculator.py`.
+Such heads have no other context, so a session needs one row per round and no states of the prompt. `LastRows` stores
+the rows, `LastStatePredictor` drafts, and `last_state_drafting` creates the method. `medusa.py` and `mlp_speculator.py`
+define the heads.
 """
 
 import logging
@@ -31,11 +31,11 @@ from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 from protos.prefix import hashes_after
 
-MAX_KEPT_ROWS = 512  # per session: states may arrive before their verdicts
+MAX_KEPT_ROWS = 512  # per session; states may arrive before their verdicts
 
 
 class LastRows:
-    """The target's states of each session, by position, starting with the one before the last committed token."""
+    """The target's states per session and position, from the state before the last committed token on."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -43,7 +43,7 @@ class LastRows:
         self._rows: dict[str, dict[int, Tensor]] = {}
 
     def keep(self, session: str, first: int, rows: Tensor, first_needed: int) -> None:
-        """Keeps rows, (rows, width), for the positions from `first` on; skips those before `first_needed`."""
+        """Stores rows, (rows, width), at positions `first` and up; skips positions below `first_needed`."""
         by_position = self._rows.setdefault(session, {})
         for position in range(max(first, first_needed), first + len(rows)):
             by_position[position] = rows[position - first].to(self._device, self._dtype, copy=True)
@@ -64,11 +64,11 @@ class LastRows:
 
 
 class LastStateConfig(Protocol):
-    """A head's resolved configuration."""
+    """Resolved configuration of a head."""
 
     @property
     def width(self) -> int:
-        """Number of tokens that the head predicts."""
+        """Number of predicted tokens."""
         ...
 
     @property
@@ -76,11 +76,13 @@ class LastStateConfig(Protocol):
 
     @property
     def recurs(self) -> bool:
-        """True if the head reads the sampled tokens and its own states, False if only the target's state."""
+        """True if the head reads sampled tokens and its own states; False if it reads only the target's state."""
         ...
 
     def reach(self, depth: int) -> int:
-        """Returns how many tokens the head can predict `depth` tokens past the target's states; 0: it must wait."""
+        """Returns the number of tokens that the head can predict at `depth` tokens past the target's states; 0: it must
+        wait.
+        """
         ...
 
     def describe(self) -> list[str]:
@@ -89,7 +91,7 @@ class LastStateConfig(Protocol):
 
 
 class LastStateHead(Protocol):
-    """A head that predicts several tokens from one state of the target."""
+    """Head that predicts several tokens from one state of the target."""
 
     @property
     def config(self) -> LastStateConfig: ...
@@ -100,10 +102,9 @@ class LastStateHead(Protocol):
         ...
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
-        """Predicts the token after each of `tokens`, which lie `depth` tokens past the target's states.
+        """Predicts the token after each of `tokens`, which are `depth` tokens past the target's states.
 
-        Each token was sampled from the matching row of `states`, (rows, hidden), which come from the target or an
-        earlier call.
+        Each token was sampled from its row of `states`, (rows, hidden), computed by the target or an earlier call.
         """
         ...
 
@@ -136,7 +137,7 @@ class LastStatePredictor:
         """Does nothing: the head reads only the latest state."""
 
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
-        assert rows.shape[-1] == self.needs.width, "rows are as wide as was asked for"
+        assert rows.shape[-1] == self.needs.width, "unexpected row width"
         self._rows.keep(session, first, rows, _position(length))
 
     def committed(self, session: str, length: int) -> None:
@@ -149,9 +150,9 @@ class LastStatePredictor:
         return self._rows.at(session, _position(length)) is not None
 
     def _state(self, draft: PredictedDraft) -> Tensor:
-        """Returns the target's state, (hidden,), that the last committed token was sampled from."""
+        """Returns the target's state, (hidden,), from which the last committed token was sampled."""
         state = self._rows.at(draft.request.session, _position(draft.request.base_len))
-        assert state is not None, "it is asked for nothing before"
+        assert state is not None, "is_ready was not checked"
         return state
 
     # ------------------------------------------------------------ blocks
@@ -163,7 +164,7 @@ class LastStatePredictor:
             fill_positions(drafts, self.width, self._foresee, self._sampler, interrupted)
 
     def _foresee(self, drafts: Sequence[PredictedDraft], counts: Sequence[int]) -> list[Tensor]:
-        """Predicts one position at a time, batching the drafts that need it: each position has its own head."""
+        """Predicts position by position, each with its own head, batching the drafts that need it."""
         states = [self._state(draft) for draft in drafts]
         predictions: list[list[Tensor]] = [[] for _ in drafts]
         for depth in range(max(counts)):
@@ -176,7 +177,7 @@ class LastStatePredictor:
 
     def _recur(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
         for draft in drafts:
-            if draft.state is None:  # otherwise the draft continues from an outcome's state
+            if draft.state is None:  # else, the draft continues from an outcome's state
                 draft.state = self._state(draft)
         if not self._go_on(drafts, interrupted):
             return
@@ -185,7 +186,7 @@ class LastStatePredictor:
             draft.end()
 
     def _go_on(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> bool:
-        """Extends chains to their ends, batching drafts of equal depth; returns False if interrupted."""
+        """Completes chains, batching drafts of equal depth; returns False if interrupted."""
         while True:
             by_depth: dict[int, list[PredictedDraft]] = {}
             for draft in drafts:
@@ -201,13 +202,13 @@ class LastStatePredictor:
     def _extend(self, drafts: Sequence[PredictedDraft], depth: int) -> None:
         states, tokens = zip(*[_last(draft) for draft in drafts], strict=True)
         output = self._head.predict_next(torch.stack(states), tokens, depth)
-        assert output.hidden is not None, "such a head gives the states to go on from"
+        assert output.hidden is not None, "the head returned no states"
         self._sampler.extend(
             list(zip(drafts, torch.split(output.logits, 1), torch.split(output.hidden, 1), strict=True))
         )
 
     def _branch_off(self, block: PredictedDraft) -> list[PredictedDraft]:
-        """Starts side branches at alternatives to the block's tokens."""
+        """Starts side branches with alternatives to the block's tokens."""
         if not block.takes_trees or not block.drafted:
             return []
         paths = block.paths
@@ -251,17 +252,17 @@ log = logging.getLogger(__name__)
 
 
 HeadLoader = Callable[[Path, Path, torch.dtype, torch.device, Collection[int], Product], LastStateHead]
-"""Loads the head in the first folder for the target in the second. Raises ModelError if it does not fit the target."""
+"""Loads the head in the first folder for the target in the second. Raises ModelError if they do not match."""
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """Requests only the latest position's final hidden state of the target in this folder."""
+    """Requires only the target's final hidden state at the latest position."""
     shape = target_shape(target)
     return StatesNeeded((shape.layers,), shape.hidden, window=1)
 
 
 def check_state_width(folder: Path, width: int, target: TargetShape) -> None:
-    """Raises ModelError if the head's state width differs from the target's hidden size."""
+    """Raises ModelError unless the head's state width equals the target's hidden size."""
     if width != target.hidden:
         raise ModelError(
             f"{folder} reads states of {width} elements, but the target's have {target.hidden}; use a draft made for"
@@ -276,9 +277,9 @@ def last_state_drafting(
     options: HeadOptions,
     borrowed: Sequence[Sequence[str]] = (),
 ) -> HeadDrafter:
-    """Creates the method for the head named by `draft.model`, and logs the resolved configuration.
+    """Creates the method of the head in `draft.model`; logs the resolved configuration.
 
-    `borrowed` lists groups of tensor names; the first name of each group that the target's checkpoint has is borrowed.
+    `borrowed` lists groups of tensor names. From each group, the first tensor in the target's checkpoint is borrowed.
     """
     device = device_of(draft.resources)
     products = choose_products(options.quantization, setup.dtype, device)

@@ -1,8 +1,8 @@
-"""Medusa heads: each predicts one of the next tokens from the target's final state, independent of tokens in between.
+"""Medusa heads: each predicts one later token from the target's final state, independent of the tokens in between.
 
 Medusa: Cai et al. 2024, arXiv 2401.10774. Head i, counted from 0, predicts the token i + 1 positions after the last
-committed one. The tensors' names show the layout: FasterDecoding's first (`{i}.{j}.linear.weight`) and second (the same
-under `medusa_head.` in a merged model), or vLLM's (`blocks.{i}.layers.{j}.weight`), whose vocabulary may be smaller.
+committed token. Tensor names determine the layout. FasterDecoding has two: `{i}.{j}.linear.weight`, and the same names
+under `medusa_head.` in a merged model. vLLM's layout, `blocks.{i}.layers.{j}.weight`, may have a smaller vocabulary.
 """
 
 import re
@@ -35,7 +35,7 @@ LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """Shape of the heads, read from their tensors because published configurations state other sizes."""
+    """Shape of the heads, read from their tensors because published configurations contain wrong sizes."""
 
     layout: str
     heads: int
@@ -54,9 +54,9 @@ class MedusaConfig:
         return False
 
     def reach(self, depth: int) -> int:
-        """Returns the number of heads left after `depth` tokens.
+        """Returns the number of remaining heads after `depth` tokens.
 
-        Each position has one head, which reads only the target's state, so after the last head drafting must wait.
+        Each position has one head, which reads only the target's state, so drafting ends after the last head.
         """
         return max(0, self.heads - depth)
 
@@ -79,14 +79,14 @@ class _Branch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MedusaHeads:
-    """A `LastStateHead` made of one Medusa head per position."""
+    """A `LastStateHead` with one Medusa head per position."""
 
     config: MedusaConfig
     branches: Sequence[_Branch]
     token_ids: Tensor  # (columns,): the target's token id for each logit column
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
-        """Applies the head for this depth; `states`, (rows, hidden), are always the target's."""
+        """Applies the head of this depth; `states`, (rows, hidden), are always the target's."""
         branch = self.branches[depth]
         hidden = states
         for block in branch.blocks:
@@ -95,13 +95,13 @@ class MedusaHeads:
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Creates the method. Raises ModelError if the heads named by `draft.model` do not fit the target."""
+    """Creates the method. Raises ModelError if the heads in `draft.model` do not match the target."""
     borrowed = borrowed_tensors_of(heads_alone(read_head(head_folder(draft))))
     return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa, borrowed), setup.states)
 
 
 def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
-    """Returns the tensors to borrow from the target, as groups of names. The heads' tensor names carry no prefix."""
+    """Returns the tensors to borrow from the target, as groups of names. Expects tensor names without prefix."""
     return [HEAD] if _names_of(files).lm_head(0) is None else []
 
 
@@ -113,7 +113,7 @@ def load_medusa(
     proposable: Collection[int],
     product: Product = projection,
 ) -> MedusaHeads:
-    """Loads published heads. Raises ModelError if they do not fit the target."""
+    """Loads published heads. Raises ModelError if they do not match the target."""
     files = heads_alone(read_head(folder))
     config = resolve_medusa(files, target_shape(target_folder))
     return medusa_of(files, config, target_folder, dtype, device, proposable, product)
@@ -128,7 +128,7 @@ def medusa_of(
     proposable: Collection[int],
     product: Product,
 ) -> MedusaHeads:
-    """Builds heads whose tensor names carry no prefix. Raises ModelError if one is missing or of another shape."""
+    """Builds heads from tensor names without prefix. Raises ModelError if a tensor is missing or has another shape."""
     names = _names_of(files)
     ids = files.tensors.get("token_map", torch.arange(config.columns)).long()
     columns = draft_columns(files.folder, ids, config.vocabulary, proposable)
@@ -156,14 +156,12 @@ def medusa_of(
 
 
 def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
-    """Resolves the shape of Medusa heads whose tensor names carry no prefix. Raises ModelError if they do not fit the
-    target.
-    """
+    """Resolves heads from tensor names without prefix. Raises ModelError if they do not match the target."""
     names = _names_of(files)
     if not names.heads or names.heads != list(range(len(names.heads))):
         raise ModelError(
-            f"{files.folder} holds the Medusa heads {names.heads}, expected 0, 1, ... without a gap: tensors as"
-            " 0.0.linear.weight, or blocks.0.layers.0.weight"
+            f"{files.folder} contains Medusa heads {names.heads}, expected 0, 1, ... without a gap, with tensors"
+            " such as 0.0.linear.weight or blocks.0.layers.0.weight"
         )
     hidden = int(files.tensor(f"{names.block(0, 0)}.weight").shape[-1]) if names.blocks else target.hidden
     check_state_width(files.folder, hidden, target)
@@ -171,13 +169,13 @@ def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
     columns = int(files.tensor(name).shape[0]) if name else target.vocabulary
     mapped = files.tensors.get("token_map")
     if mapped is not None and len(mapped) != columns:
-        raise ModelError(f"token_map in {files.folder} has {len(mapped)} tokens, expected one for each of {columns}")
+        raise ModelError(f"token_map in {files.folder} has {len(mapped)} tokens, expected {columns}; fetch it again")
     needs = StatesNeeded((target.layers,), hidden)
     return MedusaConfig(names.layout, len(names.heads), names.blocks, hidden, columns, target.vocabulary, needs)
 
 
 def heads_alone(files: HeadFiles) -> HeadFiles:
-    """Drops the tensors of a model merged with the heads, and the prefix of the heads' names."""
+    """Drops the tensors of a merged model and the prefix of the heads' tensor names."""
     for prefix in PREFIXES:
         if any(name.startswith(prefix) for name in files.tensors):
             mine = {name: tensor for name, tensor in files.tensors.items() if name.startswith(prefix)}
@@ -186,7 +184,7 @@ def heads_alone(files: HeadFiles) -> HeadFiles:
 
 
 class _OwnNames:
-    """FasterDecoding's layout: each head has a list of residual blocks and an LM head."""
+    """FasterDecoding's layout, with residual blocks and an LM head per head."""
 
     layout = "FasterDecoding's"
 
@@ -198,7 +196,7 @@ class _OwnNames:
         self.blocks = max(self._last.values(), default=0)
 
     def block(self, head: int, block: int) -> str:
-        """Returns the block's stored name; the blocks of a head may be one shared module, saved only once."""
+        """Returns a block's stored name. The blocks of a head may be one shared module, stored only once."""
         name = f"{head}.{block}.linear"
         return name if f"{name}.weight" in self._tensors else f"{head}.0.linear"
 
@@ -207,7 +205,7 @@ class _OwnNames:
 
 
 class _VllmNames:
-    """vLLM's layout; heads may share one LM head, or the target's if none is stored."""
+    """vLLM's layout. Heads may share one LM head; without any, they use the target's."""
 
     layout = "vLLM's"
 

@@ -1,7 +1,7 @@
 """MLPSpeculator: a small recurrent network over the target's final state and the tokens sampled after it.
 
 Wertheimer et al. 2024, arXiv 2404.19124; foundation-model-stack/fms-extras, fms_extras/models/speculator.py. Each step
-has its own weights, or all steps share them.
+has its own weights, or all steps share weights.
 """
 
 import math
@@ -28,14 +28,14 @@ __all__ = ["create", "states_needed"]  # looked up by the registry
 
 EPS = 1e-6  # epsilon of the norms
 ALIASES = ((r"speculator\.", ""),)
-TIED_KEYS = ("tie_weights", "tie_wts")  # configuration keys; publishers differ
+TIED_KEYS = ("tie_weights", "tie_wts")  # configuration keys of different publishers
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpeculatorConfig:
     """Sizes and conventions of a speculator."""
 
-    steps: int  # number of tokens predicted
+    steps: int  # number of predicted tokens
     hidden: int  # width of the target's state
     inner: int
     columns: int  # columns of the published logits
@@ -53,18 +53,16 @@ class MlpSpeculatorConfig:
         return True
 
     def reach(self, depth: int) -> int:
-        """Returns how many tokens the speculator can predict after `depth` tokens.
+        """Returns the number of tokens that the speculator can predict after `depth` tokens.
 
-        It continues from its own states and repeats the last step. A single step reads target states only, so it cannot
+        It continues from its own states and repeats the last step. A single step reads only target states, so it cannot
         repeat.
         """
         return self.steps if self.steps > 1 else max(0, 1 - depth)
 
     @property
     def state_share(self) -> float:
-        """Weight of the previous state per step; over all steps, the squared weights of the target's state multiply to
-        1/2.
-        """
+        """Weight of the previous state per step. Over all steps, the target's state has a squared weight of 1/2."""
         return float(0.5 ** (0.5 / self.steps))
 
     @property
@@ -74,7 +72,7 @@ class MlpSpeculatorConfig:
 
     def describe(self) -> list[str]:
         """Describes the resolved configuration, one fact per line."""
-        weights = "the same weights" if self.is_tied else "weights of their own"
+        weights = "the same weights" if self.is_tied else "separate weights"
         normed = ", normed first" if self.scales_input else ""
         return [
             f"MLPSpeculator of {self.steps} steps with {weights}, {self.inner} wide",
@@ -103,7 +101,7 @@ class MlpSpeculator:
     token_ids: Tensor  # (columns,): the target's token id for each logit column
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
-        """Runs one step. `states` are the target's, (rows, hidden), at depth 0, and (rows, inner) later."""
+        """Runs one step from target states, (rows, hidden), at depth 0, or own states, (rows, inner), later."""
         config = self.config
         step = self.steps[min(depth, config.steps - 1)]
         if depth == 0 and config.scales_input:
@@ -120,7 +118,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Creates the method. Raises ModelError if the speculator named by `draft.model` does not fit the target."""
+    """Creates the method. Raises ModelError if the speculator in `draft.model` does not match the target."""
     options = draft.mlp_speculator
     return decoded(last_state_drafting(load_mlp_speculator, draft, setup, options), setup.states)
 
@@ -133,7 +131,7 @@ def load_mlp_speculator(
     proposable: Collection[int],
     product: Product = projection,
 ) -> MlpSpeculator:
-    """Loads a published speculator. Raises ModelError if it does not fit the target."""
+    """Loads a published speculator. Raises ModelError if it does not match the target."""
     files = read_head(folder).renamed(ALIASES)
     config = resolve_mlp_speculator(files, target_shape(target_folder))
     return mlp_speculator_of(files, config, dtype, device, proposable, product)
@@ -147,7 +145,7 @@ def mlp_speculator_of(
     proposable: Collection[int],
     product: Product,
 ) -> MlpSpeculator:
-    """Builds a speculator whose tensor names carry no prefix. Raises ModelError if it does not fit the target."""
+    """Builds a speculator from tensor names without prefix. Raises ModelError if it does not match the target."""
     if config.columns <= max(proposable):
         raise ModelError(
             f"{files.folder} has embeddings for {config.columns} tokens, but the target's ids go up to"
@@ -176,7 +174,7 @@ def mlp_speculator_of(
 
 
 def resolve_mlp_speculator(files: HeadFiles, target: TargetShape) -> MlpSpeculatorConfig:
-    """Resolves a speculator whose tensor names carry no prefix. Raises ModelError if it does not fit the target."""
+    """Resolves a speculator from tensor names without prefix. Raises ModelError if it does not match the target."""
     if "emb.0.weight" not in files.tensors:
         raise ModelError(
             f"{files.folder} holds no MLPSpeculator: there is neither emb.0.weight nor speculator.emb.0.weight"

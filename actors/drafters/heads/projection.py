@@ -1,7 +1,7 @@
-"""Parts shared by draft heads: the projection of hidden states, the logit columns, and the decoding of state rows.
+"""Shared parts of draft heads: projection of hidden states, selection of logit columns, and decoding of state rows.
 
-A `RowProjection` is the `fc` of EAGLE-3 and DFlash with the norms around it. The target or the drafter applies it to
-each row of the target's states before the head reads them.
+A `RowProjection` is the `fc` layer of EAGLE-3 and DFlash with its norms. The target or the drafter applies it to each
+row of the target's states before the head reads them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,13 +22,13 @@ from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Returns its input; used in place of a missing norm."""
+    """Returns its input; replaces a missing norm."""
     return x
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowProjection:
-    """Applies optional norms to equal parts of a row, then a linear layer, then a norm."""
+    """Norms equal parts of a row (optional), applies a linear layer, then a norm."""
 
     part_norms: tuple[Norm, ...]
     fc: Projection
@@ -44,26 +44,26 @@ class RowProjection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftColumns:
-    """The logit columns that a head computes, and their tokens."""
+    """Logit columns that a head computes, and their tokens."""
 
     kept: Tensor | None  # (columns,): indices of the published columns; None: all
     token_ids: Tensor  # (columns,): the target's token id for each logit column
 
     def of(self, weight: Tensor) -> Tensor:
-        """Selects these columns' rows from an LM head's weight, (published columns, hidden)."""
+        """Selects the columns from the weight of an LM head, (published columns, hidden)."""
         return weight if self.kept is None else weight[self.kept.to(weight.device)]
 
 
 def draft_columns(folder: Path, ids: Tensor, vocabulary: int, proposable: Collection[int]) -> DraftColumns:
-    """Selects the columns of proposable tokens, for a head whose column i stands for token `ids[i]`.
+    """Selects the columns of proposable tokens; column i of the head scores token `ids[i]`.
 
-    Raises ModelError if the ids are not distinct ids of the target, or none of them is proposable.
+    Raises ModelError unless the ids are distinct ids of the target and at least one is proposable.
     """
     named = ids.tolist()
     if len(set(named)) < len(named) or min(named) < 0 or max(named) >= vocabulary:
         raise ModelError(
             f"the draft vocabulary in {folder} has {len(named)} tokens, ids from {min(named)} to {max(named)},"
-            f" {len(set(named))} of them different; expected different ids below {vocabulary}, the target's vocabulary"
+            f" {len(set(named))} of them distinct; expected distinct ids below {vocabulary}, the target's vocabulary"
         )
     allowed = frozenset(proposable)
     kept_columns = [column for column, token in enumerate(named) if token in allowed]
@@ -76,24 +76,24 @@ def draft_columns(folder: Path, ids: Tensor, vocabulary: int, proposable: Collec
 
 
 class TakesRows(DraftingMethod, Protocol):
-    """A drafting method that takes rows of hidden states as tensors."""
+    """Drafting method that receives rows of hidden states as tensors."""
 
     def begin(self, session: str, first: int) -> None:
-        """Announces that an open session's states start at position `first`; the default is 0."""
+        """Sets the first position of an open session's states; 0 by default."""
         ...
 
     def states(self, session: str, first: int, rows: Tensor) -> None:
-        """Takes true states, (n, width), for the positions from `first` on; ignores unknown sessions."""
+        """Receives true states, (n, width), at positions `first` and up. Ignores unknown sessions."""
         ...
 
 
 class DecodedStates:
-    """Makes a method that takes rows as tensors a `ReadsStates` method that takes encoded rows."""
+    """Adapts a `TakesRows` method to `ReadsStates`, whose rows are encoded."""
 
     def __init__(self, method: TakesRows, layout: StatesFormat) -> None:
         self.states_format = layout
         self._method = method
-        self._without: set[str] = set()  # open sessions for which no states have arrived
+        self._without: set[str] = set()  # open sessions without states so far
 
     @property
     def shapes(self) -> frozenset[Shape]:
@@ -130,6 +130,6 @@ class DecodedStates:
 
 
 def decoded(method: TakesRows, layout: StatesFormat | None) -> DecodedStates:
-    """Wraps `method` to decode its rows in the format that the deployment's setup states."""
-    assert layout is not None, "a deployment whose method reads states says how they travel"
+    """Wraps `method` to decode rows in the format of the deployment."""
+    assert layout is not None, "setup.states is required for a method that reads states"
     return DecodedStates(method, layout)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of a draft head, and the target's sizes that the head must match."""
+"""Rotary position embedding of a draft head, and sizes of the target."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from actors.models.config_reader import read_config
 from actors.models.decoder import fix_frequencies
 from cluster.errors import ModelError
 
-DEFAULT_BASE = 10000.0  # default if the configuration sets none; independent of the target's base
-PLAIN = frozenset({"default", "mrope"})  # for text, mrope equals the default: all its sections have the same positions
+DEFAULT_BASE = 10000.0  # default of configurations; independent of the target's base
+PLAIN = frozenset({"default", "mrope"})  # for text, mrope equals the default, since its sections have equal positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Rope:
 
     base: float
     kind: str  # transformers' rope_type
-    scaling: tuple[tuple[str, Any], ...] = ()  # parameters of this kind of scaling
+    scaling: tuple[tuple[str, Any], ...] = ()  # parameters of the scaling
 
     def __str__(self) -> str:
         scaling = "".join(f", {name} {value}" for name, value in self.scaling)
@@ -32,10 +32,10 @@ class Rope:
 
 
 def rope_of(config: Mapping[str, Any]) -> Rope:
-    """Reads `rope_parameters`, or else `rope_scaling` and `rope_theta`.
+    """Reads `rope_parameters`; without it, `rope_scaling` and `rope_theta`.
 
-    Transformers 5 stores the base in `rope_parameters`; a different base at the top level of its files is ignored.
-    Raises ModelError for an unknown kind.
+    With `rope_parameters`, written by transformers 5, ignores any base at the top level. Raises ModelError for an
+    unknown RoPE type.
     """
     section = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = float(section.get("rope_theta", config.get("rope_theta") or DEFAULT_BASE))
@@ -46,13 +46,13 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
         supported = ", ".join(sorted([*PLAIN, *ROPE_INIT_FUNCTIONS]))
         raise ModelError(f"the head's rotary positions are of kind {kind!r}, expected one of {supported}")
     if float(section.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)) != 1.0:
-        raise ModelError("the head rotates a part of each attention head only, which is not supported")
+        raise ModelError("the head uses partial rotary positions, which are not supported; use another head")
     named = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
     return Rope(base, kind, tuple((name, _frozen(value)) for name, value in section.items() if name not in named))
 
 
 def rotary_of(rope: Rope, head_dim: int, max_positions: int) -> nn.Module:
-    """Returns the transformers module that maps positions to cosines and sines."""
+    """Creates the transformers module that maps positions to cosines and sines."""
     parameters = {"rope_type": rope.kind, "rope_theta": rope.base} | {
         name: list(value) if isinstance(value, tuple) else value for name, value in rope.scaling
     }
@@ -77,11 +77,11 @@ class TargetShape:
     """Sizes read from a target's checkpoint."""
 
     hidden: int
-    vocabulary: int  # rows of the embedding table, padding included
+    vocabulary: int  # rows of the embedding table, including padding
     layers: int
 
 
 def target_shape(folder: Path) -> TargetShape:
-    """Reads the sizes from the configuration of the checkpoint in a folder."""
+    """Reads the sizes from a checkpoint's configuration."""
     config = read_config(folder).get_text_config()
     return TargetShape(int(config.hidden_size), int(config.vocab_size), int(config.num_hidden_layers))

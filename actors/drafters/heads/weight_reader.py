@@ -1,6 +1,6 @@
-"""Reads a head's tensors under canonical names to a device; borrows the target's where the head stores none.
+"""Reads a head's tensors to a device under canonical names, and borrows missing tensors from the target.
 
-The reader records which tensors it reads, so that a head with unused tensors can be refused.
+The reader records each read, so that a head with unused tensors can be refused.
 """
 
 from collections.abc import Collection
@@ -16,13 +16,13 @@ from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DraftColumns, draft_columns
 from actors.models.decoder import Norm, norm_of
 
-TRAINING_PREFIXES = ("t2d", "verifier_")  # prefixes of tensors used only in training
-DERIVED_SUFFIX = "rotary_emb.inv_freq"  # suffix of tensors that the configuration determines
-BORROWABLE = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}  # the target's names, by the head's name
+TRAINING_PREFIXES = ("t2d", "verifier_")  # tensors used only in training
+DERIVED_SUFFIX = "rotary_emb.inv_freq"  # determined by the configuration
+BORROWABLE = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}  # names in the target, by name in the head
 
 
 class HeadSizes(Protocol):
-    """Sizes that the configuration of every head family has."""
+    """Sizes in the configuration of every head family."""
 
     @property
     def hidden(self) -> int: ...
@@ -38,13 +38,13 @@ class HeadSizes(Protocol):
 
 
 def borrowed_tensors(names: Collection[str]) -> list[tuple[str, ...]]:
-    """Returns what a head that stores `names` borrows, as groups of names; the target has one name of each group."""
+    """Returns the tensors that a head with tensors `names` borrows, as groups of alternative names in the target."""
     return [group for name, group in BORROWABLE.items() if name not in names]
 
 
 @dataclass(eq=False)
 class WeightReader:
-    """Reads tensors, and linear layers fused into one product; a subclass assembles a family's weights."""
+    """Reads tensors and fused linear layers; a subclass assembles a family's weights."""
 
     files: HeadFiles
     target_folder: Path
@@ -69,7 +69,7 @@ class WeightReader:
         return norm_of(self.tensor(f"{name}.weight", size or self.config.hidden), self.config.eps)
 
     def linear(self, names: list[str], outputs: list[int], inputs: int) -> Projection:
-        """Fuses linear layers with the same input into one product; a missing bias counts as zero."""
+        """Fuses linear layers with the same input into one product. A missing bias is zero."""
         pairs = list(zip(names, outputs, strict=True))
         weight = torch.cat([self.tensor(f"{name}.weight", size, inputs) for name, size in pairs])
         if not any(self.has(f"{name}.bias") for name in names):
@@ -81,14 +81,14 @@ class WeightReader:
         return self.product(weight, torch.cat(biases))
 
     def own_or_borrowed(self, name: str, rows: int) -> Tensor:
-        """Reads a tensor of `BORROWABLE`, (rows, hidden), from the head or else from the target."""
+        """Reads a tensor of `BORROWABLE`, (rows, hidden), from the head; if missing, from the target."""
         shape = (rows, self.config.hidden)
         if self.has(name):
             return self.tensor(name, *shape)
         return self.placed(self.files.borrowed(self.target_folder, BORROWABLE[name], shape))
 
     def draft_columns(self, proposable: Collection[int] | None) -> DraftColumns:
-        """Selects the columns of `proposable` tokens; None: all. `d2t` holds the target's id minus the draft id."""
+        """Selects the columns of `proposable` tokens; None: all. `d2t` contains target id minus draft id."""
         ids = torch.arange(self.config.columns)
         if self.has("d2t"):
             self.used.add("d2t")
@@ -98,7 +98,7 @@ class WeightReader:
         return draft_columns(self.files.folder, ids, self.config.vocabulary, proposable)
 
     def check_all_used(self, family: str) -> None:
-        """Raises ModelError for tensors that were not read: they indicate another kind of head."""
+        """Raises ModelError for unread tensors, which indicate another kind of head."""
         unused = [
             name
             for name in sorted(self.files.tensors)

@@ -1,5 +1,5 @@
-"""DFlash heads: a small model drafts a whole block at once, attending to the target's hidden states as its context.
+"""DFlash heads: small models that draft a whole block in one forward and attend to the target's hidden states.
 
-`config.py` resolves a head's files, `weights.py` reads its tensors and `drafting.py` computes blocks and creates the
-method. Start with `DFlashDecoder`, the forward.
+Start with `DFlashDecoder`, the forward. `config.py` resolves a head's files, `weights.py` reads its tensors, and
+`drafting.py` computes blocks and creates the method.
 """

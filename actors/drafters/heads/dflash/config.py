@@ -1,7 +1,7 @@
-"""Configuration of a DFlash head, resolved from its files and the target's shape into one printable value.
+"""Resolves the configuration of a DFlash head from its files and the target's shape.
 
-DFlash: z-lab/dflash, dflash/model.py, arXiv 2602.06036. Two layouts are published: z-lab's has its options at the top
-level or in `dflash_config`; the speculators layout has the decoder in `transformer_layer_config`.
+DFlash: z-lab/dflash, dflash/model.py, arXiv 2602.06036. There are two published layouts. z-lab's layout has options at
+the top level or in `dflash_config`; the layout of speculators describes the decoder in `transformer_layer_config`.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from actors.drafters.heads.rope import Rope, TargetShape, rope_of
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
-BLOCK_SIZE = 16  # default if the configuration sets none
+BLOCK_SIZE = 16  # default of configurations
 OUTPUTS_KEY = "target_layer_ids"  # ids of the layers whose outputs the head reads
 STATES_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # ids of states (layer inputs)
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options, each with the values that disable it
+REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options and the values that disable them
     "sample_from_anchor": (None, False),
     "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1.0),
@@ -34,8 +34,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options, each with the
 class DFlashLayerKind:
     """Attention pattern of one layer."""
 
-    is_causal: bool  # whether block positions ignore later positions
-    window: int | None  # positions visible in either direction, own included; None: all
+    is_causal: bool  # block positions ignore later positions
+    window: int | None  # visible positions in either direction, including its own; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class DFlashConfig:
     head_dim: int
     eps: float  # epsilon of the norms
     rope: Rope
-    block_size: int  # tokens: the last committed one and the masks after it
+    block_size: int  # the last committed token and the following masks
     mask_token: int
     vocabulary: int  # vocabulary size of the target
     columns: int  # columns of the published logits
@@ -76,16 +76,16 @@ class DFlashConfig:
 
 
 def resolve_dflash(files: HeadFiles, target: TargetShape) -> DFlashConfig:
-    """Resolves the configuration.
+    """Resolves a head's configuration.
 
-    Raises ModelError if the files hold no DFlash head, the head cannot draft for this target, or it needs an
-    unsupported option.
+    Raises ModelError if the files contain no DFlash head, or the head does not match the target or needs an unsupported
+    option.
     """
     return _Resolution(files, target).config()
 
 
 class _Resolution:
-    """Merges a head's options from `dflash_config`, the top level, and the decoder's section."""
+    """Merges the options in `dflash_config`, at the top level, and in the decoder's section."""
 
     def __init__(self, files: HeadFiles, target: TargetShape) -> None:
         self._files = files
@@ -98,14 +98,14 @@ class _Resolution:
     def config(self) -> DFlashConfig:
         for name, harmless in REFUSED.items():
             if self._options.get(name) not in harmless:
-                raise self._wrong(name, "which is not supported")
+                raise self._wrong(name, "which is not supported; use another head")
         hidden = self._size("hidden_size")
         heads = self._size("num_attention_heads")
         vocabulary = self._size("vocab_size")
         if vocabulary != self._target.vocabulary or hidden != self._target.hidden:
             raise ModelError(
                 f"{self._files.folder} was made for a target with {vocabulary} tokens and a hidden size of {hidden},"
-                f" but the target has {self._target.vocabulary} and {self._target.hidden}"
+                f" but the target has {self._target.vocabulary} and {self._target.hidden}; use another head"
             )
         cap = self._options.get("final_logit_softcapping")
         return DFlashConfig(
@@ -149,11 +149,11 @@ class _Resolution:
         if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
             raise self._wrong("layer_types", f"expected full_attention or sliding_attention for each of {count} layers")
         if self._options.get("use_swa") and "sliding_attention" not in types:
-            raise self._wrong("use_swa", "but layer_types names no layer with sliding attention")
+            raise self._wrong("use_swa", "but layer_types contains no sliding_attention; correct one of them")
         return tuple(self._layer(kind == "sliding_attention") for kind in types)
 
     def _layer(self, is_sliding: bool) -> DFlashLayerKind:
-        """Resolves one layer. `is_causal` takes precedence over dflash_config's `causal`; by default only sliding
+        """Resolves one layer. `is_causal` takes precedence over `causal` in `dflash_config`. By default, only sliding
         layers are causal.
         """
         is_causal = self._files.config.get("is_causal")
@@ -191,16 +191,16 @@ class _Resolution:
         return StatesNeeded(states, width, hidden, sees=self._sees())
 
     def _sees(self) -> int | None:
-        """Returns how many positions up to and including the anchor the head reads; None if unbounded.
+        """Returns the number of positions, up to and including the anchor, that the head reads; None if unlimited.
 
-        Later positions of the block read no earlier context.
+        Later positions of the block do not extend this range.
         """
         layers = self._layers()
         windows = [kind.window for kind in layers if kind.window is not None]
         return max(windows) if len(windows) == len(layers) else None
 
     def _states(self, count: int) -> tuple[int, ...]:
-        """Returns the indices of the states to read, in the order in which they are projected."""
+        """Returns the indices of the states to read, in the order of the projection."""
         keys = STATES_KEYS if "speculators_model_type" in self._files.config else (OUTPUTS_KEY, *STATES_KEYS)
         for name in (*keys, OUTPUTS_KEY):
             ids = self._options.get(name)
@@ -213,7 +213,7 @@ class _Resolution:
 
 
 def default_outputs(layers: int, count: int) -> list[int]:
-    """Returns the default layers whose outputs are read: evenly spaced from layer 1 to the third from the end."""
+    """Returns the default layers whose outputs are read, evenly spaced from layer 1 to the third-last layer."""
     if count == 1:
         return [layers // 2]
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]

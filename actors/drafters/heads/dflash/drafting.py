@@ -1,10 +1,10 @@
-"""Drafting with a DFlash head: a whole block in one forward, given the target's states at all earlier positions.
+"""Drafts whole blocks with a DFlash head, in one forward from the target's states at all earlier positions.
 
-A block is the last committed token followed by masks, each at its own position. Its queries attend to keys and values
-of the context, which every layer computes from the same projected states of the target, and to those of the block
-itself. Position j of the block, counted from 1, predicts the token at that position.
+A block is the last committed token, followed by masks, each at its own position. Every layer computes the keys and
+values of the context from the same projected states of the target. The block's queries attend to the context and to the
+block itself. Position j >= 1 of the block predicts the token at this position.
 
-`DFlashContext` holds a session's states, keys and values, `DFlashDecoder` is the forward over several sessions, and
+`DFlashContext` holds a session's states, keys and values. `DFlashDecoder` is the forward over several sessions, and
 `DFlashPredictor` drafts with it. `create` and `load_dflash` load a published head with its target.
 """
 
@@ -34,22 +34,24 @@ from actors.sampling.logits_processors import MAKERS
 from cluster.config import DraftPool
 from protos.messages import StatesNeeded
 
-MAX_EARLY_PIECES = 64  # pieces kept while earlier states are missing
+MAX_EARLY_PIECES = 64  # limit on pieces stored while earlier states are missing
 
 
 class DFlashContext:
-    """A session's context. States may arrive in any order, twice or never, from `begin` on; they are read in order."""
+    """A session's context from position `begin` on. States may arrive in any order, twice or never; they are read in
+    order.
+    """
 
     def __init__(self, begin: int = 0) -> None:
         self.begin = begin
-        self.read = begin  # end of the positions whose keys and values are cached
-        self._arrived = begin  # end of the positions whose states arrived without a gap
-        self._unread: list[Tensor] = []  # states of the positions between `read` and `_arrived`, in pieces
-        self._early: dict[int, Tensor] = {}  # pieces that arrived before a gap was filled, by first position
+        self.read = begin  # end of the cached positions
+        self._arrived = begin  # end of the positions with states, without a gap
+        self._unread: list[Tensor] = []  # states at positions `read` to `_arrived`, in pieces
+        self._early: dict[int, Tensor] = {}  # pieces beyond a gap, by first position
         self._cached: list[Tensor] = []  # keys and values by layer: (2, capacity, kv heads, dim)
 
     def put(self, first: int, rows: Tensor) -> None:
-        """Adds states, (positions, width), for the positions from `first` on."""
+        """Adds states, (positions, width), at positions `first` and up."""
         self._early[first] = rows
         while (piece := next((at for at in self._early if at <= self._arrived), None)) is not None:
             rows_due = self._early.pop(piece)[self._arrived - piece :]
@@ -60,11 +62,11 @@ class DFlashContext:
             del self._early[max(self._early)]
 
     def has(self, positions: int) -> bool:
-        """Returns whether the states of the first `positions` positions have all arrived."""
+        """Returns whether all states of the first `positions` positions have arrived."""
         return self._arrived >= positions
 
     def take(self, positions: int) -> Tensor:
-        """Returns the unread states among the first `positions` positions, (unread, width), and marks them read."""
+        """Returns the unread states of the first `positions` positions, (unread, width), and marks them as read."""
         count = positions - self.read
         if not count:
             return torch.empty(0)
@@ -74,9 +76,9 @@ class DFlashContext:
         return whole[:count]
 
     def write(self, layer: int, first: int, key_value: Tensor) -> Tensor:
-        """Writes a layer's keys and values, (rows, 2, kv heads, dim), at positions from `first` on.
+        """Writes a layer's keys and values, (rows, 2, kv heads, dim), at positions `first` and up.
 
-        Returns the layer's whole context up to the last written position, (2, positions, kv heads, dim).
+        Returns the layer's context up to the last written position, (2, positions, kv heads, dim).
         """
         first -= self.begin
         end = first + len(key_value)
@@ -92,22 +94,22 @@ class DFlashContext:
 
 
 class _Step(NamedTuple):
-    """Inputs of a forward other than the blocks."""
+    """Inputs of a forward in addition to the blocks."""
 
     contexts: Sequence[DFlashContext]
     starts: Sequence[int]  # first position of each block
     states: Tensor  # (rows, hidden): unread states of all contexts, concatenated
     counts: list[int]  # rows of `states` per context
-    rotation: Rotation  # rotates the states' positions, then the blocks'
+    rotation: Rotation  # rotary factors of the states, then of the blocks
 
 
 class DFlashDecoder:
-    """Decoder whose layers are described by `config`."""
+    """DFlash decoder with the layers in `config`."""
 
     def __init__(self, config: DFlashConfig, weights: DFlashWeights, rotary: nn.Module) -> None:
         self.config = config
         self.token_ids = weights.token_ids  # (columns,): the target's token id for each logit column
-        self.like = weights.mask_embedding  # incoming rows are converted to its dtype and device
+        self.like = weights.mask_embedding  # determines dtype and device of received rows
         self._weights = weights
         self._rotary = rotary
 
@@ -116,9 +118,9 @@ class DFlashDecoder:
         return self._weights.row_projection(rows)
 
     def hidden(self, contexts: Sequence[DFlashContext], anchors: Sequence[int], starts: Sequence[int]) -> Tensor:
-        """Returns the hidden states from which `logits` are computed, (sessions, block, hidden).
+        """Returns the inputs of `logits`, (sessions, block, hidden).
 
-        Each session's block begins with its anchor at position `start`; all earlier states must have arrived.
+        A session's block begins with its anchor at position `start`. All earlier states must have arrived.
         """
         hidden = self._embedded(anchors)
         step = self._step(contexts, starts)
@@ -129,20 +131,20 @@ class DFlashDecoder:
         return self._weights.norm(hidden).view(len(contexts), self.config.block_size, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits (..., columns) for hidden states (..., hidden)."""
+        """Maps hidden states, (..., hidden), to logits, (..., columns)."""
         logits = self._weights.lm_head(hidden) * self.config.logit_scale
         cap = self.config.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _embedded(self, anchors: Sequence[int]) -> Tensor:
-        """Returns the embeddings of all blocks, concatenated, (rows, hidden)."""
+        """Returns the concatenated embeddings of all blocks, (rows, hidden)."""
         weights = self._weights
         blocks = weights.mask_embedding.repeat(len(anchors), self.config.block_size, 1)
         blocks[:, 0] = F.embedding(torch.tensor(anchors, device=blocks.device), weights.embedding)
         return blocks.flatten(0, 1) * self.config.embedding_scale
 
     def _step(self, contexts: Sequence[DFlashContext], starts: Sequence[int]) -> _Step:
-        """Builds the step's inputs and marks the contexts' unread states as read."""
+        """Builds a step's inputs; marks the contexts' states as read."""
         size = self.config.block_size
         before = [torch.arange(context.read, start) for context, start in zip(contexts, starts, strict=True)]
         within = [torch.arange(start, start + size) for start in starts]
@@ -153,7 +155,7 @@ class DFlashDecoder:
         return _Step(contexts, starts, states, [len(each) for each in before], rotation)
 
     def _attended(self, index: int, inputs: Tensor, step: _Step) -> Tensor:
-        """Returns the layer's attention output for all blocks, (rows, heads x dim)."""
+        """Returns a layer's attention output for all blocks, (rows, heads x dim)."""
         layer = self._weights.layers[index]
         size = self.config.block_size
         query = torch.split(self._query(layer, inputs, step.rotation), size)
@@ -165,7 +167,7 @@ class DFlashDecoder:
         return torch.cat([_attend(context, start, index, kind, *piece) for context, start, *piece in pieces])
 
     def _query(self, layer: DFlashLayer, inputs: Tensor, rotation: Rotation) -> Tensor:
-        """Returns queries, (rows, heads, dim), rotated by the last rows of the step's rotation."""
+        """Returns queries, (rows, heads, dim), rotated by the last rows of `rotation`."""
         query = layer.query_norm(layer.query(inputs).view(len(inputs), self.config.heads, self.config.head_dim))
         return _turned(query, Rotation(rotation.cos[-len(query) :], rotation.sin[-len(query) :]))
 
@@ -191,10 +193,10 @@ def _attend(
 ) -> Tensor:
     """Returns the attention output of one session's block, (block, heads x dim).
 
-    The block's keys and values are written to the context too; the next states overwrite them.
+    Also writes the block's keys and values to the context; later states overwrite them.
     """
     key_value = context.write(index, start - len(of_states), torch.cat([of_states, of_block]))
-    first = context.begin  # where the anchor's window begins
+    first = context.begin  # start of the anchor's window
     if kind.window is not None:
         first = max(first, start - kind.window + 1)
     key, value = key_value[:, first - context.begin :].transpose(1, 2)
@@ -206,16 +208,16 @@ def _attend(
 
 
 def _mask(kind: DFlashLayerKind, start: int, size: int, first: int) -> Tensor:
-    """Returns which positions, from `first` on, each position of the block sees, (block, positions)."""
+    """Returns the mask of positions, from `first` on, visible to each position of the block, (block, positions)."""
     ahead = torch.arange(first, start + size) - torch.arange(start, start + size).unsqueeze(1)
     seen = ahead <= 0 if kind.is_causal else torch.ones_like(ahead, dtype=torch.bool)
     return seen if kind.window is None else seen & (ahead.abs() < kind.window)
 
 
 class DFlashPredictor:
-    """A `StatePredictor`. Lookahead blocks reuse later positions of the block under verification.
+    """A `StatePredictor` whose lookahead blocks reuse later positions of the block under verification.
 
-    Rows are states as the target computed them or, with `is_projected`, already projected by the target.
+    With `is_projected`, the target has already projected the received states.
     """
 
     def __init__(self, decoder: DFlashDecoder, sampler: DraftSampler, is_projected: bool = False) -> None:
@@ -223,7 +225,7 @@ class DFlashPredictor:
         self._is_projected = is_projected
         self._sampler = sampler
         self._contexts: dict[str, DFlashContext] = {}
-        self._blocks: dict[str, tuple[int, Tensor]] = {}  # latest: hash of the text before it; (positions, hidden)
+        self._blocks: dict[str, tuple[int, Tensor]] = {}  # by session: hash of its text, (positions, hidden)
 
     @property
     def width(self) -> int:
@@ -234,9 +236,9 @@ class DFlashPredictor:
         return self._decoder.config.needs
 
     def reach(self, depth: int) -> int:
-        """Returns the number of positions left in the block after `depth` tokens.
+        """Returns the number of remaining positions in the block after `depth` tokens.
 
-        A block's context holds only the target's states, so after the last position the head waits for new states.
+        The context contains only the target's states, so after the last position, the head waits for new states.
         """
         return max(0, self.width - depth)
 
@@ -250,16 +252,16 @@ class DFlashPredictor:
         self._contexts[session] = DFlashContext(first)
 
     def states(self, session: str, first: int, rows: Tensor, length: int) -> None:
-        """Adds rows, (rows, width) as in `needs`, or (rows, hidden) if the target projected them."""
+        """Adds rows, (rows, width) as in `needs`, or projected rows, (rows, hidden)."""
         needs = self.needs
         width = needs.projected_width if self._is_projected else needs.width
-        assert rows.shape[-1] == width, "rows are as wide as was asked for"
+        assert rows.shape[-1] == width, "unexpected row width"
         like = self._decoder.like
         rows = rows.to(like.device, like.dtype)
         self._contexts[session].put(first, rows.clone() if self._is_projected else self._decoder.project(rows))
 
     def committed(self, session: str, length: int) -> None:
-        """Does nothing: the context is read when the next block is drafted."""
+        """Does nothing, since the next block reads the context."""
 
     def close(self, session: str) -> None:
         self._contexts.pop(session, None)
@@ -294,17 +296,17 @@ class DFlashPredictor:
             self._blocks[draft.request.session] = (draft.base_hash, hidden[1:])
 
     def _known(self, draft: PredictedDraft) -> Tensor | None:
-        """Returns the session's latest block, (positions, hidden), if it follows the same text; else None."""
+        """Returns the session's latest block, (positions, hidden), if it follows the same text; otherwise None."""
         base_hash, hidden = self._blocks.get(draft.request.session, (None, None))
         return hidden if base_hash == draft.base_hash else None
 
 
 log = logging.getLogger(__name__)
-MAX_POSITIONS = 2048  # default if the configuration sets none; only some RoPE scalings use it
+MAX_POSITIONS = 2048  # default of configurations; used only by some RoPE scalings
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """Returns which hidden states the head named by `draft.model` reads."""
+    """Returns the hidden states that the head in `draft.model` reads."""
     files = _files(draft)
     return resolve_dflash(files, target_shape(target)).needs
 
@@ -312,7 +314,7 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
     """Loads only the head's projection of the target's states.
 
-    It is computed in the target's dtype, even if the drafter quantizes the head.
+    It uses the target's dtype, even if the drafter quantizes the head.
     """
     files = _files(draft)
     config = resolve_dflash(files, target_shape(target))
@@ -324,7 +326,7 @@ def _files(draft: DraftPool) -> HeadFiles:
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Creates the method. Raises ModelError if the head named by `draft.model` does not fit the target."""
+    """Creates the method. Raises ModelError if the head in `draft.model` does not match the target."""
     device = device_of(draft.resources)
     products = choose_products(draft.dflash.quantization, setup.dtype, device)
     target = folder_to_borrow_from(setup.target, borrowed_tensors(_files(draft).tensors))
@@ -347,7 +349,7 @@ def load_dflash(
     proposable: Collection[int],
     product: Product = projection,
 ) -> DFlashDecoder:
-    """Loads a published head; borrows the target's embedding and LM head if it stores none."""
+    """Loads a published head; borrows a missing embedding or LM head from the target."""
     files = read_head(folder).renamed(ALIASES)
     config = resolve_dflash(files, target_shape(target_folder))
     weights = DFlashReader(files, target_folder, config, dtype, device, product).weights(proposable)

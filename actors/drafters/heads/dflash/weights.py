@@ -1,4 +1,4 @@
-"""Tensors of a DFlash head under canonical names, and the weights that its forward uses."""
+"""Reads a DFlash head's tensors under canonical names, as the weights of its forward."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ class DFlashLayer:
 
     attention_norm: Norm
     query: Projection
-    key_value: Projection  # produces keys, then values
+    key_value: Projection  # outputs: keys, then values
     query_norm: Norm
     key_norm: Norm
     attention_out: Projection
     mlp_norm: Norm
-    gate_up: Projection  # produces the gate, then the up projection
+    gate_up: Projection  # outputs: gate, then up projection
     down: Projection
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DFlashWeights:
-    """Weights that `DFlashDecoder` uses."""
+    """Weights of `DFlashDecoder`."""
 
     embedding: Tensor  # (vocabulary, hidden)
     mask_embedding: Tensor  # (hidden,)
@@ -59,7 +59,7 @@ class DFlashReader(WeightReader):
     def weights(self, proposable: Collection[int]) -> DFlashWeights:
         """Reads all weights.
 
-        Raises ModelError if a tensor is missing, has another shape, or is not used by the forward.
+        Raises ModelError if a tensor is missing, misshapen or unused.
         """
         config = self.config
         embedding = self.own_or_borrowed("embed_tokens.weight", config.vocabulary)
@@ -84,14 +84,14 @@ class DFlashReader(WeightReader):
         return RowProjection((), fc, self.norm("hidden_norm"))
 
     def _mask_embedding(self, embedding: Tensor) -> Tensor:
-        """Reads the mask's embedding from its own file if the mask is an added token, else from the embedding table."""
+        """Reads the mask's embedding from the embedding table; if the mask is an added token, from its own file."""
         path = self.files.folder / MASK_FILE
         if not path.is_file():
             return embedding[self.config.mask_token]
         stored = torch.load(path, map_location="cpu", weights_only=True)
         vector = stored["embedding"] if isinstance(stored, dict) else stored
         if not isinstance(vector, Tensor) or vector.numel() != self.config.hidden:
-            raise ModelError(f"{path} holds no tensor of {self.config.hidden} elements, the mask's embedding")
+            raise ModelError(f"{path} holds no mask embedding of {self.config.hidden} elements; fetch it again")
         return self.placed(vector.flatten())
 
     def _layer(self, index: int) -> DFlashLayer:

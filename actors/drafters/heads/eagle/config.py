@@ -1,15 +1,15 @@
-"""Configuration of an EAGLE head, resolved from its files and the target's shape into one printable value.
+"""Resolves the configuration of an EAGLE head from its files and the target's shape.
 
 EAGLE: Li et al. 2024, arXiv 2401.15077; EAGLE-2: arXiv 2406.16858; EAGLE-3: Li et al. 2025, arXiv 2503.01840.
 
 1. `canonical` maps the tensor names of all known layouts to one set: SafeAILab's (`midlayer.` for EAGLE-3, `layers.0.`
    before), SpecForge's, vLLM's, ModelOpt's, and the old and new ones of speculators.
-2. `resolve` derives the `EagleConfig`. The kind of a head follows from its tensors, and from its configuration where
-   the tensors leave it open; never from its name.
+2. `resolve` derives the `EagleConfig`. The kind of head follows from its tensors; if these are ambiguous, from its
+   configuration, but never from its name.
 3. `states_read` interprets the layer ids of EAGLE-3. State k is the input of the target's layer k, counted from 0
-   (`protos.messages`). Published ids have two meanings. The reference implementation, vLLM and speculators number the
-   states: id k is state k. SpecForge, SGLang and ModelOpt number the layers whose outputs are read, in a section
-   `eagle_config`: id k is state k + 1. A wrong interpretation raises no error, but halves acceptance or worse.
+   (`protos.messages`). Published ids have two meanings. In the reference implementation, vLLM and speculators, id k
+   refers to state k. In the section `eagle_config` of SpecForge, SGLang and ModelOpt, id k refers to the output of
+   layer k, which is state k + 1. A wrong interpretation raises no error, but at least halves the acceptance rate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ from protos.messages import StatesNeeded
 KEY = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS_KEY = "target_layer_ids"
 SECTION = "eagle_config"
-FIRST_OF_STATES = 2  # state index of the first default id; its layer output index is 1
+FIRST_OF_STATES = 2  # first default id if ids refer to states; it is 1 if they refer to outputs
 
 
 class LayerIdMeaning(Enum):
-    """Object to which a published layer id k refers."""
+    """Meaning of a published layer id k."""
 
     STATE = "state"  # k refers to state k
     OUTPUT = "output"  # k refers to the output of layer k, which is state k + 1
@@ -42,10 +42,10 @@ class LayerIdMeaning(Enum):
 def states_read(
     config: Mapping[str, Any], target_layers: int, count: int, meaning: LayerIdMeaning | None = None
 ) -> tuple[int, ...]:
-    """Returns the `count` states that a head with this configuration reads, in ascending order.
+    """Returns the `count` states that a head reads, in ascending order.
 
-    `meaning` overrides the meaning implied by the key of the ids; a configuration without ids gets the reference's
-    default. Raises ModelError if the number of ids differs from `count`, or the target lacks one of the states.
+    `meaning` overrides the meaning implied by the ids' key. Without ids, uses the reference implementation's default.
+    Raises ModelError if there are not `count` ids or the target lacks a state.
     """
     named = _named(config)
     if named is None:
@@ -61,7 +61,7 @@ def states_read(
 
 
 def default_states(target_layers: int) -> tuple[int, ...]:
-    """Returns the reference implementation's defaults (SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py)."""
+    """Returns the reference implementation's default states (SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py)."""
     return 2, target_layers // 2, target_layers - 3
 
 
@@ -69,7 +69,7 @@ def check_states(states: Sequence[int], target_layers: int, count: int, source: 
     """Raises ModelError unless these are `count` distinct inputs of the target's layers."""
     if len(states) != count:
         raise ModelError(
-            f"the EAGLE-3 head reads {count} states side by side, but {source} names {len(states)}: {list(states)}"
+            f"the EAGLE-3 head reads {count} states side by side, but {source} lists {len(states)}: {list(states)}"
         )
     if len(set(states)) < count or not all(0 <= k < target_layers for k in states):
         raise ModelError(
@@ -79,13 +79,13 @@ def check_states(states: Sequence[int], target_layers: int, count: int, source: 
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[int, ...], LayerIdMeaning] | None:
-    """Returns the configured layer ids and the usual meaning of their key; None if there are none."""
+    """Returns the configured layer ids and the usual meaning of their key; None without ids."""
     section = config.get(SECTION) or {}
     if config.get(KEY):
         return _ids(config[KEY]), LayerIdMeaning.STATE
     if section.get(KEY):
         ids = _ids(section[KEY])
-        # Some tools number states in this section too; a lowest id of 2 reveals it (SGLang PR 25454).
+        # Some tools list states in this section too; a lowest id of 2 indicates this (SGLang PR 25454).
         return ids, LayerIdMeaning.STATE if min(ids) == FIRST_OF_STATES else LayerIdMeaning.OUTPUT
     if config.get(OUTPUTS_KEY):
         return _ids(config[OUTPUTS_KEY]), LayerIdMeaning.OUTPUT
@@ -102,7 +102,7 @@ ALIASES = (
     (r"eagle_module\.", ""),
     (r"(?:model\.)?midlayer\.", "layers.0."),
     (r"model\.", ""),
-    (r"transformer\.", "layers.0."),  # written by speculators up to 0.3
+    (r"transformer\.", "layers.0."),  # speculators up to 0.3
     (r"fusion_fc\.", "fc."),
     (r"embedding_layernorm\.", "embed_layernorm."),
     (r"pre_lm_head_layernorm\.", "lm_head_layernorm."),
@@ -114,16 +114,14 @@ ALIASES = (
 
 
 def canonical(files: HeadFiles) -> HeadFiles:
-    """Renames all tensors to their canonical names. Raises ModelError for quantized weights."""
+    """Renames all tensors to canonical names. Raises ModelError for quantised weights."""
     if files.config.get("quantization_config"):
-        raise ModelError(f"{files.folder} is a quantised draft head, which is not supported; use its original")
+        raise ModelError(f"{files.folder} is a quantised draft head, which is not supported; use the unquantised head")
     return replace(files, tensors=_without_stray_norm(files.tensors)).renamed(ALIASES)
 
 
 def layer_count(files: HeadFiles) -> int:
-    """Returns the number of decoder layers with tensors. Raises ModelError if there are none or the numbering has a
-    gap.
-    """
+    """Returns the number of decoder layers. Raises ModelError if there are none or their numbers have a gap."""
     numbers = {int(name.split(".")[1]) for name in files.tensors if name.startswith("layers.")}
     if not numbers or numbers != set(range(len(numbers))):
         raise ModelError(
@@ -139,7 +137,7 @@ def linear_width(files: HeadFiles, name: str) -> int:
 
 
 def _without_stray_norm(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Drops the unused norm that HASS heads store although they have no others (speculators 0.3, convert/eagle)."""
+    """Drops the single, unused norm of HASS heads (speculators 0.3, convert/eagle)."""
     if "embed_layernorm.weight" in tensors:
         return tensors
     return {name: tensor for name, tensor in tensors.items() if name != "hidden_layernorm.weight"}
@@ -148,29 +146,29 @@ def _without_stray_norm(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 class EagleKind(Enum):
     """Input of a head's first layer."""
 
-    EAGLE = "EAGLE-1/2"  # the projected concatenation of embedding and final state
+    EAGLE = "EAGLE-1/2"  # projection of concatenated embedding and final state
     EAGLE3 = "EAGLE-3"  # concatenated embedding and state
-    MTP = "multi-token prediction"  # EAGLE-1's input with embedding and state normed separately
+    MTP = "multi-token prediction"  # as EAGLE-1, with embedding and state normed separately
 
 
 class FeatureNorm(Enum):
-    """Norm applied to the target's states before their projection."""
+    """Norm of the target's states before their projection."""
 
     NOTHING = "nothing"
-    ALL = "all states as one row"  # stored as input_norm, set by norm_before_fc
-    EACH = "each state by itself"  # stored as fc_norm
+    ALL = "all states as one row"  # tensor input_norm, key norm_before_fc
+    EACH = "each state by itself"  # tensor fc_norm
 
 
 class OutputNorm(Enum):
-    """Outputs to which the norm after the last layer applies."""
+    """Outputs with the norm after the last layer."""
 
     NOTHING = "nothing"
-    LOGITS = "logits"  # states are fed back without this norm
-    BOTH = "logits and recycled states"  # set by norm_output: EAGLE 3.1
+    LOGITS = "logits"  # recycled states are unnormed
+    BOTH = "logits and recycled states"  # key norm_output: EAGLE 3.1
 
 
 class WeightSource(Enum):
-    """Source of the embedding's or the LM head's weights."""
+    """Source of the weights of the embedding or the LM head."""
 
     HEAD = "the head"
     EMBEDDING = "the head's embedding"
@@ -179,12 +177,12 @@ class WeightSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EagleOverrides:
-    """User settings that override the head's configuration; None keeps the head's own value."""
+    """User settings that override the head's configuration; None keeps the configured value."""
 
     states: tuple[int, ...] | None = None  # indices of the target's states to read
     layer_ids: LayerIdMeaning | None = None
     output_norm: OutputNorm | None = None  # SpecForge changed the meaning of norm_output in September 2026
-    max_positions: int | None = None  # configurations often state 2048 for heads trained on longer texts
+    max_positions: int | None = None  # often configured as 2048 for heads trained on longer texts
 
 
 NO_OVERRIDES = EagleOverrides()
@@ -220,14 +218,14 @@ class EagleConfig:
     columns: int  # logit columns: size of the draft vocabulary
     target_hidden: int
     needs: StatesNeeded
-    projects: bool  # EAGLE-3: whether `fc` projects the target's states
+    projects: bool  # EAGLE-3: `fc` projects the target's states
     feature_norm: FeatureNorm
     norm_before_residual: bool
     output_norm: OutputNorm
     embedding: WeightSource  # HEAD or TARGET
     lm_head: WeightSource
-    mask_token: int | None  # set if the head predicts several tokens per forward (P-EAGLE)
-    hides_first: bool = False  # whether the embedding at position 0 is replaced by zeros
+    mask_token: int | None  # P-EAGLE: mask token for several tokens per forward
+    hides_first: bool = False  # the embedding at position 0 is replaced by zeros
 
     def describe(self) -> list[str]:
         """Describes the resolved configuration, one fact per line."""
@@ -249,12 +247,12 @@ class EagleConfig:
 
 
 FIRST_QUERIES = "layers.0.self_attn.q_proj"
-BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # tensor required by each configuration key
-MAX_POSITIONS = 2048  # default if the configuration sets none
+BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # required tensor by configuration key
+MAX_POSITIONS = 2048  # default of configurations
 
 
 def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) -> EagleConfig:
-    """Resolves a head with canonical tensor names.
+    """Resolves a head's configuration from canonical tensor names.
 
     Raises ModelError if the head cannot draft for this target.
     """
@@ -293,7 +291,7 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
 
 
 def _body(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens a configuration to one level; values in speculators' decoder section take precedence."""
+    """Flattens a configuration to one level. Values in speculators' decoder section take precedence."""
     return {**config, **(config.get("eagle_config") or {}), **(config.get("transformer_layer_config") or {})}
 
 
@@ -324,21 +322,23 @@ def _check_layers(files: HeadFiles, body: Mapping[str, Any]) -> None:
     stored = layer_count(files)
     stated = body.get("num_hidden_layers", stored)
     if stated != stored:
-        raise ModelError(f"{files.folder} has {stated} decoder layers by its config.json, but tensors of {stored}")
+        raise ModelError(
+            f"{files.folder} has {stated} decoder layers by its config.json, but tensors of {stored}; fetch both again"
+        )
     sliding = set(body.get("layer_types") or ()) - {"full_attention"}
     if sliding:
-        raise ModelError(f"{files.folder} has layers of {', '.join(sorted(sliding))}, expected full_attention alone")
+        raise ModelError(f"{files.folder} has layers of {', '.join(sorted(sliding))}; only full_attention is supported")
     for key, name in BIASES.items():
         if body.get(key) and name not in files.tensors:
-            raise ModelError(f"{files.folder} has {key}, but no tensor {name}")
+            raise ModelError(f"{files.folder} has {key}, but no tensor {name}; fetch the head again")
     if body.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{files.folder} has the activation {body['hidden_act']}, expected silu")
+        raise ModelError(f"{files.folder} has the activation {body['hidden_act']}; only silu is supported")
 
 
 def _needs(
     files: HeadFiles, kind: EagleKind, hidden: int, target: TargetShape, overrides: EagleOverrides
 ) -> StatesNeeded:
-    """Returns the states to read: the final one for EAGLE-1/2 and heads without `fc`, else as many as fill `fc`."""
+    """Returns the states to read: the inputs of `fc`; for EAGLE-1/2 and heads without `fc`, the final state."""
     if kind is EagleKind.EAGLE or "fc.weight" not in files.tensors:
         if target.hidden != hidden:
             raise ModelError(
@@ -349,12 +349,12 @@ def _needs(
     width = linear_width(files, "fc")
     if width % target.hidden:
         raise ModelError(
-            f"fc.weight in {files.folder} has {width} inputs, which is no multiple of the target's hidden size of"
+            f"fc.weight in {files.folder} has {width} inputs, not a multiple of the target's hidden size of"
             f" {target.hidden}"
         )
     count = width // target.hidden
     if overrides.states is not None:
-        check_states(overrides.states, target.layers, count, "the list of states that was given")
+        check_states(overrides.states, target.layers, count, "the option for states")
         return StatesNeeded(overrides.states, width, hidden)
     return StatesNeeded(states_read(files.config, target.layers, count, overrides.layer_ids), width, hidden)
 
@@ -366,13 +366,13 @@ def _columns(files: HeadFiles, vocabulary: int) -> int:
         raise ModelError(f"draft_vocab_size of {files.folder} is {columns!r}, expected 1 to {vocabulary}")
     if columns < vocabulary and "d2t" not in files.tensors:
         raise ModelError(
-            f"{files.folder} proposes {columns} of {vocabulary} tokens, but holds no tensor d2t that lists them"
+            f"{files.folder} proposes {columns} of {vocabulary} tokens, but has no tensor d2t; fetch it again"
         )
     return columns
 
 
 def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
-    """Returns the norm that the tensors imply. Raises ModelError if the configuration contradicts them."""
+    """Derives the norm from the tensors. Raises ModelError if the configuration contradicts them."""
     evidence = {
         FeatureNorm.ALL: ("input_norm.weight", body.get("norm_before_fc")),
         FeatureNorm.EACH: ("fc_norm.0.weight", body.get("fc_norm", body.get("use_aux_norm"))),
@@ -381,15 +381,15 @@ def _feature_norm(files: HeadFiles, body: Mapping[str, Any]) -> FeatureNorm:
     for norm, (name, stated) in evidence.items():
         if stated is not None and bool(stated) != (norm in norms):
             raise ModelError(
-                f"{files.folder} has {'a' if norm in norms else 'no'} tensor {name}, but its config.json disagrees"
+                f"{files.folder} has {'a' if norm in norms else 'no'} tensor {name}, but config.json disagrees; fix it"
             )
     if len(norms) > 1:
-        raise ModelError(f"{files.folder} holds both input_norm and fc_norm, expected one of them")
+        raise ModelError(f"{files.folder} holds both input_norm and fc_norm; remove the unused one")
     return norms[0] if norms else FeatureNorm.NOTHING
 
 
 def _norm_before_residual(config: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
-    """Returns the configured value; the default is True for speculators' kind eagle3, else False."""
+    """Returns the configured value; by default, True only for speculators' kind eagle3."""
     stated = body.get("norm_before_residual")
     return config.get("speculators_model_type") == "eagle3" if stated is None else bool(stated)
 
@@ -402,11 +402,13 @@ def _output_norm(files: HeadFiles, body: Mapping[str, Any], kind: EagleKind) -> 
 
 
 def _mask_token(files: HeadFiles, body: Mapping[str, Any], vocabulary: int) -> int | None:
-    """Returns the mask token if the head stores a state to feed with it (`mask_hidden`), else None."""
+    """Returns the mask token if the head has a state for it (`mask_hidden`); otherwise None."""
     token = next((body[key] for key in MASK_KEYS if body.get(key) is not None), None)
     if "mask_hidden" not in files.tensors:
         if token is not None:
-            raise ModelError(f"{files.folder} has the mask token {token}, but no tensor mask_hidden to feed with it")
+            raise ModelError(
+                f"{files.folder} has the mask token {token}, but no tensor mask_hidden; fetch the head again"
+            )
         return None
     if not isinstance(token, int) or not 0 <= token < vocabulary:
         keys = ", ".join(MASK_KEYS)
@@ -421,7 +423,7 @@ def _lm_head(files: HeadFiles, body: Mapping[str, Any], columns: int, vocabulary
         return WeightSource.HEAD
     if columns < vocabulary:
         raise ModelError(
-            f"{files.folder} proposes {columns} of {vocabulary} tokens, but holds no lm_head.weight for them"
+            f"{files.folder} proposes {columns} of {vocabulary} tokens, but has no lm_head.weight; fetch the head again"
         )
     is_tied = bool(files.config.get("tie_word_embeddings")) or bool(body.get("tie_word_embeddings"))
     return WeightSource.EMBEDDING if is_tied else WeightSource.TARGET

@@ -1,8 +1,7 @@
-"""Loads an EAGLE head, and runs it: the forward over a ragged batch, and a runner over a paged cache.
+"""Loads an EAGLE head; defines its forward over a ragged batch and its runner over a paged cache.
 
-Entry i of a head's cache is computed from token i + 1 of the text and state i, at position i. So a step reads the state
-that the target, or the head itself, computed from all tokens up to i, and the token sampled from it. It predicts the
-token after that.
+Cache entry i of a head is computed from state i and token i + 1 of the text, at position i. State i, computed by the
+target or the head, covers all tokens up to i, and token i + 1 was sampled from it. The head then predicts token i + 2.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +26,7 @@ from cluster.page_allocator import PageCopy
 
 
 class EagleDecoder:
-    """Decoder for all EAGLE generations; `config` states how they differ."""
+    """Decoder for all EAGLE generations; `config` describes the differences."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, rotary: nn.Module) -> None:
         self._config = config
@@ -36,20 +35,20 @@ class EagleDecoder:
         self._heads = AttentionHeads(config.heads, config.kv_heads, config.head_dim)
 
     def project(self, raw: Tensor) -> Tensor:
-        """Maps the target's states as in `config.needs`, (rows, width), to a step's input states, (rows, hidden)."""
+        """Maps the target's states, (rows, width) as in `config.needs`, to input states, (rows, hidden)."""
         projection = self._weights.row_projection
         return raw if projection is None else projection(raw)
 
     @property
     def mask_state(self) -> Tensor | None:
-        """State fed with a mask token, (1, hidden); None if the head has none."""
+        """State for mask tokens, (1, hidden); None if the head has no masks."""
         mask = self._weights.mask
         return None if mask is None else self.project(mask)
 
     def __call__(self, batch: RaggedBatch, states: Tensor) -> ForwardOutput:
-        """Returns logits, and the states to feed next, at the positions that the batch requests.
+        """Returns logits and the next input states at the batch's requested positions.
 
-        `states`, (total, hidden), are the target's projected states or states from earlier steps of the head.
+        `states`, (total, hidden), are projected states of the target or output states of the head.
         """
         weights = self._weights
         embedded = weights.embedding_norm(F.embedding(batch.tokens, weights.embedding))
@@ -68,7 +67,7 @@ class EagleDecoder:
         """Returns the first layer's attention input, before its norm, and the residual."""
         weights = self._weights
         if self._config.kind is not EagleKind.EAGLE3:
-            assert weights.fc is not None, "a head of the first kind has a projection"
+            assert weights.fc is not None, "only EAGLE-3 has no fc"
             fused = weights.fc(torch.cat((embedded, weights.state_norm(states)), dim=-1))
             return fused, fused
         normed = weights.state_norm(states)
@@ -86,7 +85,7 @@ class EagleDecoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleHead:
-    """A loaded head and its resolved configuration."""
+    """Loaded head and its resolved configuration."""
 
     config: EagleConfig
     decoder: EagleDecoder
@@ -95,7 +94,7 @@ class EagleHead:
     device: torch.device
 
     def page_bytes(self, page_size: int) -> int:
-        """Returns the bytes of one page of keys and values in all layers."""
+        """Returns the size of one page in bytes: keys and values of all layers."""
         config = self.config
         return 2 * config.layers * config.kv_heads * config.head_dim * page_size * self.dtype.itemsize
 
@@ -109,9 +108,9 @@ def head_of(
     proposable: Collection[int] | None,
     product: Product,
 ) -> EagleHead:
-    """Builds a head from tensors in canonical names, leaving out tokens that are not `proposable`.
+    """Builds a head from canonical tensor names, with columns only for `proposable` tokens.
 
-    Raises ModelError if a tensor is missing, has another shape, or is not used.
+    Raises ModelError if a tensor is missing, misshapen or unused.
     """
     reader = EagleReader(files, target_folder, config, dtype, device, product)
     weights = reader.weights(proposable)
@@ -120,9 +119,9 @@ def head_of(
 
 
 class EagleRunner:
-    """An `InterruptibleRunner` whose rows have `states`, (tokens, hidden).
+    """An `InterruptibleRunner` for rows with `states`, (tokens, hidden).
 
-    A forward's `hidden` output holds the states to feed with the tokens sampled at these positions.
+    The `hidden` outputs of a forward are the input states for tokens sampled at these positions.
     """
 
     def __init__(self, head: EagleHead, pages: int, page_size: int, attention: AttentionBackend | None = None) -> None:
@@ -133,17 +132,17 @@ class EagleRunner:
 
     @torch.inference_mode()
     def project(self, raw: Tensor) -> Tensor:
-        """Maps the target's states, (rows, width), to the states that rows carry, (rows, hidden)."""
+        """Maps the target's states, (rows, width), to input states, (rows, hidden)."""
         return self._head.decoder.project(self.placed(raw))
 
     def placed(self, projected: Tensor) -> Tensor:
-        """Moves states already projected by the target, (rows, hidden), to the head's device and dtype."""
+        """Moves states projected by the target, (rows, hidden), to the head's device and dtype."""
         return projected.to(self._head.device, self._head.dtype)
 
     @property
     @torch.inference_mode()
     def mask_state(self) -> Tensor | None:
-        """State that rows carry with a mask token, (1, hidden); None if the head has none."""
+        """Input state for mask tokens, (1, hidden); None if the head has no masks."""
         return self._head.decoder.mask_state
 
     @torch.inference_mode()
@@ -153,12 +152,12 @@ class EagleRunner:
         self._cache.copy(copies)
         states = torch.cat([row.states for row in rows if row.states is not None])
         batch = RaggedBatch(rows, self._cache, self._attention, interrupted)
-        assert len(states) == len(batch.tokens), "each token is fed with the state before it"
+        assert len(states) == len(batch.tokens), "expected one state per token"
         return self._head.decoder(batch, states)
 
 
 def attention_shape_of(head: EagleHead, page_size: int) -> AttentionShape:
-    """Returns the sizes that the head's attention and cache require."""
+    """Returns the sizes of the head's attention and cache."""
     config = head.config
     return AttentionShape(
         config.layers, config.heads, config.kv_heads, config.head_dim, page_size, head.dtype, slides=False

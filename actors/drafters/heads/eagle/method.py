@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE head: a draft model that reads the target's hidden states in addition to the tokens."""
+"""Drafting with an EAGLE head, a draft model that reads the target's hidden states in addition to tokens."""
 
 import logging
 import time
@@ -31,11 +31,11 @@ from cluster.config_sections import HeadOptions
 from protos.messages import StatesNeeded
 
 log = logging.getLogger(__name__)
-UNFED_TOKENS = 1  # each token is fed with the preceding state, so the first token is not fed
+UNFED_TOKENS = 1  # each token is paired with the preceding state, so the first token is not fed
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """Returns which hidden states the head named by `draft.model` reads."""
+    """Returns the hidden states that the head in `draft.model` reads."""
     _, config = _read(draft, target)
     return config.needs
 
@@ -43,14 +43,14 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:
     """Loads only the head's projection of the target's states.
 
-    It is computed in the target's dtype, even if the drafter quantizes the head.
+    It uses the target's dtype, even if the drafter quantizes the head.
     """
     files, config = _read(draft, target)
     return EagleReader(files, target, config, getattr(torch, dtype), device, projection).row_projection()
 
 
 def _read(draft: DraftPool, target: Path) -> tuple[HeadFiles, EagleConfig]:
-    """Reads the head named by `draft.model`. Raises ModelError if it does not fit the target or its kind is unknown."""
+    """Reads the head in `draft.model`. Raises ModelError if it does not match the target or its kind is unknown."""
     files = canonical(read_head(head_folder(draft)))
     return files, resolve(files, target_shape(target), overrides_of(draft.eagle))
 
@@ -58,7 +58,7 @@ def _read(draft: DraftPool, target: Path) -> tuple[HeadFiles, EagleConfig]:
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Creates the method.
 
-    Raises ModelError if the head named by `draft.model` does not fit the target or the device.
+    Raises ModelError if the head in `draft.model` does not match the target or fit on the device.
     """
     device = device_of(draft.resources)
     products = choose_products(draft.eagle.quantization, setup.dtype, device)
@@ -71,7 +71,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
 
 
 def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: DraftSetup) -> DecodedStates:
-    """Wraps the head in a drafting method with a cache of the configured size, and logs the resolved configuration."""
+    """Creates the drafting method of a head, with a cache of the configured size; logs the resolved configuration."""
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
     bytes_each = head.page_bytes(page_size)
@@ -97,10 +97,10 @@ def eagle_draft_model(
     is_projected: bool = False,
     makers: Sequence[Maker] = (),
 ) -> DraftModel:
-    """Creates the method over `pages` cache pages; `attention` defaults to the result of `choose_attention`.
+    """Creates the method with `pages` cache pages; `choose_attention` selects the default `attention`.
 
-    A head that predicts several tokens per forward predicts `draft_tokens`. With `is_projected`, rows of states arrive
-    already projected by the target.
+    A head with several tokens per forward predicts `draft_tokens`. With `is_projected`, the target has already
+    projected the states.
     """
     runner = EagleRunner(head, pages, page_size, attention)
     needs = head.config.needs

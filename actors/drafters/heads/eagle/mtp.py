@@ -1,11 +1,11 @@
 """Drafting with the multi-token prediction (MTP) module of the target's own checkpoint, run as an EAGLE head.
 
-DeepSeek-V3: arXiv 2412.19437, section 2.2. The module is fed a token's embedding and the target's final state of the
-preceding position, each normed separately. One decoder layer, a norm and the target's LM head then predict the next
-token. For further tokens, the module's own normed output replaces the target's state.
+DeepSeek-V3: arXiv 2412.19437, section 2.2. The inputs are a token's embedding and the target's final state at the
+preceding position, each normed separately. One decoder layer, a norm and the target's LM head predict the next token.
+For further tokens, the module's own normed output replaces the target's state.
 
-`MtpLayout` describes how checkpoints differ: in names, in the order in which embedding and state are concatenated, and
-in whether the embedding at position 0 is replaced by zeros, as in vLLM's deepseek_mtp.py and mimo_mtp.py.
+`MtpLayout` describes the differences between checkpoints: names, order of embedding and state, and whether zeros
+replace the embedding at position 0, as in vLLM's deepseek_mtp.py and mimo_mtp.py.
 """
 
 import re
@@ -38,12 +38,12 @@ LAYER = re.compile(
     r"layers\.0\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)"
     r"|mlp\.(gate|up|down)_proj)\.(weight|bias)"
 )
-"""Matches the tensor names of a decoder layer with the Llama architecture."""
+"""Matches tensor names of a decoder layer with the Llama architecture."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpLayout:
-    """Names of the tensors outside the decoder layer, by their EAGLE names; all begin with `prefix`."""
+    """Names of tensors outside the decoder layer, by EAGLE name; all start with `prefix`."""
 
     name: str
     prefix: str
@@ -53,8 +53,8 @@ class MtpLayout:
     last_norm: str
     layer: str = ""  # prefix of the decoder layer's tensor names
     lm_head: str = ""
-    state_first: bool = False  # whether the state precedes the embedding in the input
-    hides_first: bool = False  # whether the embedding at position 0 is replaced by zeros
+    state_first: bool = False  # the state precedes the embedding in the input
+    hides_first: bool = False  # zeros replace the embedding at position 0
 
     def own_name(self, stored: str) -> str:
         """Returns the EAGLE name of a stored tensor."""
@@ -72,7 +72,7 @@ class MtpLayout:
 
 
 def layouts_of(layers: int) -> tuple[MtpLayout, ...]:
-    """Returns the known layouts for a target with `layers` layers."""
+    """Returns the known layouts of a target with `layers` layers."""
     deepseek = MtpLayout(
         name="DeepSeek's",
         prefix=f"model.layers.{layers}.",
@@ -113,15 +113,15 @@ def layout_in(stored: Iterable[str], layers: int, where: str) -> MtpLayout:
             return layout
     looked_for = ", ".join(f"{layout.prefix}{layout.fc}.weight" for layout in layouts_of(layers))
     raise ModelError(
-        f"{where} holds no multi-token prediction module that is known here: none of {looked_for}; use a target that"
-        " comes with one, or another drafting method"
+        f"{where} holds no supported multi-token prediction module: none of {looked_for}; use a target that"
+        " contains one, or another drafting method"
     )
 
 
 def module_count(stored: Iterable[str], layout: MtpLayout) -> int:
-    """Counts the MTP modules of a checkpoint with these tensors; modules are numbered consecutively."""
+    """Returns the number of MTP modules in a checkpoint; modules are numbered consecutively."""
     first = re.fullmatch(r"(.*?)(\d+)\.", layout.prefix + layout.layer)
-    assert first is not None, "what a module's layer begins with ends in a number"
+    assert first is not None, "a module's prefix ends in a number"
     numbered = re.compile(rf"{re.escape(first[1])}(\d+)\.")
     numbers = {int(match[1]) for name in stored if (match := numbered.match(name))}
     return next(found for found in count() if int(first[2]) + found not in numbers)
@@ -139,13 +139,13 @@ def check_layer(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def mtp_states(target: Path) -> StatesNeeded:
-    """Returns the state that the MTP module reads: the final one, after the last norm."""
+    """Returns the input state of the MTP module: the target's final state, after the last norm."""
     shape = target_shape(target)
     return StatesNeeded((shape.layers,), shape.hidden)
 
 
 def folder_with_mtp(target: str) -> Path:
-    """Returns the target's folder; downloads only the module and the tensors that it shares with the target.
+    """Returns the target's folder; downloads only the module and its shared tensors.
 
     `target` is a folder or a Hugging Face id. Raises ModelError under the same conditions as `load_mtp`.
     """
@@ -165,9 +165,9 @@ def load_mtp(
     proposable: Collection[int],
     product: Product = projection,
 ) -> EagleHead:
-    """Loads the first MTP module of the target in this folder, and the tensors that it shares with the target.
+    """Loads the first MTP module of a target, and the tensors that they share.
 
-    Raises ModelError if there is no module, or its kind is not supported.
+    Raises ModelError if the module is missing or unsupported.
     """
     shape = target_shape(target)
     layout = layout_in(stored_tensors(target, partial=True), shape.layers, str(target))
@@ -177,7 +177,7 @@ def load_mtp(
 
 
 def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
-    """Resolves an MTP module whose tensors have EAGLE names. Raises ModelError if its kind is not supported."""
+    """Resolves an MTP module from EAGLE tensor names. Raises ModelError if it is unsupported."""
     check_layer(files.tensors, str(files.folder))
     window = files.config.get("sliding_window")
     if window and files.config.get("use_sliding_window", True):
@@ -186,7 +186,7 @@ def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
 
 
 def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) -> HeadFiles:
-    """Returns the module's tensors under EAGLE names, with the target's configuration reduced to one layer."""
+    """Returns the module's tensors under EAGLE names, with the target's configuration restricted to one layer."""
     tensors = {layout.own_name(name): tensor for name, tensor in stored.items() if name.startswith(layout.prefix)}
     if layout.state_first:
         state, embedding = tensors["fc.weight"].chunk(2, dim=-1)
@@ -207,12 +207,12 @@ def _read(target: Path, layout: MtpLayout) -> dict[str, Tensor]:
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
-    """Requests the target's final hidden state at every position."""
+    """Requires the target's final hidden state at every position."""
     return mtp_states(target)
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
-    """Creates the method. Raises ModelError if the checkpoint's MTP module is missing or of an unsupported kind."""
+    """Creates the method. Raises ModelError if the checkpoint's MTP module is missing or unsupported."""
     device = device_of(draft.resources)
     products = choose_products(draft.mtp.quantization, setup.dtype, device)
     folder = folder_with_mtp(setup.target)

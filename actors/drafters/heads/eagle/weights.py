@@ -1,4 +1,4 @@
-"""Reads an EAGLE head's tensors from its folder into the weights that its forward uses, on the device."""
+"""Reads an EAGLE head's tensors to the device, as the weights of its forward."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from cluster.errors import ModelError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleWeights:
-    """Weights that `EagleDecoder` uses."""
+    """Weights of `EagleDecoder`."""
 
     embedding: Tensor  # (vocabulary, hidden)
     embedding_norm: Norm
-    row_projection: RowProjection | None  # EAGLE-3: projects the target's states; None if they are fed unprojected
-    fc: Projection | None  # projects a step's embedding and state to one input; None for EAGLE-3
-    state_norm: Norm  # norms a step's input state; the identity for EAGLE-1
+    row_projection: RowProjection | None  # EAGLE-3: projects the target's states; None: unprojected
+    fc: Projection | None  # projects embedding and state to one input; None for EAGLE-3
+    state_norm: Norm  # norms the input state; identity for EAGLE-1
     layers: tuple[Layer, ...]
-    norm: Norm | None  # applied after the last layer
+    norm: Norm | None  # after the last layer
     lm_head: Projection
     token_ids: Tensor  # (columns,): the target's token id for each logit column
-    mask: Tensor | None  # (1, width): P-EAGLE's state fed with mask tokens
+    mask: Tensor | None  # (1, width): P-EAGLE's state for mask tokens
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class EagleReader(WeightReader):
     def weights(self, proposable: Collection[int] | None) -> EagleWeights:
         """Reads all weights.
 
-        Raises ModelError if a tensor is missing, has another shape, or is not used by the forward.
+        Raises ModelError if a tensor is missing, misshapen or unused.
         """
         config = self.config
         is_eagle3 = config.kind is EagleKind.EAGLE3
@@ -68,8 +68,8 @@ class EagleReader(WeightReader):
         return weights
 
     def row_projection(self) -> RowProjection:
-        """Reads only the projection of the target's states, for a head that has one."""
-        assert self.config.projects, "this head is fed unprojected states"
+        """Reads only the projection of the target's states. Requires a head with a projection."""
+        assert self.config.projects, "this head has no projection"
         fc = self.linear(["fc"], [self.config.hidden], self.config.needs.width)
         return RowProjection(self._feature_norms(), fc)
 

@@ -74,7 +74,7 @@ def test_the_meaning_of_ids_can_be_overridden(meaning: LayerIdMeaning, states: t
 @pytest.mark.parametrize(
     ("config", "layers", "message"),
     [
-        ({KEY: [2, 18]}, LAYERS, r"reads 3 states side by side, but layer ids \[2, 18\] names 2"),
+        ({KEY: [2, 18]}, LAYERS, r"reads 3 states side by side, but layer ids \[2, 18\] lists 2"),
         ({KEY: [2, 18, 36]}, LAYERS, r"states \[2, 18, 36\]; .* use distinct indices from 0 to 35"),
         ({"eagle_config": {KEY: [1, 17, 35]}}, LAYERS, r"states \[2, 18, 36\]"),
         ({KEY: [2, 2, 18]}, LAYERS, "use distinct indices"),
@@ -92,7 +92,7 @@ def test_the_states_themselves_can_be_given() -> None:
     given = EagleOverrides(states=(0, 1, 7))
     assert loaded(checkpoint("eagle3"), given).config.needs.layers == (0, 1, 7)
     for states in ((0, 1), (0, 1, 8)):
-        with pytest.raises(ModelError, match="the list of states that was given"):
+        with pytest.raises(ModelError, match="the option for states"):
             loaded(checkpoint("eagle3"), EagleOverrides(states=states))
 
 
@@ -102,7 +102,7 @@ def test_the_states_themselves_can_be_given() -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "vocabulary": ("eagle3", {"vocab_size": 128}, "made for a vocabulary of 128, but the target has 96"),
     "target_hidden_size": ("eagle3", {"target_hidden_size": 64}, "a hidden size of 64, but the target has 32"),
-    "fc": ("eagle3", {"change": added("fc.weight", 32, 80)}, "80 inputs, which is no multiple of .* 32"),
+    "fc": ("eagle3", {"change": added("fc.weight", 32, 80)}, "80 inputs, not a multiple of .* 32"),
     "one state too many": ("eagle3", {"change": added("fc.weight", 32, 128)}, "reads 4 states side by side, but"),
     "hidden size of EAGLE-1": (
         "eagle1",
@@ -134,15 +134,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "shape": ("eagle1", {"intermediate_size": 60}, r"gate_proj.weight in .* has shape \(64, 32\), expected \(60, 32\)"),
     "head_dim": ("eagle1", {"head_dim": 16}, r"q_proj.weight in .* has shape \(32, 32\), expected \(64, 32\)"),
     "missing tensor": ("eagle1", {"change": without("layers.0.mlp.up_proj.weight")}, "no tensor layers.0.mlp.up_proj"),
-    "further tensor": ("eagle3", {"change": added("midlayer.self_attn.sinks", 4)}, "no EAGLE head known .*: .*sinks"),
-    "d2t": ("eagle3", {"change": without("d2t")}, "proposes 48 of 96 tokens, but holds no tensor d2t"),
-    "no head's head": ("eagle3", {"change": without("lm_head.weight")}, "holds no lm_head.weight for them"),
+    "further tensor": ("eagle3", {"change": added("midlayer.self_attn.sinks", 4)}, "no supported EAGLE head .*: .*sinks"),
+    "d2t": ("eagle3", {"change": without("d2t")}, "proposes 48 of 96 tokens, but has no tensor d2t"),
+    "no head's head": ("eagle3", {"change": without("lm_head.weight")}, "has no lm_head.weight"),
     "draft_vocab_size": ("eagle3", {"draft_vocab_size": 97}, "is 97, expected 1 to 96"),
     "norm before fc that is not there": ("eagle3", {"norm_before_fc": True}, "no tensor input_norm.weight, but"),
     "norm before fc that is not configured": (
         "eagle3_speculators",
         {"change": added("input_norm.weight", 96)},
-        "a tensor input_norm.weight, but its config.json disagrees",
+        "a tensor input_norm.weight, but config.json disagrees",
     ),
     "both norms": (
         "eagle3",
@@ -167,11 +167,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "attention_bias": ("eagle3", {"attention_bias": True}, "attention_bias, but no tensor"),
     "fc bias": ("eagle1", {"bias": True}, "bias, but no tensor fc.bias"),
-    "activation": ("eagle3", {"hidden_act": "gelu"}, "the activation gelu, expected silu"),
+    "activation": ("eagle3", {"hidden_act": "gelu"}, "the activation gelu; only silu"),
     "sliding window": ("eagle3", {"layer_types": ["sliding_attention"]}, "layers of sliding_attention"),
     "quantised": ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "is a quantised draft head"),
     "rope": ("eagle3", {"rope_scaling": {"rope_type": "spiral"}}, "of kind 'spiral', expected one of"),
-    "rotated in part": ("eagle3", {"partial_rotary_factor": 0.5}, "a part of each attention head only"),
+    "rotated in part": ("eagle3", {"partial_rotary_factor": 0.5}, "partial rotary positions"),
 }
 
 

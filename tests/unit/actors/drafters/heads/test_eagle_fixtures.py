@@ -254,7 +254,7 @@ def test_the_draft_vocabulary_as_absolute_ids_is_refused(tmp_path: Path, name: s
     def absolute(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors | {"d2t": tensors["d2t"] + torch.arange(len(tensors["d2t"]))}
 
-    with pytest.raises(ModelError, match="expected different ids below 96"):
+    with pytest.raises(ModelError, match="expected distinct ids below 96"):
         loaded(altered(tmp_path, name, absolute))
 
 

@@ -201,7 +201,7 @@ def gated() -> Tensors:
 @pytest.mark.parametrize(
     ("tensors", "config", "named"),
     [
-        ({}, {}, "holds no multi-token prediction module that is known here"),
+        ({}, {}, "holds no supported multi-token prediction module"),
         (added("mlp.experts.0.up_proj"), {}, r"decoder layer with mlp\.experts\.0\.up_proj\.weight, expected"),
         (added("self_attn.kv_a_proj_with_mqa"), {}, "latent attention are not supported"),
         (gated(), {}, r"q_proj\.weight in .* has shape \(64, 32\), expected \(32, 32\)"),

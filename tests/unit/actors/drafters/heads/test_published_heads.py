@@ -122,7 +122,7 @@ def test_greedy_tokens_and_hidden_states_are_the_reference_s() -> None:
             (8,),
             "reads the target's state 8, its final one, 32 elements",
         ),  # although its configuration names 2
-        ("mlp_speculator", 3, (8,), "MLPSpeculator of 3 steps with weights of their own, 24 wide"),
+        ("mlp_speculator", 3, (8,), "MLPSpeculator of 3 steps with separate weights, 24 wide"),
     ],
 )
 def test_a_head_that_reads_the_last_state_describes_itself(name: str, width: int, layers: Any, described: str) -> None:
@@ -631,7 +631,7 @@ def mapped(ids: Tensor) -> Change:
         ("dflash", {"block_size": 1}, "block_size .* is 1, expected at least 2"),
         ("dflash", {"layer_types": ["full_attention"]}, "layer_types .* each of 2 layers"),
         ("dflash", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
-        ("dflash", {"use_swa": True}, "use_swa .* but layer_types names no layer"),
+        ("dflash", {"use_swa": True}, "use_swa .* but layer_types contains no sliding"),
         ("dflash", {"draft_vocab_size": 48}, "draft_vocab_size .* less only with the tensors d2t and lm_head"),
     ],
 )
@@ -652,8 +652,8 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, name: str, c
             "states of 16 elements, but the target's have 32",
         ),
         ("medusa", without("3.0"), r"no tensor 3\.0\.linear\.weight"),
-        ("medusa", mapped(MAP[:3]), "token_map .* has 3 tokens, expected one for each of 4"),
-        ("medusa", mapped(MAP + 10), "expected different ids below 96"),
+        ("medusa", mapped(MAP[:3]), "token_map .* has 3 tokens, expected 4"),
+        ("medusa", mapped(MAP + 10), "expected distinct ids below 96"),
         ("medusa", added("1.1.weight", 90, 32), r"1\.1\.weight .* \(90, 32\), expected"),
         ("mlp_speculator", lambda _: {"fc.weight": torch.zeros(2)}, "holds no MLPSpeculator"),
         ("mlp_speculator", added("speculator.proj.0.weight", 24, 16), "states of 16 elements.* target's have 32"),
@@ -670,10 +670,10 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, name: str, c
             "90 tokens, but the target's ids go up to 95",
         ),
         ("dflash_speculators", without("d2t"), "draft_vocab_size"),
-        ("dflash_speculators", lambda t: t | {"d2t": t["d2t"] + 60}, "expected different ids below 96"),
+        ("dflash_speculators", lambda t: t | {"d2t": t["d2t"] + 60}, "expected distinct ids below 96"),
         ("dflash", without("layers.1.self_attn.q_norm"), r"no tensor layers\.1\.self_attn\.q_norm\.weight"),
         ("dflash", without("fc"), r"no tensor fc\.weight"),
-        ("dflash", added("markov_head.markov_w1.weight", 2), "no DFlash head .*: markov_head"),
+        ("dflash", added("markov_head.markov_w1.weight", 2), "no supported DFlash head .*: markov_head"),
         ("dflash", added("layers.0.attention_conv.base_kernel", 2), "attention_conv"),
         ("dflash", added("norm.weight", 31), r"norm\.weight .* \(31,\), expected \(32,\)"),
     ],

@@ -229,7 +229,7 @@ def test_options_apply_to_the_shown_head(options: dict[str, Any], tmp_path: Path
 
 def test_unsuitable_options_are_misfits(tmp_path: Path) -> None:
     (misfit,) = inspect_draft(checkpoint("eagle3"), TARGET, {"eagle": {"states": [1, 2]}}).mismatches
-    assert "the list of states that was given" in str(misfit)
+    assert "the option for states" in str(misfit)
 
 
 def test_the_targets_hidden_size_follows_from_the_number_of_states(tmp_path: Path) -> None:
