@@ -57,7 +57,7 @@ def page_count(
     if pages < per_session:
         needed = per_session * bytes_each / GIB
         raise ModelError(
-            f"the cache has room for {pages * cache.page_size} tokens, but a session may have {context}: set"
-            f" cache_per_rank.gib to at least {needed:.2f}, or lower model.max_context"
+            f"the cache has room for {pages * cache.page_size} tokens, but a session may have {context}: give the cache"
+            f" at least {needed:.2f} GiB, or lower model.max_context"
         )
     return pages

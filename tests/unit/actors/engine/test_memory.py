@@ -68,7 +68,7 @@ def test_who_shares_a_gpu_leaves_the_others_their_part(monkeypatch, share, free,
 @pytest.mark.parametrize("gib", [9.5 / 1024, None], ids=["given", "free"])
 def test_too_little_for_one_session_is_refused_with_what_is_needed(monkeypatch, gib):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 19 * GIB // 1024)
-    with pytest.raises(ModelError, match=r"room for 72 tokens, but a session may have 80: give it at least 0\.01 GiB"):
+    with pytest.raises(ModelError, match=r"72 tokens, but a session may have 80: give the cache at least 0\.01 GiB"):
         page_count(CacheConfig(page_size=8, gib=gib), GIB // 1024, sessions=4, context=80, device=CPU)
 
 

@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "shape": ("eagle1", {"intermediate_size": 60}, r"gate_proj.weight in .* has shape \(64, 32\), expected \(60, 32\)"),
     "head_dim": ("eagle1", {"head_dim": 16}, r"q_proj.weight in .* has shape \(32, 32\), expected \(64, 32\)"),
     "missing tensor": ("eagle1", {"change": without("layers.0.mlp.up_proj.weight")}, "no tensor layers.0.mlp.up_proj"),
-    "further tensor": ("eagle3", {"change": added("midlayer.self_attn.sinks", 4)}, "no supported EAGLE head .*: .*sinks"),
+    "further tensor": ("eagle3", {"change": added("midlayer.self_attn.sinks", 4)}, "supported EAGLE head .*: .*sinks"),
     "d2t": ("eagle3", {"change": without("d2t")}, "proposes 48 of 96 tokens, but has no tensor d2t"),
     "no head's head": ("eagle3", {"change": without("lm_head.weight")}, "has no lm_head.weight"),
     "draft_vocab_size": ("eagle3", {"draft_vocab_size": 97}, "is 97, expected 1 to 96"),

@@ -566,7 +566,7 @@ def test_a_mask_may_have_an_embedding_of_its_own(tmp_path: Path, as_dict: bool) 
     torch.save({"embedding": row, "mask_token_id": 3} if as_dict else row.unsqueeze(0), folder / MASK_FILE)
     assert off_by(logits(loaded("dflash", folder)), DFLASH["logits"]) < TOLERANCE
     torch.save(torch.zeros(5), folder / MASK_FILE)
-    with pytest.raises(ModelError, match=r"mask_embedding\.pt holds no tensor of 32 elements"):
+    with pytest.raises(ModelError, match=r"mask_embedding\.pt holds no mask embedding of 32 elements"):
         loaded("dflash", folder)
 
 

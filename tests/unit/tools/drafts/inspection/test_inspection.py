@@ -356,7 +356,7 @@ def test_misfits_name_expected_and_found_values(tmp_path: Path) -> None:
 def test_ids_outside_the_vocabulary_do_not_fit(tmp_path: Path) -> None:
     folder = altered(tmp_path, "eagle3", lambda tensors: tensors | {"d2t": tensors["d2t"] + 60})
     (misfit,) = inspect_draft(folder, TARGET).mismatches
-    assert "expected different ids below 96" in str(misfit)
+    assert "expected distinct ids below 96" in str(misfit)
     assert not loads("eagle", folder)
 
 
