@@ -42,14 +42,14 @@ def grammar_vocabulary(tokenizer: Any, ends: Sequence[int]) -> LLTokenizer:
             "the model has no end-of-text token, and grammars need one; add eos_token_id to generation_config.json"
         )
     if not getattr(tokenizer, "is_fast", False):
-        raise ModelError(f"{type(tokenizer).__name__} is no fast tokenizer, and grammars need one; add tokenizer.json")
+        raise ModelError(f"{type(tokenizer).__name__} is not a fast tokenizer, which grammars need; add tokenizer.json")
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
     try:
         return LLTokenizer(backend.to_str(), n_vocab=id_limit(tokenizer), eos_token=list(ends))
     except ValueError as error:
-        raise ModelError(f"grammars are not supported with this tokenizer: {one_line(error)}") from error
+        raise ModelError(f"grammars do not support this tokenizer; use another model: {one_line(error)}") from error
 
 
 _logger = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class TextGrammar:
     """A compiled grammar and its state after a text.
 
     A mask has one bit per token, lowest bit of a byte first. The end-of-text ids `ends` are allowed where the grammar
-    may end; where it must end, only they are allowed. A string that the grammar forces is tokenised as the tokenizer
-    would.
+    may end; where it must end, only they are allowed. Where the grammar allows only one string, the mask allows only
+    the tokenizer's own tokens of this string.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
@@ -248,6 +248,6 @@ class GrammarCompiler:
         if not matcher.is_error():
             trial.compute_bitmask()  # reveals errors of unreachable rules
         if trial.is_error():
-            why, *_ = trial.get_error().split("\n<")  # drops details for the library's developers
+            why, *_ = trial.get_error().split("\n<")  # drops details for developers of the library
             raise GrammarError(REWORDED_ERRORS.get(why, why)[:MAX_MESSAGE_CHARS])
         return matcher

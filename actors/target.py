@@ -137,7 +137,7 @@ class GrammarGate:
         self._held.pop(session).task.cancel()
 
 
-STATES_BYTES_PER_STEP = 4 << 20  # limit on hidden states read between two steps
+STATES_BYTES_PER_STEP = 4 << 20  # maximum bytes of hidden states read between two steps
 Computed = TypeVar("Computed")
 
 

@@ -1,6 +1,6 @@
 """Attention by FlashInfer (extra `flashinfer`): ragged queries over pages in place.
 
-FlashInfer makes one plan on the host per shape, scale and window; all layers with the same three share it.
+FlashInfer makes one plan on the host per shape, scale and window; layers with equal values share it.
 """
 
 import importlib

@@ -77,6 +77,6 @@ def varlen_for(device: torch.device) -> Varlen:
     """Creates the backend. Raises RuntimeError or ImportError if the device has no paged kernel."""
     major, minor = torch.cuda.get_device_capability(device)
     if major not in IMPLEMENTATION:
-        raise RuntimeError(f"no FlashAttention with block tables for compute capability {major}.{minor}")
+        raise RuntimeError(f"compute capability {major}.{minor} has no paged FlashAttention; use flashinfer")
     activate_flash_attention_impl(IMPLEMENTATION[major])
     return Varlen(varlen_attn)

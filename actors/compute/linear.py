@@ -29,7 +29,7 @@ class Projection(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Returns y + other, for `other` of the shape of y."""
+        """Returns y + other; `other` has the shape of y."""
         ...
 
 

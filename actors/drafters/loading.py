@@ -97,7 +97,7 @@ def draft_with(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Parts of a model prepared for drafting; column i of its logits scores `token_ids[i]`."""
+    """A model prepared for drafting; column i of its logits scores `token_ids[i]`."""
 
     decoder: Decoder
     token_ids: Tensor
@@ -183,7 +183,7 @@ FIGURE = "first_token_acceptance"
 def published_acceptance(draft: DraftPool) -> float | None:
     """Reads the published acceptance rate of blocks' first tokens from the draft's config.json.
 
-    Returns None if it is missing. Raises ModelError if it is outside (0, 1].
+    Returns None without a published rate. Raises ModelError if the rate is outside (0, 1].
     """
     if draft.model is None:
         return None

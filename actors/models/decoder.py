@@ -161,12 +161,12 @@ class Layer:
     """Weights of one decoder layer."""
 
     attention_norm: Norm
-    qkv: Projection  # outputs: queries, keys and values, concatenated
+    qkv: Projection  # yields concatenated queries, keys and values
     query_norm: Norm | None
     key_norm: Norm | None
     attention_out: Projection
     mlp_norm: Norm
-    gate_up: Projection  # outputs: gate, then up projection
+    gate_up: Projection  # yields the gate, then the up projection
     down: Projection
     scaling: float
     window: int | None

@@ -135,7 +135,7 @@ def _serve_small(case: _Case, seed: int) -> None:
         ranks = [_CheckedRank(part, group, case.context) for part, group in models]
     except Exception as error:  # loading would raise the same error
         raise _wrong(error) from error
-    with ThreadPoolExecutor(len(ranks)) as pool:  # parallel, since ranks wait for each other
+    with ThreadPoolExecutor(len(ranks)) as pool:  # ranks wait for each other, so they need threads
         errors = [future.exception() for future in [pool.submit(rank.run, texts) for rank in ranks]]
     failures = [error for error in errors if error is not None]
     failures.sort(

@@ -99,7 +99,7 @@ def check_plan(model: PreTrainedModel) -> None:
 def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
     """Replaces the model's empty layers with this rank's parts; returns the cut of each split parameter.
 
-    Does not split the embedding.
+    The embedding is not split.
     """
     check_plan(model)
     cuts: dict[str, Cut] = {}

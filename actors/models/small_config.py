@@ -176,7 +176,7 @@ def _cut_layers(fields: dict[str, Any]) -> None:
 
 
 def _shrink_heads(small: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Shrinks heads; preserves the ratio of key to query heads, and equality of total head size and hidden size."""
+    """Shrinks heads; preserves the ratio of key to query heads, and whether their total size equals the hidden size."""
     heads = next((fields[name] for name in HEADS if _is_count(fields.get(name))), None)
     hidden = next((fields[name] for name in HIDDEN if _is_count(fields.get(name))), None)
     if not heads or not hidden:

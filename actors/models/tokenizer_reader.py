@@ -20,7 +20,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Loads a fast tokenizer. Raises ModelError if the folder contains none or it is unsupported."""
+    """Loads a fast tokenizer. Raises ModelError if the tokenizer is missing or unsupported."""
     folder = Path(folder)
     if not has_tokenizer(folder):
         raise ModelError(

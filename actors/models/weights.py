@@ -31,7 +31,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHOWN_AFTER_S = 2.0  # seconds before a progress bar appears
 UNREAD_TENSORS = (
-    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # in old checkpoints; the config determines them
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # in old checkpoints; determined by the config
     r"(^|\.)position_ids$",
     r"(^|\.)(attn|attention)\.masked_bias$",
     r"^mtp\.",  # multi-token prediction modules, which drafters read

@@ -28,8 +28,8 @@ class Handshakes:
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self._loop = asyncio.get_running_loop()
-        self._begun = 0  # handshakes within the timeout
-        self._passed = 0  # handshakes within the timeout that a call has followed
+        self._begun = 0  # pending handshakes: started within the timeout
+        self._passed = 0  # pending handshakes already followed by a call
 
     def begins(self) -> None:
         """Records the start of a handshake; called in a gRPC thread, sometimes after the loop has closed."""

@@ -92,7 +92,7 @@ class Outbox:
     async def overflow(self) -> None:
         """Raises ProtocolError as soon as the queue overflows, even while a write hangs."""
         await self._overflow.wait()
-        raise ProtocolError(f"the peer is {self._limit} messages behind")
+        raise ProtocolError(f"the peer is {self._limit} messages behind; it must reconnect")
 
 
 class StatesOutbox(Outbox):

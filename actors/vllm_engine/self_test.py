@@ -1,7 +1,7 @@
 """Self-test of a vLLM target before serving: verifies one correct and one wrong block with known results.
 
 vLLM's private attributes change between versions, possibly without an error. The test first decodes a session without
-drafts, both greedy and sampled. With each block, the text must be the same.
+drafts, both greedy and sampled. Decoding with each block must yield the same text.
 """
 
 from collections.abc import Callable

@@ -164,7 +164,7 @@ class LastStatePredictor:
             fill_positions(drafts, self.width, self._foresee, self._sampler, interrupted)
 
     def _foresee(self, drafts: Sequence[PredictedDraft], counts: Sequence[int]) -> list[Tensor]:
-        """Predicts position by position, each with its own head, batching the drafts that need it."""
+        """Predicts each position with its own head, for all drafts that need it in one batch."""
         states = [self._state(draft) for draft in drafts]
         predictions: list[list[Tensor]] = [[] for _ in drafts]
         for depth in range(max(counts)):

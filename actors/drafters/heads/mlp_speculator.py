@@ -62,7 +62,7 @@ class MlpSpeculatorConfig:
 
     @property
     def state_share(self) -> float:
-        """Weight of the previous state per step. Over all steps, the target's state has a squared weight of 1/2."""
+        """Weight of the previous state per step. After all steps, the squared weight of the target's state is 1/2."""
         return float(0.5 ** (0.5 / self.steps))
 
     @property

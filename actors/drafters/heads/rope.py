@@ -14,7 +14,7 @@ from actors.models.config_reader import read_config
 from actors.models.decoder import fix_frequencies
 from cluster.errors import ModelError
 
-DEFAULT_BASE = 10000.0  # default of configurations; independent of the target's base
+DEFAULT_BASE = 10000.0  # used if the configuration sets none; independent of the target's base
 PLAIN = frozenset({"default", "mrope"})  # for text, mrope equals the default, since its sections have equal positions
 
 

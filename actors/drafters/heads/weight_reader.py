@@ -16,7 +16,7 @@ from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DraftColumns, draft_columns
 from actors.models.decoder import Norm, norm_of
 
-TRAINING_PREFIXES = ("t2d", "verifier_")  # tensors used only in training
+TRAINING_PREFIXES = ("t2d", "verifier_")  # prefixes of tensors used only in training
 DERIVED_SUFFIX = "rotary_emb.inv_freq"  # determined by the configuration
 BORROWABLE = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}  # names in the target, by name in the head
 

@@ -366,7 +366,7 @@ class DraftModel:
     # ------------------------------------------------------------ blocks ahead of a verdict
 
     def roots(self, request: LookaheadRequest) -> list[CachedDraft]:
-        """Returns roots: the main path's part with unknown candidates, and the main path's siblings.
+        """Returns roots for the main path, from its first unknown candidates on, and for its siblings.
 
         The model first reads the part of the block drafted by a head or another method. If the preceding text is fed
         again with true states, it reads the whole block, because the candidates change.

@@ -83,7 +83,7 @@ def read_frequent_tokens(folder: Path, vocabulary: int) -> list[int] | None:
     except ValueError:
         ids = None
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
-        raise ModelError(f"{path} must be a list of token ids from 0 to {vocabulary - 1}")
+        raise ModelError(f"{path} must be a list of token ids from 0 to {vocabulary - 1}; correct it")
     return ids
 
 
@@ -94,7 +94,7 @@ def reduce_head(model: PreTrainedModel, token_ids: Tensor) -> None:
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ModelError(f"a draft needs a linear head to be reduced, not {type(head).__name__}")
+        raise ModelError(f"a draft needs a linear head to be reduced, not {type(head).__name__}; remove {FILE}")
     reduced = nn.Linear(head.in_features, len(token_ids), bias=head.bias is not None, device="meta")
     reduced.weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
     if head.bias is not None:

@@ -13,7 +13,7 @@ from actors.drafters.heads.rope import Rope, TargetShape, rope_of
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
-BLOCK_SIZE = 16  # default of configurations
+BLOCK_SIZE = 16  # used if the configuration sets none
 OUTPUTS_KEY = "target_layer_ids"  # ids of the layers whose outputs the head reads
 STATES_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # ids of states (layer inputs)
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")

@@ -302,7 +302,7 @@ class DFlashPredictor:
 
 
 log = logging.getLogger(__name__)
-MAX_POSITIONS = 2048  # default of configurations; used only by some RoPE scalings
+MAX_POSITIONS = 2048  # used if the configuration sets none; affects only some RoPE scalings
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:

@@ -28,12 +28,12 @@ class DFlashLayer:
 
     attention_norm: Norm
     query: Projection
-    key_value: Projection  # outputs: keys, then values
+    key_value: Projection  # yields keys, then values
     query_norm: Norm
     key_norm: Norm
     attention_out: Projection
     mlp_norm: Norm
-    gate_up: Projection  # outputs: gate, then up projection
+    gate_up: Projection  # yields the gate, then the up projection
     down: Projection
 
 

@@ -69,7 +69,8 @@ def check_states(states: Sequence[int], target_layers: int, count: int, source: 
     """Raises ModelError unless these are `count` distinct inputs of the target's layers."""
     if len(states) != count:
         raise ModelError(
-            f"the EAGLE-3 head reads {count} states side by side, but {source} lists {len(states)}: {list(states)}"
+            f"the EAGLE-3 head reads {count} states side by side, but {source} lists {len(states)}: {list(states)};"
+            " use a head made for this target"
         )
     if len(set(states)) < count or not all(0 <= k < target_layers for k in states):
         raise ModelError(
@@ -248,7 +249,7 @@ class EagleConfig:
 
 FIRST_QUERIES = "layers.0.self_attn.q_proj"
 BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # required tensor by configuration key
-MAX_POSITIONS = 2048  # default of configurations
+MAX_POSITIONS = 2048  # used if the configuration sets none
 
 
 def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) -> EagleConfig:
@@ -311,7 +312,8 @@ def _kind(files: HeadFiles, hidden: int) -> EagleKind:
 def _check_target(files: HeadFiles, body: Mapping[str, Any], target: TargetShape, vocabulary: int) -> None:
     if vocabulary != target.vocabulary:
         raise ModelError(
-            f"{files.folder} was made for a vocabulary of {vocabulary}, but the target has {target.vocabulary}"
+            f"{files.folder} was made for a vocabulary of {vocabulary}, but the target has {target.vocabulary};"
+            " use a head made for this target"
         )
     stated = body.get("target_hidden_size")
     if stated is not None and stated != target.hidden:
@@ -349,7 +351,7 @@ def _needs(
     width = linear_width(files, "fc")
     if width % target.hidden:
         raise ModelError(
-            f"fc.weight in {files.folder} has {width} inputs, not a multiple of the target's hidden size of"
+            f"fc.weight in {files.folder} has {width} inputs, not a multiple of the target's hidden size,"
             f" {target.hidden}"
         )
     count = width // target.hidden

@@ -181,7 +181,7 @@ def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
     check_layer(files.tensors, str(files.folder))
     window = files.config.get("sliding_window")
     if window and files.config.get("use_sliding_window", True):
-        raise ModelError(f"the target in {files.folder} attends to a window of {window}, which is not supported in MTP")
+        raise ModelError(f"the target in {files.folder} attends to a window of {window}; use another method than mtp")
     return replace(resolve(files, target, NO_OVERRIDES), kind=EagleKind.MTP)
 
 
