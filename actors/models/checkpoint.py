@@ -72,7 +72,7 @@ def fetched(name: str, patterns: Sequence[str]) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"model '{name}' is neither a folder nor can it be fetched as a Hugging Face id: {error}"
+            f"model '{name}' is not a folder and cannot be fetched from Hugging Face; correct it: {error}"
         ) from error
 
 

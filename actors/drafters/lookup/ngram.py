@@ -94,7 +94,7 @@ class Occurrences:
         return dict(sorted(totals.items(), key=lambda share: -share[1]))
 
     def after(self, token: int) -> "Occurrences":
-        """Returns the occurrences followed by `token`, advanced by one, without occurrences at the text's end."""
+        """Keeps the occurrences followed by `token` and advances them by one; drops those that reach the text's end."""
         mask = (self.tokens[self.ends] == token) & (self.ends + 1 < len(self.tokens))
         return Occurrences(self.tokens, self.ends[mask] + 1, self.sizes[mask] + 1)
 

@@ -166,7 +166,7 @@ class SessionStates:
     def __init__(self, begin: int = 0) -> None:
         self.begin = begin
         self._rows: Tensor | None = None  # (capacity, hidden)
-        self._known = bytearray()  # by position - `begin`: 1 if the row is present
+        self._known = bytearray()  # index: position - begin; 1 if the row is present
 
     def __contains__(self, position: int) -> bool:
         at = position - self.begin

@@ -29,7 +29,7 @@ from protos.messages import StatesNeeded
 KEY = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS_KEY = "target_layer_ids"
 SECTION = "eagle_config"
-FIRST_OF_STATES = 2  # first default id if ids refer to states; it is 1 if they refer to outputs
+FIRST_OF_STATES = 2  # lowest default id for states; for outputs, it is 1
 
 
 class LayerIdMeaning(Enum):
