@@ -1,7 +1,7 @@
-"""Tools apart from serving: bench, plan, simulate, trace, examine drafts and clusters, render manifests.
+"""Tools of the `slipstream` command that do not serve requests.
 
-They are installed with the package and run through the `slipstream` command, which `cli.py` assembles; start there.
-`bench` measures speed, `planning` predicts it, `drafts` inspects and compares draft checkpoints, `doctor` examines a
-cluster, `kubernetes` renders manifests, and `simulation` runs the protocol under random faults. No module that serves
-imports them: imports go protos <- cluster <- actors <- serve_app <- tools.
+Start with `cli.py`, which assembles the command. `bench` measures speed, `planning` predicts it, `drafts` inspects and
+compares draft checkpoints, `doctor` examines a cluster, `kubernetes` renders manifests, and `simulation` runs the
+protocol under random faults. Serving modules never import them: imports go protos <- cluster <- actors <- serve_app <-
+tools.
 """

@@ -1,7 +1,7 @@
-"""Line charts and timelines, drawn with matplotlib and saved as SVG.
+"""Draws line charts and timelines with matplotlib, as SVG.
 
-matplotlib comes with the extra `plot`. It is imported only when a chart is drawn, so that commands without charts start
-quickly and work without it.
+The extra `plot` installs matplotlib, which is imported only for drawing. Commands without charts start quickly and work
+without it.
 """
 
 import io
@@ -15,16 +15,16 @@ from cluster.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STYLE = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}  # keeps text as text, and "$" as "$"
+STYLE = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}  # keeps text and "$" verbatim
 GREY = "#b0b0b0"
-GOLDEN_ANGLE = 0.381966  # share of the hue circle between colours, which keeps any number of hues apart
-VISIBLE_SHARE = 0.002  # minimum share of the window at which a bar's colour is visible
+GOLDEN_ANGLE = 0.381966  # step on the hue circle, which separates any number of hues
+VISIBLE_SHARE = 0.002  # minimum visible bar width, as a share of the window
 LEGEND_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An interval on one track of a timeline. Bars of one kind share a colour."""
+    """Interval on one track of a timeline. Bars of one kind share a colour."""
 
     track: str
     kind: str
@@ -33,20 +33,20 @@ class Bar:
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError if matplotlib is not installed; call it before any work that ends in a chart."""
+    """Raises ConfigError if matplotlib is not installed; call it before computing a chart's data."""
     if find_spec("matplotlib") is None:
         raise ConfigError("charts need matplotlib; install it with: pip install 'slipstream-serving[plot]'")
 
 
 def svg(figure: "Figure") -> str:
-    """Renders a chart as an SVG element. Equal charts render to equal text."""
+    """Renders a chart as an SVG element, deterministically."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": "slipstream"}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
-    return text[text.index("<svg") :]  # drops the XML prolog, to embed the element in HTML
+    return text[text.index("<svg") :]  # drop the XML prolog, which HTML does not allow
 
 
 def line_chart(
@@ -78,8 +78,7 @@ def line_chart(
 def timeline(bars: Sequence[Bar], begins: float, ends: float, unit: str, grey: str = "") -> "Figure":
     """Draws the bars of a window, one row per track in order of appearance; time starts at 0.
 
-    Overlapping bars of a track are stacked. The legend lists the kinds that are wide enough to see; the kind `grey`
-    comes last, in grey.
+    Stacks overlapping bars of a track. The legend lists only visible kinds; the kind `grey` is grey and comes last.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -116,7 +115,7 @@ def _colours(names: Sequence[str]) -> dict[str, tuple[float, ...]]:
 
 
 def _lanes(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """Distributes bars, sorted by start, over lanes so that none overlap."""
+    """Distributes bars, sorted by start, over lanes without overlap."""
     lanes: list[list[Bar]] = []
     for bar in bars:
         free = next((lane for lane in lanes if lane[-1].ended <= bar.began), None)

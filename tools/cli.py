@@ -1,6 +1,6 @@
-"""The `slipstream` command: combines the commands that serve with those of the tools.
+"""The `slipstream` command: combines the commands of `serve_app` and of the tools.
 
-Commands import torch and Ray only when they need them, so that help stays quick.
+Commands import torch and Ray only if needed, so that help stays fast.
 """
 
 from pathlib import Path
@@ -41,32 +41,32 @@ app.command()(plan)
 @app.command()
 def bench(
     config_path: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="YAML file; without it the demo's pair is measured.")
+        Path | None, typer.Argument(metavar="CONFIG", help="YAML file; default: the demo's configuration.")
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help='JSON lines {"kind", "prompt"}; default: 24 prompts of six kinds.')
     ] = None,
     dataset: Annotated[
         Path | None,
-        typer.Option(help="Prompts as data sets have them: JSON lines of prompts or messages, or ShareGPT."),
+        typer.Option(help="Prompts from a data set: JSON lines of prompts or messages, or ShareGPT."),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write all measurements here.")
+        Path | None, typer.Option("--json", metavar="OUT", help="Write all measurements to this file.")
     ] = None,
     html_path: Annotated[
-        Path | None, typer.Option("--html", metavar="OUT", help="Write a report with curves here.")
+        Path | None, typer.Option("--html", metavar="OUT", help="Write a report with charts to this file.")
     ] = None,
-    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeatable.")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Concurrent requests; repeatable.")] = None,
     rate: Annotated[
         list[float] | None,
-        typer.Option(min=0.001, help="Instead: requests a second, which come by chance; repeatable."),
+        typer.Option(min=0.001, help="Poisson arrivals: requests per second; repeatable."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=2, help="Requests at each rate.")] = 60,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 96,
-    repeats: Annotated[int, typer.Option(min=1, help="How often every prompt is run.")] = 1,
+    requests: Annotated[int, typer.Option(min=2, help="Number of requests per rate.")] = 60,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs per prompt.")] = 1,
     generate: Annotated[bool, typer.Option("--generate", help="Third arm: plain Hugging Face generate.")] = False,
     url: Annotated[
-        str | None, typer.Option(help="With --rate: an endpoint that runs already, instead of starting CONFIG.")
+        str | None, typer.Option(help="With --rate: measure this running endpoint instead of CONFIG.")
     ] = None,
     key: ApiKey = None,
     port: Port = 0,
@@ -102,7 +102,7 @@ def bench(
 def trace(
     json_path: Annotated[Path, typer.Argument(metavar="OUT", help="Chrome trace; open it at https://ui.perfetto.dev.")],
     picture_path: Annotated[
-        Path | None, typer.Option("--gantt", metavar="OUT", help="Write an SVG picture of a window here.")
+        Path | None, typer.Option("--gantt", metavar="OUT", help="Write an SVG chart of a window to this file.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.001, help="Length of the window.")] = 1.0,
     ends_before: Annotated[float, typer.Option(min=0, help="Seconds from the window's end to the latest span.")] = 0.0,
@@ -115,19 +115,19 @@ def trace(
     from tools.trace import stages_table, write_trace
 
     console = Console()
-    with console.status("Asking the replicas"):
+    with console.status("Reading the replicas"):
         actors = live_actors(address, APPLICATION)
     found = spans(actors)
     write_trace(found, json_path, picture_path, seconds, ends_before)
     console.print(stages_table(found))
-    typer.echo(f"{len(found)} spans of {len(actors)} actors are in {json_path}")
+    typer.echo(f"Wrote {len(found)} spans of {len(actors)} actors to {json_path}")
 
 
 @app.command()
 def doctor(config_path: ConfigPath, overrides: Overrides = None, address: RayAddress = "auto") -> None:
-    """Examines every node of a running Ray cluster for CONFIG, and reports what is wrong and how to fix it.
+    """Examines every node of a running Ray cluster for CONFIG, and reports faults with their fixes.
 
-    The exit status is 0 if all is well and 1 otherwise.
+    The exit status is 0 without faults, else 1.
     """
     config = load(config_path, overrides)
     with Console(stderr=True).status("Examining the nodes"):

@@ -24,7 +24,7 @@ SEVERAL = "several"  # kind of spans that serve several requests
 
 
 class TraceError(SlipstreamError):
-    """Raised when there is nothing to trace."""
+    """Raised if no spans were recorded."""
 
 
 # ---------------------------------------------------------------- Chrome trace
@@ -64,9 +64,9 @@ def _names(found: Sequence[Span], processes: Mapping[str, int], tracks: Mapping[
 
 
 def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) -> tuple[float, float]:
-    """Returns the interval of the last `seconds` of the trace, or one that ends `ends_before_s` earlier."""
+    """Returns the begin and end of a window of `seconds` that ends `ends_before_s` before the latest span."""
     if not found:
-        raise TraceError("no span was recorded: send a request first")
+        raise TraceError("no span was recorded; send a request first")
     ends = max(span.ended_s for span in found) - ends_before_s
     return ends - seconds, ends
 
@@ -74,11 +74,11 @@ def window(found: Sequence[Span], seconds: float, ends_before_s: float = 0.0) ->
 def trace_chart(found: Sequence[Span], begins: float, ends: float) -> "Figure":
     """Draws the activity in a window: one line per actor and kind of span, one colour per request.
 
-    Requests are numbered by their first span without other requests; spans of several requests are grey.
+    Requests are numbered by their first unshared span; spans of several requests are grey.
     """
     inside = [span for span in found if span.ended_s > begins and span.began_s < ends]
     if not inside:
-        raise TraceError("no span lies in the window: ask for another one")
+        raise TraceError("no span lies in the window; choose another window")
     alone = [span.sessions[0] for span in sorted(inside, key=lambda span: span.began_s) if len(span.sessions) == 1]
     number = {session: index for index, session in enumerate(dict.fromkeys(alone), start=1)}
     inside.sort(key=lambda span: (span.actor, span.name, span.began_s))

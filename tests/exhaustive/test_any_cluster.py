@@ -120,7 +120,7 @@ def test_the_doctor_names_what_is_wrong_on_which_node(cluster: Cluster, config_f
     told = examined.stdout
     assert "there is no model folder /no/such/folder" in told
     assert f"cannot listen on 127.0.0.1:{port}" in told
-    assert told.count("Ray lets a node finish for 60 s when it is asked to end, and its replicas may take 65 s") == 3
+    assert told.count("Ray drains the node for 60 s, but its replicas may take 65 s") == 3
     assert "a target replica needs 1.6 CPU on one node with pool=target, but no node has more than 1 CPU" in told
 
 
@@ -182,7 +182,7 @@ def test_up_changes_what_is_up_and_down_leaves_nothing(cluster: Cluster, config_
         httpx.get(f"{url_of(config_file)}/health")
     again = slipstream(cluster, "down")
     assert again.returncode == 2
-    assert "no slipstream is up" in again.stderr
+    assert "no slipstream is deployed" in again.stderr
     with connected(cluster.address):
         assert not is_running()
         assert ray.util.list_named_actors(all_namespaces=True) == []

@@ -103,7 +103,7 @@ def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
         "latencies mean nothing"
     )
     text = " ".join(shown(recommendation_report(TOO_MUCH, recommendation)).split())
-    assert "No fleet keeps up with 5 requests a second on each target, 160 tokens/s" in text
+    assert "No fleet keeps up with 5 requests/s per target (160 tokens/s)" in text
     assert "grows: does not keep up" in text
     assert "Take" not in text
     assert recommendation.limits is None, "there is no number of sessions at once"

@@ -1,7 +1,7 @@
 """Reference arm of the bench: Hugging Face `generate` in a separate process.
 
-The process reads one JSON line per question and writes one JSON line per answer; the first line it reads names the
-model to load. Between questions it is idle.
+The first input line names the model to load. The process then reads one JSON line per question and writes one JSON line
+per answer. It is idle between questions.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Reference:
     @classmethod
     @asynccontextmanager
     async def started(cls, config: SlipstreamConfig) -> AsyncIterator["Reference"]:
-        """Starts the process and loads the target, with the cores and threads of all ranks of a replica."""
+        """Starts the process and loads the target, with the total cores and threads of a replica's ranks."""
         command = sys.executable, "-m", "tools.bench.baseline"
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES)
         reference = cls(process)
@@ -60,7 +60,7 @@ class Reference:
         await self._stdin.drain()
         line = await self._stdout.readline()
         if not line:
-            raise ModelError("the reference process ended; what it printed above says why")
+            raise ModelError("the reference process ended; see its output above")
         reply: dict[str, Any] = json.loads(line)
         return reply
 

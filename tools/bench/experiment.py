@@ -1,7 +1,7 @@
 """Experiment: runs the same prompts and answer lengths with and without speculation, interleaved.
 
-Every batch of prompts runs under all arms in direct succession, and the order rotates from batch to batch, so a
-temporary slowdown of the machine affects all arms alike. Prompts come from JSON lines of prompts or messages, or from
+Each batch of prompts runs under all arms in succession, in an order that rotates from batch to batch. A temporary
+slowdown of the machine therefore affects all arms equally. Prompts come from JSON lines of prompts or messages, or from
 ShareGPT conversations.
 """
 
@@ -47,10 +47,10 @@ class Prompt:
 
     kind: str
     prompt: str
-    earlier: tuple[Turn, ...] = ()  # messages before the prompt in the same conversation
+    earlier: tuple[Turn, ...] = ()  # earlier messages of the conversation
 
     def question(self, max_tokens: int, draft_tokens: int | None) -> ChatQuestion:
-        """Returns a greedy question that ignores EOS, so that all answers have the same length."""
+        """Returns a greedy question that ignores EOS, which makes all answers equally long."""
         return ChatQuestion(self.prompt, max_tokens, True, draft_tokens, earlier=self.earlier)
 
 
@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One batch of prompts to run under one arm."""
+    """One batch of prompts, and the arm to run it under."""
 
     arm: str
     concurrency: int
@@ -76,7 +76,7 @@ class Task:
 
 
 def tasks(plan: Plan, arms: Sequence[str]) -> Iterator[Task]:
-    """Yields every batch for every arm, in the order in which they run."""
+    """Yields every batch under every arm, in execution order."""
     for concurrency in plan.concurrencies:
         at_once = [arm for arm in arms if arm != GENERATE or concurrency == 1]  # `generate` takes one request at a time
         batches = prompt_batches(plan.prompts, concurrency)
@@ -88,14 +88,14 @@ def tasks(plan: Plan, arms: Sequence[str]) -> Iterator[Task]:
 
 
 def prompt_batches(prompts: Sequence[Prompt], size: int) -> list[tuple[Prompt, ...]]:
-    """Splits prompts into at least two full batches; fills the last one with prompts from the beginning."""
+    """Splits prompts into at least two full batches; completes the last batch with prompts from the beginning."""
     count = max(2, -(-len(prompts) // size))
     supply = cycle(prompts)
     return [tuple(islice(supply, size)) for _ in range(count)]
 
 
 class Bench:
-    """Runs tasks against an endpoint, and against the reference if there is one."""
+    """Runs tasks against an endpoint and, if given, the reference."""
 
     def __init__(self, endpoint: ChatEndpoint, model: str, reference: Reference | None) -> None:
         self._endpoint = endpoint
@@ -218,17 +218,17 @@ SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """Reads the prompts of a file. Raises ConfigError that names an invalid entry.
 
-    A list of messages is used up to the user's last one. A ShareGPT conversation, whose answers another model wrote, is
-    used up to the user's first message.
+    A list of messages ends at the user's last message. A ShareGPT conversation, with answers from another model, ends
+    at the user's first message.
     """
     prompts = tuple(_prompt(entry, f"{path}, {where}") for where, entry in _entries(path))
     if len(prompts) < 2:
-        raise ConfigError(f"{path} holds {len(prompts)} prompts; an interval needs at least 2")
+        raise ConfigError(f"{path} contains {len(prompts)} prompts; add prompts, since an interval needs at least 2")
     return prompts
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields entries with their locations, from one JSON list (as ShareGPT is published) or from JSON lines."""
+    """Yields (location, entry) pairs from one JSON list, like ShareGPT's, or from JSON lines."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -245,7 +245,7 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where}: no JSON: {error}; {EXPECTED}") from error
+        raise ConfigError(f"{where}: invalid JSON: {error}; {EXPECTED}") from error
 
 
 def _prompt(entry: Any, where: str) -> Prompt:
@@ -261,7 +261,7 @@ def _prompt(entry: Any, where: str) -> Prompt:
         case _:
             raise ConfigError(f"{where}: {EXPECTED}")
     if ends is None:
-        raise ConfigError(f"{where}: no message of a user; {EXPECTED}")
+        raise ConfigError(f"{where}: no user message; {EXPECTED}")
     return Prompt(kind=str(entry.get("kind", "conversation")), prompt=turns[ends][1], earlier=tuple(turns[:ends]))
 
 

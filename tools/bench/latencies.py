@@ -1,7 +1,7 @@
 """Statistics over requests: client-side latencies, acceptance, throughput and paired speed-up. Pure.
 
-TTFT: seconds from the request to the first text. TPOT: seconds per token after that, averaged within each answer. ITL:
-seconds between two stream events with text, over all answers; with speculation an event may bring several tokens.
+TTFT: seconds from the request to the first text. TPOT: mean seconds per token after the first text, per answer. ITL:
+seconds between stream events with text, over all answers. With speculation, an event may contain several tokens.
 """
 
 import statistics
@@ -30,7 +30,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latencies over some answers; a measure is None if every answer was too short for it."""
+    """Latencies of several answers; a measure is None if all answers are too short for it."""
 
     ttft: Quantiles | None
     tpot: Quantiles | None
@@ -65,7 +65,7 @@ class LoadPoint:
     latencies: Latencies
 
     def quantile_s(self, measure: str, quantile: str) -> float | None:
-        """Returns one quantile in seconds, such as measure "ttft" at "p99"."""
+        """Returns one quantile in seconds, for instance measure "ttft" at "p99"."""
         found: Quantiles | None = getattr(self.latencies, measure)
         return None if found is None else float(getattr(found, quantile))
 
@@ -76,11 +76,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Results of requests that ran together, under one arm of the experiment."""
+    """Results of concurrent requests under one arm of the experiment."""
 
     arm: str
     concurrency: int
-    index: int  # index of the batch of prompts
+    index: int  # index of the prompts' batch
     repeat: int
     seconds: float
     tally: Tally
@@ -132,13 +132,13 @@ def arm_summary(batches: Sequence[Batch]) -> ArmSummary:
 
 
 def speedup(batches: Sequence[Batch], base_batches: Sequence[Batch]) -> Speedup:
-    """Compares two arms that ran the same prompts equally often."""
+    """Compares two arms with the same prompts and repeats."""
     base_of = {(batch.index, batch.repeat): batch for batch in base_batches}
     pairs = [(batch, base_of[batch.index, batch.repeat]) for batch in batches]
     ratios: dict[int, list[float]] = {}
     for batch, base in pairs:
         ratios.setdefault(batch.index, []).append(batch.tokens_per_s / base.tokens_per_s)
-    # Repeats of the same prompts depend on each other, so average them into one ratio.
+    # Average repeats of the same prompts into one ratio, since they are not independent.
     mean, low, high = mean_ratio([statistics.geometric_mean(repeats) for repeats in ratios.values()])
     same = [
         answer.text == base_answer.text
@@ -152,7 +152,7 @@ def speedup(batches: Sequence[Batch], base_batches: Sequence[Batch]) -> Speedup:
 
 def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Returns the geometric mean of at least two ratios, and its 95 % interval (percentile bootstrap of log-ratios)."""
-    assert len(ratios) >= 2, "one ratio says nothing of its own spread"
+    assert len(ratios) >= 2, "an interval needs at least two ratios"
     logs = np.log(np.asarray(ratios))
     means = np.random.default_rng(0).choice(logs, (RESAMPLES, len(logs))).mean(axis=1)
     tail = (1 - CONFIDENCE) / 2
@@ -161,7 +161,7 @@ def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
 
 
 def acceptance_by_kind(batches: Iterable[Batch]) -> dict[str, Tally]:
-    """Sums committed, drafted and accepted tokens by kind of prompt; blocks are not known per request."""
+    """Sums committed, drafted and accepted tokens by kind of prompt; block counts per request are unknown."""
     tallies: dict[str, Tally] = {}
     for batch in batches:
         for kind, answer in zip(batch.kinds, batch.answers, strict=True):

@@ -1,6 +1,6 @@
-"""Open-loop load: requests arrive at random times at a mean rate, whether or not earlier ones are answered.
+"""Open-loop load: requests arrive at random times at a mean rate, independent of earlier answers.
 
-At each rate the arms run one after the other, with the same requests at the same times.
+At each rate, the arms run in sequence, with the same requests at the same times.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 async def run_sweep(endpoint: ChatEndpoint, model: str, sweep: Sweep, advance: Callable[[], None]) -> list[LoadPoint]:
-    """Measures rate by rate; each run starts once the previous one is answered. `advance` is called after each run."""
+    """Measures each rate in turn. A run starts after the previous run's answers; calls `advance` after each run."""
     for most in ARMS.values():
         await endpoint.ask(model, sweep.prompts[0].question(WARM_UP_TOKENS, most))
     points = []

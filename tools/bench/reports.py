@@ -1,4 +1,4 @@
-"""Entry points of `slipstream bench`: run a closed-loop or open-loop benchmark, print it, write JSON and HTML.
+"""Entry points of `slipstream bench`: run a closed-loop or open-loop benchmark, and report it as text, JSON and HTML.
 
 The HTML report is one self-contained file with tables and charts.
 """
@@ -26,7 +26,7 @@ from tools.charts import line_chart, require_matplotlib, svg
 NAMES = {
     "ttft": "Time to the first token",
     "tpot": "Time per output token after the first",
-    "itl": "Time between two events of a stream",
+    "itl": "Time between stream events",
 }
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -38,7 +38,7 @@ svg { max-width: 100%; height: auto; }
 
 
 def html_report(title: str, conditions: str, load: str, points: Sequence[LoadPoint]) -> str:
-    """Renders the report as HTML; `load` names the unit of the points' load, such as "requests/s"."""
+    """Renders the report as HTML; `load` is the unit of the points' load, for instance "requests/s"."""
     body = "\n".join([_table(load, points), *_charts(load, points)])
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return (
@@ -95,7 +95,7 @@ def report_on_batches(
     report = asyncio.run(run_bench(url, config, plan, generate, console, json_path))
     console.print(report.tables())
     if html_path is not None:
-        _write_html(html_path, config.model.name, f"{plan.max_tokens} tokens an answer", AT_ONCE, report.points)
+        _write_html(html_path, config.model.name, f"{plan.max_tokens} tokens per answer", AT_ONCE, report.points)
 
 
 def measure_rates(
@@ -110,7 +110,7 @@ def measure_rates(
 ) -> None:
     """Measures the plan's prompts at each request rate, prints the results and writes them to files."""
     if not rates:
-        raise ConfigError("--url needs --rate: requests a second, as in --rate 1 --rate 2")
+        raise ConfigError("--url needs --rate (requests per second), as in --rate 1 --rate 2")
     if html_path is not None:
         require_matplotlib()
     sweep = Sweep(plan.prompts, tuple(rates), requests, plan.max_tokens)
@@ -121,7 +121,7 @@ def measure_rates(
         data = {"model": model, "settings": settings, "points": [asdict(point) for point in points]}
         json_path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if html_path is not None:
-        conditions = f"{requests} requests at each rate, {sweep.max_tokens} tokens an answer, open loop, Poisson"
+        conditions = f"{requests} requests per rate, {sweep.max_tokens} tokens per answer, open loop, Poisson"
         _write_html(html_path, model, conditions, A_SECOND, points)
 
 

@@ -39,7 +39,7 @@ def _quantiles(point: LoadPoint, measure: str) -> str:
 
 
 def milliseconds(point: LoadPoint, measure: str, quantile: str) -> str:
-    """Formats one quantile in milliseconds, such as measure "ttft" at "p99"."""
+    """Formats one quantile in milliseconds, for instance measure "ttft" at "p99"."""
     seconds = point.quantile_s(measure, quantile)
     return shown(None if seconds is None else 1e3 * seconds, ".0f")
 

@@ -1,4 +1,4 @@
-"""`slipstream doctor`: finds what a Ray cluster lacks for a configuration, and how to fix it.
+"""`slipstream doctor`: finds faults of a Ray cluster for a configuration, and names their fixes.
 
-`probe.py` examines every node and collects facts. `checks.py` turns the facts into checks and prints them; start there.
+Start with `checks.py`, which checks and reports facts. `probe.py` collects the facts on every node.
 """

@@ -21,7 +21,7 @@ from serve_app.operations.deploying import RAY_DRAIN, drain_s
 
 
 class ModelsNeeded(Enum):
-    """Models whose files a node must be able to read, given the replicas that it may hold."""
+    """Models that a node must be able to read for the replicas that it may hold."""
 
     NONE = "none"
     TARGET = "target"
@@ -30,17 +30,17 @@ class ModelsNeeded(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Facts that a node's probe collected on the node itself."""
+    """Facts collected by the probe on one node."""
 
     node: Node
-    versions: Mapping[str, str]  # versions by component, including `protocol`
+    versions: Mapping[str, str]  # by component, including `protocol`
     shared_memory: int  # bytes of /dev/shm
-    port_fault: str | None  # why the HTTP port cannot be bound; None also if not tried
-    model_fault: str | None  # why models cannot be served here; None also if no replica would run
+    port_fault: str | None  # error when binding the HTTP port; None if bound or not tried
+    model_fault: str | None  # error when checking the models; None if valid or not needed
     server: str | None  # address of the node's trial gRPC server
     server_role: PeerRole  # role in the node's own credentials
-    server_fault: str | None  # why the trial server could not start
-    ray_drain_s: float  # seconds that Ray lets the node finish after a stop request
+    server_fault: str | None  # error when starting the trial server
+    ray_drain_s: float  # Ray's drain time of the node, in seconds
     ray_auth: str  # RAY_AUTH_MODE, the authentication of Ray's own ports
 
 
@@ -69,21 +69,21 @@ class ClusterFacts:
 
     nodes: tuple[Node, ...]
     found: tuple[NodeFacts, ...]
-    silent: Mapping[str, str]  # why a node did not answer, by node id
+    silent: Mapping[str, str]  # reason for a missing answer, by node id
     calls: tuple[ProbeCall, ...]
     clocks: tuple[ClockReading, ...]
 
 
 MIB = 1 << 20
-RANK_SHARED_MEMORY = 64 * MIB  # a container's default, in total; too little for the NCCL buffers of several ranks
+RANK_SHARED_MEMORY = 64 * MIB  # default total of a container; too small for the NCCL buffers of several ranks
 MAX_CLOCK_GAP_S = 0.1
-MAX_CALL_S = 0.02  # seconds for a round trip; targets never wait that long for drafts
+MAX_CALL_S = 0.02  # maximum round trip in seconds; targets never wait longer for drafts
 MATTERS = ("python", "ray", "torch", "transformers", "slipstream", "protocol")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check: what was observed, and faults with their fixes."""
+    """Result of one check: a summary, and faults with their fixes."""
 
     name: str
     seen: str
@@ -109,7 +109,7 @@ def judge(config: SlipstreamConfig, facts: ClusterFacts) -> list[Check]:
 
 
 def _names(nodes: Iterable[Node]) -> dict[str, str]:
-    """Returns each node's address, with the beginning of the node id if several nodes share the address."""
+    """Returns each node's address, extended by the start of its node id if several nodes share the address."""
     nodes = list(nodes)
     addresses = [node.address for node in nodes]
     return {
@@ -133,12 +133,12 @@ def _versions(found: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[str
             holders[facts.versions[what]].append(names[facts.node.node_id])
         if len(holders) > 1:
             said = "; ".join(f"{version} on {', '.join(where)}" for version, where in sorted(holders.items()))
-            yield f"{what} differs: {said}; install the same everywhere, best from one image"
+            yield f"{what} differs: {said}; install equal versions, preferably from one image"
     for facts in found:
         torch = facts.versions["torch"]
         if facts.node.resources.get("GPU", 0) and torch.endswith("+cpu"):
             name = names[facts.node.node_id]
-            yield f"{name} has GPUs, but torch {torch} is for CPUs only; install torch for CUDA there"
+            yield f"{name} has GPUs, but torch {torch} only supports CPUs; install torch for CUDA there"
 
 
 def _versions_seen(found: Sequence[NodeFacts]) -> str:
@@ -152,7 +152,7 @@ def _ports(found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
     for facts in found:
         if facts.port_fault is not None:
             name = names[facts.node.node_id]
-            yield f"{name}: {facts.port_fault}; choose another server.port, or end what listens there"
+            yield f"{name}: {facts.port_fault}; choose another server.port, or end the process that listens there"
 
 
 def _shared_memory(config: SlipstreamConfig, found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
@@ -165,25 +165,25 @@ def _shared_memory(config: SlipstreamConfig, found: Iterable[NodeFacts], names: 
         wanted = ranks * RANK_SHARED_MEMORY if ranks > 1 and target.fits(facts.node) else 0
         if store > has:
             yield (
-                f"{name} has {has // MIB} MiB in /dev/shm, and Ray's object store is {store // MIB} MiB, so that Ray"
-                " keeps it on disk; enlarge /dev/shm, or start Ray with a smaller --object-store-memory"
+                f"{name} has {has // MIB} MiB in /dev/shm, but Ray's object store of {store // MIB} MiB does not fit"
+                " and moves to disk; enlarge /dev/shm, or start Ray with a smaller --object-store-memory"
             )
         elif store + wanted > has:
             yield (
-                f"{name} has {has // MIB} MiB in /dev/shm, of which Ray's object store may take {store // MIB} MiB;"
-                f" {ranks} ranks of a target need {wanted // MIB} MiB beside it; enlarge it, as with docker run"
+                f"{name} has {has // MIB} MiB in /dev/shm, but Ray's object store may use {store // MIB} MiB and"
+                f" {ranks} ranks of a target need another {wanted // MIB} MiB; enlarge it, as with docker run"
                 " --shm-size"
             )
 
 
 def _least_shared_memory(found: Sequence[NodeFacts]) -> str:
-    return f"{min(facts.shared_memory for facts in found) // MIB} MiB at least" if found else "not seen"
+    return f"{min(facts.shared_memory for facts in found) // MIB} MiB or more" if found else "unknown"
 
 
 def _models(found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
     for facts in found:
         if facts.model_fault is not None:
-            yield f"{names[facts.node.node_id]}: {facts.model_fault}; replicas may be placed there"
+            yield f"{names[facts.node.node_id]}: {facts.model_fault} (replicas may run on this node)"
 
 
 def _tried_models(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
@@ -192,9 +192,9 @@ def _tried_models(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
 
 
 def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
-    """Returns which models a node must read.
+    """Returns the models that a node must read.
 
-    Drafters read both models; targets and routers read the target's, and targets also a head that reads hidden states.
+    Drafters read both models, routers read the target, and targets read the target and a head that uses its states.
     """
     target, drafter, router = needs(config)
     if drafter.fits(node) or (target.fits(node) and config.draft.model_method in STATE_READERS):
@@ -206,38 +206,38 @@ def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
 
 
 def _drains(config: SlipstreamConfig, found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
-    """Checks nodes that may hold a replica; other nodes have no sessions to finish."""
+    """Checks Ray's drain time on nodes that may hold a replica; other nodes have no sessions."""
     wanted = drain_s(config)
     for facts in found:
         if facts.ray_drain_s < wanted and any(need.fits(facts.node) for need in needs(config)):
             yield (
-                f"{names[facts.node.node_id]}: Ray lets a node finish for {facts.ray_drain_s:g} s when it is asked to"
-                f" end, and its replicas may take {wanted} s (server.drain_s, target.drain_s); start it by"
+                f"{names[facts.node.node_id]}: Ray drains the node for {facts.ray_drain_s:g} s, but its replicas may"
+                f" take {wanted} s (server.drain_s, target.drain_s); start the node with"
                 f" {RAY_DRAIN}={wanted} ray start --block"
             )
 
 
 def _drains_seen(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
     if not found:
-        return "not seen"
-    return f"{min(facts.ray_drain_s for facts in found):g} s at least, of {drain_s(config)} s"
+        return "unknown"
+    return f"{min(facts.ray_drain_s for facts in found):g} s or more, {drain_s(config)} s required"
 
 
 def _auth(config: SlipstreamConfig, found: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[str]:
-    """Checks Ray's token, except on one machine or in a trusted network, where no stranger reaches Ray's ports."""
+    """Checks that Ray requires a token, except on one machine or in a trusted network."""
     if config.trust.insecure or len({facts.node.address for facts in found}) == 1:
         return
     for facts in found:
         if facts.ray_auth != "token":
             yield (
-                f"{names[facts.node.node_id]}: Ray asks for no token (RAY_AUTH_MODE is {facts.ray_auth}), so whoever"
-                " reaches its ports can run code there; export RAY_AUTH_MODE=token before ray start on every node, with"
-                " one token (ray get-auth-token)"
+                f"{names[facts.node.node_id]}: Ray requires no token (RAY_AUTH_MODE is {facts.ray_auth}), so any client"
+                " of its ports can run code; export RAY_AUTH_MODE=token before ray start on every node, with one"
+                " token (ray get-auth-token)"
             )
 
 
 def _auth_seen(found: Sequence[NodeFacts]) -> str:
-    return ", ".join(sorted({facts.ray_auth for facts in found})) or "not seen"
+    return ", ".join(sorted({facts.ray_auth for facts in found})) or "unknown"
 
 
 # ------------------------------------------------------------ calls and clocks between nodes
@@ -246,18 +246,18 @@ def _auth_seen(found: Sequence[NodeFacts]) -> str:
 def _grpc(facts: ClusterFacts, names: dict[str, str]) -> Iterator[str]:
     for one in facts.found:
         if one.server_fault is not None:
-            yield f"{names[one.node.node_id]}: no gRPC server can be started: {one.server_fault}"
+            yield f"{names[one.node.node_id]}: a gRPC server cannot start: {one.server_fault}"
     for call in facts.calls:
         way = f"from {names[call.caller]} to {names[call.called]}"
         if call.fault is not None:
             yield (
-                f"no gRPC call {way}: {call.fault}; routers, drafters and targets dial each other on any port, so open"
-                " the firewall between nodes, and give all of them credentials of one authority (trust)"
+                f"gRPC call {way} failed: {call.fault}; routers, drafters and targets listen on random ports, so open"
+                " the firewall between nodes, and issue all credentials (trust) from one authority"
             )
         elif call.seconds is not None and call.seconds > MAX_CALL_S:
             yield (
-                f"a gRPC call {way} takes {call.seconds * 1000:.0f} ms there and back, which drafts come too late for;"
-                " put drafters nearer to targets, with resources.labels"
+                f"a gRPC call {way} takes {call.seconds * 1000:.0f} ms for the round trip, too slow for drafts;"
+                " place drafters closer to targets with resources.labels"
             )
 
 
@@ -269,13 +269,13 @@ def _calls_seen(calls: Sequence[ProbeCall]) -> str:
 
 
 def _clocks(clocks: Sequence[ClockReading], names: dict[str, str]) -> Iterator[str]:
-    """Compares each clock with the median clock, so that one wrong clock yields one fault."""
+    """Compares each clock with the median clock, so that one wrong clock gives one fault."""
     for clock, gap in _gaps(clocks):
         if abs(gap) > MAX_CLOCK_GAP_S + clock.error_s:
             word = "ahead of" if gap > 0 else "behind"
             yield (
-                f"{names[clock.node_id]}: its clock is {abs(gap):.2f} s {word} the others', by which traces of several"
-                " nodes do not line up and certificates may count as not valid yet; run chrony or another NTP client"
+                f"{names[clock.node_id]}: its clock is {abs(gap):.2f} s {word} the other clocks, which misaligns traces"
+                " and may invalidate certificates; run chrony or another NTP client"
             )
 
 
@@ -288,7 +288,7 @@ def _gaps(clocks: Sequence[ClockReading]) -> list[tuple[ClockReading, float]]:
 
 def _clocks_seen(clocks: Sequence[ClockReading]) -> str:
     gaps = [abs(gap) for _, gap in _gaps(clocks)]
-    return f"within {max(gaps) * 1000:.0f} ms" if gaps else "not seen"
+    return f"within {max(gaps) * 1000:.0f} ms" if gaps else "unknown"
 
 
 def _offered(nodes: Iterable[Node]) -> str:

@@ -1,6 +1,6 @@
 """Examines a running Ray cluster: starts a probe on every node and collects the facts.
 
-A probe is a Ray actor that reserves no resources and examines its node from inside.
+A probe is a Ray actor that reserves no resources and examines its own node.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from tools.doctor.checks import ClockReading, ClusterFacts, ModelsNeeded, NodeFa
 log = logging.getLogger(__name__)
 
 DIAL_S = 5.0
-CALLS = 5  # only the fastest counts, since load on a machine also slows calls
+CALLS = 5  # number of calls per pair; the fastest counts, since load slows calls
 DISTRIBUTIONS = {"ray": "ray", "torch": "torch", "transformers": "transformers", "slipstream": "slipstream-serving"}
 SERVING_ROLES = (PeerRole.TARGET, PeerRole.DRAFTER, PeerRole.ROUTER)  # tried in this order
 
@@ -50,7 +50,7 @@ class NodeProbe:
         self._server: grpc.aio.Server | None = None
 
     async def look(self, tries_port: bool, models: ModelsNeeded) -> NodeFacts:
-        """Collects all facts that involve no other node, and starts the trial server."""
+        """Collects the facts about this node, and starts the trial server."""
         server: str | None = None
         server_fault: str | None = None
         try:
@@ -95,7 +95,7 @@ class NodeProbe:
             await channel.close()
 
     async def _serve(self) -> str:
-        """Starts a server in the way replicas do, with the same bind address and credentials."""
+        """Starts a server like a replica's, with the same bind address and credentials."""
         trust = self._config.trust
         self._role, self._credentials = self._own_credentials()
         gate = AuthInterceptor(self._credentials, Refusals(log), trust.max_streams_per_host)
@@ -109,7 +109,7 @@ class NodeProbe:
         return f"{host}:{port}"
 
     def _own_credentials(self) -> tuple[PeerRole, Credentials]:
-        """Returns the first role with credentials; a pod may have the certificate of one role only.
+        """Returns the first role with credentials, since a pod may have only one role's certificate.
 
         Raises ConfigError if no role has credentials.
         """
@@ -164,25 +164,25 @@ def shared_memory_bytes() -> int:
 
 
 def ray_drain_s(environ: Mapping[str, str]) -> float:
-    """Reads Ray's drain time from the environment of `ray start`, which all processes of a node inherit."""
+    """Reads Ray's drain time in seconds from the environment of `ray start`, which all processes of a node inherit."""
     try:
         return float(environ.get(RAY_DRAIN, RAY_DRAIN_DEFAULT_S))
     except ValueError:
-        return RAY_DRAIN_DEFAULT_S  # the value that Ray itself would use, after a warning
+        return RAY_DRAIN_DEFAULT_S  # Ray's own fallback
 
 
 def ray_auth(environ: Mapping[str, str]) -> str:
-    """Reads Ray's authentication mode from the same environment; a head that finds a token sets the mode itself."""
+    """Reads Ray's authentication mode from the environment of `ray start`; a head with a token sets the mode itself."""
     return environ.get("RAY_AUTH_MODE", "disabled").lower()
 
 
 K = TypeVar("K")
 
-LOOK_S = 180.0  # seconds for all nodes together, mostly to download a model's files
+LOOK_S = 180.0  # seconds for all nodes, mostly for downloading a model's files
 CALL_S = 60.0
 CLOCK_S = 10.0
 CLOCK_QUESTIONS = 5
-MAX_CALLED_NODES = 7  # nodes that each node calls, since a large cluster has too many pairs
+MAX_CALLED_NODES = 7  # maximum nodes called by each node, since a large cluster has too many pairs
 
 
 def examine(config: SlipstreamConfig, address: str) -> ClusterFacts:
@@ -213,7 +213,7 @@ def _probe(config: SlipstreamConfig, node: Node) -> Any:
 
 
 def _answers(asked: Mapping[K, Any], within_s: float) -> tuple[dict[K, Any], dict[K, str]]:
-    """Returns the answers by key, and the reasons for missing answers by key."""
+    """Returns the answers by key, and the errors of missing answers by key."""
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=within_s)
     answered: dict[K, Any] = {}
     silent: dict[K, str] = {}
@@ -241,7 +241,7 @@ def _call(probes: Mapping[str, Any], found: Mapping[str, NodeFacts]) -> tuple[Pr
 
 
 def pairs(nodes: Sequence[NodeFacts]) -> Iterator[tuple[NodeFacts, NodeFacts]]:
-    """Yields (caller, callee) pairs: all pairs of nodes, or in a large cluster each node with the next few."""
+    """Yields (caller, callee) pairs: all pairs of nodes or, in a large cluster, each node with a few others."""
     count = len(nodes)
     for index, caller in enumerate(nodes):
         for step in range(1, min(count - 1, MAX_CALLED_NODES) + 1):

@@ -1,5 +1,5 @@
-"""`slipstream drafts`: shows what a draft checkpoint is, whether it fits a target, and how well it drafts.
+"""`slipstream drafts`: describes draft checkpoints, checks that they fit a target, and measures their acceptance.
 
-`command.py` has the two subcommands. `inspect` reads only metadata (`headers.py`, `inspection.py`); `measure` replays
-decoded texts (`evaluation.py`) and compares the drafts (`comparison.py`).
+`command.py` defines two subcommands. `inspect` reads only metadata (`headers.py`, `inspection.py`). `measure` replays
+decoded texts (`evaluation.py`) and compares drafts (`comparison.py`).
 """

@@ -1,6 +1,6 @@
 """Subcommands of `slipstream drafts`: `inspect` describes a draft checkpoint, `measure` compares drafts.
 
-Formats the output of `inspect` as a terminal table and as data.
+Also formats the output of `inspect` as a terminal table and as JSON.
 """
 
 import json
@@ -20,27 +20,30 @@ from tools.drafts.inspection import DraftInspection
 
 DOES_NOT_FIT = 1  # exit status if the draft does not fit
 
-drafts_app = typer.Typer(help="Look at draft checkpoints, and compare drafts.", no_args_is_help=True)
+drafts_app = typer.Typer(help="Inspect and compare draft checkpoints.", no_args_is_help=True)
 
 
 @drafts_app.command()
 def inspect(
     folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="Draft checkpoint, or a target of which a part may draft: a folder.")
+        str,
+        typer.Argument(
+            metavar="FOLDER", help="Folder of a draft checkpoint, or of a target with layers that can draft."
+        ),
     ],
     target: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Target to draft for: a folder, or a Hugging Face id."),
+        typer.Option(metavar="FOLDER", help="Target's folder or Hugging Face id."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Look at it as with this key of a configuration, as in --set draft.eagle.layer_ids=state.",
+            help="Set a configuration key of the draft, as in --set draft.eagle.layer_ids=state.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Describes a draft checkpoint, its needs and its configuration; exit status 1 if it does not fit."""
     from actors.models.checkpoint import local_folder
@@ -49,12 +52,12 @@ def inspect(
 
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise ModelError(f"there is no folder {path}; download the checkpoint first")
+        raise ModelError(f"folder {path} does not exist; download the checkpoint first")
     given: dict[str, Any] = {}
     apply_overrides(given, overrides or ())
     options = given.pop("draft", {})
     if given or not isinstance(options, dict):
-        raise ConfigError("--set takes keys of the section draft here, such as draft.eagle.layer_ids")
+        raise ConfigError("--set only accepts keys of the section draft here, for instance draft.eagle.layer_ids")
     found = inspect_draft(path, local_folder(target, with_weights=False) if target else None, options)
     if as_json:
         typer.echo(json.dumps(inspection_data(found), indent=1))
@@ -67,24 +70,24 @@ def inspect(
 @drafts_app.command()
 def measure(
     configs: Annotated[
-        list[Path], typer.Argument(metavar="CONFIG...", help="YAML files that serve one target with several drafts.")
+        list[Path], typer.Argument(metavar="CONFIG...", help="Configurations of several drafts for one target.")
     ],
     prompts: Annotated[
         Path | None, typer.Option(help='JSON lines {"kind", "prompt"}; default: 24 prompts of six kinds.')
     ] = None,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="Repeatable; default: 0.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Of every answer.")] = 64,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="Temperature; repeatable; default: 0.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 64,
     draft_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, max=64, help="Tokens of a chain; repeatable; default: 1 2 4 8.")
+        list[int] | None, typer.Option(min=1, max=64, help="Draft length of chains; repeatable; default: 1 2 4 8.")
     ] = None,
     block_len: Annotated[list[int] | None, typer.Option(min=1, max=64, hidden=True)] = None,  # earlier name
     nodes: Annotated[
-        list[int] | None, typer.Option(min=1, max=64, help="Nodes of a tree; repeatable; default: 2 4 8 16.")
+        list[int] | None, typer.Option(min=1, max=64, help="Nodes per tree; repeatable; default: 2 4 8 16.")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it here.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="OUT", help="Write an SVG picture here.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write results to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="OUT", help="Write an SVG chart to this file.")] = None,
 ) -> None:
-    """Measures several drafts over the same answers of their target, in this process, under Gumbel coupling."""
+    """Measures several drafts over the same answers of one target, in this process, under Gumbel coupling."""
     from cluster.config import load_config
     from serve_app.demo_data import BENCH_PROMPTS
     from serve_app.operations.preflight import check_models
@@ -123,7 +126,7 @@ def measure(
 
 
 def inspection_data(found: DraftInspection) -> dict[str, Any]:
-    """Returns all results as JSON-compatible data."""
+    """Returns the inspection as JSON-compatible data."""
     states = found.facts.states
     return {
         "folder": str(found.folder),
@@ -169,21 +172,21 @@ def _rows(facts: DraftFacts) -> list[tuple[str, str]]:
         ("positions", "" if facts.positions is None else f"{facts.positions:,}"),
         ("rotary positions", facts.rope),
         ("longest block", "" if facts.longest_block is None else f"{facts.longest_block} tokens"),
-        *([("target states", "none: it reads tokens alone")] if facts.states is None else _states_rows(facts.states)),
+        *([("target states", "none: it only reads tokens")] if facts.states is None else _states_rows(facts.states)),
         *(("understood as" if index == 0 else "", line) for index, line in enumerate(facts.conventions)),
     ]
     return [row for row in rows if row[1]]
 
 
 def _states_rows(states: StatesRead) -> list[tuple[str, str]]:
-    what = "after the final norm" if states.is_final else "streams before any norm"
-    which = f"{list(states.layers)} (k: after k layers)" if states.layers else "by the target's depth"
+    what = "after the final norm" if states.is_final else "residual streams before any norm"
+    which = f"{list(states.layers)} (k: after k layers)" if states.layers else "layers chosen by the target's depth"
     if states.is_final and not states.layers:
         which = "the last"
-    rows = [("target states", f"{which}, {what}; {states.width} elements a token")]
+    rows = [("target states", f"{which}, {what}; {states.width} elements per token")]
     for where, by_type in states.row_bytes.items():
         width = states.width if where == "drafter" else states.projected
         bytes_each = ", ".join(f"{count:,} in {dtype}" for dtype, count in by_type.items())
         name = f"projected at {where}" if states.projected else "on the wire"
-        rows.append((name, f"{width} elements a token, {bytes_each} bytes"))
+        rows.append((name, f"{width} elements per token, {bytes_each} bytes"))
     return rows

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The drafts to measure, and the texts over which to measure them."""
+    """Drafts to measure, and parameters of the texts."""
 
-    drafts: dict[str, SlipstreamConfig]  # configurations by the draft's name
+    drafts: dict[str, SlipstreamConfig]  # by draft name
     prompts: tuple[str, ...]
     temperatures: tuple[float, ...]
     tokens: int  # number of tokens to generate per prompt
@@ -36,7 +36,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Results of a comparison."""
+    """Results of all drafts."""
 
     found: list[DraftMeasures]
     step_s: float  # seconds for a one-token step of the target
@@ -49,7 +49,7 @@ def named(paths: Sequence[Path], configs: Sequence[SlipstreamConfig]) -> dict[st
         if (config.model.target, config.model.dtype) != (model.target, model.dtype):
             raise ConfigError(
                 f"{path} serves {config.model.target} in {config.model.dtype}, but {paths[0]} serves {model.target} in"
-                f" {model.dtype}; drafts are compared over texts of one target"
+                f" {model.dtype}; compare drafts of one target"
             )
     names = [path.stem for path in paths]
     return {
@@ -59,7 +59,7 @@ def named(paths: Sequence[Path], configs: Sequence[SlipstreamConfig]) -> dict[st
 
 
 def compare(comparison: Comparison, console: Console) -> Compared:
-    """Decodes every text once, then requests drafts for it from every method."""
+    """Decodes every text once, then drafts for it with every method."""
     first = next(iter(comparison.drafts.values()))
     use_cpu(first.target.resources_per_rank)
     target = MeasuredTarget(first.model, first.target.resources_per_rank, first.model.max_context)
@@ -91,7 +91,7 @@ def _measured(
     title: str,
     console: Console,
 ) -> DraftMeasures:
-    """Measures one draft with a new method, which remembers no text of other temperatures."""
+    """Measures one draft with a new method, which has no memory of other temperatures' texts."""
     longest = max(comparison.draft_lengths)
     largest = max(comparison.nodes)
     setup = target.setup(draft, max(longest, largest))
@@ -116,14 +116,14 @@ def _sheet(compared: Compared, temperature: float) -> Table:
     found = [each for each in compared.found if each.temperature == temperature]
     rows = [
         "method",
-        "positions asked at",
-        "of them with an offer",
+        "positions",
+        "positions with a draft",
         *(f"agreement, best {best}" for best in range(1, BEST + 1)),
-        *(f"tokens a verify, chain {most}" for most in found[0].chains),
-        *(f"tokens a verify, tree {most}" for most in found[0].trees),
-        "ms a drafted token",
-        "ms a tree",
-        "bytes of states a token",
+        *(f"tokens per verify, chain {most}" for most in found[0].chains),
+        *(f"tokens per verify, tree {most}" for most in found[0].trees),
+        "ms per draft token",
+        "ms per tree",
+        "bytes of states per token",
     ]
     title = f"Temperature {temperature:g}; a step of the target takes {compared.step_s * 1e3:.1f} ms"
     return sheet(title, rows, {each.draft: _column(each) for each in found})
@@ -143,7 +143,7 @@ def _column(each: DraftMeasures) -> tuple[str, ...]:
 
 
 def comparison_data(compared: Compared) -> dict[str, Any]:
-    """Returns all results as JSON-compatible data."""
+    """Returns the results as JSON-compatible data."""
     return {"target_step_s": compared.step_s, "drafts": [asdict(each) for each in compared.found]}
 
 
@@ -154,4 +154,4 @@ def comparison_chart(compared: Compared) -> "Figure":
         name = f"{each.draft}, T {each.temperature:g}"
         lines[f"{name}, chain"] = [(float(most), value) for most, value in each.chains.items()]
         lines[f"{name}, tree"] = [(float(most), value) for most, value in each.trees.items()]
-    return line_chart(lines, {"non-speculative decoding": 1.0}, "tokens of a block", "tokens a verify", (9.6, 4.8))
+    return line_chart(lines, {"non-speculative decoding": 1.0}, "block size, tokens", "tokens per verify", (9.6, 4.8))

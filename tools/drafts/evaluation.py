@@ -1,9 +1,9 @@
 """Measures drafts in one process: a real target and real methods, without network or Ray.
 
-The target decodes texts once in lock step and provides hidden states for any drafting method. Each text is then
-replayed with a method at every position. Under Gumbel coupling the committed tokens do not depend on the drafts: the
-target's token is a function of the tokens before it and of the seed. So verifying a draft means comparing it with the
-text, and many drafts are measured over one text.
+The target decodes each text once in lock step and provides hidden states for any drafting method. A replay then drafts
+at every position of the text. Under Gumbel coupling, committed tokens do not depend on drafts: the target's token is a
+function of its prefix and the seed. Verification of a draft is therefore a comparison with the text, and one text
+serves to measure many drafts.
 """
 
 import time
@@ -46,15 +46,15 @@ DRAFT_SEED = 2000
 
 @dataclass(frozen=True, slots=True)
 class DecodedText:
-    """A prompt with the target's continuation."""
+    """Prompt with the target's continuation."""
 
-    open: Open  # opens a session that begins with the prompt
+    open: Open  # request with the prompt
     tokens: tuple[int, ...]  # tokens of the whole text, prompt included
-    states: bytes = field(default=b"", repr=False)  # encoded hidden states of all tokens but the last; empty if unused
+    states: bytes = field(default=b"", repr=False)  # encoded hidden states of all but the last token; empty if unused
 
 
 class MeasuredTarget:
-    """A loaded target; `context` limits the tokens of a text, prompt included."""
+    """Loaded target; `context` limits the tokens of a text, including its prompt."""
 
     def __init__(self, model: ModelConfig, resources: Resources, context: int) -> None:
         self._model_config = model
@@ -71,11 +71,11 @@ class MeasuredTarget:
 
     @property
     def step_s(self) -> float:
-        """Median duration of a one-token step in seconds, over everything decoded so far."""
+        """Returns the median duration of one-token steps so far, in seconds."""
         return median(self._steps)
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """Tokenizes `text` as the first message of a chat, or unchanged if the target has no chat template."""
+        """Tokenises `text` as the first message of a chat, or as it is without a chat template."""
         tokenizer = load_tokenizer(self._folder)
         if tokenizer.chat_template is None:
             return tuple(tokenizer(text)["input_ids"])
@@ -83,7 +83,7 @@ class MeasuredTarget:
         return tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])
 
     def setup(self, draft: DraftPool, draft_tokens: int) -> DraftSetup:
-        """Returns the facts about the deployment that a drafting method for this target receives."""
+        """Returns the deployment's facts for a drafting method of this target."""
         return DraftSetup(
             self._model_config.dtype,
             self._context,
@@ -102,7 +102,7 @@ class MeasuredTarget:
         draft_tokens: int,
         acceptance: Acceptance = Acceptance.COUPLED,
     ) -> Generation:
-        """Requests `tokens` tokens after prompt number `index`. Raises ConfigError if they exceed the context."""
+        """Returns a request for `tokens` tokens after prompt `index`. Raises ConfigError if they exceed the context."""
         if len(prompt) + tokens > self._context:
             raise ConfigError(
                 f"prompt {index} has {len(prompt)} tokens, and {tokens} are to follow, expected at most"
@@ -123,7 +123,7 @@ class MeasuredTarget:
         )
 
     def run(self, generation: Generation, method: DraftingMethod, *, trees: bool) -> Iterator[CommittedTokens]:
-        """Decodes in lock step with a method that reads no hidden states."""
+        """Decodes in lock step, with a method that reads no hidden states."""
         limits = VerificationLimits(
             self._runner.vocabulary, self._context, 1, STEP_TOKENS, self._pages, PAGE_SIZE, trees=trees
         )
@@ -139,16 +139,16 @@ class MeasuredTarget:
         for emit in self.run(generation, NgramDraft(1, 1), trees=False):
             tokens += emit.tokens
             ends.append(time.perf_counter())
-        self._steps += [end - began for began, end in pairwise(ends)]  # omits the first step, which reads the prompt
+        self._steps += [end - began for began, end in pairwise(ends)]  # without the first step, which reads the prompt
         return DecodedText(generation.open_with(generation.prompt, attempt=1), tuple(tokens))
 
     @torch.inference_mode()
     def states(self, draft: DraftPool, texts: Sequence[DecodedText]) -> list[bytes]:
-        """Returns the encoded hidden states that a method reads, one entry per text; empty for most methods."""
+        """Returns the method's encoded hidden states, one entry per text; empty if it reads none."""
         spec = capture_spec(draft, self._folder, self._model_config.dtype)
         if spec is None:
             return [b""] * len(texts)
-        kept = replace(spec, is_kept=True)  # keeps states of whole texts, which are read at the end
+        kept = replace(spec, is_kept=True)  # keep the states of whole texts until the end
         capture = StateCapture(kept, self._pages, PAGE_SIZE, self._device, spec.projection_on(self._device))
         runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder, capture=capture)
         return [self._captured(runner, text.tokens[:-1]) for text in texts]
@@ -163,10 +163,10 @@ class MeasuredTarget:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A method's drafts after a prefix of a text, with the text's actual continuation."""
+    """Drafts after a prefix of a text, and the text's actual continuation."""
 
-    room: int  # limit on the tokens of a block at this position
-    coming: tuple[int, ...]  # tokens that follow in the text
+    room: int  # maximum block size at this position
+    coming: tuple[int, ...]  # next tokens of the text
     chain: DraftTree
     tree: DraftTree
     chain_s: float  # seconds to draft the chain
@@ -182,9 +182,8 @@ def replay(
 ) -> list[Replay]:
     """Requests a chain of `draft_tokens` and a tree of `nodes` tokens at each position after the prompt.
 
-    A method that reads hidden states gets those of all tokens but the last. Right after the prompt it gets none and
-    drafts
-    nothing, since the target has not read the prompt at that point.
+    A method that reads hidden states receives the states of all but the last token. Directly after the prompt it
+    receives none and drafts nothing, since the target has not read the prompt yet.
     """
     opened = text.open
     method.open(opened)
@@ -224,13 +223,13 @@ def _replay(
 
 
 def committed_by(place: Replay, draft: DraftTree, most: int) -> int:
-    """Returns how many tokens verifying the draft's first `most` tokens would have committed."""
+    """Returns the number of tokens committed by verification of the draft's first `most` tokens."""
     accepted = len(draft.first(min(most, place.room)).along(place.coming))
     return min(accepted + 1, len(place.coming))
 
 
 def verifies(places: Sequence[Replay], most: int, *, trees: bool) -> int:
-    """Counts the verify steps that a text takes with blocks of `most` tokens."""
+    """Returns the number of verify steps for a text with blocks of `most` tokens."""
     count = 0
     at = 0
     while at < len(places):
@@ -240,7 +239,7 @@ def verifies(places: Sequence[Replay], most: int, *, trees: bool) -> int:
     return count
 
 
-BEST = 4  # agreement is reported for the first 1 to BEST tokens
+BEST = 4  # report agreement for the best 1 to BEST candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +249,13 @@ class DraftMeasures:
     draft: str
     method: str
     temperature: float
-    positions: int  # number of positions at which a draft was requested
-    offered: float  # share of positions at which the method proposed something
-    agreement: tuple[float, ...]  # share of positions with the correct token among the first 1, 2, ... offered
+    positions: int  # number of drafting positions
+    offered: float  # share of positions with a draft
+    agreement: tuple[float, ...]  # share of positions with the correct token in the best 1, 2, ... candidates
     chains: Mapping[int, float]  # tokens per verification, by draft length
     trees: Mapping[int, float]  # tokens per verification, by number of nodes
-    token_s: float | None  # seconds per token of a chain; None if it drafted none
-    tree_s: float | None  # seconds per tree; None if it drafted none
+    token_s: float | None  # seconds per chain token; None without chains
+    tree_s: float | None  # seconds per tree; None without trees
     states_bytes: int  # bytes of hidden states per token on the wire
 
 
@@ -269,7 +268,7 @@ def measures(
     nodes: Sequence[int],
     states_bytes: int,
 ) -> DraftMeasures:
-    """Computes the results over all positions of all texts at which a block has room."""
+    """Computes the results over all positions with room for a block, in all texts."""
     places = [place for text in texts for place in text if place.room > 0]
     chained = sum(len(place.chain) for place in places)
     grown = sum(len(place.tree) > 0 for place in places)
@@ -289,7 +288,7 @@ def measures(
 
 
 def _rank(place: Replay) -> float:
-    """Returns the rank of the correct token among the next tokens offered, from 0; infinity if absent."""
+    """Returns the correct token's rank among the draft's candidates, from 0; infinity if absent."""
     first = place.tree.children(-1) or place.chain.children(-1)
     return first.index(place.coming[0]) if place.coming[0] in first else float("inf")
 

@@ -1,8 +1,8 @@
-"""Facts about a draft checkpoint from its headers: layout, sizes and claimed target, without loading weights.
+"""Reads facts about a draft checkpoint from its headers, without weights: layout, sizes and intended target.
 
-Tensors have names, shapes and dtypes, but no memory, so the functions that resolve a loaded head work on them too. A
-layout is recognized by its content and never by its name. Without a given target, a head is resolved for the target
-that it claims. The facts are one value that can be shown, serialized, and compared with a target.
+Tensors have names, shapes and dtypes but no memory, so the functions that resolve a loaded head also accept them. The
+content of a checkpoint determines its layout, not its name. Without a given target, a head is resolved for its intended
+target. The facts can be displayed, serialized, and compared with a target.
 """
 
 import re
@@ -30,7 +30,7 @@ from actors.drafters.model.forwards import MASK_KEYS
 from cluster.config import DraftPool
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
 
-ID_TABLES = ("d2t", "token_map")  # small tables of token ids, which are needed to describe a head
+ID_TABLES = ("d2t", "token_map")  # small tables of token ids, needed to describe a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class StoredSize:
 
 
 def read_headers(folder: Path) -> HeadFiles:
-    """Reads a folder as `read_head` does, but on the device `meta`; only tables of token ids keep their values.
+    """Reads a folder like `read_head`, but onto device `meta`; only tables of token ids keep their values.
 
-    Raises ModelError if the folder holds no checkpoint.
+    Raises ModelError if the folder contains no checkpoint.
     """
     files = read_head(folder)  # maps files into memory without reading weights
     tensors = {name: tensor if _is_id_table(name) else tensor.to("meta") for name, tensor in files.tensors.items()}
@@ -52,7 +52,7 @@ def read_headers(folder: Path) -> HeadFiles:
 
 
 def stored_size(tensors: Mapping[str, Tensor]) -> StoredSize:
-    """Returns the total size; tables of ids and masks add bytes but no parameters."""
+    """Returns the total size; id tables and masks add bytes but no parameters."""
     numbers = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     return StoredSize(
         parameters=sum(tensor.numel() for tensor in numbers),
@@ -66,7 +66,7 @@ def _is_id_table(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DraftLayout:
-    """Kind of a checkpoint, and the drafting method that reads it."""
+    """Checkpoint layout, and the drafting method that reads it."""
 
     name: str
     method: str | None  # value of draft.method; None if no method reads the layout
@@ -75,10 +75,10 @@ class DraftLayout:
 SPECULATORS_KEY = "speculators_model_type"
 CAUSAL = DraftLayout("causal language model", "draft_model")
 PARD = DraftLayout("causal language model with mask tokens (PARD)", "draft_model")
-LAYER_SKIP = DraftLayout("the target itself, some of whose layers can draft", "layer_skip")
-UNKNOWN = DraftLayout("no draft checkpoint that is known here", None)
+LAYER_SKIP = DraftLayout("the target itself, with layers that can draft", "layer_skip")
+UNKNOWN = DraftLayout("unknown", None)
 MLP_SPECULATOR = DraftLayout("MLPSpeculator", "mlp_speculator")
-WITH_MTP = DraftLayout("a target with multi-token prediction of its own", "mtp")
+WITH_MTP = DraftLayout("target with multi-token prediction", "mtp")
 MTP = r"(?:model\.)?(?:mtp\.|mtp_layers\.|(?:layers\.\d+\.)?eh_proj\.)"  # prefix of tensor names in an MTP module
 
 MEDUSA: Mapping[str, DraftLayout] = MappingProxyType(
@@ -88,7 +88,7 @@ MEDUSA: Mapping[str, DraftLayout] = MappingProxyType(
         r"(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.": DraftLayout("Medusa heads, vLLM's layout", "medusa"),
     }
 )
-"""Layouts by a regular expression that tensor names begin with."""
+"""Layouts by a regular expression for the start of tensor names."""
 
 WITHOUT_METHOD: Mapping[str, DraftLayout] = MappingProxyType(
     {
@@ -129,7 +129,7 @@ def _is_dflash(files: HeadFiles) -> bool:
 
 
 def _eagle(files: HeadFiles) -> DraftLayout | None:
-    """Recognizes EAGLE heads by the first layer's input: two concatenated rows, or their projection."""
+    """Recognizes EAGLE heads by the first layer's input, which is two concatenated rows or their projection."""
     tensors = files.renamed(EAGLE_ALIASES).tensors
     queries = tensors.get("layers.0.self_attn.q_proj.weight")
     if queries is None:
@@ -173,17 +173,17 @@ def _any(names: Iterable[str], pattern: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StatesRead:
-    """The target's hidden states that a head reads for each token."""
+    """Hidden states of the target that a head reads per token."""
 
-    layers: tuple[int, ...]  # numbered as in `StatesNeeded`; empty if they depend on the target's depth
-    is_final: bool  # True: the state after the final norm; False: residual streams before any norm
+    layers: tuple[int, ...]  # numbered as in `StatesNeeded`; empty if dependent on the target's depth
+    is_final: bool  # True: state after the final norm; False: residual streams before any norm
     hidden: int  # hidden size of the target
     width: int  # elements of a row before projection
     projected: int | None  # elements of a row after the head's own projection, if any
 
     @property
     def row_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes per token on the wire, by the side that projects them, then by data type."""
+        """Returns the bytes per token on the wire, by projecting side, then by data type."""
         widths = {"drafter": self.width} | ({} if self.projected is None else {"target": self.projected})
         return {
             where: {dtype.name.lower(): StatesFormat(width, dtype).row_bytes for dtype in StateDtype}
@@ -193,27 +193,27 @@ class StatesRead:
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """Facts about one checkpoint; those that its layout does not determine are None or empty."""
+    """Facts about one checkpoint; None or empty if its layout does not determine them."""
 
     layout: DraftLayout
     size: StoredSize
     shape: Mapping[str, int] = field(default_factory=dict)  # sizes by name
     vocabulary: int | None = None  # vocabulary size of the head's target
-    proposes: int | None = None  # number of tokens that it can propose
+    proposes: int | None = None  # number of distinct tokens that the head can propose
     states: StatesRead | None = None
-    embedding: str = ""  # where the embedding comes from
+    embedding: str = ""  # source of the embedding
     lm_head: str = ""
-    positions: int | None = None  # number of positions for which it was made
+    positions: int | None = None  # maximum number of positions
     rope: str = ""
-    longest_block: int | None = None  # most tokens that it predicts after a prefix; None: no limit
-    conventions: tuple[str, ...] = ()  # lines from the loader's description
-    ends_at_positions: bool = False  # True if it drafts nothing beyond `positions`
-    made_for: str = ""  # target's name, if the checkpoint states it
+    longest_block: int | None = None  # maximum draft tokens after a prefix; None: no limit
+    conventions: tuple[str, ...] = ()  # the loader's description, in lines
+    ends_at_positions: bool = False  # whether drafting ends at `positions`
+    made_for: str = ""  # target's name, if stated
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Reason why a checkpoint cannot draft at all, or not for a target."""
+    """Reason why a checkpoint cannot draft for a target, or for any target."""
 
     what: str
     expected: str = ""
@@ -224,18 +224,18 @@ class Mismatch:
 
 
 HeadConfig = EagleConfig | DFlashConfig | MedusaConfig | MlpSpeculatorConfig
-DEPTHS = (1 << 10, 1 << 11)  # two assumed target depths: facts that differ between them depend on the depth
+DEPTHS = (1 << 10, 1 << 11)  # two assumed target depths, to find facts that depend on the depth
 SAID_BY_FACTS = ("reads the target's state", "proposes ", "positions up to ", "embedding of ")
 COUNT = 3  # hidden states that an EAGLE-3 head reads by default
 
 
 def canonical_files(files: HeadFiles, method: str) -> HeadFiles:
-    """Renames tensors to the names that the method's loader uses. Raises the loader's ModelError."""
+    """Renames tensors for the method's loader. Raises the loader's ModelError."""
     return _CANONICAL[method](files)
 
 
 def resolved(files: HeadFiles, draft: DraftPool, target: TargetShape) -> HeadConfig:
-    """Resolves a head in canonical names for a target, with the options of its method.
+    """Resolves a head with canonical names for a target, with its method's options.
 
     Raises ModelError if the head does not fit.
     """
@@ -243,7 +243,7 @@ def resolved(files: HeadFiles, draft: DraftPool, target: TargetShape) -> HeadCon
 
 
 def presumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) -> TargetShape:
-    """Returns the target for which a head in canonical names was made; `depth` is used since few heads state it."""
+    """Returns the intended target of a head with canonical names, at an assumed `depth`, which few heads state."""
     body = {**files.config, **(files.config.get("transformer_layer_config") or {})}
     method = draft.method
     if method == "medusa":
@@ -260,7 +260,7 @@ def presumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) 
 
 
 def head_facts(files: HeadFiles, layout: DraftLayout, draft: DraftPool) -> DraftFacts:
-    """Collects facts about a head in canonical names. Raises ModelError if it is inconsistent."""
+    """Collects facts about a head with canonical names. Raises ModelError if it is inconsistent."""
     config = resolved(files, draft, presumed_target(files, draft))
     deeper = resolved(files, draft, presumed_target(files, draft, DEPTHS[1]))
     needs = config.needs if config.needs == deeper.needs else replace(config.needs, layers=())
@@ -355,7 +355,7 @@ def _states_read(config: HeadConfig, needs: StatesNeeded, target: TargetShape) -
 
 
 def _hidden_read(files: HeadFiles, said: int, states: int) -> int:
-    """Returns the hidden size of an EAGLE head's target; `fc` takes all states that the head reads."""
+    """Returns the hidden size of an EAGLE head's target; the input of `fc` concatenates all states."""
     fc = files.tensors.get("fc.weight")
     if fc is None or not said or fc.shape[-1] % said == 0:
         return said
@@ -363,7 +363,7 @@ def _hidden_read(files: HeadFiles, said: int, states: int) -> int:
 
 
 def _of_heads(files: HeadFiles, depth: int) -> TargetShape:
-    """Returns the target's shape, derived from Medusa heads, whose last matrix is an LM head."""
+    """Returns the target's shape, derived from Medusa heads, which end in an LM head."""
     shapes = [tensor.shape for name, tensor in files.tensors.items() if name.endswith(".weight")]
     rows = [int(shape[0]) for shape in shapes]
     return TargetShape(int(shapes[0][-1]), int(files.config.get("vocab_size") or max(rows)), depth)

@@ -1,8 +1,8 @@
-"""Inspects a draft checkpoint on disk: what it is, what it needs, and whether it fits a target.
+"""Inspects a draft checkpoint on disk: its layout, its requirements, and its fit to a target.
 
-Reads only metadata: headers, configurations and tables of ids (`headers.py`). The result has the facts, every mismatch
-with its expected and found value, notes, and a suitable configuration. The method's own loader finds mismatches of
-tensors: it runs on tensors without values.
+Reads only metadata: headers, configurations and id tables (`headers.py`). The result contains facts, mismatches with
+their expected and found values, notes, and a suitable configuration. The method's own loader finds mismatched tensors,
+by running on tensors without values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,13 +51,13 @@ from tools.drafts.headers import (
     stored_size,
 )
 
-NOWHERE = Path()  # placeholder for the target's folder, which is not read
+NOWHERE = Path()  # placeholder for the target's folder; never read
 META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SurveyedFiles(HeadFiles):
-    """Files that record mismatches instead of raising, so that a loader reads them to the end."""
+    """Head files that record mismatches instead of raising, so that a loader reads all tensors."""
 
     mismatches: list[Mismatch] = field(default_factory=list)
 
@@ -73,12 +73,12 @@ class SurveyedFiles(HeadFiles):
         return torch.empty(shape, device=META)
 
     def refuse_unused(self, names: Sequence[str], family: str) -> None:
-        expected = "none: no head of this layout computes with it"
+        expected = "none: this layout does not use it"
         self.mismatches.extend(Mismatch(f"tensor {name}", expected, "one") for name in names)
 
 
 def _read_all(files: HeadFiles, config: HeadConfig) -> None:
-    """Reads every tensor of a head, with the head's own loader."""
+    """Reads every tensor of a head with the head's own loader."""
     tokens = range(config.vocabulary)
     dtype = torch.float32
     if isinstance(config, MedusaConfig):
@@ -96,7 +96,7 @@ DEPTH_KEY = "num_target_layers"  # key in a DFlash head's configuration
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """Facts about a target that drafts must fit."""
+    """Target's facts that drafts must match."""
 
     folder: Path
     shape: TargetShape
@@ -104,26 +104,26 @@ class TargetFacts:
 
 
 def target_facts(folder: Path) -> TargetFacts:
-    """Reads the facts from a folder. Raises ModelError if it holds no checkpoint that transformers knows."""
+    """Reads a target's facts from a folder. Raises ModelError if transformers does not support its checkpoint."""
     config = read_config(folder).get_text_config()
     return TargetFacts(folder, target_shape(folder), getattr(config, "max_position_embeddings", None))
 
 
 def tensor_mismatches(files: HeadFiles, draft: DraftPool) -> list[Mismatch]:
-    """Finds tensors that are missing, unused, of another shape, or with invalid values.
+    """Finds tensors that are missing, unused, misshapen or invalid.
 
-    The head must have canonical names and must resolve.
+    The head must have canonical names and resolve for a target.
     """
     surveyed = SurveyedFiles(files.folder, files.config, files.tensors)
     try:
         _read_all(surveyed, resolved(files, draft, presumed_target(files, draft)))
-    except ModelError as error:  # invalid values in a table of ids or a mask
+    except ModelError as error:  # invalid values in an id table or a mask
         surveyed.mismatches.append(Mismatch(str(error)))
     return surveyed.mismatches
 
 
 def head_mismatches(files: HeadFiles, facts: DraftFacts, target: TargetFacts, draft: DraftPool) -> list[Mismatch]:
-    """Finds mismatches between a head in canonical names and a target; if all sizes fit, also asks its loader."""
+    """Finds mismatches between a head with canonical names and a target; if all sizes fit, also runs its loader."""
     found = [*_sizes(facts, target), *_depth(files, facts, target), *_borrowed(facts, target)]
     if found:
         return found
@@ -135,7 +135,7 @@ def head_mismatches(files: HeadFiles, facts: DraftFacts, target: TargetFacts, dr
 
 
 def causal_mismatches(folder: Path, facts: DraftFacts, target: TargetFacts) -> list[Mismatch]:
-    """Finds mismatches of a causal language model, whose token ids must mean the same as the target's."""
+    """Finds mismatches of a causal language model, which must share the target's token ids."""
     try:
         check_draft(vocabulary(target.folder), folder)
     except (ModelError, OSError, ValueError) as error:
@@ -155,19 +155,19 @@ def _sizes(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
 
 
 def _depth(files: HeadFiles, facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
-    """Checks the target's number of layers, which determines the states that exist."""
+    """Checks the target's number of layers, which determines the available states."""
     depth = target.shape.layers
     said = {**files.config, **(files.config.get("dflash_config") or {})}.get(DEPTH_KEY)
     if said is not None and said != depth:
         yield Mismatch("layers of the target", str(said), str(depth))
     read = () if facts.states is None else facts.states.layers
-    last = depth if facts.layout.method == "dflash" else depth - 1  # residual streams exclude the final, normed state
+    last = depth if facts.layout.method == "dflash" else depth - 1  # residual streams exclude the final state
     if read and max(read) > last:
         yield Mismatch("states of the target", f"{list(read)}", f"0 to {last}")
 
 
 def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
-    """Checks that the target has the tensors that the head borrows, in the shape the head needs."""
+    """Checks that the target has the head's borrowed tensors, in the required shapes."""
     stored = stored_tensors(target.folder, partial=True)
     for whose, names, what in ((facts.embedding, EMBEDDING, "embedding"), (facts.lm_head, HEAD, "LM head")):
         if whose != "the target":
@@ -181,7 +181,7 @@ def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
 
 
 BESIDE = ("recurrent_head.safetensors", "frequent_tokens.json", "mask_embedding.pt")  # optional files beside weights
-SHARE_OF_LAYERS = 4  # suggests layer skip with one in this many layers
+SHARE_OF_LAYERS = 4  # suggested share of layers for layer skip, as a divisor
 TARGET_KEYS = ("base_model_name_or_path", "base_model")  # keys that name the target in a head's configuration
 FOUND = ("method", "model")  # keys of `draft` that the checkpoint determines
 
@@ -191,34 +191,34 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class DraftInspection:
-    """Result of inspecting a checkpoint."""
+    """Result of an inspection."""
 
     folder: Path
     facts: DraftFacts
     mismatches: tuple[Mismatch, ...]
     notes: tuple[str, ...]
-    target: Path | None  # folder of the target it was checked against
-    snippet: str  # YAML configuration for it; empty if it does not fit
+    target: Path | None  # target's folder, if checked against a target
+    snippet: str  # YAML configuration; empty if the checkpoint does not fit
 
     @property
     def fits(self) -> bool:
-        """True if the layout is known, the checkpoint is complete, and it fits the target, if given."""
+        """Returns whether the layout is known and the checkpoint is complete and fits the target, if given."""
         return not self.mismatches
 
 
 def inspect_draft(
     folder: Path, target_folder: Path | None = None, options: Options = MappingProxyType({})
 ) -> DraftInspection:
-    """Reads headers, tables of ids, configurations and tokenizers, but no weights.
+    """Reads headers, id tables, configurations and tokenizers, but no weights.
 
-    `options` override what the checkpoint states, as they do when it is loaded. Raises ModelError if a folder holds no
-    checkpoint at all, and ConfigError for options that its method does not accept.
+    `options` override the checkpoint's own settings, as at loading. Raises ModelError if a folder contains no
+    checkpoint, and ConfigError for options that the method does not accept.
     """
     files = read_headers(folder)
     target = None if target_folder is None else target_facts(target_folder)
     layout = _layout(files, target)
     if layout is WITH_MTP and target is None:
-        target = target_facts(folder)  # an MTP module drafts only for its own target
+        target = target_facts(folder)  # MTP modules draft only for their own target
     facts, mismatches = _looked_at(files, layout, target, options)
     facts = replace(facts, made_for=_made_for(files))
     notes = tuple(_notes(files, facts, target))
@@ -241,7 +241,7 @@ def _looked_at(
 ) -> tuple[DraftFacts, list[Mismatch]]:
     if layout.method is None:
         facts = DraftFacts(layout, stored_size(files.tensors))
-        return facts, [Mismatch("layout", "one that a method of this release drafts with", layout.name)]
+        return facts, [Mismatch("layout", "a layout that this release supports", layout.name)]
     draft = _draft_pool(files.folder, layout.method, options)
     if layout.method in STATE_READERS:
         return _head(files, layout, target, draft)
@@ -249,10 +249,10 @@ def _looked_at(
 
 
 def _draft_pool(folder: Path, method: str, options: Options) -> DraftPool:
-    """Returns the configuration section that would use the checkpoint."""
+    """Returns the configuration section for the checkpoint."""
     told = sorted(set(options).intersection(FOUND))
     if told:
-        raise ConfigError(f"draft.{told[0]} cannot be set: it follows from the checkpoint in {folder}")
+        raise ConfigError(f"draft.{told[0]} follows from the checkpoint in {folder}; do not set it")
     model = {"model": str(folder)} if method in MODEL_METHODS else {}
     return validated({"model": {"target": "TARGET"}, "draft": {"method": method, **model, **options}}).draft
 
@@ -301,26 +301,26 @@ def _made_for(files: HeadFiles) -> str:
 
 def _notes(files: HeadFiles, facts: DraftFacts, target: TargetFacts | None) -> list[str]:
     beside = [name for name in BESIDE if (files.folder / name).is_file()]
-    found = [f"read beside it: {', '.join(beside)}"] if beside else []
+    found = [f"additional files: {', '.join(beside)}"] if beside else []
     longest = None if target is None else target.positions
     if facts.positions is not None and longest is not None and facts.positions < longest:
-        then = "nothing is drafted beyond them" if facts.ends_at_positions else "acceptance may fall beyond them"
-        found.append(f"made for {facts.positions} positions, the target has {longest}: {then}")
+        then = "drafting ends there" if facts.ends_at_positions else "acceptance may then fall"
+        found.append(f"supports {facts.positions} positions of the target's {longest}: {then}")
     if facts.states is not None and not facts.states.is_final and not facts.states.layers:
-        found.append("which states it reads follows from the target's depth; give --target to see them")
+        found.append("the target's depth determines the states that it reads; give --target to list them")
     if facts.layout is WITH_MTP:
         found += _notes_on_modules(files, target)
     return found
 
 
 def _notes_on_modules(files: HeadFiles, target: TargetFacts | None) -> list[str]:
-    assert target is not None, "a module is held against its own target"
+    assert target is not None, "modules are checked against their own target"
     try:
         layout = layout_in(files.tensors, target.shape.layers, str(files.folder))
     except ModelError:
         return []  # already reported as a mismatch
     count = module_count(files.tensors, layout)
-    which = "it" if count == 1 else "the first alone, asked again for each further token"
+    which = "it" if count == 1 else "the first module, once per token"
     return [
         f"{count} module{'s' * (count > 1)} in {layout.name} layout; draft.method: mtp drafts with {which}",
         "the target's own first layers can draft too, with draft.method: layer_skip",

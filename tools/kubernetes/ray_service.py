@@ -22,14 +22,14 @@ from serve_app.operations.deploying import RAY_DRAIN, drain_s
 from serve_app.serve_manifest import application, serve_file
 
 ROUTER_CPUS = 1
-POOL_LABEL = "pool"  # node label; a pool's replicas run in the group named after the pool
-RAY_ENDS_S = 30  # seconds that Ray's processes take to exit after the drain
-SPARE = 2  # maximum size of a scaling group, as a multiple of the pods that its pool may need
+POOL_LABEL = "pool"  # node label; pins a pool's replicas to the worker group of the same name
+RAY_ENDS_S = 30  # seconds for Ray's processes to exit after the drain
+SPARE = 2  # maximum size of a scaling group, as a multiple of its pool's maximum
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """A worker group: enough pods of one kind for a pool's replicas."""
+    """Worker group with enough pods of one kind for a pool's replicas."""
 
     name: str
     role: PeerRole
@@ -40,7 +40,7 @@ class WorkerGroup:
     most: int
     labels: dict[str, str]  # labels of the group's Ray nodes
     idle_s: int | None = None
-    is_spread: bool = False  # spread over nodes where possible
+    is_spread: bool = False  # whether to spread over nodes if possible
 
 
 def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
@@ -61,18 +61,18 @@ def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
 
 
 def pool_labels(name: str, config: SlipstreamConfig) -> dict[str, str]:
-    """Returns the node labels that a pool's replicas require, which the pool's worker group sets."""
+    """Returns the node labels required by a pool's replicas and set by its worker group."""
     given = config.target.resources_per_rank.labels if name == "target" else config.draft.resources.labels
     return {**given, POOL_LABEL: name}
 
 
 def scales(config: SlipstreamConfig) -> bool:
-    """Returns whether a pool scales, which takes Ray's autoscaler."""
+    """Returns whether any pool scales, which requires Ray's autoscaler."""
     return any(pool.replicas.min < pool.replicas.max for pool in (config.target, config.draft))
 
 
 def grace_s(config: SlipstreamConfig) -> int:
-    """Returns the seconds that Kubernetes gives a pod to terminate."""
+    """Returns the termination grace period of a pod, in seconds."""
     return drain_s(config) + RAY_ENDS_S
 
 
@@ -111,8 +111,8 @@ def _pods_for(replicas: int, a_pod: int) -> int:
 def _most_pods(replicas: Replicas, a_pod: int) -> int:
     """Returns the maximum number of pods.
 
-    For a scaling pool this is more than its replicas need: the pool's own bound decides and may be raised in a running
-    cluster, whereas KubeRay does not apply changes of this one there.
+    For a scaling pool, it leaves room to raise `replicas.max` in a running cluster, where KubeRay does not apply
+    changes to this maximum.
     """
     most = _pods_for(replicas.max, a_pod)
     return most if replicas.min == replicas.max else SPARE * most
@@ -133,7 +133,7 @@ UNPRIVILEGED: Mapping[str, Any] = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-# Writable folders: Ray's logs and sockets, and caches of kernel compilers.
+# Writable folders for Ray's logs and sockets, and for caches of kernel compilers.
 WRITABLE = ({"name": "scratch", "mountPath": "/tmp"}, {"name": "home", "mountPath": HOME})
 WRITABLE_VOLUMES = (
     {"name": "scratch", "emptyDir": {"sizeLimit": "10Gi"}},
@@ -149,7 +149,7 @@ def security_context() -> Json:
         "runAsUser": USER,
         "runAsGroup": USER,
         "fsGroup": USER,
-        # Changing the owner of every weight file at each start would take minutes.
+        # Changing the owner of all weight files at each start would take minutes.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
@@ -158,7 +158,7 @@ def security_context() -> Json:
 def container(
     name: str, image: str, pods: PodOptions, ports: Mapping[str, int], env: Mapping[str, str], gpus: int = 0
 ) -> Json:
-    """Returns the Ray container of a pod. It gets the memory and GPUs that it requests, and any free CPU."""
+    """Returns the Ray container of a pod, with limits on memory and GPUs but not on CPU."""
     gpu = {GPU: str(gpus)} if gpus else {}
     made: Json = {
         "name": name,
@@ -178,7 +178,7 @@ def container(
 
 
 def template(main: Json, pods: PodOptions, volumes: Sequence[Json], **more: Any) -> Json:
-    """Returns a pod that runs `main` on the nodes selected by `pods`; `more` adds keys to its specification."""
+    """Returns a pod that runs `main` on nodes selected by `pods`; `more` adds keys to its specification."""
     shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}}
     placing: Json = {}
     if pods.node_selector:
@@ -199,10 +199,10 @@ def template(main: Json, pods: PodOptions, volumes: Sequence[Json], **more: Any)
 
 
 RAY_VERSION = "2.60.0"  # Ray's version in the image
-HTTP_PORT = 8000  # port at which KubeRay's probes reach Serve's proxy
+HTTP_PORT = 8000  # port of Serve's proxy, used by KubeRay's probes
 WORKER_PORTS = {"serve": HTTP_PORT, "metrics": 8080}
-# A router's pod gets clients while its node is not draining (KubeRay's own probe, to Serve's proxy) and the router
-# is ready. A busy machine may miss a probe; clients that arrive while there is no target wait for one.
+# A router's pod receives clients while Serve's proxy is healthy, i.e. its node is not draining (as in KubeRay's own
+# probe), and the router is ready. A busy machine may miss a probe. Clients wait while no target is available.
 READINESS = {
     "exec": {
         "command": [
@@ -217,25 +217,25 @@ READINESS = {
     "failureThreshold": 3,
 }
 HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, **WORKER_PORTS, "as-metrics": 44217, "dash-metrics": 44227}
-TOKEN_SECRET = f"{NAME}-token"  # the secret's key is the file name of trust.token_file
-OBJECT_STORE_BYTES = 1 << 28  # bytes; no large objects pass through the store
+TOKEN_SECRET = f"{NAME}-token"  # its key is the file name of trust.token_file
+OBJECT_STORE_BYTES = 1 << 28  # small, since no large objects pass through the store
 
 
 def ray_service(config: SlipstreamConfig, image: str) -> Json:
-    """Returns the custom resource from which KubeRay creates a Ray cluster and a Serve application."""
+    """Returns KubeRay's custom resource for a Ray cluster with a Serve application."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
         "metadata": {
             "name": NAME,
-            # A starting pool may need a new node, a large image and more than a hundred gigabytes of weights.
+            # A starting pool may wait for a new node, a large image and more than a hundred gigabytes of weights.
             "annotations": {"ray.io/initializing-timeout": "60m"},
         },
         "spec": {
-            # Otherwise a change below rayClusterConfig would start a second cluster, with twice the GPUs.
+            # By default, a change below rayClusterConfig starts a second cluster, which doubles the GPUs.
             "upgradeStrategy": {"type": "None"},
             "rayClusterDeletionDelaySeconds": 600,
-            # The head's end would break all streams through its proxy.
+            # The loss of the head would break all streams through its proxy.
             "excludeHeadPodFromServeSvc": True,
             "serveConfigV2": yaml.safe_dump(serve_config(config), sort_keys=False, width=120),
             "rayClusterConfig": _cluster(config, image),
@@ -244,9 +244,9 @@ def ray_service(config: SlipstreamConfig, image: str) -> Json:
 
 
 def serve_config(config: SlipstreamConfig) -> Json:
-    """Returns the input of `serve deploy`. Routers stay off the GPU pods, which could otherwise not scale down.
+    """Returns the input of `serve deploy`. Routers avoid GPU pods, which they would keep from scaling down.
 
-    A pod has room for one router, so an update stops each router before it starts the next.
+    A pod has room for one router, so an update stops each router before starting its successor.
     """
     options = {"num_cpus": ROUTER_CPUS, "label_selector": {POOL_LABEL: "router"}}
     router = {"ray_actor_options": options, "max_surge_percent": 0}
@@ -255,7 +255,7 @@ def serve_config(config: SlipstreamConfig) -> Json:
 
 
 def in_pods(config: SlipstreamConfig) -> SlipstreamConfig:
-    """Returns the application's configuration: without keys that do not apply in pods, with each pool's labels."""
+    """Returns the configuration for pods: adds each pool's labels, and removes keys that do not apply."""
     given: Json = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"kubernetes": True, "server": {"host", "port"}}
     )
@@ -289,11 +289,11 @@ def _autoscaler() -> Json:
 def _head(config: SlipstreamConfig, image: str) -> Json:
     pods = config.kubernetes.head
     env = {
-        RAY_DRAIN: "0",  # nothing on the head needs to finish; Ray's default of 30 s would use up the grace period
+        RAY_DRAIN: "0",  # no replicas to drain; Ray's default of 30 s would use up the grace period
         **PROXY_ENVIRONMENT,
     }
     return {
-        # Run no replica on the head, so that its loss ends no session.
+        # Run no replica on the head, so that losing it ends no session.
         "rayStartParams": {"num-cpus": "0"},
         "template": template(container("ray-head", image, pods, HEAD_PORTS, env), pods, []),
     }
@@ -302,7 +302,7 @@ def _head(config: SlipstreamConfig, image: str) -> Json:
 def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> Json:
     env = {
         "HF_HOME": MODELS,
-        # The volume has the weights; a replica that misses a file fails at once instead of downloading it.
+        # The volume holds the weights; a replica fails immediately if a file is missing, instead of downloading it.
         "HF_HUB_OFFLINE": "1",
         RAY_DRAIN: str(drain_s(config)),
         **PROXY_ENVIRONMENT,
@@ -333,9 +333,9 @@ def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> J
 
 
 def _trust_secrets(trust: TrustConfig, role: PeerRole) -> Iterable[tuple[str, str]]:
-    """Yields folder and name of each secret that authenticates a pod.
+    """Yields the folder and name of each secret that authenticates a pod.
 
-    Secrets are mounted as whole folders, because the kubelet does not update single-file mounts.
+    Secrets are mounted as folders, because the kubelet does not update single-file mounts.
     """
     if trust.certificates is not None:
         yield trust.certificates.replace("{role}", role.value), f"{NAME}-{role.value}"
@@ -344,7 +344,7 @@ def _trust_secrets(trust: TrustConfig, role: PeerRole) -> Iterable[tuple[str, st
 
 
 def _over_nodes(group: str) -> Json:
-    """Spreads routers over nodes, since one lost node would take all routers on it."""
+    """Spreads routers over nodes, since losing a node ends all of its routers."""
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",

@@ -45,7 +45,7 @@ def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
 
 
 def downloads(config: SlipstreamConfig) -> list[str]:
-    """Returns the models named by Hugging Face id; models named by path are on the volume already."""
+    """Returns the models with Hugging Face ids; models given by path are already on the volume."""
     names = [config.model.target, *([config.draft.model] if config.draft.model else [])]
     return [name for name in dict.fromkeys(names) if not PurePosixPath(name).is_absolute()]
 
@@ -82,13 +82,11 @@ def _group() -> None:
 def render(
     config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; goes into the manifests.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key in the manifests.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder to write to; default: the one of CONFIG.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Output folder; default: CONFIG's folder.")] = None,
 ) -> None:
-    """Writes the manifests of CONFIG to its folder, for `kubectl apply -k`."""
+    """Writes the manifests of CONFIG for `kubectl apply -k`."""
     from cluster.config import load_config
 
     config = load_config(config_path, overrides or (), os.environ)
@@ -98,15 +96,15 @@ def render(
 
 
 OVERLAYS = Path("../..")  # path from an overlay of the repository to the shared manifests
-SELF_CONTAINED = Path()  # path in a folder with its own copy of the shared manifests
-TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # not in /, since the mounted secret hides other files of its folder
+SELF_CONTAINED = Path()  # path from a folder with a copy of the shared manifests
+TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # not in /, since the mounted secret hides the folder's other files
 
 
 def render_into(config: SlipstreamConfig, source: str, folder: Path) -> tuple[str, ...]:
     """Writes the manifests of `config` to `folder` and returns the file names.
 
-    In an overlay of the repository, they refer to its base and components. For any other folder, the required parts are
-    copied from the installed package. `source` names the configuration in each file's first line.
+    An overlay of the repository refers to its base and components. Any other folder receives copies of the required
+    parts from the installed package. `source` names the configuration in each file's first line.
     """
     is_overlay = (folder / OVERLAYS / "base" / "kustomization.yaml").is_file()
     texts = rendered(config, source, OVERLAYS if is_overlay else SELF_CONTAINED)
@@ -123,7 +121,7 @@ def render_into(config: SlipstreamConfig, source: str, folder: Path) -> tuple[st
 
 
 def rendered(config: SlipstreamConfig, source: str, shared: Path = OVERLAYS) -> Mapping[str, str]:
-    """Returns the manifests by file name; `shared` is the path from their folder to base and components."""
+    """Returns the manifests by file name; `shared` is the relative path to base and components."""
     check(config)
     image = config.kubernetes.image
     assert image is not None, "checked"
@@ -136,19 +134,19 @@ def rendered(config: SlipstreamConfig, source: str, shared: Path = OVERLAYS) -> 
 
 
 def check(config: SlipstreamConfig) -> None:
-    """Raises ConfigError with one line for each key that would not work on Kubernetes."""
+    """Raises ConfigError with one line per key that does not work on Kubernetes."""
     faults = [*_general_faults(config), *_pool_faults(config)]
     if faults:
-        raise ConfigError("wrong configuration for Kubernetes\n  " + "\n  ".join(faults))
+        raise ConfigError("invalid configuration for Kubernetes\n  " + "\n  ".join(faults))
 
 
 def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
     if config.kubernetes.image is None:
-        yield "kubernetes.image is missing: name the image that k8s/images/Dockerfile builds"
+        yield "kubernetes.image is missing; set it to the image built from k8s/images/Dockerfile"
     if config.trust.is_off:
         yield (
-            "trust has neither certificates nor a token_file, and pods reach each other over the network; name one, or"
-            " say trust.insecure: true"
+            "trust has neither certificates nor a token_file, but pods communicate over the network; set one, or"
+            " trust.insecure: true"
         )
     folder = config.trust.certificates
     if folder is not None and (not folder.startswith("/") or "{role}" not in folder):
@@ -163,19 +161,19 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
             f" the secret {TOKEN_SECRET}; use /etc/slipstream/token/tokens"
         )
     if not is_guarded(config.server):
-        yield f"pods are reached over the network, and {missing_keys()}"
+        yield f"pods are reachable over the network, and {missing_keys()}"
     if config.server.port != HTTP_PORT:
-        yield f"server.port is {config.server.port}, expected {HTTP_PORT}, where KubeRay's probes ask; leave it out"
+        yield f"server.port is {config.server.port}, expected {HTTP_PORT}, the port of KubeRay's probes; leave it out"
 
 
 def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
-    """Finds requirements that KubeRay's autoscaler ignores, since it only knows a group's CPUs, GPUs and labels."""
+    """Finds requirements that KubeRay's autoscaler ignores; it only considers a group's CPUs, GPUs and labels."""
     pools = {"target.resources_per_rank": config.target.resources_per_rank, "draft.resources": config.draft.resources}
     for section, resources in pools.items():
         if resources.accelerator_type is not None:
             yield (
                 f"{section}.accelerator_type is {resources.accelerator_type}, for which Ray's autoscaler adds no pod;"
-                f" use {section}.labels: {{ray.io/accelerator-type: {resources.accelerator_type}}}, which it knows,"
+                f" use {section}.labels: {{ray.io/accelerator-type: {resources.accelerator_type}}}"
                 " and the node_selector of the pool's pods below kubernetes"
             )
         if resources.custom:
@@ -184,7 +182,7 @@ def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
                 f" use {section}.labels"
             )
         if "pool" in resources.labels:
-            yield f"{section}.labels has a label pool, which each pool's group is given here; leave it out"
+            yield f"{section}.labels has a label pool, which is set for each pool here; leave it out"
 
 
 def _kustomization(config: SlipstreamConfig, shared: Path) -> Json:

@@ -15,38 +15,37 @@ from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
 def plan(
     costs_path: Annotated[
-        Path | None, typer.Option("--costs", metavar="COSTS", help="Measured costs as JSON, instead of the next five.")
+        Path | None,
+        typer.Option("--costs", metavar="COSTS", help="Measured costs as JSON; replaces the next five options."),
     ] = None,
-    target_step_ms: Annotated[float, typer.Option(min=0, help="A target step of one row and one token.")] = 20.0,
-    target_token_ms: Annotated[float, typer.Option(min=0, help="Each further token of a step, of any row.")] = 0.1,
-    draft_token_ms: Annotated[float, typer.Option(min=0, help="A draft token for one session.")] = 2.0,
-    draft_row_ms: Annotated[float, typer.Option(min=0, help="The same for each further session in the pass.")] = 0.05,
-    hop_ms: Annotated[float, typer.Option(min=0, help="A message, one way.")] = 0.3,
+    target_step_ms: Annotated[float, typer.Option(min=0, help="Target step with one token of one session.")] = 20.0,
+    target_token_ms: Annotated[float, typer.Option(min=0, help="Each additional token in a target step.")] = 0.1,
+    draft_token_ms: Annotated[float, typer.Option(min=0, help="One draft token for one session.")] = 2.0,
+    draft_row_ms: Annotated[float, typer.Option(min=0, help="One draft token for each further session.")] = 0.05,
+    hop_ms: Annotated[float, typer.Option(min=0, help="One-way message latency.")] = 0.3,
     acceptance: Annotated[
         list[float] | None,
         typer.Option(
             min=0,
             max=1,
-            help="Of a draft token, given those before it; repeatable: by position in a block. "
-            "The default is what was measured with the costs, or else 0.8.",
+            help="Acceptance probability of a draft token after accepted tokens; repeat it per block position. "
+            "Default: measured with the costs, else 0.8.",
         ),
     ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Sessions at once on each target; the default is 8.")
-    ] = None,
-    rate: Annotated[float | None, typer.Option(min=0, help="Instead: requests a second for each target.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a request.")] = 64,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Concurrent sessions per target; default: 8.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0, help="Poisson arrivals: requests per second and target.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens per request.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
     draft_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Draft lengths to try; repeatable.")] = None,
     block_len: Annotated[list[int] | None, typer.Option(min=1, hidden=True)] = None,  # earlier name of --draft-tokens
-    target_price: Annotated[float | None, typer.Option(min=0, help="Of one target replica, an hour.")] = None,
-    drafter_price: Annotated[float | None, typer.Option(min=0, help="Of one drafter, an hour.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything here.")] = None,
+    target_price: Annotated[float | None, typer.Option(min=0, help="Price per target replica and hour.")] = None,
+    drafter_price: Annotated[float | None, typer.Option(min=0, help="Price per drafter and hour.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write results to this file.")] = None,
     picture_path: Annotated[
-        Path | None, typer.Option("--plot", metavar="OUT", help="Write an SVG picture here.")
+        Path | None, typer.Option("--plot", metavar="OUT", help="Write an SVG chart to this file.")
     ] = None,
     theory: Annotated[
-        bool, typer.Option("--theory", help="Instead: what speculation brings, by formula and by simulation.")
+        bool, typer.Option("--theory", help="Compare the gain by formula and by simulation instead.")
     ] = False,
 ) -> None:
     """Simulates fleets under given costs and load, and recommends one."""
@@ -79,11 +78,11 @@ MS = 1e-3
 def stated_costs(
     target_step_ms: float, target_token_ms: float, draft_token_ms: float, draft_row_ms: float, hop_ms: float
 ) -> CostModel:
-    """Builds a linear cost model from a few costs. Raises ConfigError if a step takes no time."""
+    """Builds a linear cost model from five costs in milliseconds. Raises ConfigError if a step takes no time."""
     target = target_step_ms * MS
     draft = draft_token_ms * MS
     if target == 0:
-        raise ConfigError("--target-step-ms is 0; give the duration of a step, which is more")
+        raise ConfigError("--target-step-ms is 0; give a positive duration")
     return CostModel(
         target=ForwardCost(by_tokens=((1, target), (2, target + target_token_ms * MS))),
         draft=DraftCost(forward=ForwardCost(by_tokens=((1, draft), (2, draft + draft_row_ms * MS)))),
@@ -104,7 +103,7 @@ def plan_inputs(
     target_price: float | None = None,
     drafter_price: float | None = None,
 ) -> PlanInput:
-    """Validates the options of `slipstream plan`. If measured costs are given, they replace the stated ones."""
+    """Validates the options of `slipstream plan`. Measured costs, if given, replace the stated costs."""
     costs = stated if costs_path is None else CostModel.load(costs_path)
     if acceptance:
         acceptances, source = tuple(acceptance), "given"
@@ -128,7 +127,7 @@ def _arrivals(concurrency: int | None, rate: float | None) -> ClosedLoop | Poiss
     if rate is None:
         return ClosedLoop(DEFAULT_CONCURRENCY if concurrency is None else concurrency)
     if concurrency is not None:
-        raise ConfigError("--concurrency and --rate are two ways to state the load; give one of them")
+        raise ConfigError("--concurrency and --rate both state the load; give only one of them")
     if rate == 0:
         raise ConfigError("--rate is 0; give a positive number of requests per second")
     return Poisson(rate)

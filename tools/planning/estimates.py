@@ -1,9 +1,8 @@
 """Inputs of the planner, and closed formulas for the gain of speculation.
 
-The formulas assume that every draft token is accepted with the same probability, independent of those before it
-(Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). They ignore queues. They also estimate
-drafting inside the target's process, which Slipstream does not do, without overhead, so that this alternative looks as
-good as it can.
+The formulas assume an equal, independent acceptance probability for all draft tokens (Leviathan et al. 2023, arXiv
+2211.17192; Chen et al. 2023, arXiv 2302.01318). They ignore queues. They also estimate drafting inside the target's
+process, which Slipstream does not implement; the estimate has no overhead and is thus an upper bound.
 """
 
 import math
@@ -29,7 +28,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """Load and costs to plan for; the load is that of one target replica."""
+    """Load per target replica, and costs."""
 
     costs: CostModel
     draft: DraftQuality
@@ -40,12 +39,12 @@ class PlanInput:
     draft_lengths: tuple[int, ...] = DRAFT_LENGTHS
     ratios: tuple[tuple[int, int], ...] = RATIOS
     seed: int = 0
-    acceptance_source: str = "given"  # where the acceptance in `draft` comes from
+    acceptance_source: str = "given"  # source of the acceptance in `draft`
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateFleet:
-    """A fleet, and its way to speculate."""
+    """Fleet with its mode of speculation."""
 
     targets: int
     drafters: int
@@ -58,7 +57,7 @@ class CandidateFleet:
 
     @property
     def fleet(self) -> tuple[int, int]:
-        """Numbers of targets and of drafters."""
+        """Returns the numbers of targets and drafters."""
         return self.targets, self.drafters
 
     @property
@@ -66,7 +65,7 @@ class CandidateFleet:
         return self.drafters / self.targets
 
     def has_more_drafters_than(self, other: "CandidateFleet") -> bool:
-        """Returns whether it has more drafters per target than `other`, but speculates in the same way."""
+        """Returns whether it has more drafters per target than `other`, with the same speculation."""
         speculates_so = (self.draft_tokens, self.mode) == (other.draft_tokens, other.mode)
         return speculates_so and self.drafters_per_target > other.drafters_per_target
 
@@ -90,9 +89,9 @@ def cost_per_million(prices: Prices | None, candidate: CandidateFleet, tokens_pe
 
 
 def expected_tokens(acceptance: float, draft_tokens: int) -> float:
-    """Mean tokens that verifying a block commits: (1 - g^(K+1)) / (1 - g), with the recovered or bonus token.
+    """Returns the mean tokens committed per verified block, (1 - g^(K+1)) / (1 - g), including the target's own token.
 
-    Leviathan et al., equation 1, with acceptance g of every draft token and blocks of K tokens.
+    Equation 1 of Leviathan et al., for blocks of K tokens with acceptance probability g.
     """
     if acceptance == 1.0:
         return draft_tokens + 1.0
@@ -100,47 +99,47 @@ def expected_tokens(acceptance: float, draft_tokens: int) -> float:
 
 
 def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
-    """Mean tokens committed per block, given each position's acceptance if all tokens before it were accepted."""
+    """Returns the mean tokens committed per block; acceptances are by position, given acceptance of earlier tokens."""
     return 1.0 + sum(accumulate(acceptances, lambda reached, this: reached * this))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Costs of one round for a constant batch, in seconds."""
+    """Costs of one round with a constant batch, in seconds."""
 
     non_speculative_s: float  # target step without drafts
     verify_s: float  # target step over blocks
     draft_s: float  # drafting pass for those blocks
-    hop_s: float = 0.0  # from drafter to target, or back
+    hop_s: float = 0.0  # one-way latency between drafter and target
 
 
 def lock_step(costs: RoundCosts) -> float:
-    """Returns the seconds of a round that drafts, sends, verifies and returns the verdict in sequence."""
+    """Returns the seconds per round if drafting, sending, verifying and the verdict's return run in sequence."""
     return costs.draft_s + costs.verify_s + 2 * costs.hop_s
 
 
 def in_process(costs: RoundCosts) -> float:
-    """Returns the seconds of a round that drafts, then verifies, on the target's own device.
+    """Returns the seconds per round if the target's own device drafts, then verifies.
 
-    There is no hop and no overlap; `draft_s` is the cost of a pass on that device.
+    Assumes no message latency and no overlap; `draft_s` is the cost of a drafting pass on that device.
     """
     return costs.draft_s + costs.verify_s
 
 
 def speed_up(tokens: float, round_s: float, non_speculative_s: float) -> float:
-    """Returns the throughput relative to non-speculative decoding, which yields one token per `non_speculative_s`."""
+    """Returns the throughput relative to non-speculative decoding at one token per `non_speculative_s`."""
     return tokens * non_speculative_s / round_s
 
 
 def break_even_draft_s(tokens: float, costs: RoundCosts) -> float:
     """Returns the drafting time, in seconds, that cancels the gain of `tokens` per round in lock step.
 
-    Returns 0 if verification alone costs as much as it gains.
+    Returns 0 if verification alone cancels the gain.
     """
     return max(0.0, tokens * costs.non_speculative_s - costs.verify_s - 2 * costs.hop_s)
 
 
-MAX_CONCURRENT = 4096  # a target with more concurrent sessions does not keep up
+MAX_CONCURRENT = 4096  # above it, a target does not keep up
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,7 @@ class InProcessResult:
 
 
 def round_costs(costs: CostModel, rows: float, draft_tokens: int) -> RoundCosts:
-    """Returns the costs of a round of `rows` sessions, all drafted for by one drafter."""
+    """Returns the costs of a round with `rows` sessions and one drafter."""
     return RoundCosts(
         non_speculative_s=costs.non_speculative_s(rows),
         verify_s=costs.target.seconds(rows, rows * (draft_tokens + 1)),
@@ -165,14 +164,14 @@ def round_costs(costs: CostModel, rows: float, draft_tokens: int) -> RoundCosts:
 
 
 def expected(inputs: PlanInput, draft_tokens: int) -> float:
-    """Returns the mean tokens that verifying a block of `draft_tokens` commits."""
+    """Returns the mean tokens committed per verified block of `draft_tokens`."""
     return expected_tokens_by_position([inputs.draft.chances(index)[0] for index in range(draft_tokens)])
 
 
 def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
-    """Returns the concurrent sessions on one target without speculation; steps also feed prompts.
+    """Returns the concurrent sessions on one target without speculation, including the cost of prompts.
 
-    MAX_CONCURRENT means that the target does not keep up.
+    Returns MAX_CONCURRENT if the target does not keep up.
     """
     fed = 1 + inputs.prompt_tokens / inputs.new_tokens  # fed tokens per committed token
     costs = inputs.costs
@@ -184,7 +183,7 @@ def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
 
 
 def best_in_process(inputs: PlanInput) -> InProcessResult:
-    """Returns the estimate of in-process drafting for the draft length with the least latency."""
+    """Returns the in-process estimate for the draft length with the lowest latency."""
     return min(
         (_in_process(inputs, draft_tokens) for draft_tokens in inputs.draft_lengths), key=lambda one: one.latency_s
     )
@@ -209,7 +208,7 @@ def _in_process(inputs: PlanInput, draft_tokens: int) -> InProcessResult:
 def steady_sessions(tokens_per_s: float, session_rate: Callable[[float], float]) -> float:
     """Returns the concurrent sessions at a demand of `tokens_per_s`, by Little's law; at most MAX_CONCURRENT.
 
-    `session_rate` returns the tokens per second of one session among n concurrent ones.
+    `session_rate` returns the tokens per second of each of n concurrent sessions.
     """
     low = 0.0
     high = float(MAX_CONCURRENT)

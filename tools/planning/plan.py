@@ -1,6 +1,6 @@
-"""Searches for the fleet that serves a load best, by simulating candidates in parallel.
+"""Finds the best fleet for a load by simulating candidates in parallel.
 
-Simulated runs are pure and independent, so they run in a pool of processes.
+Simulations are pure and independent, so they run in a process pool.
 """
 
 import multiprocessing
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class InlineExecutor(Executor):
-    """Executor that runs each call in this process, before `submit` returns."""
+    """Executor that runs each call synchronously in this process."""
 
     def submit(
         self, run: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
@@ -52,7 +52,7 @@ class InlineExecutor(Executor):
 
 
 class ProgressExecutor(Executor):
-    """Wraps another executor; `advance` is called after each run."""
+    """Wraps another executor; calls `advance` after each run."""
 
     def __init__(self, pool: Executor, advance: Callable[[], None]) -> None:
         self._pool = pool
@@ -71,7 +71,7 @@ def processes() -> Iterator[Executor]:
     """Opens a pool with one process per CPU; cancels pending runs when the block ends."""
     pool = ProcessPoolExecutor(
         len(os.sched_getaffinity(0)),
-        mp_context=multiprocessing.get_context("spawn"),  # forking a process with threads may hang
+        mp_context=multiprocessing.get_context("spawn"),  # forking a multithreaded process may hang
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C reaches the caller, which stops the processes
     )
@@ -83,23 +83,23 @@ def processes() -> Iterator[Executor]:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """All results, the recommended candidate, and the limits of its gain."""
+    """Recommended candidate, the limits of its gain, and all results."""
 
     results: tuple[CandidateResult, ...]
     best: CandidateResult
     plain: CandidateResult
     in_process: InProcessResult
     at_once: float  # concurrent sessions per target under the best candidate
-    limits: Limits | None  # None if the best does not keep up, since `at_once` is then undefined
+    limits: Limits | None  # None if the best candidate does not keep up: `at_once` is then undefined
 
 
 def recommend(inputs: PlanInput, pool: Executor | None = None, whole: bool = False) -> Recommendation:
-    """Simulates in `pool`, by default in this process; `whole` also simulates candidates that cannot be best."""
+    """Simulates candidates in `pool`, by default in this process. `whole` includes candidates that cannot be best."""
     pool = pool or InlineExecutor()
     fleets = list(candidates(inputs))
     candidates_to_run = fleets if whole else _shortlist(inputs, fleets, pool)
     results = _run_all(simulate, inputs, candidates_to_run, pool)
-    if not any(one.keeps_up for one in results):  # a fleet left out may keep up; short runs cannot show that
+    if not any(one.keeps_up for one in results):  # an omitted fleet may keep up, which short runs cannot show
         results += _run_all(simulate, inputs, [fleet for fleet in fleets if fleet not in candidates_to_run], pool)
     best = choose_best(results, inputs)
     at_once = sessions_at_once(inputs, best)
@@ -114,10 +114,10 @@ def recommend(inputs: PlanInput, pool: Executor | None = None, whole: bool = Fal
 
 
 def _shortlist(inputs: PlanInput, fleets: Sequence[CandidateFleet], pool: Executor) -> list[CandidateFleet]:
-    """Returns non-speculative decoding and the fleets that come near the best in short runs.
+    """Returns non-speculative decoding and the fleets that come close to the best in short runs.
 
-    Fleets with a drafter for each target run first; a candidate that loses then is not tried with fewer drafters.
-    Fleets with fewer drafters take most of the time, because they have more targets.
+    Fleets with at least one drafter per target run first. Candidates that lose are not tried with fewer drafters per
+    target, which takes longer because those fleets have more targets.
     """
     seen: list[CandidateResult] = []
     for _, alike in groupby(sorted(fleets, key=_sharing), key=_sharing):
@@ -146,7 +146,7 @@ def _sharing(candidate: CandidateFleet) -> float:
 
 
 def run_count(inputs: PlanInput, whole: bool = False) -> int:
-    """Returns the maximum number of runs of `recommend`: per fleet a short and a full one, or only a full one."""
+    """Returns the maximum number of runs in `recommend`: a short and a full run per fleet, or only a full run."""
     return (1 if whole else 2) * sum(1 for _ in candidates(inputs)) + LIMIT_SEARCHES
 
 

@@ -1,6 +1,6 @@
 """Reports a plan as tables, JSON and a chart, and compares the formulas with the simulator.
 
-The comparison keeps the formulas' assumptions: one session at a time, equal step costs with and without a block, and a
+The comparison uses the formulas' assumptions: one session at a time, equal step costs with and without a block, and a
 target that waits for every block.
 """
 
@@ -49,25 +49,25 @@ LOAD = Workload(ClosedLoop(1), sessions=32, prompt_tokens=8, new_tokens=192)
 
 @dataclass(frozen=True, slots=True)
 class FormulaCheck:
-    """Formula and simulation for one acceptance and draft length, in lock step."""
+    """Results by formula and by simulation for one acceptance and draft length, in lock step."""
 
     acceptance: float
     draft_tokens: int
     tokens: float  # tokens committed per verified block, by formula
     simulated_tokens: float
-    gain: float  # by formula, over non-speculative decoding, if drafting a token takes a tenth of a step
+    gain: float  # by formula, over non-speculative decoding, for 0.1 target steps per draft token
     simulated_gain: float
-    break_even_s: float  # seconds of a drafting pass that cancels the gain, by formula
-    gain_there: float  # simulated gain with that drafting pass; 1 expected
+    break_even_s: float  # drafting pass that cancels the gain, by formula, in seconds
+    gain_there: float  # simulated gain with that drafting pass; expected to be 1
 
     @property
     def break_even_steps(self) -> float:
-        """`break_even_s` as a multiple of a target step."""
+        """Returns `break_even_s` as a multiple of a target step."""
         return self.break_even_s / STEP_S
 
 
 def formula_checks(advance: Callable[[], None] = lambda: None) -> list[FormulaCheck]:
-    """Compares every acceptance and draft length; `advance` is called after each."""
+    """Compares every acceptance and draft length; calls `advance` after each."""
     non_speculative_rate = _run(0.0, 0, 0.0).tokens_per_s
     found = []
     for acceptance, draft_tokens in product(ACCEPTANCES, DRAFT_LENGTHS):
@@ -82,7 +82,7 @@ def _formula_check(acceptance: float, draft_tokens: int, non_speculative_rate: f
     break_even_s = break_even_draft_s(tokens, costs)
     usual = _run(acceptance, draft_tokens, costs.draft_s)
     there = _run(acceptance, draft_tokens, break_even_s)
-    assert usual.tokens_per_block is not None, "nothing was drafted"
+    assert usual.tokens_per_block is not None, "the simulation drafted no block"
     return FormulaCheck(
         acceptance,
         draft_tokens,
@@ -111,7 +111,7 @@ GROWS = "grows"  # shown for a latency that grows without bound
 
 
 def run_plan(inputs: PlanInput, console: Console, json_path: Path | None, picture_path: Path | None) -> None:
-    """Simulates candidates, prints the advice, and writes the requested files. A picture needs every candidate."""
+    """Simulates candidates, prints the recommendation, and writes the requested files. A chart needs all candidates."""
     if picture_path is not None:
         require_matplotlib()
     with processes() as pool, _progress(console) as progress:
@@ -148,16 +148,16 @@ def recommendation_report(inputs: PlanInput, recommendation: Recommendation) -> 
 
 
 def recommendation_text(inputs: PlanInput, recommendation: Recommendation) -> str:
-    """Returns the advice in words."""
+    """Returns the recommendation in words."""
     best = recommendation.best.candidate
     arrivals = inputs.arrivals
     if isinstance(arrivals, Poisson) and not recommendation.best.keeps_up:
-        rate = f"{arrivals.per_s:g} requests a second on each target, {arrivals.per_s * inputs.new_tokens:g} tokens/s"
-        return f"No fleet keeps up with {rate}: latencies grow for as long as requests come. Ask less of a target."
+        rate = f"{arrivals.per_s:g} requests/s per target ({arrivals.per_s * inputs.new_tokens:g} tokens/s)"
+        return f"No fleet keeps up with {rate}: latencies grow without bound. Lower --rate."
     if best.draft_tokens == 0:
-        return "Take non-speculative decoding: no fleet with drafters does better under this load."
+        return "Use non-speculative decoding: no fleet with drafters is better under this load."
     per = f"{best.drafters} drafter{'s' * (best.drafters > 1)} for {best.targets} target{'s' * (best.targets > 1)}"
-    return f"Take {per}, blocks of up to {best.draft_tokens}, {best.name}: {_gain_text(inputs, recommendation)}."
+    return f"Use {per}, blocks of up to {best.draft_tokens}, {best.name}: {_gain_text(inputs, recommendation)}."
 
 
 def _gain_text(inputs: PlanInput, recommendation: Recommendation) -> str:
@@ -171,7 +171,7 @@ def _gain_text(inputs: PlanInput, recommendation: Recommendation) -> str:
 
 
 def _gain(inputs: PlanInput, one: CandidateResult | InProcessResult, plain: CandidateResult) -> str:
-    """Returns the gain over non-speculative decoding: in throughput, or under a given rate in latency."""
+    """Returns the gain over non-speculative decoding, in throughput or, under a given rate, in latency."""
     if not isinstance(inputs.arrivals, Poisson):
         return f"{one.tokens_per_s / plain.tokens_per_s:.2f}x"
     return f"{plain.latency_s / one.latency_s:.2f}x" if one.keeps_up and plain.keeps_up else shown(None)
@@ -179,7 +179,7 @@ def _gain(inputs: PlanInput, one: CandidateResult | InProcessResult, plain: Cand
 
 def _candidates_table(inputs: PlanInput, recommendation: Recommendation) -> Table:
     load = "under the given rate" if isinstance(inputs.arrivals, Poisson) else "at the given concurrency"
-    title = f"Simulated {load}: targets : drafters, longest block, and what one target does"
+    title = f"Simulated {load}: targets : drafters, draft length K, and results per target"
     made = table(title, "fleet", "K", "mode", "tokens/s", "gain", "latency, s", "busy, %", "cost/1M")
     best_first = sorted(recommendation.results, key=lambda one: _rank(inputs, one))[:SHOWN]
     for result in dict.fromkeys([recommendation.best, *best_first, recommendation.plain]):
@@ -201,8 +201,8 @@ def _candidates_table(inputs: PlanInput, recommendation: Recommendation) -> Tabl
         inside.keeps_up and all(one.keeps_up for one in recommendation.results)
     ):
         made.caption = (
-            f"{GROWS}: does not keep up. Of the tokens asked for while requests came, less than {KEPT_UP:.0%} were "
-            f"committed meanwhile; in-process, more than {MAX_CONCURRENT} sessions would run at once."
+            f"{GROWS}: does not keep up. Less than {KEPT_UP:.0%} of the requested tokens were committed while requests "
+            f"arrived; in-process, more than {MAX_CONCURRENT} sessions would run at once."
         )
     return made
 
@@ -238,8 +238,8 @@ def _limits_table(limits: Limits) -> Table:
     sessions = f"{limits.at_once} session{'s' * (limits.at_once > 1)} at once on a target"
     made = table(f"Where the gain ends in lock-step: {of}, {sessions}", "what", "value")
     enough = limits.acceptance
-    made.add_row("least acceptance that pays", "none does" if enough is None else f"{enough:.2f}")
-    made.add_row("drafting pass that eats the gain, ms", shown(limits.draft_s * 1e3, ".1f"))
+    made.add_row("minimum acceptance for a gain", "none" if enough is None else f"{enough:.2f}")
+    made.add_row("drafting pass that cancels the gain, ms", shown(limits.draft_s * 1e3, ".1f"))
     return made
 
 
@@ -268,9 +268,9 @@ def _candidate_data(candidate: CandidateFleet) -> dict[str, Any]:
 
 
 def recommendation_chart(inputs: PlanInput, recommendation: Recommendation) -> "Figure":
-    """Plots speed, or under a given rate latency, against the draft length for the recommended fleet.
+    """Plots speed or, under a given rate, latency against the draft length, for the recommended fleet.
 
-    A candidate that does not keep up with the rate has no latency; if none keeps up, the chart shows speed.
+    Omits candidates that do not keep up with the rate, since they have no latency; if none keeps up, plots speed.
     """
     best = recommendation.best.candidate
     ratio = (best.targets, best.drafters) if best.draft_tokens else inputs.ratios[0]
@@ -290,7 +290,7 @@ def recommendation_chart(inputs: PlanInput, recommendation: Recommendation) -> "
     }
     levels = {name: value(rival) for name, rival in rivals.items() if rival.keeps_up or not by_latency}
     y_title = "latency of a request, s" if by_latency else "tokens/s of one target"
-    return line_chart(lines, levels, f"longest block, {ratio[0]} targets : {ratio[1]} drafters", y_title)
+    return line_chart(lines, levels, f"draft length, {ratio[0]} targets : {ratio[1]} drafters", y_title)
 
 
 # ---------------------------------------------------------------- theory
@@ -299,14 +299,14 @@ def recommendation_chart(inputs: PlanInput, recommendation: Recommendation) -> "
 def theory_tables(formula_checks: list[FormulaCheck]) -> Group:
     """Tabulates formula and simulation side by side."""
     tokens = table(
-        "Tokens that a verify commits: (1 - g^(K+1)) / (1 - g)", "acceptance g, K", "formula", "simulated", "differs"
+        "Tokens committed per verify: (1 - g^(K+1)) / (1 - g)", "acceptance g, K", "formula", "simulated", "differs"
     )
     gains = table(
-        "Gain over non-speculative decoding in lock-step, and the drafting pass that eats it",
+        "Gain over non-speculative decoding in lock-step, and the drafting pass that cancels it",
         "acceptance g, K",
         "formula",
         "simulated",
-        "eaten at, target steps",
+        "canceled at, target steps",
         "simulated there",
     )
     for check in formula_checks:

@@ -1,6 +1,6 @@
 """Simulates candidate fleets, ranks them, and finds the limits of a fleet's gain.
 
-The limits are the least acceptance and the longest drafting pass with which the fleet still gains.
+The limits are the lowest acceptance and the longest drafting pass at which speculation still improves throughput.
 """
 
 import math
@@ -22,15 +22,15 @@ from tools.simulation.oracle import ClosedLoop, Poisson, Workload
 from tools.simulation.world import World
 
 ROUNDS_OF_LOAD = 4  # simulated sessions per concurrent session, at a given concurrency
-ROUNDS_OF_ARRIVALS = 8  # simulated sessions per concurrent session at a given rate, where queues grow slowly
+ROUNDS_OF_ARRIVALS = 8  # simulated sessions per concurrent session, at a given rate (queues grow slowly)
 MIN_SESSIONS = 32  # minimum sessions per target, at a given concurrency
 MIN_ARRIVALS = 64  # minimum sessions per target, at a given rate
 MAX_ARRIVALS = 1024
-SHORTER = 4  # short runs, which select fleets for full ones, have this many times fewer sessions
+SHORTER = 4  # ratio of the sessions in full runs and short runs
 MIN_SHORT_SESSIONS = 16  # minimum sessions per target in short runs
-KEPT_UP = 0.9  # share of the requested tokens committed while requests arrive; noise takes some percent
-PROMISING = 0.9  # share of the best merit so far; short runs vary by some percent
-AS_GOOD = 0.98  # candidates with this share of the best merit count as equal; the smaller fleet wins
+KEPT_UP = 0.9  # minimum share of requested tokens committed while requests arrive; varies by some percent
+PROMISING = 0.9  # minimum share of the best merit so far; short runs vary by some percent
+AS_GOOD = 0.98  # minimum share of the best merit to count as equal; the smaller fleet wins
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class CandidateResult:
     target_busy: float
     drafter_busy: float
     cost_per_million: float | None
-    keeps_up: bool = True  # False: under a given rate, the queue grows while requests arrive
+    keeps_up: bool = True  # False: the queue grows under the given rate
 
     def gain(self, plain: "CandidateResult") -> float:
         return self.tokens_per_s / plain.tokens_per_s
@@ -72,13 +72,13 @@ def _simulate(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> Ca
 
 
 def simulate_briefly(inputs: PlanInput, candidate: CandidateFleet) -> CandidateResult:
-    """Simulates one candidate for long enough to compare it, too briefly to see whether its queue grows."""
+    """Simulates one candidate briefly: enough for comparisons, too short to detect a growing queue."""
     sessions = max(MIN_SHORT_SESSIONS, sessions_per_target(inputs) // SHORTER)
     return replace(_simulate(inputs, candidate, sessions), keeps_up=True)
 
 
 def choose_best(results: Sequence[CandidateResult], inputs: PlanInput) -> CandidateResult:
-    """Returns the candidate with the fewest drafters per target among those about as good as the best."""
+    """Returns the candidate with the fewest drafters per target among candidates about as good as the best."""
     merit = merit_function(results, inputs)
     enough = AS_GOOD * max(map(merit, results))
     good = [one for one in results if merit(one) >= enough]
@@ -86,10 +86,10 @@ def choose_best(results: Sequence[CandidateResult], inputs: PlanInput) -> Candid
 
 
 def merit_function(results: Sequence[CandidateResult], inputs: PlanInput) -> Callable[[CandidateResult], float]:
-    """Returns the merit by which to compare these results: low cost if prices are known, else speed.
+    """Returns the merit function for these results: low cost if prices are known, else speed.
 
-    Under a given rate, candidates that keep up are compared by latency. The latency of the others only shows how long
-    they were simulated; if none keeps up, all are compared as at a given concurrency.
+    Under a given rate, candidates that keep up are compared by latency. Other latencies only reflect the simulated
+    time. If no candidate keeps up, all are compared as at a given concurrency.
     """
     any_keeps_up = any(one.keeps_up for one in results)
 
@@ -104,7 +104,7 @@ def merit_function(results: Sequence[CandidateResult], inputs: PlanInput) -> Cal
 
 
 def is_promising(candidate: CandidateFleet, results: Sequence[CandidateResult], inputs: PlanInput) -> bool:
-    """Returns whether a candidate may be best, given results with more drafters: with fewer it is no faster."""
+    """Returns whether a candidate may be best, given results with more drafters, which are at least as fast."""
     with_more_drafters = [one for one in results if one.candidate.has_more_drafters_than(candidate)]
     if not with_more_drafters:
         return True
@@ -114,16 +114,16 @@ def is_promising(candidate: CandidateFleet, results: Sequence[CandidateResult], 
 
 
 def _with_fleet(one: CandidateResult, candidate: CandidateFleet, inputs: PlanInput) -> CandidateResult:
-    """Returns the result for another fleet with an equal speed per target."""
+    """Returns the result of another fleet with equal speed per target."""
     cost = cost_per_million(inputs.prices, candidate, one.tokens_per_s * candidate.targets)
     return replace(one, candidate=candidate, cost_per_million=cost)
 
 
 def simulation_config(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> SimulationConfig:
-    """Returns the simulation of a candidate with `sessions` sessions per target."""
+    """Returns the simulation's configuration for a candidate with `sessions` sessions per target."""
     load = Workload(
         _arrivals(inputs.arrivals, candidate.targets),
-        candidate.targets * sessions,  # gives equal durations for any number of targets
+        candidate.targets * sessions,  # equal durations for any number of targets
         inputs.prompt_tokens,
         inputs.new_tokens,
     )
@@ -142,12 +142,12 @@ def sessions_per_target(inputs: PlanInput) -> int:
         return max(MIN_SESSIONS, ROUNDS_OF_LOAD * inputs.arrivals.concurrency)
     at_once = plain_sessions(inputs, inputs.arrivals)
     if at_once >= MAX_CONCURRENT:
-        at_once = MIN_SESSIONS  # the target does not keep up, which few sessions show
+        at_once = MIN_SESSIONS  # the target does not keep up, as few sessions show
     return min(max(MIN_ARRIVALS, round(ROUNDS_OF_ARRIVALS * at_once)), MAX_ARRIVALS)
 
 
 def unlimited_fleet(targets: int, drafters: int, load: Workload) -> Fleet:
-    """Returns a fleet whose replicas can hold the whole load, so that only costs matter."""
+    """Returns a fleet with room for the whole load, so that only costs matter."""
     fleet = Fleet(targets, drafters, sessions_per_target=load.sessions, sessions_per_drafter=load.sessions)
     pages = load.sessions * (-(-(load.prompt_tokens + load.new_tokens) // fleet.page_size) + 1)
     return Fleet(targets, drafters, 1, load.sessions, load.sessions, fleet.step_tokens, pages)
@@ -166,12 +166,12 @@ PRECISION = 0.01  # share of the search interval
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits within which a fleet gains."""
+    """Limits of a fleet's gain."""
 
     candidate: CandidateFleet  # simulated in lock step
     at_once: int  # concurrent sessions per target
-    acceptance: float | None  # least acceptance with a gain; None if none suffices
-    draft_s: float  # seconds of a drafting pass that cancels the gain; 0 if verification alone does
+    acceptance: float | None  # lowest acceptance with a gain; None if none suffices
+    draft_s: float  # drafting pass that cancels the gain, in seconds; 0 if verification alone does
 
 
 def lock_step_candidate(best: CandidateFleet, inputs: PlanInput) -> CandidateFleet:
@@ -191,7 +191,7 @@ def limits(inputs: PlanInput, candidate: CandidateFleet, at_once: float, pool: E
 
 
 def least_acceptance(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult) -> float | None:
-    """Returns the acceptance of every token above which the fleet gains, or None if no acceptance suffices."""
+    """Returns the lowest acceptance (equal for all tokens) at which the fleet gains, or None if none suffices."""
 
     def saved(acceptance: float) -> float:
         draft = replace(inputs.draft, acceptances=(acceptance,))
@@ -205,7 +205,7 @@ def least_acceptance(inputs: PlanInput, candidate: CandidateFleet, plain: Candid
 
 
 def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult, sessions: int) -> float:
-    """Returns the seconds of a drafting pass that cancels the gain; 0 if verification alone cancels it."""
+    """Returns the drafting pass that cancels the gain, in seconds; 0 if verification alone cancels it."""
 
     def saved(seconds: float) -> float:
         draft = DraftCost(forward=ForwardCost.linear(0.0), per_pass_s=seconds)
@@ -221,16 +221,16 @@ def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: Candida
 
 
 def _saved(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult) -> float:
-    """Returns the share of non-speculative decoding's time that the fleet saves; negative if it is slower.
+    """Returns the share of time saved relative to non-speculative decoding; negative if slower.
 
-    This share is nearly linear in the searched quantity, unlike the gain.
+    Unlike the gain, this share is nearly linear in the searched quantity.
     """
     return 1 - 1 / simulate(inputs, candidate).gain(plain)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of a function's graph."""
+    """Point of a function's graph."""
 
     at: float
     value: float

@@ -1,6 +1,6 @@
 """Command line of the simulator: `random_scenarios` runs thousands of fault schedules, `scale` one large fleet.
 
-Prints the seed of a failed run with the violated check; the seed alone reproduces the run.
+Prints the seed and the violated check of each failed run; the seed reproduces the run.
 """
 
 import argparse
@@ -18,12 +18,12 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     random_scenarios = commands.add_parser("random_scenarios", help="random fault schedules")
     random_scenarios.add_argument("--count", type=int, default=3000)
-    random_scenarios.add_argument("--first", type=int, default=0, help="seed of the first one")
+    random_scenarios.add_argument("--first", type=int, default=0, help="seed of the first run")
     random_scenarios.set_defaults(run=_random_scenarios)
     scale = commands.add_parser("scale", help="one run of a large fleet")
     scale.add_argument("--targets", type=int, default=200)
     scale.add_argument("--drafters", type=int, default=800)
-    scale.add_argument("--sessions", type=int, default=20_000, help="all at once, of 64 tokens each")
+    scale.add_argument("--sessions", type=int, default=20_000, help="concurrent sessions, with 64 tokens each")
     scale.add_argument("--mode", type=Mode, default=Mode.DRAFT_AHEAD, help=", ".join(mode.value for mode in Mode))
     scale.set_defaults(run=_scale)
     arguments = parser.parse_args()
@@ -50,13 +50,13 @@ def _scale(arguments: argparse.Namespace) -> None:
     )
     load = Workload(ClosedLoop(arguments.sessions), arguments.sessions)
     fleet = Fleet(arguments.targets, arguments.drafters, routers=8, sessions_per_target=128, step_tokens=4096)
-    gc.disable()  # a run creates no reference cycles, and scanning millions of objects is slow
+    gc.disable()  # there are no reference cycles, and scanning millions of objects is slow
     began = time.perf_counter()
     cpu = time.process_time()
     report = World(SimulationConfig(costs, Speculation(5, DraftQuality((0.8,)), arguments.mode), load, fleet)).run()
     print(report)
-    print(f"{time.perf_counter() - began:.1f} s, {time.process_time() - cpu:.1f} s of them computing")
-    gc.freeze()  # skips the collection at exit, which would take seconds
+    print(f"{time.perf_counter() - began:.1f} s, including {time.process_time() - cpu:.1f} s of processor time")
+    gc.freeze()  # skip the collection at exit, which takes seconds
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Simulated router, drafter and target: real schedulers around an oracle that takes virtual time.
+"""Simulated router, drafter and target: real schedulers and an oracle in virtual time.
 
 Each corresponds to a real process (`serve_app/router.py`, `actors/drafter.py`, `actors/target.py`). The target's engine
-also checks its inputs as a real KV cache would require.
+also checks that its inputs satisfy the requirements of a real KV cache.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from tools.simulation.oracle import OracleMethod, ReferenceText
 
 @value
 class _Forward:
-    """One or more uninterrupted forwards, with the block lengths before them, to undo them."""
+    """One or more uninterrupted forwards, and the earlier block lengths for undoing them."""
 
     began_s: float
     ends_s: float
@@ -42,13 +42,13 @@ class _Forward:
 
 @value
 class _Pass:
-    """A drafting pass in progress; its result is computed when it begins."""
+    """Drafting pass in progress; its result is computed at its start."""
 
     began_s: float
     ready_s: float  # start of the first forward
     forwards: tuple[_Forward, ...]
-    blocks: tuple[Proposal, ...] = ()  # result, if the pass cannot be interrupted
-    search: LookaheadSearch[BlockDraft] | None = None  # search, if the pass runs ahead of verdicts
+    blocks: tuple[Proposal, ...] = ()  # result of an uninterruptible pass
+    search: LookaheadSearch[BlockDraft] | None = None  # search of a pass ahead of verdicts
 
     @property
     def ends_s(self) -> float:
@@ -59,7 +59,7 @@ class _Pass:
         return self.blocks if self.search is None else proposals(self.search.drafts)
 
     def interrupted(self, now: float) -> "_Pass":
-        """Returns the pass without the forwards that begin after `now`; their tokens are removed from the blocks."""
+        """Returns the pass without forwards that begin after `now`; removes their tokens from the blocks."""
         made = tuple([forward for forward in self.forwards if forward.began_s < now])
         for forward in reversed(self.forwards[len(made) :]):
             forward.undo()
@@ -67,7 +67,7 @@ class _Pass:
 
 
 class SimulatedDrafter:
-    """Runs the drafting loop. `dial` opens a link to a target, `limit` is the maximum sessions per pass."""
+    """Runs the drafting loop. `dial` opens a link to a target; `limit` is the maximum number of sessions per pass."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SimulatedDrafter:
         self._streams: Counter[str] = Counter()
         self._pass: _Pass | None = None
         self._is_leaving = False
-        self._forward_time = ForwardTime()  # measured over forwards ahead of verdicts
+        self._forward_time = ForwardTime()  # measured in forwards ahead of verdicts
         self.endpoint = Endpoint(process, self._router_up, self.receive, self._router_down)
 
     def draft_noise(self, seconds: float) -> None:
@@ -99,7 +99,7 @@ class SimulatedDrafter:
         self.process.after(seconds, self._recover)
 
     def leave(self, within_s: float, over: Callable[[], None]) -> None:
-        """Announces that it leaves, and ends after `within_s` seconds; then calls `over`."""
+        """Announces a planned end, ends after `within_s` seconds, and then calls `over`."""
         if not self._is_leaving:
             self._is_leaving = True
             self._send(self.scheduler.leave())
@@ -112,7 +112,7 @@ class SimulatedDrafter:
     # ------------------------------------------------------------ loop
 
     def _go_on(self) -> None:
-        """Begins a pass if there is something to draft; requested blocks interrupt a pass ahead of verdicts."""
+        """Begins the next pass, if any; requested blocks interrupt a pass ahead of verdicts."""
         if self._pass is not None:
             is_ahead = self._pass.search is not None
             if is_ahead and (self.scheduler.has_requests or self.scheduler.is_lookahead_stale):
@@ -136,7 +136,7 @@ class SimulatedDrafter:
         return _Pass(began_s, ready_s, (_Forward(ready_s, ends_s),), tuple(blocks))
 
     def _ahead(self, requests: Sequence[LookaheadRequest]) -> _Pass:
-        """Runs the real drafters' search, at the virtual times at which they would run it."""
+        """Runs the real drafters' search, step by step in virtual time."""
         search = LookaheadSearch(self._method, requests, self._forward_time, never_interrupted)
         began_s = self.process.clock.now
         ready_s = began_s + self._per_pass_s
@@ -158,13 +158,13 @@ class SimulatedDrafter:
         return self.process.slowness * self._cost.forward_s(rows, tokens)
 
     def _begin(self, drafting: _Pass) -> None:
-        """Starts a pass, or replaces it by the same pass with fewer forwards."""
+        """Starts a pass, or replaces it with the same pass with fewer forwards."""
         self._pass = drafting
         self.process.after(drafting.ends_s - self.process.clock.now, partial(self._end, drafting))
 
     def _end(self, drafting: _Pass) -> None:
         if drafting is not self._pass:
-            return  # the pass was interrupted
+            return  # this pass was interrupted
         self.busy_s += drafting.ends_s - drafting.began_s
         self._send(self.scheduler.proposed(drafting.proposals, self.process.clock.now))
         self._pass = None
@@ -188,7 +188,7 @@ class SimulatedDrafter:
         return stream
 
     def receive(self, peer: str, frame: Frame) -> None:
-        """Handles all messages that a router or a target sent at one instant."""
+        """Handles one frame of messages from a router or a target."""
         for message in frame:
             sends = self.scheduler.receive(peer, message, self.process.clock.now)
             if isinstance(message, Open):
@@ -218,16 +218,16 @@ class SimulatedDrafter:
 
 
 def never_interrupted() -> bool:
-    """Returns False: a search runs to its end; if requests interrupt it, `_Pass.interrupted` cuts it afterwards."""
+    """Returns False: searches always complete, and `_Pass.interrupted` cuts interrupted passes afterwards."""
     return False
 
 
-ENDS_S = 0.5  # seconds to send pending messages before it ends
-NOTHING = -1  # marks positions of a page without a token
+ENDS_S = 0.5  # seconds to send pending messages before ending
+NOTHING = -1  # marks empty positions of a page
 
 
 class OracleEngine:
-    """Computes steps from the reference texts; its pages hold the fed tokens, as a cache would."""
+    """Computes steps from the reference texts; pages hold the fed tokens, like a cache."""
 
     def __init__(self, reference_texts: Mapping[str, ReferenceText], page_size: int) -> None:
         self._reference_texts = reference_texts
@@ -239,7 +239,7 @@ class OracleEngine:
         for name in plan.closes:
             self._sessions.pop(name, None)
         for request in plan.opens:
-            assert request.session not in self._sessions, f"{request.session} is opened twice in one cache"
+            assert request.session not in self._sessions, f"{request.session} was opened twice in one cache"
             self._sessions[request.session] = self._reference_texts[request.session].in_pages(self._page_size)
         size = self._page_size
         moved = [self._pages[move.source // size][move.source % size] for move in plan.moves]
@@ -252,15 +252,15 @@ class OracleEngine:
 
     @property
     def is_empty(self) -> bool:
-        """True if no session is open; pages keep their tokens until they are overwritten."""
+        """Returns whether no session is open; pages keep their tokens until overwritten."""
         return not self._sessions
 
     def _answer(self, row: Row) -> Outcome:
-        assert row.session in self._sessions, f"{row.session} was closed, or never opened"
+        assert row.session in self._sessions, f"{row.session} is not open"
         reference_text = self._reference_texts[row.session]
         base = row.base_len
         self._write(row)
-        assert self._has_cached(row, base), f"{row.session}: its cache is not what was decided"
+        assert self._has_cached(row, base), f"{row.session}: its cache differs from the committed text"
         path = row.draft.along(reference_text.tokens[base : base + row.drafted])
         return Outcome(row.session, path, reference_text.tokens[base + len(path)])
 
@@ -302,14 +302,14 @@ class SimulatedTarget:
         self._wires: dict[str, Wire] = {}  # by stream name
         self._streams: Counter[str] = Counter()
         self._in_step = False
-        self._over: Callable[[], None] | None = None  # callback after a planned end
+        self._over: Callable[[], None] | None = None  # called after a planned end
         self._wakes_at: float | None = None
         self.endpoint = Endpoint(process, self._up, self._frame, self._down)
 
     # ------------------------------------------------------------ loop
 
     def _go_on(self) -> None:
-        """Starts a step if one is due, otherwise schedules a wake-up."""
+        """Starts a step if one is due, else schedules a wake-up."""
         if self._in_step:
             return
         if self.scheduler.has_left:
@@ -348,7 +348,7 @@ class SimulatedTarget:
         self.process.after(self._wakes_at - now, self._go_on)
 
     def leave(self, within_s: float, over: Callable[[], None]) -> None:
-        """Announces that it leaves; ends once its sessions have moved or after `within_s`, then calls `over`."""
+        """Announces a planned end. Ends after its sessions have moved or after `within_s`, then calls `over`."""
         if not self.scheduler.is_leaving:
             self._over = over
             self._send(self.scheduler.leave())
@@ -396,7 +396,7 @@ MEMBERSHIP_PERIOD_S = 0.25
 
 @dataclass(eq=False)
 class SimulatedAssignment(Assignment):
-    """One session from its arrival, with its client's measurements."""
+    """One session, with its client's measurements."""
 
     arrived_s: float = 0.0
     first_token_s: float | None = None
@@ -411,12 +411,12 @@ class SimulatedAssignment(Assignment):
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds to the first token."""
+        """Returns the seconds to the first token; None before it."""
         return self.first_token_s - self.arrived_s if self.first_token_s is not None else None
 
 
 class SimulatedRouter:
-    """Runs one router. `on_commit` receives the number of committed tokens, `on_over` each ended session."""
+    """Runs one router. `on_commit` receives the number of committed tokens; `on_over` receives each ended session."""
 
     def __init__(
         self,
@@ -438,12 +438,12 @@ class SimulatedRouter:
 
     @property
     def silent_drafters(self) -> int:
-        """Number of times that drafters were given up because they were silent."""
+        """Returns how often silent drafters were given up."""
         return self._assignments.given_up.total()
 
     @property
     def remedies(self) -> Counter[str]:
-        """Counts the remedies taken because drafters' blocks had become bad, by name."""
+        """Returns the number of remedies for drafters with poor blocks, by name."""
         counts: Counter[str] = Counter()
         for (_, remedy), count in self._assignments.remedies.counts.items():
             counts[f"bad: {remedy.value}"] += count
@@ -466,7 +466,7 @@ class SimulatedRouter:
                 self._end(assignment, event)
 
     def _send(self, sends: Sequence[Send]) -> None:
-        """Sends messages. Schedules a tick only while one is awaited, so that the simulation can end."""
+        """Sends messages. Schedules a tick only if one is needed, so that the simulation can end."""
         for address, message in sends:
             self._links[address].send(message)
         if self._assignments.awaits_tick and not self._ticking:

@@ -1,8 +1,7 @@
 """Parameters of a simulated run, and random draws of them.
 
-Only data describes a run: fleet, costs, load, speculation and faults. `random_scenario` draws all of them from a seed,
-so that thousands of runs reach unforeseen states: full queues, caches that are too small, drafters that are faster than
-the network.
+A run is described by data only: fleet, costs, load, speculation and faults. `random_scenario` draws all of them from a
+seed. Thousands of runs reach unforeseen states: full queues, small caches, drafters faster than the network.
 """
 
 import random
@@ -14,17 +13,17 @@ from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
 from tools.simulation.network import KEEPALIVE_S, NO_NETWORK_FAULTS, NetworkFaults
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
 
-MAX_TARGET_FAULTS = 2  # lost targets that a session survives
+MAX_TARGET_FAULTS = 2  # maximum losses of targets per session
 
 
 class Kind(Enum):
-    DIES = "dies"  # stops at once; another process replaces it after `seconds`
-    HANGS = "hangs"  # handles nothing for `seconds`, then everything that arrived meanwhile
-    STALLS = "stalls"  # computes nothing for `seconds`, but still receives messages
+    DIES = "dies"  # stops immediately; another process replaces it after `seconds`
+    HANGS = "hangs"  # handles no events for `seconds`, then all pending events
+    STALLS = "stalls"  # delays computations for `seconds`, but still receives messages
     SLOWS_DOWN = "slows down"  # computes more slowly for `seconds`
     IS_CUT_OFF = "is cut off"  # loses all its streams, but keeps running
     LEAVES = "leaves"  # ends as planned within `seconds`; another process replaces it
-    DRAFTS_NOISE = "drafts noise"  # drafters only: drafts wrong tokens for `seconds`, as if its weights were damaged
+    DRAFTS_NOISE = "drafts noise"  # drafters only; drafts wrong tokens for `seconds`, as with damaged weights
 
 
 LASTING = (Kind.HANGS, Kind.STALLS, Kind.SLOWS_DOWN, Kind.DRAFTS_NOISE)
@@ -38,7 +37,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault that hits one process of a role: number `index`, modulo the number of processes alive then."""
+    """Fault of one process of a role: number `index`, modulo the number of live processes."""
 
     at_s: float
     role: Role
@@ -56,7 +55,7 @@ class Faults:
 
 
 def random_faults(seed: int, span_s: float) -> Faults:
-    """Draws network faults and process faults within `span_s`; a session survives all failures of targets."""
+    """Draws network faults and process faults within `span_s`, with target failures that every session survives."""
     rng = random.Random(f"fault_plan {seed}")
     max_delay_s = rng.choice((0.0, 0.005, 0.1))
     network_faults = NetworkFaults(
@@ -71,13 +70,13 @@ def random_faults(seed: int, span_s: float) -> Faults:
 
 def _fault(rng: random.Random, role: Role, span_s: float) -> Fault:
     kind = Kind.DIES if role is Role.ROUTER else rng.choice(list(Kind))
-    long = 1.5 * KEEPALIVE_S if kind in LASTING else span_s  # seconds; peers tolerate about KEEPALIVE_S
+    long = 1.5 * KEEPALIVE_S if kind in LASTING else span_s  # seconds; peers wait about KEEPALIVE_S
     return Fault(rng.uniform(0, span_s), role, rng.randrange(1000), kind, rng.uniform(0, long))
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Numbers of processes, and the capacity of each."""
+    """Number and capacity of processes by role."""
 
     targets: int = 1
     drafters: int = 1
@@ -93,9 +92,9 @@ class Fleet:
 class Mode(Enum):
     """Schedule of drafting and verification."""
 
-    LOCK_STEP = "lock-step"  # executable specification: draft for all sessions, then verify all
+    LOCK_STEP = "lock-step"  # reference: draft for all sessions, then verify all
     ADAPTIVE = "adaptive"  # the pacing policy sets waits and draft lengths
-    DRAFT_AHEAD = "draft-ahead"  # adaptive; drafters also continue while a block is verified
+    DRAFT_AHEAD = "draft-ahead"  # adaptive; drafters also draft ahead of verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ LONG = 0.15  # share of scenarios with answers that take seconds
 
 
 def random_scenario(seed: int) -> SimulationConfig:
-    """Draws all parameters of a run that takes milliseconds."""
+    """Draws all parameters of a short run, which takes milliseconds of real time."""
     rng = random.Random(f"random_scenario {seed}")
     load = _load(rng)
     return SimulationConfig(
@@ -156,7 +155,7 @@ def _load(rng: random.Random) -> Workload:
     arrivals = ClosedLoop(rng.randrange(1, 9)) if rng.random() < 0.7 else Poisson(rng.uniform(5, 50))
     prompt_tokens = rng.randrange(1, 40)
     is_long = rng.random() < LONG
-    if is_long:  # long enough to give up drafters, retry them and trust them again
+    if is_long:  # long enough to give up, retry and trust drafters again
         return Workload(arrivals, 6, prompt_tokens, rng.randrange(150, 400))
     return Workload(arrivals, 12, prompt_tokens, rng.randrange(1, 33), stopping=0.3)
 

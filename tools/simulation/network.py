@@ -1,10 +1,10 @@
 """Virtual time, and processes connected by streams with the guarantees of gRPC.
 
-A process may die, or hang and later handle what arrived meanwhile. A stream delivers frames in order until it breaks; a
-frame is everything sent to one peer at one instant. Frames in flight are then lost, and each end notices the break
-after its own delay. `NetworkFaults` goes beyond gRPC, because the schedulers promise to tolerate it: frames between
-drafters and targets may be lost, duplicated and reordered, a router's frames may be duplicated, and frames from a
-broken stream may still reach the router.
+A process may die, or hang and later handle all pending events. A stream delivers frames in order until it breaks; a
+frame holds all messages sent to one peer at one instant. A break loses the frames in flight, and each end notices it
+after its own delay. `NetworkFaults` adds faults that gRPC excludes but the schedulers tolerate: loss, duplication and
+reordering of frames between drafters and targets, duplication of a router's frames, and late arrival of frames from a
+router's broken stream.
 """
 
 import heapq
@@ -21,7 +21,7 @@ STANDSTILL = 200_000  # number of events at one instant that indicates an endles
 
 
 class Clock:
-    """Virtual clock that jumps from event to event; events at equal times run in the order of scheduling."""
+    """Virtual clock that jumps from event to event; simultaneous events run in scheduling order."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,7 +38,7 @@ class Clock:
         heapq.heappush(self._due, (self.now + delay, next(self._order), action))
 
     def run(self) -> int:
-        """Runs until no event is due; returns the number of events. Raises AssertionError if time stands still."""
+        """Runs all events and returns their number. Raises AssertionError if time stands still."""
         events = 0
         moment = 0
         due = self._due
@@ -55,7 +55,7 @@ class Clock:
 
 
 REDIAL_S = 0.05
-KEEPALIVE_S = 5.0  # seconds until peers give up a hanging process
+KEEPALIVE_S = 5.0  # seconds before peers give up a hanging process
 SLOWNESS = 10.0
 
 Frame = Sequence[Message]
@@ -68,24 +68,24 @@ class NetworkFaults:
     lost: float = 0.0  # lost share of frames between drafters and targets
     duplicated: float = 0.0  # duplicated share of all frames
     max_delay_s: float = 0.0  # maximum extra seconds, drawn per frame between drafter and target
-    stale_frames: bool = False  # True: frames sent to a router before a stream broke still arrive
+    stale_frames: bool = False  # True: a router still receives frames of a broken stream
 
     def __post_init__(self) -> None:
-        assert self.lost + self.duplicated <= 1, "shares add up to more than everything"
+        assert self.lost + self.duplicated <= 1, "shares of lost and duplicated frames exceed 1"
 
 
 NO_NETWORK_FAULTS = NetworkFaults()
 
 
 class Process:
-    """A process that receives events unless it hangs or has died."""
+    """Process that receives events unless it hangs or has died."""
 
     def __init__(self, address: str, clock: Clock) -> None:
         self.address = address
         self.clock = clock
         self.alive = True
         self.hangs = False
-        self.links: list[SimulatedLink] = []  # links that have this process as client or server
+        self.links: list[SimulatedLink] = []  # links with this process as client or server
         self._missed: list[Action] = []
         self._stalled_until = 0.0
         self._slow_until = 0.0
@@ -98,7 +98,7 @@ class Process:
             action()
 
     def after(self, delay: float, action: Action) -> None:
-        """Schedules an action of the process; the action is skipped if the process has died by that time."""
+        """Schedules an action of the process, which is skipped if the process has died."""
         self.clock.after(delay, partial(self.deliver, action))
 
     def die(self) -> None:
@@ -114,22 +114,22 @@ class Process:
         self.clock.after(KEEPALIVE_S, self._time_out)
 
     def stall(self, seconds: float) -> None:
-        """Delays all computations that begin within `seconds` to the end of that time; messages are still received."""
+        """Delays computations until `seconds` from now; messages are still received."""
         self._stalled_until = self.clock.now + seconds
 
     def slow_down(self, seconds: float) -> None:
-        """Makes computations take SLOWNESS times as long for `seconds` seconds."""
+        """Multiplies the duration of computations by SLOWNESS for `seconds` seconds."""
         self._slow_until = self.clock.now + seconds
         self._slowness = SLOWNESS
 
     @property
     def slowness(self) -> float:
-        """Factor on the duration of a computation that begins now."""
+        """Returns the factor on the duration of a computation that begins now."""
         return self._slowness if self.clock.now < self._slow_until else 1.0
 
     @property
     def stalls_s(self) -> float:
-        """Seconds by which a computation that begins now is delayed."""
+        """Returns the delay, in seconds, of a computation that begins now."""
         return max(0.0, self._stalled_until - self.clock.now)
 
     def _wake(self) -> None:
@@ -147,7 +147,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Handlers of a process for streams that callers open."""
+    """Handlers of a process for incoming streams."""
 
     process: Process
     up: Callable[[Hello, "Wire"], str]  # returns the server's name for the stream
@@ -160,7 +160,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.cut = False
-        self.name: str | None = None  # server's name for the stream, while the server knows it
+        self.name: str | None = None  # server's name for the stream; None before the greeting and after the break
         self.out: Wire | None = None
 
 
@@ -180,7 +180,7 @@ class Wire:
         self._frame_at = -1.0
 
     def put(self, message: Message) -> None:
-        """Adds a message to the frame that is sent at this instant."""
+        """Adds a message to the frame of this instant."""
         now = self._clock.now
         if self._frame_at == now:
             self._frame.append(message)
@@ -193,13 +193,13 @@ class Wire:
 
     def _arrive(self, frame: list[Message]) -> None:
         if frame is self._frame:
-            self._frame_at = -1.0  # with zero delay, later messages of this instant form a new frame
+            self._frame_at = -1.0  # with zero delay, further messages of this instant form a new frame
         if not self._stream.cut or self._accepts_stale_frames:
             self._to.deliver(partial(self._deliver, frame))
 
 
 class SimulatedLink:
-    """A stream that is reopened whenever it breaks, until it is closed."""
+    """Stream that reopens after each break until it is closed."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class SimulatedLink:
         self._dial()
 
     def send(self, message: Message) -> None:
-        """Sends a message if the link is up, otherwise drops it."""
+        """Sends a message if the link is up, else drops it."""
         if self.is_up:
             assert self._stream is not None
             assert self._stream.out is not None
@@ -245,7 +245,7 @@ class SimulatedLink:
             self._on_client_end(self._stream)
 
     def cut(self) -> None:
-        """Breaks the stream: no further frame arrives, and each end notices after its own delay."""
+        """Breaks the stream: no more frames arrive, and each end notices after its own delay."""
         stream = self._stream
         if stream is None:
             return
@@ -315,11 +315,11 @@ class Network:
         self._rng = rng
 
     def notice_s(self) -> float:
-        """Draws the seconds until one end of a broken stream notices the break."""
+        """Draws the seconds until one end notices a broken stream."""
         return self._rng.uniform(self.hop_s, 4 * self.hop_s)
 
     def delays(self, ordered: bool) -> Callable[[], list[float]]:
-        """Returns a function that draws, for each frame of a wire, the delay of each delivered copy."""
+        """Returns a function that draws one delay per delivered copy of a frame."""
         if self.network_faults == NO_NETWORK_FAULTS:
             once = [self.hop_s]
             return lambda: once

@@ -1,6 +1,6 @@
 """Workload of a simulation, and the oracle that replaces both models.
 
-The target's text is a pseudo-random function of seed, session and position; so is the draft's agreement with it.
+The target's text and the draft's agreement are pseudo-random functions of seed, session and position.
 """
 
 import random
@@ -19,16 +19,15 @@ from protos.messages import DraftRequest, Open, Shape
 class ClosedLoop:
     """Keeps a fixed number of concurrent sessions: when one ends, the next begins.
 
-    Sessions may come in batches, as in a benchmark: the last sessions of a batch run with ever fewer others, and the
-    next
-    batch begins when all have ended.
+    With `batch`, sessions run in batches, as in a benchmark. Concurrency falls toward the end of a batch, and the next
+    batch begins when all sessions have ended.
     """
 
     concurrency: int
     batch: int | None = None  # number of sessions per batch
 
     def due(self, begun: int, ended: int, sessions: int) -> int:
-        """Returns how many of `sessions` sessions should begin now."""
+        """Returns the number of sessions, of `sessions` in total, that begin now."""
         last = sessions if self.batch is None else min(sessions, (ended // self.batch + 1) * self.batch)
         return min(self.concurrency - (begun - ended), last - begun)
 
@@ -37,7 +36,7 @@ class ClosedLoop:
 class Poisson:
     """Sessions arrive independently of each other and of the system's state.
 
-    All arrivals of a run span exactly their mean duration, since a random span would make runs hard to compare.
+    The arrivals of a run always span their mean duration, since a random span would make runs hard to compare.
     """
 
     per_s: float
@@ -55,22 +54,22 @@ class Workload:
     sessions: int
     prompt_tokens: int = 32
     new_tokens: int = 64
-    stopping: float = 0.0  # share of sessions with a stop id before the length limit
+    stopping: float = 0.0  # share of sessions that reach a stop id before the length limit
 
 
 STOP = 0
 VOCABULARY = 50_000
 NOISE = (0.0, 0.0)  # probabilities of a correct first and second choice
-TOKENS = tuple(range(1, VOCABULARY))  # shared by the many reference texts
+TOKENS = tuple(range(1, VOCABULARY))  # shared by all reference texts
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceText:
-    """One session's text up to its length limit, prompt included, and how hard each token is to guess."""
+    """One session's text up to its length limit, including the prompt, with each token's difficulty for the draft."""
 
     tokens: tuple[int, ...]
     prompt_len: int
-    hardness: tuple[float, ...]  # by position: the draft agrees if its acceptance is higher
+    hardness: tuple[float, ...]  # by position; the draft agrees if its acceptance is higher
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -82,7 +81,7 @@ class ReferenceText:
 
     @property
     def plain(self) -> tuple[int, ...]:
-        """Tokens that non-speculative decoding commits, up to the first stop id or the length limit."""
+        """Returns the tokens committed by non-speculative decoding, up to the first stop id or the length limit."""
         new = self.tokens[self.prompt_len :]
         return new[: new.index(STOP) + 1] if STOP in new else new
 
@@ -91,7 +90,7 @@ class ReferenceText:
         return [list(self.tokens[at : at + size]) for at in range(0, len(self.tokens), size)]
 
     def agreed(self, start: int, tokens: Sequence[int]) -> int:
-        """Returns how many leading tokens of `tokens` equal the text from position `start`."""
+        """Returns the number of leading `tokens` that equal the text from position `start`."""
         for index, token in enumerate(tokens):
             if token != self.tokens[start + index]:
                 return index
@@ -116,10 +115,9 @@ def _other(token: int) -> int:
 class DraftQuality:
     """Quality of the draft model.
 
-    `acceptances` holds one value per position in a block, given that all tokens before it were accepted; further
-    positions
-    have the last value. If the first choice is wrong, the second choice is correct with probability `runner_up`. With
-    `branches`, drafts may contain the second choice too.
+    `acceptances` holds one probability per position in a block, given acceptance of all earlier tokens; further
+    positions have the last value. If the first choice is wrong, the second choice is correct with probability
+    `runner_up`. With `branches`, drafts may also contain the second choice.
     """
 
     acceptances: tuple[float, ...]
@@ -127,7 +125,7 @@ class DraftQuality:
     branches: bool = False
 
     def chances(self, index: int) -> tuple[float, float]:
-        """Returns the probabilities that the first and the second choice are correct at this position of a block."""
+        """Returns the probabilities of a correct first and second choice at this position of a block."""
         acceptance = self.acceptances[min(index, len(self.acceptances) - 1)]
         return acceptance, (1 - acceptance) * self.runner_up
 
@@ -144,7 +142,7 @@ def reference_text(load: Workload, seed: int, index: int) -> ReferenceText:
 
 
 class OracleMethod:
-    """Drafts with the given quality against the reference texts; reports the mean acceptances as probabilities."""
+    """Drafts with the given quality against the reference texts; reports mean acceptances as probabilities."""
 
     outcomes = MAX_OUTCOMES
 
@@ -172,7 +170,7 @@ class OracleMethod:
             self._texts.pop(session, None)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Drafts in no virtual time; the caller adds the cost."""
+        """Drafts without virtual time; the caller adds the cost."""
         drafts = [self._begin(request, request.max_tokens) for request in requests]
         for draft in drafts:
             self._append(draft, draft.max_tokens)
@@ -181,13 +179,13 @@ class OracleMethod:
     def draft_ahead(
         self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """Drafts ahead in no virtual time; a simulated drafter runs the search itself, in virtual time."""
+        """Drafts ahead without virtual time; a simulated drafter runs the search itself, in virtual time."""
         return proposals(draft_ahead(self, requests, ForwardTime(), lambda: 0.0, interrupted, early))
 
     # ------------------------------------------------------------ interface of the lookahead search
 
     def roots(self, request: LookaheadRequest) -> list[BlockDraft]:
-        """Returns roots with known candidates for the block; candidates after it need a forward."""
+        """Returns roots with known candidates for the block; later candidates need a forward."""
         block = request.unverified.main_path
         root = self._begin(request, len(block) + 1)
         root.unverified = block
@@ -212,7 +210,7 @@ class OracleMethod:
     def _check(self, session: str, start: int) -> None:
         decided = self._texts[session].tokens[start:]
         said = self._reference_texts[session].tokens[start : start + len(decided)]
-        assert tuple(decided) == said, f"{session}: its drafter received tokens that were never decided"
+        assert tuple(decided) == said, f"{session}: its drafter received tokens that were never committed"
 
     def _begin(self, request: DraftRequest | LookaheadRequest, max_tokens: int) -> BlockDraft:
         text = self._texts[request.session]

@@ -1,8 +1,8 @@
 """Runs one simulation: builds the system, runs the workload with its faults, checks the final state, reports speeds.
 
-When a run is over, every session must have ended with the text of non-speculative decoding, no process may hold
-anything, and each draft token must be accounted for. A violation raises AssertionError: it is a bug in the schedulers
-or in the simulator.
+At the end of a run, every session must have the text of non-speculative decoding, all processes must be idle, and all
+draft tokens must be accounted for. A violation raises AssertionError and reveals a bug in the schedulers or in the
+simulator.
 """
 
 import gc
@@ -52,7 +52,7 @@ class Commit:
 @value
 class Arrival:
     at_s: float
-    tokens: int  # tokens that the session has committed at its end
+    tokens: int  # committed tokens of the session
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class SimulationReport:
     """Results of one run; all times are virtual, in seconds."""
 
     sessions: int  # sessions that ended normally
-    failed: int  # sessions that ended with an error, since no target was available
+    failed: int  # sessions that failed without an available target
     abandoned: int  # sessions lost with their router
     tokens: int  # committed tokens
-    tokens_per_s: float  # rate over the middle half of the tokens, under full load
-    met: float  # committed share of the tokens requested while sessions arrive
+    tokens_per_s: float  # rate over the middle half of all tokens
+    met: float  # committed share of tokens requested during arrivals
     latency_s: float  # median time of whole sessions
     first_token_s: float  # median time to the first token
     longest_gap_s: float  # longest time between two commits of a session
@@ -73,19 +73,19 @@ class SimulationReport:
     drafted: int
     accepted: int
     steps: int  # steps of all targets
-    target_busy: float  # mean share of time in which targets (next: drafters) computed
+    target_busy: float  # mean share of computing time of targets (next: of drafters)
     drafter_busy: float
     causes: Counter[str]  # dropped blocks by cause, and other counts by name
     events: int  # number of simulated events
 
     @property
     def tokens_per_block(self) -> float | None:
-        """Mean number of tokens committed per verified block."""
+        """Returns the mean number of tokens committed per verified block."""
         return 1 + self.accepted / self.blocks if self.blocks else None
 
 
 def steady_rate(commits: Sequence[Commit]) -> float:
-    """Returns tokens per second between the commits at one quarter and at three quarters of all tokens."""
+    """Returns the tokens per second over the middle half of all tokens."""
     total = sum(commit.tokens for commit in commits)
     passed = 0
     first = last = None
@@ -103,7 +103,7 @@ def steady_rate(commits: Sequence[Commit]) -> float:
 def share_met(arrivals: Sequence[Arrival], commits: Sequence[Commit]) -> float:
     """Returns the committed share of the demand from the first quarter of arrivals to the last arrival.
 
-    It is about 1 in a steady state, where as many sessions begin as end, and less if the queue keeps growing.
+    The share is about 1 in a steady state and lower if the queue keeps growing.
     """
     times = sorted(arrival.at_s for arrival in arrivals)
     if not times:
@@ -141,7 +141,7 @@ def check_texts(assignments: Sequence[SimulatedAssignment], reference_texts: Map
 
 
 def check_specification(generation: Generation, reference_text: ReferenceText, draft: DraftQuality) -> None:
-    """Checks the reference text itself: lock step must commit the same text for such a session."""
+    """Checks the reference text itself: lock step must commit the same text."""
     reference_texts = {generation.session: reference_text}
     limits = VerificationLimits(
         VOCABULARY, reference_text.max_len, max_sessions=1, max_step_tokens=reference_text.max_len
@@ -155,12 +155,12 @@ def check_specification(generation: Generation, reference_text: ReferenceText, d
     )
     committed = tuple([token for emit in rounds for token in emit.tokens])
     assert committed == reference_text.plain, (
-        f"lock step commits another text of {generation.session} than non-speculative decoding"
+        f"lock step commits a text of {generation.session} that differs from non-speculative decoding"
     )
 
 
 def check_target(target: SimulatedTarget) -> None:
-    """Checks that no work is left, and that neither scheduler nor cache holds anything."""
+    """Checks that the target has no work left, and that its scheduler and cache are empty."""
     name = target.process.address
     now = target.process.clock.now
     last = target.scheduler.plan(now + LONG_AFTER_S)
@@ -170,7 +170,7 @@ def check_target(target: SimulatedTarget) -> None:
     assert target.scheduler.is_idle, f"the scheduler of {name} still holds something"
     assert target.engine.is_empty, f"the cache of {name} still holds something"
     settled = target.scheduler.counts.accepted_tokens + target.scheduler.counts.wasted_tokens
-    assert settled == target.received_tokens, f"{name} has not said of each draft token what became of it"
+    assert settled == target.received_tokens, f"{name} has not accounted for all draft tokens"
 
 
 def check_drafter(drafter: SimulatedDrafter) -> None:
@@ -184,7 +184,7 @@ Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disables the cyclic garbage collector, which would scan the whole world over and over."""
+    """Disables the cyclic garbage collector, which would scan the whole world repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -234,7 +234,7 @@ class World:
         """Runs until no event is due. Raises AssertionError if an invariant is violated."""
         for fault in self.config.fault_plan.faults:
             self.clock.at(fault.at_s, partial(self._inject, fault))
-        self.clock.after(4 * self.config.costs.hop_s, self._begin_load)  # once the streams are up
+        self.clock.after(4 * self.config.costs.hop_s, self._begin_load)  # after the streams are up
         with _uncollected(), _unlogged():
             events = self.clock.run()
         self._check()
@@ -357,7 +357,7 @@ class World:
         self._follow_up()
 
     def _follow_up(self) -> None:
-        """Begins sessions that waited for others to end."""
+        """Begins sessions that were waiting for others to end."""
         if isinstance(self.config.load.arrivals, ClosedLoop):
             self._begin_due(self.config.load.arrivals)
 
@@ -401,7 +401,7 @@ class World:
             self.clock.after(fault.seconds, partial(self._add, fault.role))
 
     def _replace_router(self, dead: SimulatedRouter) -> None:
-        """Replaces a dead router; its sessions are abandoned, and new clients use the next router."""
+        """Replaces a dead router; abandons its sessions, and directs new clients to the next router."""
         self.routers.remove(dead)
         self._add_router()
         self.abandoned += dead.assignments
@@ -413,7 +413,7 @@ class World:
         missing = self.config.load.sessions - len(self.over) - len(self.abandoned)
         assert missing == 0, f"{missing} sessions never ended"
         check_texts(self.over, self.reference_texts)
-        for assignment in self.over[:1]:  # checks only one, since lock step takes as long as the simulation itself
+        for assignment in self.over[:1]:  # only one, since lock step takes as long as the simulation
             generation = assignment.session.generation
             check_specification(generation, self.reference_texts[generation.session], self.config.speculation.draft)
         for target in self.targets:

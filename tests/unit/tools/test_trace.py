@@ -51,7 +51,7 @@ def test_the_window_ends_with_the_trace_or_earlier():
 def test_a_chart_needs_a_span():
     with pytest.raises(TraceError, match="send a request first"):
         window([], 1.0)
-    with pytest.raises(TraceError, match="ask for another one"):
+    with pytest.raises(TraceError, match="choose another window"):
         trace_chart(SPANS, 0.0, 1.0)
 
 

@@ -54,7 +54,7 @@ def test_sharegpt_lists_are_read(tmp_path: Path) -> None:
         ({"text": "x"}, 'line 2: expected {"prompt"'),
         ({"prompt": ""}, "line 2: expected"),
         ("words", "line 2: expected"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: no message of a user"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: no user message"),
         ({"messages": [{"role": "user", "content": 3}]}, "line 2: a message is"),
         ({"conversations": [{"from": "martian", "value": "x"}]}, "line 2: a message is"),
     ],
@@ -67,12 +67,12 @@ def test_invalid_prompts_are_refused_with_their_position(tmp_path: Path, entry: 
 def test_invalid_json_is_refused_with_its_position(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "One?"}\n{"prompt": \n')
-    with pytest.raises(ConfigError, match="line 2: no JSON"):
+    with pytest.raises(ConfigError, match="line 2: invalid JSON"):
         read_prompts(path)
 
 
 def test_a_single_prompt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds 1 prompts"):
+    with pytest.raises(ConfigError, match="contains 1 prompts"):
         read_prompts(written(tmp_path, {"prompt": "One?"}))
     with pytest.raises(ConfigError, match=r"cannot read prompts .*none\.jsonl: .*No such file"):
         read_prompts(tmp_path / "none.jsonl")

@@ -55,14 +55,14 @@ def test_a_complete_cluster_has_no_fault() -> None:
 @pytest.mark.parametrize("what", sorted(VERSIONS))
 def test_different_versions_are_named_with_their_nodes(what: str) -> None:
     (line,) = faults(cluster(found("1"), found("2", versions=VERSIONS | {what: "other"})))["versions"]
-    assert line.startswith(f"{what} differs: {VERSIONS[what]} on 10.0.0.1; other on 10.0.0.2; install the same")
+    assert line.startswith(f"{what} differs: {VERSIONS[what]} on 10.0.0.1; other on 10.0.0.2; install equal versions")
 
 
 def test_a_cpu_build_of_torch_on_a_gpu_node_is_a_fault() -> None:
     one = found("1")
     gpu = replace(one, node=replace(one.node, resources={**one.node.resources, "GPU": 1.0}))
     (line,) = faults(cluster(gpu, found("2")))["versions"]
-    assert line.startswith("10.0.0.1 has GPUs, but torch 2.9.0+cpu is for CPUs only")
+    assert line.startswith("10.0.0.1 has GPUs, but torch 2.9.0+cpu only supports CPUs")
 
 
 def test_an_unresponsive_node_is_named_with_the_reason() -> None:
@@ -84,7 +84,7 @@ def test_closed_ports_and_missing_models_are_named_by_node() -> None:
     node = found("2", port_fault="server.port: cannot listen on 0.0.0.0:8000", model_fault="there is no model folder")
     told = faults(cluster(found("1"), node))
     assert told["HTTP port"][0].startswith("10.0.0.2: server.port: cannot listen")
-    assert told["models"] == ("10.0.0.2: there is no model folder; replicas may be placed there",)
+    assert told["models"] == ("10.0.0.2: there is no model folder (replicas may run on this node)",)
 
 
 def test_a_node_needs_the_models_of_its_possible_replicas() -> None:
@@ -106,20 +106,20 @@ def test_a_node_needs_the_models_of_its_possible_replicas() -> None:
 
 def test_shared_memory_must_hold_the_object_store_and_the_ranks() -> None:
     (store,) = faults(cluster(found("1", shared_memory=64 << 20)))["shared memory"]
-    assert "has 64 MiB in /dev/shm, and Ray's object store is 1024 MiB" in store
+    assert "has 64 MiB in /dev/shm, but Ray's object store of 1024 MiB" in store
     assert len(faults(cluster(found("1", shared_memory=GIB - 1)))["shared memory"]) == 1
     tight = cluster(found("1", shared_memory=GIB + (100 << 20)))
     assert faults(tight) == {}, "one rank needs none"
     (ranks,) = faults(tight, config(target={"tensor_parallel": 2}))["shared memory"]
-    assert "2 ranks of a target need 128 MiB beside it" in ranks
+    assert "2 ranks of a target need another 128 MiB" in ranks
 
 
 def test_rays_drain_time_must_cover_the_configured_one() -> None:
     """30 s by default, 10 to end and 15 until Serve knows."""
     facts = cluster(found("1"), found("2", ray_drain_s=54.0))
     (line,) = faults(facts)["drain"]
-    assert line.startswith("10.0.0.2: Ray lets a node finish for 54 s when it is asked to end, and its replicas may")
-    assert line.endswith(f"start it by {RAY_DRAIN}=55 ray start --block")
+    assert line.startswith("10.0.0.2: Ray drains the node for 54 s, but its replicas may")
+    assert line.endswith(f"start the node with {RAY_DRAIN}=55 ray start --block")
     assert faults(facts, config(target={"drain_s": 29}, server={"drain_s": 29})) == {}
     assert len(faults(facts, config(target={"drain_s": 31}))["drain"]) == 2
     assert len(faults(facts, config(server={"drain_s": 30.5}))["drain"]) == 2
@@ -141,7 +141,7 @@ def test_the_default_drain_time_is_rays() -> None:
 def test_ray_needs_a_token_on_several_machines() -> None:
     open_ports = cluster(found("1"), found("2", ray_auth=ray_auth({})))
     (line,) = faults(open_ports)["Ray's token"]
-    assert line.startswith("10.0.0.2: Ray asks for no token (RAY_AUTH_MODE is disabled), so whoever reaches its ports")
+    assert line.startswith("10.0.0.2: Ray requires no token (RAY_AUTH_MODE is disabled), so any client of its ports")
     assert faults(open_ports, config(trust={"insecure": True})) == {}, "the network is trusted"
     assert faults(cluster(found("1", ray_auth="disabled"))) == {}, "one machine"
     one, two = (found(name, ray_auth="disabled") for name in "12")
@@ -152,18 +152,18 @@ def test_ray_needs_a_token_on_several_machines() -> None:
 def test_failed_and_slow_calls_are_named_with_both_nodes() -> None:
     ends = ("1" * 20, "2" * 20)
     (failed,) = faults(cluster(calls=(ProbeCall(*ends, None, "UNAVAILABLE: refused"),)))["gRPC"]
-    assert failed.startswith("no gRPC call from 10.0.0.1 to 10.0.0.2: UNAVAILABLE: refused; ")
+    assert failed.startswith("gRPC call from 10.0.0.1 to 10.0.0.2 failed: UNAVAILABLE: refused; ")
     (slow,) = faults(cluster(calls=(ProbeCall(*ends, 0.05, None),)))["gRPC"]
-    assert "takes 50 ms there and back" in slow
+    assert "takes 50 ms for the round trip" in slow
     (none,) = faults(cluster(found("1"), found("2", server=None, server_fault="no token")))["gRPC"]
-    assert none == "10.0.0.2: no gRPC server can be started: no token"
+    assert none == "10.0.0.2: a gRPC server cannot start: no token"
 
 
 def test_a_wrong_clock_is_one_finding() -> None:
     right = [ClockReading(name * 20, 3.0, 0.001) for name in "12"]
     nodes = (found("1"), found("2"), found("3"))
     (line,) = faults(cluster(*nodes, clocks=(*right, ClockReading("3" * 20, 2.5, 0.001))))["clocks"]
-    assert line.startswith("10.0.0.3: its clock is 0.50 s behind the others'")
+    assert line.startswith("10.0.0.3: its clock is 0.50 s behind the other clocks")
     assert faults(cluster(*nodes, clocks=(*right, ClockReading("3" * 20, 2.5, 0.5)))) == {}
 
 

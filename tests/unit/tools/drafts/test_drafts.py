@@ -32,7 +32,7 @@ def test_a_fitting_head_is_shown_with_a_configuration() -> None:
     found = CliRunner().invoke(app, ["drafts", "inspect", str(checkpoint("eagle3")), "--target", str(TARGET)])
     assert found.exit_code == 0
     assert "SafeAILab's layout" in found.stdout
-    assert "[2, 4, 5] (k: after k layers), streams before any norm" in found.stdout
+    assert "[2, 4, 5] (k: after k layers), residual streams before any norm" in found.stdout
     assert yaml.safe_load(found.stdout.partition("configure it as\n")[2])["draft"]["method"] == "eagle"
 
 
@@ -69,9 +69,9 @@ def test_options_are_applied_to_the_shown_head() -> None:
     [
         ("draft.eagle.norm=both", "draft.eagle.norm: there is no such key"),
         ("draft.dflash.quantization=int8", "method eagle does not read them"),
-        ("draft.model=other", "draft.model cannot be set: it follows from the checkpoint"),
-        ("model.max_context=9", "--set takes keys of the section draft"),
-        ("draft=eagle", "--set takes keys of the section draft"),
+        ("draft.model=other", "draft.model follows from the checkpoint"),
+        ("model.max_context=9", "--set only accepts keys of the section draft"),
+        ("draft=eagle", "--set only accepts keys of the section draft"),
         ("draft.eagle.layer_ids", "is not of the form section.key=value"),
     ],
 )
@@ -93,7 +93,7 @@ def test_drafts_of_different_targets_are_not_compared(
     one = a_config(tmp_path / "one.yaml", tmp_path / "a", method="ngram")
     other = a_config(tmp_path / "other.yaml", tmp_path / "b", method="ngram")
     assert run_main(monkeypatch, "drafts", "measure", one, other) == 2
-    assert "drafts are compared over texts of one target" in capsys.readouterr().err
+    assert "compare drafts of one target" in capsys.readouterr().err
 
 
 def test_several_drafts_are_measured_together(tmp_path: Path) -> None:
@@ -122,4 +122,4 @@ def test_several_drafts_are_measured_together(tmp_path: Path) -> None:
         assert 1.0 <= each["chains"]["1"] <= each["chains"]["3"] <= 4.0
     labels = {text.strip() for text in ElementTree.parse(picture).getroot().itertext()}
     lines = {f"{name}, T {heat}, {kind}" for name in methods for heat in ("0", "0.7") for kind in ("chain", "tree")}
-    assert lines | {"non-speculative decoding", "tokens of a block", "tokens a verify"} <= labels
+    assert lines | {"non-speculative decoding", "block size, tokens", "tokens per verify"} <= labels

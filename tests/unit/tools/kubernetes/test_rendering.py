@@ -84,7 +84,7 @@ def test_pods_without_keys_are_refused_unless_insecure() -> None:
 
 def test_missing_trust_and_unmounted_certificates_are_refused() -> None:
     (fault,) = faults(trust={"insecure": False})
-    assert "name one, or say trust.insecure: true" in fault
+    assert "set one, or trust.insecure: true" in fault
     for folder in ("certificates/{role}", "/etc/slipstream"):
         (fault,) = faults(trust={"insecure": False, "certificates": folder})
         assert f"trust.certificates is {folder}, expected an absolute path with {{role}}" in fault

@@ -238,7 +238,7 @@ def test_littles_law():
 def test_report_recommends_and_compares(priced_plan):
     recommendation, _ = priced_plan
     text = shown(recommendation_report(PRICED, recommendation))
-    for words in ("in-process", "plain", "cost/1M", "least acceptance that pays", "Take 1 drafter"):
+    for words in ("in-process", "plain", "cost/1M", "minimum acceptance for a gain", "Use 1 drafter"):
         assert words in text
     data = json.loads(json.dumps(recommendation_data(PRICED, recommendation)))
     assert data["best"]["candidate"]["mode"] == recommendation.best.candidate.name
@@ -308,7 +308,7 @@ def test_acceptance_outside_zero_to_one_is_refused(tmp_path: Path, acceptance):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"concurrency": 4, "rate": 1.0}, "give one of them"),
+        ({"concurrency": 4, "rate": 1.0}, "give only one of them"),
         ({"rate": 0.0}, "--rate is 0"),
         ({"target_price": 3.0}, "give both"),
     ],

@@ -303,7 +303,7 @@ def test_checkpoints_without_a_method_do_not_fit(tmp_path: Path) -> None:
     tensors = dict(read_head(checkpoint("dflash")).tensors) | {"prefix_gru.weight_hh_l0": torch.zeros(9, 3)}
     found = inspect_draft(copied(tmp_path, "dflash", tensors), TARGET)
     assert (found.facts.layout.name, found.snippet) == ("Domino head", "")
-    assert found.mismatches == (Mismatch("layout", "one that a method of this release drafts with", "Domino head"),)
+    assert found.mismatches == (Mismatch("layout", "a layout that this release supports", "Domino head"),)
 
 
 # ---------------------------------------------------------------- misfits
@@ -327,7 +327,7 @@ def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(name: str, t
 def test_extra_tensors_are_found_like_by_the_loader(name: str, tmp_path: Path) -> None:
     folder = copied(tmp_path, name, dict(read_head(checkpoint(name)).tensors) | {"gate.weight": torch.ones(3)})
     assert inspect_draft(folder, TARGET).mismatches == (
-        Mismatch("tensor gate.weight", "none: no head of this layout computes with it", "one"),
+        Mismatch("tensor gate.weight", "none: this layout does not use it", "one"),
     )
     assert not loads(KNOWN[name]["method"], folder)
 

@@ -75,7 +75,7 @@ def test_the_first_of_several_modules_is_used(tmp_path: Path, tensors: Tensors, 
     found = inspect_draft(folder)
     assert (found.fits, loads(folder)) == (is_drafted_with, is_drafted_with)
     assert found.notes[0].startswith("2 modules in ")
-    assert found.notes[0].endswith("drafts with the first alone, asked again for each further token")
+    assert found.notes[0].endswith("drafts with the first module, once per token")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
