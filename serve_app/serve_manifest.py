@@ -158,7 +158,7 @@ def http_options(config: SlipstreamConfig) -> Json:
     """Returns the address and keep-alive time of Serve's proxies. Raises ConfigError for port 0."""
     server = config.server
     if server.port == 0:
-        raise ConfigError("server.port is 0, which gives each node another port; set a number")
+        raise ConfigError("server.port is 0, so ports would differ between nodes; set a fixed port")
     return {"host": server.host, "port": server.port, "keep_alive_timeout_s": server.keep_alive_s}
 
 

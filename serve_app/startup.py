@@ -101,7 +101,7 @@ async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) 
         ranks=pool.tensor_parallel,
         capture=capture,
     )
-    run_on(pool.resources_per_rank.cpu_affinity)  # the core for verdicts and plans between forwards
+    run_on(pool.resources_per_rank.cpu_affinity)  # a single core for verdicts and plans between forwards
     ranks = await RankGroup.start(spec, get_current_placement_group())
     limits = _limits(
         config,

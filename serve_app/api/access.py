@@ -57,7 +57,7 @@ class Caller:
                 raise RequestError(message, name)
 
     def bounded(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Returns the sessions with the key's limits applied."""
+        """Applies the key's limits to sessions."""
         return [self._bounded(one) for one in generations]
 
     def _bounded(self, one: Generation) -> Generation:

@@ -65,7 +65,7 @@ def options_of(request: ChatRequest) -> TemplateOptions:
 
 
 def reasoning_before(request: ChatRequest, template: ChatTemplate, readers: ResponseReaders) -> ReasoningInPrompt:
-    """Returns how far the prompt itself carries the answer's reasoning; depends on the template options only."""
+    """Returns whether the prompt begins or ends the answer's reasoning; depends on the template options only."""
     options = options_of(request)
     if options.continues_last:
         return "over"

@@ -77,7 +77,7 @@ class TemplateOptions:
     """Options for rendering a conversation."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)  # in addition to the standard variables
+    variables: Mapping[str, Any] = field(default_factory=dict)  # additional template variables
     begins_answer: bool = True
     continues_last: bool = False
 

@@ -354,7 +354,9 @@ class ResponseFormat(AnswerFormat):
     @model_validator(mode="after")
     def _matches_type(self) -> "ResponseFormat":
         if (self.type == "json_schema") is not (self.json_schema is not None):
-            raise PydanticCustomError("json_schema", "json_schema is required for type json_schema, else not allowed")
+            raise PydanticCustomError(
+                "json_schema", "json_schema is required for type json_schema and not allowed otherwise"
+            )
         return self
 
 
@@ -373,7 +375,7 @@ class TextFormat(AnswerFormat):
     def _matches_type(self) -> "TextFormat":
         if {self.type == "json_schema"} != {self.name is not None, self.schema_ is not None}:
             raise PydanticCustomError(
-                "json_schema", "name and schema are required for type json_schema, else not allowed"
+                "json_schema", "name and schema are required for type json_schema and not allowed otherwise"
             )
         return self
 

@@ -32,8 +32,8 @@ class _Arrival:
 class Bodies:
     """Receives request bodies, and limits their number and memory.
 
-    At a limit, the longest-running upload is dropped if its guaranteed time is over, so slow uploads cannot block
-    others. Otherwise the new body is refused.
+    At a limit, drops the longest-running upload if its guaranteed time is over, so slow uploads cannot block others;
+    otherwise refuses the new body.
     """
 
     def __init__(

@@ -221,7 +221,9 @@ class PromptVersions(Collector):
         requests = CounterMetricFamily(f"{prefix}_requests", "Requests that have ended", labels=(VERSION,))
         choices = CounterMetricFamily(f"{prefix}_choices", "Choices with at least one token", labels=(VERSION,))
         tokens = CounterMetricFamily(f"{prefix}_tokens", "Tokens, by kind", labels=(VERSION, "kind"))
-        seconds = CounterMetricFamily(f"{prefix}_seconds", "From request to end of answer", labels=(VERSION, "until"))
+        seconds = CounterMetricFamily(
+            f"{prefix}_seconds", "Time until the first token or the end of the answer", labels=(VERSION, "until")
+        )
         for version, count in dict(self._requests).items():
             requests.add_metric((version,), count)
             choices.add_metric((version,), self._choices[version])

@@ -55,7 +55,7 @@ class Trace(_Body):
 
     tokens: int = 0
     accepted: int = 0
-    pieces: tuple[tuple[str, bool], ...] = ()  # (text, whether it was drafted)
+    pieces: tuple[tuple[str, bool], ...] = ()  # (text, is drafted) pairs
     rejected: tuple[str, ...] = ()  # if requested, the rejected draft text replaced by each piece, or ""
 
 

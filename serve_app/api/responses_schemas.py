@@ -147,7 +147,7 @@ class TextOptions(RequestPart):
 
 
 class ResponsesStreamOptions(RequestPart):
-    include_usage: Flag | None = None  # accepted for load generators; the last event always has usage
+    include_usage: Flag | None = None  # ignored; the final event always reports usage
 
     include_obfuscation: Annotated[Any, unserved(False)] = None
 

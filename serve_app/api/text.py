@@ -75,7 +75,7 @@ class Detokenizer:
         return released
 
     def finish(self) -> str:
-        """Returns the text held back."""
+        """Returns the held-back text."""
         text = self._decode(self._window)
         return self._give(text, len(text))
 
@@ -157,7 +157,7 @@ class StopMatcher:
         return self._release(self._starts[0] if self._starts else len(self._held))
 
     def finish(self) -> str:
-        """Returns the text held back."""
+        """Returns the held-back text."""
         return "" if self.matched else self._release(len(self._held))
 
     def _completes(self, end: int) -> bool:

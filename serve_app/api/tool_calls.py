@@ -147,8 +147,8 @@ class PlainReader:
 class ResponseReader:
     """Reader for models whose answers have reasoning or calls.
 
-    Regions with unexpected content become content verbatim, and parsing restarts after them. So do calls if no tools
-    are offered. JSON calls are read by character to keep track of strings.
+    A region with unexpected content is returned verbatim as content, and parsing restarts after it. Calls without
+    offered tools are returned likewise. JSON calls are read character by character to track strings.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class ResponseReaders:
         return ResponseReader(start, text, offers_tools=bool(tools), json_opening=self._json_opening)
 
     def reasoning_in(self, prompt: str) -> ReasoningInPrompt:
-        """Returns how far the prompt itself carries the answer's reasoning."""
+        """Returns whether the prompt begins or ends the answer's reasoning."""
         if self.template is None:
             return "none"
         events = self._parser(prompt).initial_events
@@ -278,13 +278,13 @@ class ResponseReaders:
     @property
     def _json_opening(self) -> Any:
         """Returns the marker that begins a call, if calls are plain JSON."""
-        assert self.template is not None, "there is a template to parse by"
+        assert self.template is not None, "a response template exists"
         calls = self.template.fields.get(CALLS_FIELD)
         return calls.open_re if calls is not None and calls.content == "json" and not calls.content_args else None
 
     def _parser(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
         """Returns a parser for the text that follows `text`."""
-        assert self.template is not None, "there is a template to parse by"
+        assert self.template is not None, "a response template exists"
         anchored = text if self.template.start_anchor_re.search(text) else ""  # else it would parse the prompt
         return self._tokenizer.get_response_parser(self.template, prefix=anchored, tools=list(tools) or None)
 
@@ -426,7 +426,7 @@ def _find_call(turn: str, name: str, start: int, tags: TaggedArguments | None) -
 
 
 def _json_at(turn: str, start: int) -> tuple[int, int]:
-    """Returns the start and end of a JSON object with arguments."""
+    """Returns the start and end positions of JSON arguments."""
     for brace in _BRACE.finditer(turn, start):
         try:
             value, end = json.JSONDecoder().raw_decode(turn, brace.start())

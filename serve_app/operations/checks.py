@@ -150,7 +150,7 @@ def check_fit(config: SlipstreamConfig, nodes: Sequence[Node]) -> None:
     """Raises ConfigError if the nodes cannot hold all pools."""
     lines = misfits(config, nodes)
     if lines:
-        hint = "nothing was changed; where the cluster adds such nodes by itself, `slipstream up --autoscaled` waits"
+        hint = "nothing was changed; if the cluster adds nodes itself, `slipstream up --autoscaled` waits for them"
         raise ConfigError("\n  ".join(["the cluster cannot hold this configuration", *lines, hint]))
 
 

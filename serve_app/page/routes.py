@@ -353,7 +353,7 @@ class PageWatch:
         self._turn = asyncio.Lock()
         self._taken_s = float("-inf")
         self._samples: Sequence[Sample] = ()
-        self._trainer: TrainerSample | None = None  # latest sample; a trainer that yields its cores may not answer
+        self._trainer: TrainerSample | None = None  # latest sample; a trainer without idle cores may not answer
         self._state: PageState | None = None
 
     async def state(self) -> PageState:

@@ -116,11 +116,11 @@ NAMES: Mapping[str, str] = {
     "slipstream_accepted_tokens": "spec_decode_num_accepted_tokens",
     "slipstream_accepted_tokens_at": "spec_decode_num_accepted_tokens_per_pos",
 }
-"""vLLM's names of router families that vLLM also has, by our name."""
+"""Maps our names of router metrics to vLLM's names."""
 
 
 class VllmNames(Collector):
-    """Repeats families that vLLM also has, under vLLM's names and with its model label."""
+    """Repeats router metrics under vLLM's names, with its model label."""
 
     def __init__(self, source: Collector, model: str, names: Mapping[str, str] = NAMES) -> None:
         self._source = source

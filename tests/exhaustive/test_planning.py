@@ -107,7 +107,7 @@ def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
     assert "grows: does not keep up" in text
     assert "Take" not in text
     assert recommendation.limits is None, "there is no number of sessions at once"
-    assert "Where the gain ends" not in text
+    assert "Limits of the gain" not in text
     assert not any(one["keeps_up"] for one in recommendation_data(TOO_MUCH, recommendation)["answers"])
     assert recommendation_chart(TOO_MUCH, recommendation).axes[0].get_ylabel() == "tokens/s of one target"
 

@@ -179,7 +179,7 @@ def _rows(facts: DraftFacts) -> list[tuple[str, str]]:
 
 
 def _states_rows(states: StatesRead) -> list[tuple[str, str]]:
-    what = "after the final norm" if states.is_final else "residual streams before any norm"
+    what = "after the final norm" if states.is_final else "before any norm"
     which = f"{list(states.layers)} (k: after k layers)" if states.layers else "layers chosen by the target's depth"
     if states.is_final and not states.layers:
         which = "the last"

@@ -48,7 +48,7 @@ DRAFT_SEED = 2000
 class DecodedText:
     """Prompt with the target's continuation."""
 
-    open: Open  # request with the prompt
+    open: Open  # session request that contains the prompt
     tokens: tuple[int, ...]  # tokens of the whole text, prompt included
     states: bytes = field(default=b"", repr=False)  # encoded hidden states of all but the last token; empty if unused
 

@@ -175,9 +175,9 @@ def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
         name = next((name for name in names if name in stored), None)
         expected = (facts.vocabulary or target.shape.vocabulary, facts.shape["hidden"])
         if name is None:
-            yield Mismatch(f"{what} that is borrowed of the target", f"one of {', '.join(names)}", "none of them")
+            yield Mismatch(f"{what} borrowed from the target", f"one of {', '.join(names)}", "none of them")
         elif stored[name].shape != expected:
-            yield Mismatch(f"{what} that is borrowed of the target", f"{expected}", f"{stored[name].shape} ({name})")
+            yield Mismatch(f"{what} borrowed from the target", f"{expected}", f"{stored[name].shape} ({name})")
 
 
 BESIDE = ("recurrent_head.safetensors", "frequent_tokens.json", "mask_embedding.pt")  # optional files beside weights

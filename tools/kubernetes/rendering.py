@@ -172,17 +172,17 @@ def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
     for section, resources in pools.items():
         if resources.accelerator_type is not None:
             yield (
-                f"{section}.accelerator_type is {resources.accelerator_type}, for which Ray's autoscaler adds no pod;"
+                f"{section}.accelerator_type is {resources.accelerator_type}, which Ray's autoscaler ignores;"
                 f" use {section}.labels: {{ray.io/accelerator-type: {resources.accelerator_type}}}"
                 " and the node_selector of the pool's pods below kubernetes"
             )
         if resources.custom:
             yield (
-                f"{section}.custom has {', '.join(resources.custom)}, for which Ray's autoscaler adds no pod;"
+                f"{section}.custom has {', '.join(resources.custom)}, which Ray's autoscaler ignores;"
                 f" use {section}.labels"
             )
         if "pool" in resources.labels:
-            yield f"{section}.labels has a label pool, which is set for each pool here; leave it out"
+            yield f"{section}.labels has a label pool, which the manifests set for each pool; leave it out"
 
 
 def _kustomization(config: SlipstreamConfig, shared: Path) -> Json:

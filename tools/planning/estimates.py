@@ -164,7 +164,7 @@ def round_costs(costs: CostModel, rows: float, draft_tokens: int) -> RoundCosts:
 
 
 def expected(inputs: PlanInput, draft_tokens: int) -> float:
-    """Returns the mean tokens committed per verified block of `draft_tokens`."""
+    """Returns the mean tokens committed per block of `draft_tokens`."""
     return expected_tokens_by_position([inputs.draft.chances(index)[0] for index in range(draft_tokens)])
 
 

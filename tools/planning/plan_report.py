@@ -55,7 +55,7 @@ class FormulaCheck:
     draft_tokens: int
     tokens: float  # tokens committed per verified block, by formula
     simulated_tokens: float
-    gain: float  # by formula, over non-speculative decoding, for 0.1 target steps per draft token
+    gain: float  # gain by formula, with 0.1 target steps per draft token
     simulated_gain: float
     break_even_s: float  # drafting pass that cancels the gain, by formula, in seconds
     gain_there: float  # simulated gain with that drafting pass; expected to be 1
@@ -235,8 +235,8 @@ def _rank(inputs: PlanInput, result: CandidateResult) -> tuple[bool, float]:
 def _limits_table(limits: Limits) -> Table:
     candidate = limits.candidate
     of = f"{candidate.targets} : {candidate.drafters}, K = {candidate.draft_tokens}"
-    sessions = f"{limits.at_once} session{'s' * (limits.at_once > 1)} at once on a target"
-    made = table(f"Where the gain ends in lock-step: {of}, {sessions}", "what", "value")
+    sessions = f"{limits.at_once} concurrent session{'s' * (limits.at_once > 1)} per target"
+    made = table(f"Limits of the gain in lock-step: {of}, {sessions}", "what", "value")
     enough = limits.acceptance
     made.add_row("minimum acceptance for a gain", "none" if enough is None else f"{enough:.2f}")
     made.add_row("drafting pass that cancels the gain, ms", shown(limits.draft_s * 1e3, ".1f"))

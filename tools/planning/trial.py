@@ -142,7 +142,7 @@ def sessions_per_target(inputs: PlanInput) -> int:
         return max(MIN_SESSIONS, ROUNDS_OF_LOAD * inputs.arrivals.concurrency)
     at_once = plain_sessions(inputs, inputs.arrivals)
     if at_once >= MAX_CONCURRENT:
-        at_once = MIN_SESSIONS  # the target does not keep up, as few sessions show
+        at_once = MIN_SESSIONS  # few sessions suffice to show that the target does not keep up
     return min(max(MIN_ARRIVALS, round(ROUNDS_OF_ARRIVALS * at_once)), MAX_ARRIVALS)
 
 

@@ -32,7 +32,7 @@ def test_a_fitting_head_is_shown_with_a_configuration() -> None:
     found = CliRunner().invoke(app, ["drafts", "inspect", str(checkpoint("eagle3")), "--target", str(TARGET)])
     assert found.exit_code == 0
     assert "SafeAILab's layout" in found.stdout
-    assert "[2, 4, 5] (k: after k layers), residual streams before any norm" in found.stdout
+    assert "[2, 4, 5] (k: after k layers), before any norm" in found.stdout
     assert yaml.safe_load(found.stdout.partition("configure it as\n")[2])["draft"]["method"] == "eagle"
 
 

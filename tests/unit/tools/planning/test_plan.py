@@ -338,6 +338,6 @@ def test_the_command_writes_the_requested_files(tmp_path: Path):
     ]
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
     assert result.exit_code == 0, result.output
-    assert "Where the gain ends" in result.output
+    assert "Limits of the gain" in result.output
     assert json.loads((tmp_path / "a").read_text())["question"]["new_tokens"] == 8
     ElementTree.fromstring((tmp_path / "b").read_text())

@@ -294,9 +294,7 @@ def test_medusa_heads_report_a_shared_lm_head(tmp_path: Path) -> None:
     assert (found.facts.lm_head, found.facts.vocabulary) == ("the target", None)
     assert inspect_draft(folder).fits
     said = copied(tmp_path, "medusa", blocks, original_lm_head=True, vocab_size=90)
-    assert [misfit.what for misfit in inspect_draft(said, TARGET).mismatches] == [
-        "LM head that is borrowed of the target"
-    ]
+    assert [misfit.what for misfit in inspect_draft(said, TARGET).mismatches] == ["LM head borrowed from the target"]
 
 
 def test_checkpoints_without_a_method_do_not_fit(tmp_path: Path) -> None:
