@@ -64,7 +64,7 @@ def bench(
     requests: Annotated[int, typer.Option(min=2, help="Number of requests per rate.")] = 60,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Number of runs per prompt.")] = 1,
-    generate: Annotated[bool, typer.Option("--generate", help="Third arm: plain Hugging Face generate.")] = False,
+    generate: Annotated[bool, typer.Option("--generate", help="Also measure Hugging Face generate.")] = False,
     url: Annotated[
         str | None, typer.Option(help="With --rate: measure this running endpoint instead of CONFIG.")
     ] = None,

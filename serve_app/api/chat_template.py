@@ -171,7 +171,7 @@ class ChatTemplate:
         # Drop None: templates handle missing fields, but rarely None values.
         chat = [{name: part for name, part in message.items() if part is not None} for message in messages]
         if not chat:
-            raise ValueError("the conversation is empty")
+            raise ValueError("the conversation is empty; add a message")
         if options.continues_last and options.begins_answer:
             raise ValueError("continue_final_message requires add_generation_prompt to be false")
         tools = [dict(tool) for tool in options.tools] or None

@@ -38,7 +38,7 @@ class TemplateProcess:
         try:
             request = json.dumps(rendering.as_json()).encode()
         except RecursionError:
-            raise TemplateFailure("the messages are nested too deeply") from None
+            raise TemplateFailure("the messages are nested too deeply; reduce the nesting") from None
         worker = self._worker()
         try:
             text = self._exchange(worker, request)

@@ -288,7 +288,7 @@ class TextCodec:
     def detokenizer(self, skips_special: bool = True, spaces_special: bool = True) -> Detokenizer:
         """Returns a detokenizer for one answer, which keeps special tokens that a reader splits the answer by.
 
-        Without `spaces_special`, it puts no space between added tokens, as some decoders do.
+        Without `spaces_special`, it omits the space that some decoders put between added tokens.
         """
         skipped = self._special_ids if skips_special else frozenset()
         joined = frozenset[int]() if spaces_special else frozenset(self._added.values())

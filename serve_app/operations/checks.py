@@ -1,6 +1,6 @@
 """Pure checks before deployment: each pool's replicas fit the nodes, and exposed endpoints require a key.
 
-The checks only refuse impossible configurations. A pool that passes may still wait in Ray for resources in use.
+The checks only refuse impossible configurations. Ray may still delay a pool while its resources are in use.
 """
 
 import math
