@@ -1,4 +1,4 @@
-"""The HTTP application without a socket: clients in front of it, and a scripted or real generator behind it."""
+"""In-process HTTP application for tests, without a socket, over a scripted or real generator."""
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -30,7 +30,7 @@ MODEL = "toy"
 
 
 def config_of(server: Mapping[str, Any], context: int = 4096, **sections: Any) -> SlipstreamConfig:
-    """Returns a configuration with this section `server`."""
+    """Returns a configuration with the given `server` section."""
     model = {"target": f"models/{MODEL}", "max_context": context}
     return validated({"model": model, "draft": {"method": "ngram"}, "server": dict(server)} | sections)
 
@@ -44,7 +44,7 @@ def byte_codec() -> TextCodec:
 
 
 def talking_codec(**options: Any) -> TextCodec:
-    """Returns the codec of a model that reasons and calls tools."""
+    """Returns a codec for a model with reasoning and tool calls."""
     tokenizer = talking_tokenizer()
     return TextCodec(tokenizer, (tokenizer.eos_token_id,), find_template("auto", tokenizer, MODEL_TYPE), **options)
 
@@ -60,7 +60,7 @@ def toy_api(
     metrics: Metrics | None = None,
     **options: Any,
 ) -> FastAPI:
-    """Returns the application of a healthy router; `options` are `create_api`'s."""
+    """Returns an application with a healthy router; `options` are passed to `create_api`."""
     return create_api(generator, codec, config or config_of({}), metrics or Metrics(), healthy, **options)
 
 
@@ -98,7 +98,7 @@ def stream_events(text: str) -> list[Any]:
 
 @dataclass
 class AsgiFront:
-    """An application over a scripted generator, and its clients."""
+    """Application over a scripted generator, with its clients."""
 
     app: FastAPI
     generator: ScriptedGenerator
@@ -110,13 +110,13 @@ class AsgiFront:
         self.generator.scripts = list(scripts)
 
     def emits(self, text: str, size: int = 1) -> list[CommittedTokens]:
-        """Returns the text as a model commits it, `size` tokens at once."""
+        """Returns the text as events that commit `size` tokens each."""
         tokens = self.codec.encode(text)
         return [CommittedTokens(tokens[start : start + size], 0, 0) for start in range(0, len(tokens), size)]
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The prompt of the only request so far."""
+        """Returns the prompt of the only request so far."""
         (generation,) = self.generator.generations
         return generation.prompt
 
@@ -130,7 +130,7 @@ async def asgi_front(
     defaults: GenerationDefaults = NO_DEFAULTS,
     further: Sequence[Route] = (),
 ) -> AsyncIterator[AsgiFront]:
-    """Yields a separate application; fails if a session is still running at the end."""
+    """Yields a new application; fails if a session still runs after the test."""
     generator = ScriptedGenerator()
     app = toy_api(generator, codec, config_of(server or {}), defaults=defaults, further=further)
     async with http_client(app) as http, openai_client(app, key) as client:

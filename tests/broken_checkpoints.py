@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be served, each made from a small good one, and what their refusal must say."""
+"""Invalid checkpoints, each derived from a small valid one, with the expected error messages."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ Edit = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Form:
-    """An edit of a good folder, overrides of the configuration, and words of the refusal: reason, then remedy."""
+    """Edit of a valid folder, configuration overrides, and words of the error: reason, then remedy."""
 
     edit: Edit
     reason: str
@@ -50,7 +50,7 @@ class Form:
 
 
 def good_checkpoint(folder: Path) -> Path:
-    """A tiny Llama with a tokenizer."""
+    """Creates a tiny Llama checkpoint with a tokenizer."""
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
@@ -60,13 +60,13 @@ def good_checkpoint(folder: Path) -> Path:
 
 
 def config_lines(target: Path, draft: Path | None = None, **server: Any) -> str:
-    """A configuration as YAML, which JSON is."""
+    """Returns a configuration as JSON, which is valid YAML."""
     method: dict[str, Any] = {"method": "draft_model", "model": str(draft)} if draft else {"method": "ngram"}
     return json.dumps({"model": {"target": str(target), "max_context": 128}, "draft": method, "server": server})
 
 
 def edit_config(**changes: Any) -> Edit:
-    """Sets keys of config.json; None takes one out."""
+    """Sets keys of config.json; None removes a key."""
 
     def edit(folder: Path) -> None:
         path = folder / "config.json"
@@ -103,7 +103,7 @@ def _llava(folder: Path) -> None:
 
 
 def _musicgen(folder: Path) -> None:
-    """A model with a text encoder and a decoder, each a text model by its configuration."""
+    """Configures a MusicGen model; its text encoder and its decoder both look like text models."""
     (folder / "config.json").write_text(
         json.dumps(
             {
@@ -141,7 +141,7 @@ def _truncated(folder: Path) -> None:
 
 
 def _sharded(folder: Path) -> dict[str, str]:
-    """Splits the weights into two shards; returns the index's map."""
+    """Splits the weights into two shards; returns the weight map of the index."""
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     names = sorted(tensors)
@@ -204,7 +204,7 @@ def _fp8_scales(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _nothing(folder: Path) -> None:
-    """Leaves the folder as it is."""
+    """Leaves the folder unchanged."""
 
 
 DESCRIPTIONS = {

@@ -1,4 +1,4 @@
-"""A tokenizer small enough to be built for each run."""
+"""Byte-level tokenizer, small enough to build in each test run."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> Any:
-    """Returns a tokenizer with one token per byte, which splits characters beyond ASCII, and <eos>, <pad>, <tool>."""
+    """Returns a tokenizer with one token per byte, and <eos>, <pad>, <tool>; it splits non-ASCII characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     built = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

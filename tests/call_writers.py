@@ -1,4 +1,4 @@
-"""Tokenizers of models that write their calls in different ways, and texts that such a model may say."""
+"""Tokenizers of models with various tool-call formats, and random texts under a grammar."""
 
 import random
 from collections.abc import Sequence
@@ -26,22 +26,22 @@ _QUOTED_CALL = (
 
 
 def json_writer() -> TextCodec:
-    """A JSON object between marks that are ordinary text."""
+    """Writes calls as JSON objects between plain-text markers."""
     return _codec(_JSON_CALL)
 
 
 def lined_writer() -> TextCodec:
-    """The same on lines of its own, as most models have it."""
+    """Writes calls as JSON objects between plain-text markers on separate lines, as most models do."""
     return _codec(_LINED_CALL + "</tool_call>\n")
 
 
 def tagged_writer() -> TextCodec:
-    """Each argument between tags."""
+    """Writes each argument between tags."""
     return _codec(_TAGGED_CALL, "qwen3_5")
 
 
 def special_writer() -> TextCodec:
-    """Marks that are tokens which no text spells; all calls stand in one list."""
+    """Writes all calls in one list between special tokens."""
     call = '{{ "[CALLS][" if loop.first else ", " }}{{ call.function | tojson }}{{ "][/CALLS]" if loop.last else "" }}'
     tokenizer = talking_tokenizer()
     tokenizer.add_tokens([AddedToken("[CALLS]", special=True), AddedToken("[/CALLS]", special=True)])
@@ -60,19 +60,19 @@ def special_writer() -> TextCodec:
 
 
 def quoting_writer() -> TextCodec:
-    """A way that nothing here knows."""
+    """Writes calls in an unsupported format."""
     return _codec(_QUOTED_CALL)
 
 
 class Sayings:
-    """Texts that a model may say under a grammar which it knows nothing of: any token is as likely as another."""
+    """Draws texts that a grammar allows, with all allowed tokens equally likely."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._compiler = GrammarCompiler(grammar_vocabulary(codec.tokenizer, codec.eos_ids))
 
     def one(self, grammar: str, seed: int, most: int = 2000) -> str | None:
-        """Returns one of them, or None without an end."""
+        """Returns a random text, or None if it does not end."""
         draw = random.Random(seed)
         followed = self._compiler.follow(grammar)
         tokens: list[int] = []
@@ -88,11 +88,11 @@ class Sayings:
         return None
 
     def takes(self, grammar: str, text: str) -> bool:
-        """Returns whether the model may produce exactly this text."""
+        """Returns whether the grammar allows exactly this text."""
         return self._takes(grammar, self._codec.encode(text))
 
     def takes_spelt(self, grammar: str, text: str, spelt: str) -> bool:
-        """The same, where one part of the text is spelt in single characters rather than by its token."""
+        """Returns whether the grammar allows this text with `spelt` as single characters instead of one token."""
         before, _, after = text.partition(spelt)
         encode = self._codec.encode
         letters = [token for letter in spelt for token in encode(letter)]

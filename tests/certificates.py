@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and folders in cert-manager's layout that it issues."""
+"""Test certificates: an authority that writes folders in cert-manager's layout."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -21,7 +21,7 @@ def _new_key() -> ec.EllipticCurvePrivateKey:
 
 @dataclass(frozen=True)
 class Authority:
-    """Issues certificates; its own is what both sides believe."""
+    """Certificate authority that both peers trust."""
 
     name: str = "slipstream"
     _key: ec.EllipticCurvePrivateKey = field(default_factory=_new_key, repr=False)
@@ -34,7 +34,7 @@ class Authority:
         return made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
     def issue(self, folder: Path, *roles: PeerRole, lasts: timedelta = timedelta(days=1)) -> None:
-        """Writes a new certificate for these roles, its key, and the authority; a `lasts` below 0 has passed."""
+        """Writes a certificate for the given roles, its key, and the authority; a negative `lasts` is expired."""
         key = _new_key()
         names = [x509.DNSName(role.name_in_certificate) for role in roles] or [x509.DNSName("somebody.else")]
         made = self._builder("peer", key.public_key(), lasts).add_extension(
@@ -46,7 +46,7 @@ class Authority:
         (folder / AUTHORITY).write_bytes(self.pem)
 
     def issue_all(self, base: Path) -> TrustConfig:
-        """A folder for each role, as the pods of each pool would have it."""
+        """Writes a folder for each role, in the layout of each pool's pods."""
         for role in PeerRole:
             self.issue(base / role.value, role)
         return TrustConfig(certificates=str(base / "{role}"))

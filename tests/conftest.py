@@ -1,4 +1,4 @@
-"""Shared setup: one torch thread, so that tiny operations cost what they should on a busy machine."""
+"""Shared setup: limits torch to one thread, which is faster for tiny operations on a busy machine."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Mutated frames at each service, without sockets: hostile peers beside an honest session, which must not notice.
+"""Sends mutated frames to each service without sockets, and checks that an honest session is unaffected.
 
-A hostile peer here has passed the gate, in whatever role: what it sends is the bytes of frames that make sense, with
-some of them changed, joined or cut. Bytes that are no frame end its stream, as they do on the wire.
+Each hostile peer is authenticated in some role. It sends the bytes of valid frames with some changed, joined or cut.
+Undecodable bytes end its stream, as on the wire.
 """
 
 import asyncio
@@ -72,8 +72,8 @@ HONEST = "honest"
 NAMES = (HONEST, "a", "b", "c")
 TARGET = "10.0.0.1:1"
 HOSTILE = "10.0.0.2:2"
-NAMED = {"router": "hostile-router", "drafter": "honest-router"}  # drafters hear routers' names
-TOKENS = 12  # of the honest session
+NAMED = {"router": "hostile-router", "drafter": "honest-router"}  # router names reach drafters
+TOKENS = 12  # length of the honest session
 
 FrameType = type[ProtoMessage]
 TO_TARGET: dict[FrameType, str] = {
@@ -91,7 +91,7 @@ TO_ROUTER: dict[FrameType, str] = {pb.DrafterToRouter: "drafter", pb.TargetToRou
 
 @dataclass(frozen=True)
 class Sent:
-    """Input of a hostile peer: bytes on a stream of frames of this type."""
+    """Bytes that a hostile peer sends on a stream of one frame type."""
 
     frame: FrameType
     data: bytes
@@ -110,7 +110,7 @@ def an_open(session: str, **changes: Any) -> Open:
 
 
 def _sensible(session: str) -> dict[FrameType, list[Message]]:
-    """Messages about one session, of which mutations are made; in a frame of each type those that it may hold."""
+    """Returns valid messages about a session for mutation, by frame type."""
     here = Prefix(KEY, PROMPT).hash
     hello = Hello("hostile", "v", "m", (LiveSession(session, 1),))
     welcome = Welcome("hostile")
@@ -182,7 +182,7 @@ def mutated(draw: st.DrawFn, frames: Sequence[FrameType]) -> Sent:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Silences the many log lines about hostile peers."""
+    """Suppresses log lines about hostile peers."""
     logging.disable(logging.ERROR)
     try:
         yield
@@ -194,7 +194,7 @@ def unlogged() -> Iterator[None]:
 
 
 class OneToken:
-    """An engine, as far as a scheduler can tell: it draws the token that comes next in counting, accepts no draft."""
+    """Fake engine that counts up from the last token and accepts no draft."""
 
     def __init__(self) -> None:
         self.open: dict[str, Open] = {}
@@ -207,18 +207,18 @@ class OneToken:
         return [Outcome(row.session, (), (row.base_len + 1) % VOCABULARY) for row in plan.rows if row.decide]
 
     async def prepare(self, grammar: str) -> str | None:
-        """Takes a turn of the loop, in which more is heard. Any word will do for a grammar, and none is kept to."""
+        """Yields to the event loop so that messages arrive; accepts any grammar and enforces none."""
         await asyncio.sleep(0)
         return None if grammar.isalpha() else "it is no word"
 
 
 def at_target(sent: Sequence[Sent]) -> None:
-    """Frames of hostile routers and drafters, each followed by a step. At the end nothing is held any more."""
+    """Sends hostile routers' and drafters' frames to a target, each followed by a step; checks for leaks at the end."""
     asyncio.run(_at_target(sent))
 
 
 async def _at_target(sent: Sequence[Sent]) -> None:
-    unseen: list[dict[str, Any]] = []  # of tasks that nobody waits for
+    unseen: list[dict[str, Any]] = []  # exceptions of unawaited tasks
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     now = 0.0
     buffer = BufferLimits(blocks=4, sessions=3, bytes=2000, age_s=5)
@@ -229,7 +229,7 @@ async def _at_target(sent: Sequence[Sent]) -> None:
     up = {"router": target.router_up, "drafter": target.drafter_up}
     streams = {role: begin(Hello(NAMED[role], "v", "m"))[0] for role, begin in up.items()}
     router, outbox = target.router_up(Hello("honest-router", "v", "m"))
-    request = an_open(HONEST, token_key=SECRET, draft_tokens=0, grammar="honest")  # held when others are heard
+    request = an_open(HONEST, token_key=SECRET, draft_tokens=0, grammar="honest")  # pending while other frames arrive
     target.receive(router, decode(encode(pb.RouterToTarget, [request])))
 
     def step() -> bool:
@@ -246,11 +246,11 @@ async def _at_target(sent: Sequence[Sent]) -> None:
             streams[role], _ = up[role](Hello(NAMED[role], "v", "m"))
         else:
             target.receive(streams[role], frame)
-        await asyncio.sleep(0)  # sessions with a grammar are admitted in a task
+        await asyncio.sleep(0)  # a task admits sessions with a grammar
         step()
         now += 0.01
     for _ in range(2):
-        await asyncio.sleep(0)  # the last grammars are compiled
+        await asyncio.sleep(0)  # compiles the last grammars
     for _ in range(2000):
         if not step():
             break
@@ -263,7 +263,7 @@ async def _at_target(sent: Sequence[Sent]) -> None:
     now += 100.0
     for _ in range(3):
         step()
-    await asyncio.sleep(0)  # the tasks of sessions that were dropped end
+    await asyncio.sleep(0)  # ends the tasks of dropped sessions
     assert not unseen
     assert target.is_idle
     assert not engine.open
@@ -277,14 +277,14 @@ async def _at_target(sent: Sequence[Sent]) -> None:
 
 
 class UnconnectedDrafter(Drafter):
-    """Dials nobody."""
+    """Drafter that dials no target."""
 
     def _dial(self, address: str) -> None:
         pass
 
 
 def at_drafter(sent: Sequence[Sent]) -> None:
-    """Frames of hostile routers, and of a target of theirs that lies, each followed by a pass."""
+    """Sends frames of hostile routers and their hostile target to a drafter, each followed by a drafting pass."""
     method = NgramDraft(4, 1)
     drafter = UnconnectedDrafter(method, DrafterLimits(VOCABULARY, 40, 4), "v", "m", clock=lambda: 0.0)
     honest, _ = drafter.router_up(Hello("honest-router", "v", "m"))
@@ -326,7 +326,7 @@ def at_drafter(sent: Sequence[Sent]) -> None:
 
 
 def at_router(sent: Sequence[Sent]) -> None:
-    """Frames of a target and a drafter that the session is not at. Their own sessions they may fail; not this one."""
+    """Sends frames of an unassigned target and drafter to a router; they may fail only their own sessions."""
     events: list[Event] = []
     assignments: SessionRouter[Assignment] = SessionRouter("router", 60.0)
 

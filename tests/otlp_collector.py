@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's spans on loopback, as OTLP over HTTP brings them."""
+"""OpenTelemetry span collector on loopback, for OTLP over HTTP."""
 
 import threading
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[tuple[str, Collector]]:
-    """A collector, and where spans are to be sent."""
+    """Runs a collector; yields it with its endpoint."""
     collector = Collector()
 
     class Receiver(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The two acceptance rules for one block, one position at a time: the oracle for `actors.sampling`."""
+"""Reference implementation of both acceptance rules, one position at a time; the oracle for `actors.sampling`."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ from protos.messages import Acceptance, Sampling
 def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft: DraftTree = NO_TREE) -> Tensor:
     """Returns scaled and masked logits, float32, shape (positions, vocabulary) like `logits`.
 
-    Row 0 is the distribution after `generated`, row 1 + i the one after node i of `draft`. The softmax of a row is the
-    request's distribution; excluded tokens are -inf. There is no prompt here: a repetition penalty sees `generated`
-    only.
+    Row 0 is the distribution after `generated`; row 1 + i is the distribution after node i of `draft`. The softmax of a
+    row is the request's distribution; excluded tokens are -inf. The repetition penalty covers only `generated`, because
+    there is no prompt.
     """
     logits = logits.to(torch.float32, copy=True)
     if sampling.penalised:
@@ -29,7 +29,7 @@ def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft:
 
 
 def accept(rule: Acceptance, greedy: bool, logits: Tensor, draft: DraftTree, at: DrawAddress) -> BlockDecision:
-    """Decides one block; `logits` are processed, (1 + nodes, vocabulary): after the prefix and after each node."""
+    """Decides one block from processed logits, (1 + nodes, vocabulary), after the prefix and after each node."""
     if greedy:
         return match(logits.argmax(dim=-1).tolist(), draft)
     if rule is Acceptance.COUPLED:
@@ -38,7 +38,7 @@ def accept(rule: Acceptance, greedy: bool, logits: Tensor, draft: DraftTree, at:
 
 
 def draw(logits: Tensor, draft: DraftTree, at: DrawAddress) -> list[int]:
-    """Draws the target's own token after the prefix and after each node, shape (1 + nodes, vocabulary) -> 1 + nodes."""
+    """Draws the target's tokens after the prefix and after each node: (1 + nodes, vocabulary) -> (1 + nodes,)."""
     drawn = zip(offsets(draft), logits, strict=True)
     return [gumbel_argmax(row, at.key(offset, Purpose.DRAW)) for offset, row in drawn]
 

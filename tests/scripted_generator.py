@@ -1,4 +1,4 @@
-"""A generator that plays a script, and records its sessions."""
+"""Fake generator that plays scripted events and records its sessions."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,17 +12,17 @@ Script = list[CommittedTokens | Ended | Exception | str]
 
 
 class ScriptedGenerator:
-    """Plays `scripts[choice]` for each session, the last script for choices beyond."""
+    """Plays `scripts[choice]` for each session; further choices repeat the last script."""
 
     def __init__(self, *scripts: Script) -> None:
         self.scripts = list(scripts)
         self.generations: list[Generation] = []
         self.running: set[str] = set()
-        self.closed: list[int] = []  # choices whose sessions are over
-        self.left = asyncio.Event()  # set while no session is running, once one has been
+        self.closed: list[int] = []  # choices of ended sessions
+        self.left = asyncio.Event()  # set when the last running session ends
         self.room = 1 << 30
         self.checked: list[int] = []
-        self.refusal: Exception | None = None  # raised if there is no room
+        self.refusal: Exception | None = None  # raised when full
 
     def check_room(self, sessions: int) -> None:
         self.checked.append(sessions)

@@ -1,10 +1,10 @@
-"""A membership that does not change."""
+"""Fixed membership for tests."""
 
 from cluster.routing.membership import Members
 
 
 class StaticMembership:
-    """A fixed list, as for routers without Ray Serve."""
+    """Fixed list of members, for routers without Ray Serve."""
 
     def __init__(self, members: Members) -> None:
         self._members = members

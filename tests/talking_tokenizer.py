@@ -1,4 +1,4 @@
-"""A tokenizer of a model that thinks and calls tools, as small as the byte tokenizer that it is made of."""
+"""Small tokenizer of a model with reasoning and tool calls, based on the byte tokenizer."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ TALKING_TEMPLATE = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
-MODEL_TYPE = "qwen3"  # which writes its answers as this one does
+MODEL_TYPE = "qwen3"  # has the same answer format
 
 
 def talking_tokenizer() -> Any:
-    """Returns a tokenizer like Qwen's: control tokens are special, markers of reasoning and calls are not."""
+    """Returns a tokenizer like Qwen's: control tokens are special; markers of reasoning and tool calls are not."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TALKING_TEMPLATE
     tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])

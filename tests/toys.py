@@ -1,4 +1,4 @@
-"""Toy sessions, runners and draft models that all test worlds share."""
+"""Toy sessions, runners and draft models shared by tests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,12 +22,12 @@ GENERATION = Generation("session", (1, 2, 3), 43, (), Sampling(), 1, 2, 0, 3, Ac
 
 
 def a_generation(**changes: Any) -> Generation:
-    """Returns a session of 40 tokens, with these fields changed."""
+    """Returns a 40-token generation with the given fields replaced."""
     return replace(GENERATION, **changes)
 
 
 class ToyRunner:
-    """A runner over a table of logits, (vocabulary, vocabulary): rows are last tokens, columns next tokens."""
+    """Runner over a logits table, (vocabulary, vocabulary), indexed by last and next token."""
 
     def __init__(self, table: Tensor) -> None:
         self.vocabulary = int(table.shape[0])
@@ -57,7 +57,7 @@ def toy_draft_model(
     grammars: GrammarCompiler | None = None,
     **options: Any,
 ) -> DraftModel:
-    """Returns a drafting method over a toy runner; `options` are the constructor's."""
+    """Returns a drafting method over a toy runner; `options` go to its constructor."""
     columns = vocabulary or runner.vocabulary
     return DraftModel(
         runner,

@@ -1,4 +1,4 @@
-"""A real browser for these tests, which are skipped, with a word, where there is none."""
+"""Real browser for these tests; skips them if none is installed."""
 
 import shutil
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return Path(request.config.getoption("--pictures") or tmp_path)
 
 
-@pytest.fixture(scope="module")  # playwright has an event loop run in this thread meanwhile
+@pytest.fixture(scope="module")  # playwright runs an event loop in this thread
 def browser() -> Iterator[Any]:
-    """Chromium, driven by playwright."""
+    """Launches Chromium through playwright."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[browser]'")
     found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if found is None:

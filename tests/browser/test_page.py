@@ -1,4 +1,4 @@
-"""The live page as people use it, in a real browser: by mouse, by keyboard, in the light and in the dark."""
+"""Tests the live page in a real browser: mouse, keyboard, light and dark themes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from protos.messages import Finish
 from tests.integration.scripted_front import Front, scripted_front
 from tests.scripted_generator import STALL
 
-# Text and what is behind it, as the browser has painted both: the least contrast of any text in the page.
+# Returns the lowest contrast ratio of any text on the page to its painted background.
 MIN_CONTRAST = """() => {
   const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const luminance = ([r, g, b]) => [r, g, b].map((c) => c / 255)
@@ -42,7 +42,7 @@ def front() -> Iterator[Front]:
 
 @pytest.fixture
 def page(browser: Any, front: Front) -> Iterator[Any]:
-    """The page, opened; nothing may fail on it, and it may ask nobody but this server."""
+    """Opens the page; fails on errors, and on requests to other servers."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     faults: list[str] = []
@@ -58,7 +58,7 @@ def page(browser: Any, front: Front) -> Iterator[Any]:
 
 
 def answered(front: Front) -> None:
-    """Two blocks: of the first two tokens stand and one is rejected, of the second nothing stands."""
+    """Returns two blocks: the first has two accepted tokens and a rejected one, the second no accepted token."""
     front.plays(
         [
             front.emit("abX", accepted=2, rejected="c"),
@@ -93,7 +93,7 @@ def test_what_was_rejected_is_shown_to_a_pointer(page: Any, front: Front) -> Non
 
 
 def test_a_keyboard_is_enough(page: Any, front: Front) -> None:
-    """Moves from the prompt to the answer, and in it between rejected drafts."""
+    """The keyboard moves from the prompt to the answer, and between its rejected drafts."""
     answered(front)
     page.get_by_label("Prompt").focus()
     page.keyboard.press("Control+Enter")
@@ -164,7 +164,7 @@ def test_a_key_is_asked_for_and_used_for_all_that_follows(page: Any, front: Fron
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_stands_out_from_what_is_behind_it(page: Any, front: Front, scheme: str) -> None:
-    """4.5 to 1 is what the accessibility guidelines (WCAG 2.2, AA) ask of text."""
+    """WCAG 2.2 level AA requires a contrast ratio of 4.5 to 1 for text."""
     page.emulate_media(color_scheme=scheme)
     answered(front)
     page.get_by_role("button", name="Ask").click()

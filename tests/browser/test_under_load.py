@@ -1,4 +1,4 @@
-"""The live page while the demo's pair answers several people at once: what is seen then, and pictures of it."""
+"""Tests the live page while the demo pair answers several clients, and takes screenshots."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ import pytest
 from serve_app.demo_data import CONFIG
 
 SERVE = "from serve_app.cli.main import main; main()"
-LOCK_STEP = "speculation.schedule=lock_step"  # each step has a block, whatever else the machine does meanwhile
+LOCK_STEP = "speculation.schedule=lock_step"  # every step has a block, even on a busy machine
 READY = "Slipstream is ready: "
 PROMPTS = (
     "Write a Python function that returns the factorial of a number.",
@@ -22,26 +22,26 @@ PROMPTS = (
     "Tell me a short story about a lighthouse.",
 )
 QUESTION = "Write a Python function that returns the largest number in a list."
-MAX_PICTURE_BYTES = 300_000  # of a picture in the documents
+MAX_PICTURE_BYTES = 300_000  # limit per picture in the documents
 
-pytestmark = pytest.mark.timeout(1500)  # where other work holds the machine, the models take minutes to load
+pytestmark = pytest.mark.timeout(1500)  # on a busy machine, models take minutes to load
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The demo's pair, served as people serve it: in processes of its own, until it is asked to end."""
+    """Serves the demo pair in child processes until the tests end."""
     command = [sys.executable, "-c", SERVE, "serve", str(CONFIG), "--port", "0", "--set", LOCK_STEP]
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         line = next((line for line in server.stdout if line.startswith(READY)), None)
         assert line is not None, "the server ended before it was ready"
         yield line.removeprefix(READY).partition("/v1")[0]
-        server.terminate()  # a process of a script may have been told to ignore SIGINT
+        server.terminate()  # not SIGINT, which processes of a script may ignore
 
 
 @pytest.fixture
 def load(url: str) -> Iterator[None]:
-    """Some requests at a time, one after the other, until the test is over."""
+    """Keeps several streams of consecutive requests running until the test ends."""
     is_over = threading.Event()
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
 
@@ -70,7 +70,7 @@ def test_under_load_the_page_shows_both_pools_at_work(browser: Any, url: str, lo
     page.get_by_role("button", name="Ask").click()
     page.locator("#tally", has_text="96 tokens in").wait_for()
     page.locator("#acceptance li").first.wait_for()
-    page.wait_for_timeout(30_000)  # of speed, for its curve
+    page.wait_for_timeout(30_000)  # collects points of the speed curve
     assert page.locator("#answer .accepted").count() > 10
     replaced = page.locator("#answer .replaced")
     assert replaced.count() > 3

@@ -20,26 +20,26 @@ from serve_app.operations.ray_cluster import deployed
 from tests.chaos.processes import Found, found_on, raylet, workers
 from tests.chaos.recovery import Blow
 
-STOPPED_S = (0.5, 12.0)  # from what nobody notices to what Serve takes for dead
+STOPPED_S = (0.5, 12.0)  # from unnoticed to declared dead by Serve
 NODE_STOPPED_S = (0.5, 8.0)
-NODE_LOST_S = (2.0, 8.0)  # until another one takes its place
+NODE_LOST_S = (2.0, 8.0)  # until a new node replaces it
 ROLES = {"drafter": "Drafter", "target": "Target", "rank": "Rank", "router": "Router"}
 
 
 @dataclass
 class Scene:
-    """The cluster under test, and follow-ups that are still due."""
+    """Cluster under test, with pending follow-ups."""
 
     cluster: Cluster
     add_node: Callable[[], object]
     rng: random.Random
-    routers_hit: dict[int, list[float]] = field(default_factory=dict)  # when routers were killed, by pid
-    nodes_due_s: list[float] = field(default_factory=list)  # when new ones come for those that were lost
+    routers_hit: dict[int, list[float]] = field(default_factory=dict)  # times when routers were killed, by pid
+    nodes_due_s: list[float] = field(default_factory=list)  # times to add replacements of lost nodes
     _stopped: list[tuple[threading.Timer, Callable[[], None]]] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[Node]:
-        """Nodes that may be lost: all except the head."""
+        """Returns all nodes except the head."""
         return sorted(self.cluster.worker_nodes, key=lambda node: str(node.node_id))
 
     def processes(self, role: str) -> list[Found]:
@@ -48,7 +48,7 @@ class Scene:
         return sorted(found, key=lambda one: one.process.pid)
 
     def stop(self, found: Sequence[Found], lasts_s: float) -> None:
-        """Stops processes and resumes them after a while, on a timer."""
+        """Stops processes, and resumes them on a timer."""
 
         def go_on() -> None:
             for one in found:
@@ -61,18 +61,18 @@ class Scene:
         timer.start()
 
     def add_nodes_due(self, now_s: float) -> None:
-        """Adds nodes on the main thread, as Ray requires."""
+        """Adds due nodes; call it on the main thread, as Ray requires."""
         for due_s in [due_s for due_s in self.nodes_due_s if due_s <= now_s]:
             self.nodes_due_s.remove(due_s)
             self.add_node()
 
     @property
     def is_over(self) -> bool:
-        """Returns whether no follow-up is due."""
+        """Returns whether no follow-up is pending."""
         return not self.nodes_due_s and not any(timer.is_alive() for timer, _ in self._stopped)
 
     def let_all_go_on(self) -> None:
-        """Resumes all stopped processes; some may have been killed meanwhile."""
+        """Resumes all stopped processes that still exist."""
         for timer, go_on in self._stopped:
             timer.cancel()
             go_on()
@@ -84,7 +84,7 @@ class Scene:
 
 
 def _pool(role: str) -> str:
-    """Kills a rank, and with it its replica."""
+    """Kills a rank, which ends its replica."""
     return "Target" if role == "Rank" else role
 
 
@@ -124,7 +124,7 @@ def cut(scene: Scene) -> Blow | None:
 
 
 def _streams() -> Iterator[tuple[int, int]]:
-    """Returns the ports of both ends, the dialer's first."""
+    """Returns the ports of both ends, with the dialer's port first."""
     ports = grpc_ports()
     for one in psutil.net_connections("tcp"):
         if one.status == psutil.CONN_ESTABLISHED and one.raddr and one.raddr.port in ports:
@@ -132,7 +132,7 @@ def _streams() -> Iterator[tuple[int, int]]:
 
 
 def grpc_ports() -> dict[int, str]:
-    """Returns the pools of all targets and drafters by port, as routers know them; all are on one machine here."""
+    """Returns the pools of all targets and drafters by port, from the routers' view of one machine."""
     membership = ServeMembership(deployed("Target", APPLICATION), deployed("Drafter", APPLICATION))
     members = asyncio.run(membership.current())
     pools = {"Target": members.targets, "Drafter": members.drafters}
@@ -140,7 +140,7 @@ def grpc_ports() -> dict[int, str]:
 
 
 def lose_node(scene: Scene) -> Blow | None:
-    """Kills all processes of a node, like a power failure; adds a new node after a while."""
+    """Kills all processes of a node, like a power failure, and schedules a new node."""
     if not scene.nodes:
         return None
     node = scene.rng.choice(scene.nodes)
@@ -149,7 +149,7 @@ def lose_node(scene: Scene) -> Blow | None:
     processes = workers(node)
     at_s = time.monotonic()
     if (daemon := raylet(node)) is not None:
-        daemon.suspend()  # or it would see its workers go one by one, and tell
+        daemon.suspend()  # otherwise it would report the death of each worker
     for process in processes:
         Found("", process).send(signal.SIGKILL)
     scene.cluster.remove_node(node, allow_graceful=False)
@@ -158,7 +158,7 @@ def lose_node(scene: Scene) -> Blow | None:
 
 
 def freeze_node(scene: Scene) -> Blow | None:
-    """Stops all processes of a node for a while, like a live migration or thrashing."""
+    """Suspends all processes of a node, like a live migration or thrashing."""
     if not scene.nodes:
         return None
     node = scene.rng.choice(scene.nodes)
@@ -177,10 +177,10 @@ def _named(struck: Sequence[Found]) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of failure. Injects it once and describes it; returns nothing if there is no process to hit."""
+    """Kind of failure; its function injects it once and describes it, or returns None without a possible victim."""
 
     strike: Callable[[Scene], Blow | None]
-    pools: frozenset[str]  # deployments that it may strike
+    pools: frozenset[str]  # deployments it may affect
 
 
 EVERY_POOL = frozenset({"Drafter", "Target", "Router"})

@@ -1,11 +1,11 @@
-"""Chooses the next failure: all kinds in random order, then all again in another. Pure."""
+"""Chooses the next failure from shuffled rounds of all kinds. Pure."""
 
 import random
 from collections.abc import Callable, Sequence
 
 
 class Deck:
-    """Deals each kind of failure once per round; kinds without a possible victim are postponed."""
+    """Deals each kind of failure once per round; postpones kinds without a possible victim."""
 
     def __init__(self, kinds: Sequence[str], rng: random.Random) -> None:
         self._kinds = tuple(kinds)

@@ -1,4 +1,4 @@
-"""Endless HTTP streams: each answer, the arrival of its pieces, and the replicas that served it."""
+"""Endless HTTP streams that record each answer, the arrival times of its chunks, and the serving replicas."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import httpx
 
 from tests.chaos.reporting_router import ROUTER
 
-TIMEOUT_S = 600.0  # the load itself gives nothing up: what stands still shows in the times
+TIMEOUT_S = 600.0  # long, so that stalls show in the times instead of failing
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,20 @@ class Request:
 
 @dataclass
 class Answer:
-    """Result of one request; times are on the monotonic clock."""
+    """Answer to one request, with monotonic times."""
 
     request: int  # index among the requests
     began_s: float
-    came_s: list[float] = field(default_factory=list)  # of its pieces
+    came_s: list[float] = field(default_factory=list)  # arrival times of its chunks
     ended_s: float = 0.0
     text: str = ""
     finish: str | None = None
-    router: int | None = None  # pid, of one that has begun to answer
-    error: str | None = None  # why it failed
+    router: int | None = None  # pid, once it has begun to answer
+    error: str | None = None  # reason of a failure
 
 
 class Load:
-    """Repeats every request, one stream each, until stopped."""
+    """Repeats each request in its own stream until stopped."""
 
     def __init__(self, url: str, model: str, tokens: int, requests: Sequence[Request]) -> None:
         self.answers: list[Answer] = []
@@ -49,11 +49,11 @@ class Load:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Stops after running requests have finished; callable from any thread."""
+        """Stops once running requests have finished; callable from any thread."""
         self._stopping.set()
 
     async def run(self, rounds: int | None = None) -> None:
-        """Runs until stopped, or until each request was answered `rounds` times."""
+        """Runs until stopped, or until every request has `rounds` answers."""
         async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, trust_env=False) as http:
             await asyncio.gather(*(self._repeat(http, index, rounds) for index in range(len(self._requests))))
 

@@ -1,4 +1,4 @@
-"""Finds the processes of a deployment by the names that Ray gives them; stopped ones could not answer."""
+"""Finds a deployment's processes by their Ray process titles, because suspended processes cannot answer."""
 
 import signal
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ ROLES = {"Drafter": f"{REPLICA}Drafter", "Target": f"{REPLICA}Target", "Router":
 
 @dataclass(frozen=True)
 class Found:
-    """A process and its role."""
+    """Process with its role."""
 
     role: str
     process: psutil.Process
 
     def send(self, what: signal.Signals) -> None:
-        """Sends a signal, unless the process has ended."""
+        """Sends a signal unless the process has ended."""
         with suppress(psutil.NoSuchProcess):
             self.process.send_signal(what)
 

@@ -1,34 +1,34 @@
-"""The cost of failures: how long streams stalled, and how long until their pool was complete again. Pure."""
+"""Computes the cost of failures: stalls of streams, and times until pools are complete again. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-NOTICED_S = 15.0  # within which Serve sees that a replica was given up that has gone on, or will not at all
-LOST_NOTICED_S = 120.0  # the same of one that is lost for sure: Ray takes half a minute, and longer where cores are few
-ON_ITS_WAY_S = 2.0  # for which streams may go on with what was decided before a blow
+NOTICED_S = 15.0  # time limit for Serve to notice an abandoned replica
+LOST_NOTICED_S = 120.0  # time limit to notice a lost replica: Ray takes half a minute, or more with few cores
+ON_ITS_WAY_S = 2.0  # time during which streams may deliver tokens decided before a failure
 
 
 @dataclass(frozen=True)
 class Blow:
-    """An injected failure."""
+    """Injected failure."""
 
     kind: str
     at_s: float
-    pools: tuple[str, ...] = ()  # deployments that lose replicas by it, or may
-    struck: str = ""  # for people
-    stopped_s: float | None = None  # for which processes were stopped; None: they are lost
+    pools: tuple[str, ...] = ()  # deployments that may lose replicas
+    struck: str = ""  # description for reports
+    stopped_s: float | None = None  # seconds of suspension; None: the processes are lost
 
     @property
     def noticed_by_s(self) -> float:
-        """Time by which all affected peers have noticed."""
+        """Returns the time by which all affected peers have noticed."""
         return self.at_s + (LOST_NOTICED_S if self.stopped_s is None else self.stopped_s + NOTICED_S)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Times of a request: its start, and the arrival of each piece."""
+    """Start time of a request, and arrival times of its chunks."""
 
     began_s: float
     came_s: Sequence[float]
@@ -36,7 +36,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Running replicas by deployment at one moment."""
+    """Number of running replicas by deployment at one time."""
 
     at_s: float
     running: Mapping[str, int]
@@ -45,7 +45,7 @@ class Sizes:
 def stall_s(blow: Blow, streams: Sequence[Stream]) -> float:
     """Returns the longest stall of a stream that began at the failure or soon after.
 
-    What was on its way when the blow fell still comes.
+    Tokens in transit at the failure still arrive.
     """
     return max([pause for stream in streams for pause in _pauses(stream, blow.at_s)], default=0.0)
 
@@ -57,7 +57,7 @@ def _pauses(stream: Stream, at_s: float) -> Iterator[float]:
 
 
 def whole_s(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> float | None:
-    """Returns the time until the affected pools had all replicas again; None if they lost none, or lack some still."""
+    """Returns the seconds until the affected pools were complete again; None if they lost nothing or are incomplete."""
     lacking = False
     for one in sizes:
         if one.at_s <= blow.at_s:
@@ -72,7 +72,7 @@ def whole_s(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> fl
 
 
 def is_open(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int], now_s: float) -> bool:
-    """Returns whether the pools lack a replica, or may not have noticed its loss."""
+    """Returns whether the pools lack a replica, or may still have to notice its loss."""
     if not blow.pools or whole_s(blow, sizes, wanted) is not None:
         return False
     after = [one for one in sizes if blow.at_s < one.at_s <= blow.noticed_by_s]

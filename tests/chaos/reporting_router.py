@@ -1,4 +1,4 @@
-"""An application whose routers name themselves in each answer, so that broken answers can be matched to killed ones."""
+"""Application whose routers identify themselves in each answer, to match broken answers to killed routers."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ ROUTER = "x-router-pid"
 
 
 class Named:
-    """Adds the process to each answer of an ASGI application."""
+    """Adds the process id to each answer of an ASGI application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -31,7 +31,7 @@ class Named:
 
 
 class TellingRouter(RouterDeployment):  # type: ignore[misc]  # Serve's decorator has no type
-    """The real router, with its identity in every answer."""
+    """Real router that adds its process id to every answer."""
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app: FastAPI = super().__serve_build_asgi_app__()
@@ -40,6 +40,6 @@ class TellingRouter(RouterDeployment):  # type: ignore[misc]  # Serve's decorato
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Builds the application; runs in a process that does nothing else."""
+    """Builds the application; runs in a process of its own."""
     serve_app.app.RouterDeployment = TellingRouter  # type: ignore[misc]
     return serve_app.app.build(args)

@@ -1,8 +1,8 @@
 """Load on a real cluster of several nodes with random failures: no failed request, changed token or leaked resource.
 
-Not part of the default suite: `make chaos`. Requests may fail whose router was killed, and no others. All kinds of blow
-come before one comes again. A pool is struck once it is whole from the blow before, so that what is measured is what
-one blow costs; the other pools are struck meanwhile. `--overlap` strikes whoever is there.
+Not part of the default suite: `make chaos`. A request may fail only if its router was killed. Every kind of failure
+occurs once per round. A pool fails again only after it has recovered, so each measurement covers a single failure;
+other pools may fail in the meantime. `--overlap` removes this restriction.
 """
 
 import asyncio
@@ -39,16 +39,16 @@ TOPICS = ("rivers", "trains", "bread")
 REQUESTS = [Request(f"Explain to a child something about {topic}.", GREEDY) for topic in TOPICS] + [
     Request(f"Tell me a story about {topic}.", {"temperature": 0.8, "seed": seed}) for seed, topic in enumerate(TOPICS)
 ]
-WANTED = {"Target": 2, "Drafter": 2, "Router": 2}  # one is lost, another one goes on
-NODES = 2  # beside the head, which runs no model
+WANTED = {"Target": 2, "Drafter": 2, "Router": 2}  # one of two survives a failure
+NODES = 2  # besides the head, which runs no model
 ALONE = {"object_store_memory": 80 << 20}
 RAY = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    "RAY_raylet_start_wait_time_s": "180",  # of a node that comes while others start
+    "RAY_raylet_start_wait_time_s": "180",  # a node may join while others start
 }
-LOOK_S = 0.5  # between two looks at who runs
+LOOK_S = 0.5  # polling interval for running replicas
 SETTLED_S = 300  # models load slowly if everything restarts at once
 WHERE = "labels: {models: 'yes'}"
 POOLS = (
@@ -66,7 +66,7 @@ POOLS = (
 
 @dataclass
 class Chaos:
-    """The command line's options."""
+    """Command-line options."""
 
     minutes: float
     every_s: float
@@ -127,7 +127,7 @@ def are_all_running() -> bool:
 
 
 def undisturbed(served: Served) -> list[str]:
-    """Returns the expected answer of each request; greedy ones come from the reference."""
+    """Returns the expected answer to each request; greedy answers come from the reference."""
     load = Load(served.url, MODEL, TOKENS, REQUESTS)
     asyncio.run(load.run(rounds=2))
     assert [answer.error for answer in load.answers if answer.error] == []
@@ -143,7 +143,7 @@ def undisturbed(served: Served) -> list[str]:
 
 @dataclass
 class Struck:
-    """Injected failures and the processes that ran meanwhile."""
+    """Injected failures, and running replicas over time."""
 
     began_s: float
     blows: list[Blow] = field(default_factory=list)
@@ -157,12 +157,12 @@ class Struck:
         self.sizes.append(now)
 
     def at_work(self, now_s: float) -> frozenset[str]:
-        """Pools that have not recovered from a failure, or may not have."""
+        """Returns the pools that may not have recovered from a failure."""
         return frozenset(pool for blow in self.blows if is_open(blow, self.sizes, WANTED, now_s) for pool in blow.pools)
 
 
 def strike(scene: Scene, chaos: Chaos, struck: Struck) -> None:
-    """Injects failures until time is up, and then completes their follow-ups."""
+    """Injects failures until the time limit, then completes their follow-ups."""
     deck = Deck(chaos.kinds, scene.rng)
     began = struck.began_s
     until = began + 60 * chaos.minutes
@@ -181,7 +181,7 @@ def strike(scene: Scene, chaos: Chaos, struck: Struck) -> None:
 
 
 def under_blows(load: Load, scene: Scene, chaos: Chaos, struck: Struck) -> None:
-    """Runs the load in its own thread, because Ray starts nodes only in the main one."""
+    """Runs the load in its own thread, because Ray starts nodes only in the main thread."""
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(asyncio.run, load.run())
         try:
@@ -237,7 +237,7 @@ def test_chaos(nodes: Cluster, served: Served, chaos: Chaos, request: pytest.Fix
 
 
 def nothing_is_left(served: Served, scene: Scene) -> None:
-    """Checks the idle deployment for leaked sessions, pages, streams and processes."""
+    """Fails if the idle deployment leaks sessions, pages, streams or processes."""
     assert_nothing_left(served)
     counts = {role: len(scene.processes(role)) for role in (*WANTED, "Rank")}
     assert counts == {**WANTED, "Rank": WANTED["Target"] * served.config.target.tensor_parallel}
@@ -251,7 +251,7 @@ def nothing_is_left(served: Served, scene: Scene) -> None:
 
 
 def open_streams(scene: Scene) -> Counter[tuple[str, str]]:
-    """Returns open streams as (dialer, peer); idle drafters have none to targets."""
+    """Returns open streams as (dialer, peer); idle drafters have no streams to targets."""
     pools = grpc_ports()
     roles = {one.process.pid: role for role in WANTED for one in scene.processes(role)}
     return Counter(

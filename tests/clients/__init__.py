@@ -1,1 +1,1 @@
-"""Clients of others, each in an environment of its own, against a server whose model does as it is told."""
+"""Third-party clients, each in its own environment, against a server with a rule-based model."""

@@ -1,4 +1,4 @@
-"""The server that clients here ask; it runs in Slipstream's own environment, which is not theirs."""
+"""Server for the client tests; it runs in Slipstream's environment, not in the clients'."""
 
 import os
 import subprocess

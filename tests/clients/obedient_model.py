@@ -1,7 +1,7 @@
-"""A server whose model is a few rules: it calls the tool that it is asked to call, else it says a few words.
+"""Server with a rule-based model: it calls the requested tool, or answers with a few words.
 
-Asked for JSON it has the keys that are quoted. Where its answer must have a form, it calls any tool that has it, or
-says the shortest that it knows. Run as a program, it prints its address and serves until it is ended.
+JSON answers contain the keys quoted in the prompt. Under a grammar, it calls any tool that fits, or gives the shortest
+answer that it knows. As a program, it prints its address and serves until terminated.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from serve_app.api.text import TextCodec
 from tests.asgi_front import talking_codec, toy_api
 
 TOKENS_AT_ONCE = 3
-SHORTEST = ("<tool_call>", "</think>", '"', "}", "]", ":", ",", "{", "[", "1")  # before all other tokens
+SHORTEST = ("<tool_call>", "</think>", '"', "}", "]", ":", ",", "{", "[", "1")  # tried before all other tokens
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\n|\Z)", re.DOTALL)
 
 
 class ObedientModel:
-    """Generates what `answer` says to a prompt, several tokens at once."""
+    """Generates the result of `answer` for a prompt, several tokens per event."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -32,7 +32,7 @@ class ObedientModel:
         self._preferred = [token for text in SHORTEST for token in codec.encode(text)]
 
     def check_room(self, sessions: int) -> None:
-        """There always is."""
+        """Accepts every session."""
 
     async def generate(self, generation: Generation) -> AsyncIterator[CommittedTokens | Ended]:
         texts = answers(self._codec.tokenizer.decode(list(generation.prompt)))
@@ -45,13 +45,13 @@ class ObedientModel:
         yield Ended(Finish.LENGTH if room < len(tokens) else Finish.STOP)
 
     def _formed(self, grammar: str, wished: list[tuple[int, ...]], room: int) -> tuple[int, ...]:
-        """The first of the wished answers that the grammar has, else another that it has."""
+        """Returns the first preferred answer that the grammar allows, or another that it allows."""
         whole = (self._along(grammar, tokens, len(tokens)) for tokens in wished)
         found = next((tokens for tokens in whole if tokens in wished), None)
         return found or self._along(grammar, (), room + 1)
 
     def _along(self, grammar: str, wished: tuple[int, ...], most: int) -> tuple[int, ...]:
-        """An answer by the grammar: the wished one up to where that has it."""
+        """Returns an answer that the grammar allows; follows the preferred answer as far as allowed."""
         assert self._grammars is not None, "the codec's vocabulary has grammars"
         followed = self._grammars.follow(grammar)
         tokens: list[int] = []
@@ -67,7 +67,7 @@ class ObedientModel:
 
 def answers(prompt: str) -> list[str]:
     """Returns possible answers to a conversation in the talking tokenizer's template, best first."""
-    turns = TURN.findall(prompt)[:-1]  # the last is the answer's own
+    turns = TURN.findall(prompt)[:-1]  # the last turn is the answer's own
     role, asked = turns[-1]
     tools = [tool["function"] for tool in json.loads(turns[0][1])] if turns[0][1].startswith("[{") else []
     calls = [call(tool, asked) for tool in sorted(tools, key=lambda tool: not is_meant(tool["name"], asked))]
@@ -91,7 +91,7 @@ def call(tool: Any, asked: str) -> str:
 
 
 def arguments(schema: Any, asked: str) -> dict[str, Any]:
-    """The first number for each number, the text for each text."""
+    """Returns arguments from the prompt: its first number for numbers, its text for strings."""
     number = next(iter(re.findall(r"\d+", asked)), "0")
     kinds = {name: field.get("type") for name, field in schema.get("properties", {}).items()}
     return {name: int(number) if kind in ("integer", "number") else asked for name, kind in kinds.items()}
@@ -102,7 +102,7 @@ async def serve() -> None:
 
     app = toy_api(ObedientModel(codec), codec)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        print(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", flush=True)  # whoever started it reads
+        print(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", flush=True)  # for the parent process
         await uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")).serve([listening])
 
 

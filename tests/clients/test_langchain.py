@@ -1,4 +1,4 @@
-"""LangChain's own suite for chat models, over its client of OpenAI's."""
+"""Runs LangChain's standard tests for chat models, with its OpenAI client."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 
 class TestSlipstream(ChatModelIntegrationTests):
-    """All but images, sounds and files, which a language model does not read."""
+    """Standard tests without images, audio and files, which a text model cannot read."""
 
     @pytest.fixture(autouse=True)
     def _server(self, base_url: str) -> None:

@@ -1,4 +1,4 @@
-"""LiteLLM, as of an endpoint that speaks OpenAI's language."""
+"""Tests LiteLLM with the server as an OpenAI-compatible endpoint."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Everything here needs a CUDA device, and is skipped where there is none."""
+"""Skips all GPU tests without a CUDA device."""
 
 import pytest
 import torch

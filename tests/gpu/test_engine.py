@@ -1,4 +1,4 @@
-"""The engine on a GPU says what it says on a CPU, by any attention, and waits for the device once a step."""
+"""The engine gives equal results on GPU and CPU for every attention backend, and waits for the device once per step."""
 
 import warnings
 from collections.abc import Callable
@@ -127,9 +127,9 @@ def a_large_model(device: torch.device) -> PreTrainedModel:
 
 
 def test_the_host_waits_for_the_device_once_a_step(device):
-    """torch warns of everything that waits; the one copy of the decisions is all.
+    """torch warns about each synchronization; the only one is the copy of the decisions.
 
-    In float32: of logits in bfloat16 several may tie at the edge of top-k, whose block is then decided a second time.
+    Uses float32, because ties of bfloat16 logits at the edge of top-k would cause a second decision of the block.
     """
     executor = StepExecutor(ModelRunner(a_large_model(device), 64, PAGE_SIZE), 32_000)
     opens = tuple(
@@ -141,7 +141,7 @@ def test_the_host_waits_for_the_device_once_a_step(device):
     )
     blocks = tuple(Row(row.session, (1, 2, 3), 20, True, row.pages, DraftTree.chain((2, 3))) for row in prompts)
     executor.step(StepPlan((), opens, prompts))
-    executor.step(StepPlan((), (), blocks))  # whatever is made on first use is made
+    executor.step(StepPlan((), (), blocks))  # warm-up of lazy initialization
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
