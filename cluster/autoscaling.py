@@ -104,8 +104,8 @@ class StabilizationWindow:
         return min(max(present, least), most)
 
 
-DEFAULT_UTILISATION = 0.5  # target utilisation; the spare half absorbs load while new replicas start
-MAX_CACHE_SHARE = 0.8  # target share of held pages; above it, long sessions preempt others
+DEFAULT_UTILISATION = 0.5  # desired utilisation; the spare half absorbs load while new replicas start
+MAX_CACHE_SHARE = 0.8  # desired limit on the share of held pages; above it, long sessions preempt others
 MAX_LOST_SHARE = 0.125  # tolerated share of late blocks, or of target time spent waiting, before drafters are added
 # Margin above the need when a pool shrinks: with fewer replicas, sessions take longer, which raises concurrency.
 RESERVE_SHARE = 0.25

@@ -1,14 +1,14 @@
-"""Checks that drafts are as good as expected, when a drafter starts and while it serves. Pure.
+"""Monitors draft quality at a drafter's start and while it serves. Pure.
 
-Input: the acceptance of verified blocks, by drafter and session, and the draft's own confidence. Output: a warning at
-startup, a `Collapse` for the router when a session's blocks became bad, and counts by context length, cached prefix and
-position, since an average hides specific faults such as a draft that fails at long contexts.
+Inputs are the acceptance of verified blocks, by drafter and session, and the draft's own confidence. Outputs are a
+warning at startup, a `Collapse` when acceptance in a session collapses, and acceptance counts. The counts are split by
+context length, cached prefix and position, because an average hides faults such as a draft that fails at long contexts.
 
-`CusumDetector` is the statistical test: Page's CUSUM against the session's own history. `CollapseWatch` decides on
-steps for one session, each on new evidence: its drafter opens it again, then another drafter takes it, then it
-continues without speculation. The next session tries the drafter again. `LoadCheck` compares a new drafter's first
-accepted tokens with a figure published with the draft, or else with the draft's own confidence. `VersionWatch` compares
-the version of a learned draft that a drafter uses with the one that it used before.
+`CusumDetector` is the statistical test: Page's CUSUM against the session's own history. `CollapseWatch` reports
+collapses of one session. Each report needs new evidence and triggers the next recovery step: the drafter reopens the
+session, another drafter takes it, or it continues without speculation. Later sessions still use the drafter.
+`LoadCheck` compares a new drafter's acceptance of first tokens with the published rate, or else with the draft's own
+confidence. `VersionWatch` compares the current version of a learned draft with the previous one.
 """
 
 import math
@@ -21,30 +21,30 @@ from cluster.speculation.estimators import AcceptanceCounts, Mean, Pairs
 from protos.frozen import value
 from protos.messages import Collapse
 
-MAX_DRAFTERS = 64  # most recent drafters that are kept
+MAX_DRAFTERS = 64  # number of most recent drafters kept
 
 
 @value
 class BlockKind:
-    """Features by which blocks are counted, besides their drafter."""
+    """Grouping keys for block counts, in addition to the drafter."""
 
-    context: int  # tokens before the block, rounded down to a power of two
-    is_prefix_cached: bool  # whether the session began on cached pages
+    context: int  # number of tokens before the block, rounded down to a power of two
+    is_prefix_cached: bool  # whether the session started with cached pages
 
 
 def kind_of(length: int, is_prefix_cached: bool) -> BlockKind:
-    """Returns the kind of a block after `length` tokens."""
+    """Returns the grouping key of a block that follows `length` tokens."""
     return BlockKind(1 << (length.bit_length() - 1), is_prefix_cached)
 
 
 class AcceptanceStats:
-    """Acceptance counts by drafter and block kind. They only grow, until a drafter is dropped for more recent ones."""
+    """Acceptance counts by drafter and block kind. Counts never decrease; the least recent drafters are dropped."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, dict[BlockKind, AcceptanceCounts]] = OrderedDict()  # most recent drafter last
 
     def block_verified(self, drafter: str, kind: BlockKind, requested: int, accepted: int) -> None:
-        """Records a block of up to `requested` tokens with `accepted` accepted ones."""
+        """Records a verified block: the requested length and the number of accepted tokens."""
         kinds = self._counts.setdefault(drafter, {})
         self._counts.move_to_end(drafter)
         kinds[kind] = kinds.get(kind, AcceptanceCounts()).after(requested, accepted)
@@ -52,7 +52,7 @@ class AcceptanceStats:
             self._counts.popitem(last=False)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one row per drafter and kind, for display and for sums over replicas."""
+        """Returns one row per drafter and kind, for display and for aggregation over replicas."""
         return [
             {"drafter": drafter, **asdict(kind), **asdict(counts)}
             for drafter, kinds in self._counts.items()
@@ -65,45 +65,41 @@ class AcceptanceStats:
         return self._counts
 
 
-FALSE_ALARM_RATE = 1e-4  # upper bound of false alarms per block: each costs reading the session again
-MIN_GOOD_BLOCKS = 8  # least good blocks in a history before blocks are compared with it
+FALSE_ALARM_RATE = 1e-4  # upper bound on false alarms per block; each costs another prefill of the session
+MIN_GOOD_BLOCKS = 8  # minimum good blocks in the history before the test starts
 HISTORY_BLOCKS = 128  # approximate number of blocks in the history
-MIN_USUAL_ACCEPTANCE = (
-    0.25  # usual acceptance below which the test is off: a draft that was always poor raises no alarm
-)
-HARDER_TEXT_SHARE = 0.85  # least share of the usual acceptance that harder texts are assumed to keep
-COLLAPSED_SHARE = (
-    0.15  # share of that kept by a drafter that is out of step, since some of its tokens are right by chance
-)
+MIN_USUAL_ACCEPTANCE = 0.25  # minimum usual rate for the test; constantly poor drafts raise no alarm
+HARDER_TEXT_SHARE = 0.85  # assumed lower bound for harder text, as a share of the usual rate
+COLLAPSED_SHARE = 0.15  # further factor for a drafter out of sync, some of whose tokens match by chance
 
 
 @value
 class CusumDetector:
-    """Acceptance history of a session's blocks and the evidence that it has dropped.
+    """Acceptance history of a session, and the evidence for a drop.
 
-    A block with an accepted token is good.
+    A block is good if at least one of its tokens was accepted.
 
-    `evidence` is the log-likelihood ratio of the latest blocks under two hypotheses: blocks are good COLLAPSED_SHARE *
-    HARDER_TEXT_SHARE as often as usual, or HARDER_TEXT_SHARE as often. It never falls below 0. A collapse is concluded
-    at -log(FALSE_ALARM_RATE). If the usual rate were known exactly, the mean number of blocks before a false alarm
-    would be at least 1 / FALSE_ALARM_RATE, as long as blocks are good at least HARDER_TEXT_SHARE as often as usual
-    (Lorden 1971). The rate is estimated; simulated sessions keep that bound at every constant acceptance. An acceptance
-    of 0.2 comes closest, with 9e-5 alarms per block in the first hundred blocks; from 0.8 on there is less than one in
-    a million. A fall from 0.8 to 0.1 is detected after 12 blocks, one to 0.2 after 17 (medians).
+    `evidence` is the log-likelihood ratio of two hypotheses for the latest blocks. Relative to the usual rate, the
+    share of good blocks is COLLAPSED_SHARE * HARDER_TEXT_SHARE under the first and HARDER_TEXT_SHARE under the second.
+    The evidence is clamped at 0 and signals a collapse at -log(FALSE_ALARM_RATE). With a known usual rate, the mean
+    number of blocks before a false alarm is at least 1 / FALSE_ALARM_RATE under the second hypothesis (Lorden 1971).
+    Here the rate is estimated. Simulated sessions keep the bound at every constant acceptance: at 0.2, the worst case,
+    there are 9e-5 alarms per block in the first hundred blocks, and from 0.8 on fewer than one per million. The median
+    detection delay is 12 blocks for a fall from 0.8 to 0.1, and 17 blocks for a fall to 0.2.
     """
 
     history: Mean = Mean()  # share of good blocks in the history
     evidence: float = 0.0
-    latest: Mean = Mean()  # share of good blocks since there is evidence
+    latest: Mean = Mean()  # share of good blocks since evidence appeared
 
     @property
     def is_collapsed(self) -> bool:
-        """True if blocks are good so much less often than usual that the drafter's state must be wrong."""
+        """True if good blocks are so rare that the drafter's state must be wrong."""
         return self.evidence >= -math.log(FALSE_ALARM_RATE)
 
     @property
     def is_proven(self) -> bool:
-        """True if the history has enough good blocks to compare with."""
+        """True if the history has enough good blocks for a comparison."""
         return self._proven >= MIN_GOOD_BLOCKS
 
     @property
@@ -112,7 +108,7 @@ class CusumDetector:
         return (self._proven + 0.5) / (self._blocks + 1)
 
     def after(self, accepted: int) -> "CusumDetector":
-        """Returns the detector after a verified block. While there is evidence, blocks do not enter the history."""
+        """Returns the detector after a verified block, which enters the history only while `evidence` is 0."""
         good = accepted > 0
         history = self.history if self.evidence else self.history.after(good, 1 / HISTORY_BLOCKS)
         evidence = self._evidence_after(good)
@@ -120,7 +116,7 @@ class CusumDetector:
         return CusumDetector(history, evidence, latest)
 
     def anew(self) -> "CusumDetector":
-        """Returns the detector with its history kept and its evidence reset."""
+        """Returns a detector with the same history and no evidence."""
         return replace(self, evidence=0.0, latest=Mean())
 
     @property
@@ -142,22 +138,22 @@ class CusumDetector:
 
 
 CHECKED_TOKENS = (
-    64  # first tokens of blocks that are checked: an error of at most 0.06, in a second or two on a fast pair
+    64  # number of first tokens in the check: standard error up to 0.06, in about two seconds on a fast pair
 )
 WARNING_SHARE = 0.5  # share of the expected acceptance below which the check warns
-MIN_EXPECTED_ACCEPTANCE = 0.2  # acceptance expected of any draft: one that is unsure everywhere is probably damaged
+MIN_EXPECTED_ACCEPTANCE = 0.2  # minimum expectation: a draft without confidence is probably damaged
 
 USUAL_CAUSES = (
-    "usual causes: another tokenizer or chat template than the target's, a draft made for another target, "
+    "usual causes: a tokenizer or chat template that differs from the target's, a draft made for another target, "
     "a wrong dtype, RoPE setting or quantisation, damaged weights"
 )
 
 
 @value
 class LoadCheck:
-    """State of a new drafter's acceptance check, which ends after CHECKED_TOKENS tokens."""
+    """Acceptance check of a new drafter; ends after CHECKED_TOKENS tokens."""
 
-    published: float | None = None  # share of accepted first tokens, as stated in the draft's folder
+    published: float | None = None  # published share of accepted first tokens, from the draft's folder
     tokens: int = 0
     accepted: int = 0
     confidence: float = 0.0  # sum of the draft's probabilities of these tokens
@@ -168,25 +164,25 @@ class LoadCheck:
 
     @property
     def expected(self) -> float | None:
-        """Expected share of accepted first tokens; None before any was published or measured."""
+        """Expected share of accepted first tokens; None if neither published nor measured."""
         if self.published is not None:
             return self.published
         return max(MIN_EXPECTED_ACCEPTANCE, self.confidence / self.tokens) if self.tokens else None
 
     @property
     def reached(self) -> float | None:
-        """Share of first tokens that were accepted; None before the first one."""
+        """Share of accepted first tokens; None before the first block."""
         return self.accepted / self.tokens if self.tokens else None
 
     @property
     def warning(self) -> str | None:
-        """Text of the warning, or None if acceptance is as expected or the check is not over."""
+        """Warning text, or None if acceptance is sufficient or the check is not over."""
         expected = self.expected
         reached = self.reached
         if not self.is_over or expected is None or reached is None or reached >= WARNING_SHARE * expected:
             return None
-        source = "its own confidence" if self.published is None else "the figure in its folder"
-        shares = f"{100 * reached:.0f} % of its first tokens, where {source} promises {100 * expected:.0f} %"
+        source = "its own confidence" if self.published is None else "the rate published in its folder"
+        shares = f"{100 * reached:.0f} % of the draft's first tokens, but {source} predicts {100 * expected:.0f} %"
         return f"the target accepts {shares}; {USUAL_CAUSES}"
 
     def summary(self) -> dict[str, float | str | None]:
@@ -200,24 +196,24 @@ class LoadCheck:
         }
 
     def after(self, confidence: float, accepted: bool) -> "LoadCheck":
-        """Returns the check after one more first token, of the draft's probability `confidence`."""
+        """Returns the check after another first token; `confidence` is the draft's probability of that token."""
         if self.is_over:
             return self
         return LoadCheck(self.published, self.tokens + 1, self.accepted + accepted, self.confidence + confidence)
 
 
-RECENT_BLOCKS = 32  # memory of a suspected drafter's blocks, over all sessions, and the number needed to clear it
-RECOVERED_SHARE = 0.5  # least share of the usual acceptance that clears a drafter
-MAX_SUSPECTS = 64  # most suspects kept: replaced drafters do not come back
+RECENT_BLOCKS = 32  # averaging window for a suspect's blocks over all sessions, and the minimum to clear it
+RECOVERED_SHARE = 0.5  # share of the usual rate that clears a suspect
+MAX_SUSPECTS = 64  # maximum number of suspects; replaced drafters never return
 
 
 @value
 class CollapseWatch:
-    """Collapse test of one session's blocks at its target, and whether the drafter was resynchronised."""
+    """Collapse test of one session, with the state of its recovery."""
 
     drift: CusumDetector = CusumDetector()
-    is_resynced: bool = False  # whether a drafter was sent a Resync for the session
-    is_waiting: bool = False  # whether a drafter has yet to attach after a collapse: until then blocks prove nothing
+    is_resynced: bool = False  # whether the session's drafter has received a Resync
+    is_waiting: bool = False  # after a collapse: ignore blocks until a drafter attaches
 
     def after(self, accepted: int) -> "CollapseWatch":
         """Returns the watch after a verified block."""
@@ -225,21 +221,21 @@ class CollapseWatch:
 
     @property
     def collapse(self) -> Collapse | None:
-        """The collapse to report, or None while the evidence is insufficient."""
+        """The collapse to report, or None if the evidence is insufficient."""
         drift = self.drift
         if not drift.is_collapsed:
             return None
         return Collapse(drift.usual, drift.latest.value, is_resynced=self.is_resynced)
 
     def reported(self) -> "CollapseWatch":
-        """Returns the watch after a collapse was reported and a recovery step is under way."""
+        """Returns the watch after the report of a collapse; recovery is in progress."""
         return CollapseWatch(self.drift.anew(), is_resynced=True, is_waiting=True)
 
     def attached(self, suspected: Mean | None = None) -> "CollapseWatch":
-        """Returns the watch after a drafter attached, for the first time or again.
+        """Returns the watch after a drafter has attached, for the first time or again.
 
-        `suspected` is the usual acceptance of a suspected drafter. A session without a history of its own is compared
-        with it from the first block on.
+        `suspected` is the usual rate of a suspected drafter. It replaces the history of a session that has too few good
+        blocks.
         """
         drift = self.drift.anew()
         if suspected is not None and not drift.is_proven:
@@ -249,7 +245,7 @@ class CollapseWatch:
 
 @value
 class Suspicion:
-    """A drafter with a collapsed session: the usual acceptance there, and the results of all its blocks since."""
+    """A drafter with a collapsed session: the usual rate in that session, and the rate of all its blocks since."""
 
     usual: Mean
     since: Mean = Mean()
@@ -263,24 +259,24 @@ class Suspicion:
 
 
 class Suspects:
-    """Drafters with a collapsed session, by name, until they draft well again.
+    """Tracks drafters with a collapsed session until their blocks are good again.
 
-    A session that begins with a broken drafter has no good blocks to compare with. It therefore inherits the drafter's
-    usual acceptance from before the collapse.
+    A session that starts on a broken drafter never builds a history of good blocks. It therefore inherits the drafter's
+    usual rate from before the collapse.
     """
 
     def __init__(self) -> None:
-        self._suspicions: OrderedDict[str, Suspicion] = OrderedDict()  # by drafter, latest collapse last
+        self._suspicions: OrderedDict[str, Suspicion] = OrderedDict()  # by drafter; the latest collapse is last
 
     def collapsed(self, drafter: str, usual: Mean) -> None:
-        """Records that one of the drafter's sessions collapsed."""
+        """Records a collapse in one of the drafter's sessions."""
         self._suspicions[drafter] = Suspicion(usual)
         self._suspicions.move_to_end(drafter)
         if len(self._suspicions) > MAX_SUSPECTS:
             self._suspicions.popitem(last=False)
 
     def block(self, drafter: str, accepted: int) -> None:
-        """Records a verified block of the drafter, from any session."""
+        """Records a verified block of the drafter in any session."""
         suspicion = self._suspicions.get(drafter)
         if suspicion is None:
             return
@@ -290,35 +286,35 @@ class Suspects:
             del self._suspicions[drafter]
 
     def usual(self, drafter: str) -> Mean | None:
-        """Returns the usual acceptance of a suspected drafter; None for any other."""
+        """Returns the usual rate of a suspected drafter; None if the drafter is not suspected."""
         suspicion = self._suspicions.get(drafter)
         return None if suspicion is None else suspicion.usual
 
 
-COMPARED_POSITIONS = 4  # first positions of a block that are compared: the draft length may differ between versions
-LEAST_BLOCKS = 128  # least blocks of each version before they are compared
-LEAST_SESSIONS = 16  # least sessions of each version: blocks of one session are alike, so a session is the unit
-ERRORS = 4.0  # standard errors between the versions: 6e-4 per look by Student's t at the fewest sessions
-FEW_BLOCKS_ALARM = 1e-6  # binomial probability below which few accepted first tokens prove a fall, while blocks are few
-RECENT_SESSIONS = 256  # approximate number of sessions that a version is judged by
+COMPARED_POSITIONS = 4  # number of leading block positions compared; draft lengths may differ between versions
+LEAST_BLOCKS = 128  # minimum blocks per version before the comparison
+LEAST_SESSIONS = 16  # minimum sessions per version; sessions are the unit, because blocks of one session are correlated
+ERRORS = 4.0  # required difference in standard errors: 6e-4 false alarms per test (Student's t at LEAST_SESSIONS)
+FEW_BLOCKS_ALARM = 1e-6  # binomial probability that proves a fall while blocks are few
+RECENT_SESSIONS = 256  # approximate number of sessions in a version's average
 
 
 class VersionAcceptance:
-    """Acceptance of one version's blocks: the accepted share of the reached positions, counted by session.
+    """Acceptance of one version: the accepted share of the reached positions, aggregated by session.
 
-    Its error is that of a ratio over independent sessions (the delta method).
+    Its standard error is that of a ratio over independent sessions (delta method).
     """
 
     def __init__(self) -> None:
         self.blocks = 0
-        self.first_blocks = 0  # first blocks of sessions
-        self.first_accepted = 0  # first blocks with an accepted token
-        self._ended = Pairs()  # positions reached and accepted in ended sessions, one pair per session
+        self.first_blocks = 0  # number of first blocks of sessions
+        self.first_accepted = 0  # number of first blocks with an accepted token
+        self._ended = Pairs()  # (reached, accepted) positions, one pair per ended session
         self._ended_sessions = 0
-        self._open: dict[str, tuple[int, int]] = {}  # positions reached and accepted in sessions that are still open
+        self._open: dict[str, tuple[int, int]] = {}  # (reached, accepted) positions per open session
 
     def block_verified(self, session: str, accepted: int, depth: int) -> None:
-        """Records a block of `depth` positions, of which the first `accepted` were accepted."""
+        """Records a block of `depth` positions with `accepted` accepted tokens."""
         accepted = min(accepted, COMPARED_POSITIONS)
         reached = min(accepted + 1, depth, COMPARED_POSITIONS)
         if session not in self._open:
@@ -329,7 +325,7 @@ class VersionAcceptance:
         self.blocks += 1
 
     def close(self, session: str) -> None:
-        """Ends a session; ignores an unknown one."""
+        """Ends a session; ignores unknown sessions."""
         if found := self._open.pop(session, None):
             self._ended = self._ended.after(*found, 1 / RECENT_SESSIONS)
             self._ended_sessions += 1
@@ -341,7 +337,7 @@ class VersionAcceptance:
 
     @property
     def sessions(self) -> Pairs:
-        """Positions reached and accepted, one pair per session; their ratio is the acceptance."""
+        """(reached, accepted) positions, one pair per session; the ratio of their sums is the acceptance."""
         found = self._ended
         for counts in self._open.values():
             found = found.after(*counts, 1 / RECENT_SESSIONS)
@@ -349,12 +345,12 @@ class VersionAcceptance:
 
 
 class VersionWatch:
-    """Acceptance of the version in use and of the previous one, as one drafter sees them.
+    """Compares the current version of a learned draft with the previous one, on one drafter.
 
-    The texts of the two periods differ, so the new version is worse only if it falls below HARDER_TEXT_SHARE of the
-    earlier acceptance, and by several standard errors. Few blocks of a useless version are requested; then the first
-    block of each session, which is independent of the others, decides by the binomial distribution. Blocks of a version
-    that returns to use are counted from zero.
+    The two versions draft for different texts, so the current version counts as worse only below HARDER_TEXT_SHARE of
+    the previous acceptance, and by several standard errors. Targets request few blocks of a useless version. In that
+    case a binomial test over the sessions' first blocks, which are independent, decides. When a version returns, its
+    counts start at zero.
     """
 
     def __init__(self, version: int = 0) -> None:
@@ -364,25 +360,25 @@ class VersionWatch:
 
     @property
     def blocks(self) -> int:
-        """Number of verified blocks of the version in use."""
+        """Number of verified blocks of the current version."""
         return self._used.blocks
 
     def block_verified(self, session: str, accepted: int, depth: int) -> None:
-        """Records a verified block that the version in use drafted."""
+        """Records a verified block of the current version."""
         self._used.block_verified(session, accepted, depth)
 
     def close(self, session: str) -> None:
         self._used.close(session)
 
     def exchanged(self, version: int) -> None:
-        """Begins the comparison of a new version with the one in use."""
+        """Starts to compare a new version with the current one."""
         self.version = version
         self._before = self._used
         self._used = VersionAcceptance()
 
     @property
     def is_worse(self) -> bool:
-        """True if the version in use is clearly worse than the previous one."""
+        """True if the current version is significantly worse than the previous one."""
         if self._before is None or not self._before.is_enough:
             return False
         if not self._used.is_enough:
@@ -393,12 +389,12 @@ class VersionWatch:
         return HARDER_TEXT_SHARE * before.ratio - used.ratio > ERRORS * error
 
     def _is_collapsed(self, before: VersionAcceptance) -> bool:
-        """Returns whether sessions' first blocks prove a fall, while there are too few blocks to compare ratios."""
+        """Returns True if the sessions' first blocks prove a fall; used while blocks are too few to compare ratios."""
         count = before.first_blocks
         share = before.first_accepted / count
         usual = HARDER_TEXT_SHARE * (
             share - 2 * math.sqrt(share * (1 - share) / count)
-        )  # lower confidence bound of the usual share
+        )  # lower confidence bound of the expected share
         tried = self._used.first_blocks
         if usual <= 0:
             return False
@@ -409,7 +405,9 @@ class VersionWatch:
         return sum(chances) < FEW_BLOCKS_ALARM
 
     def summary(self) -> dict[str, float | None]:
-        """Returns the state for display: accepted share of the reached positions; None without blocks."""
+        """Returns the state for display; `acceptance` is the accepted share of reached positions, or None without
+        blocks.
+        """
         before = self._before
         return {
             "version": self.version,

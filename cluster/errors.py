@@ -1,4 +1,4 @@
-"""Every error that Slipstream raises on purpose.
+"""Errors that Slipstream raises deliberately.
 
 SlipstreamError
 |- ConfigError           the configuration is wrong; nothing was started
@@ -15,19 +15,19 @@ SlipstreamError
 
 
 class SlipstreamError(Exception):
-    """Base of all errors that Slipstream raises on purpose."""
+    """Base class of Slipstream's errors."""
 
 
 class ConfigError(SlipstreamError):
-    """The configuration is wrong; the message names the key."""
+    """The configuration is invalid; the message names the key."""
 
 
 class ModelError(SlipstreamError):
-    """A checkpoint cannot be used as asked."""
+    """A checkpoint cannot be used as requested."""
 
 
 class RequestError(SlipstreamError):
-    """A request cannot be served as asked; `field` names the field at fault, and `code` the kind of fault."""
+    """A request is invalid; `field` names the invalid field, and `code` is the error code."""
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -36,15 +36,15 @@ class RequestError(SlipstreamError):
 
 
 class GrammarError(SlipstreamError):
-    """A grammar is malformed, cannot be met by any text, or exceeds the allowed work."""
+    """A grammar is malformed, cannot be satisfied, or exceeds its compute limit."""
 
 
 class CapacityError(SlipstreamError):
-    """No capacity at present; trying later may help."""
+    """No capacity at present; a later retry may succeed."""
 
 
 class DrainingError(SlipstreamError):
-    """The server is stopping: it finishes running requests and accepts no new ones."""
+    """The server is shutting down: it finishes running requests and accepts no new ones."""
 
 
 class TargetLostError(SlipstreamError):
@@ -52,11 +52,11 @@ class TargetLostError(SlipstreamError):
 
 
 class NonFiniteLogitsError(SlipstreamError):
-    """The model computed NaN or infinite logits for a request, which no retry changes."""
+    """The model computed NaN or infinite logits for a request; a retry would fail alike."""
 
 
 class ProtocolError(SlipstreamError):
-    """A peer is incompatible or broke the protocol."""
+    """A peer is incompatible or violated the protocol."""
 
 
 class EngineError(SlipstreamError):

@@ -1,16 +1,18 @@
-"""Learning from traffic: which sessions become examples, and which trained version of the draft is promoted.
+"""Learning from traffic: selects sessions as training examples, and decides whether to promote a trained draft.
 
-Routers offer finished sessions as `Example`s. A trainer fits the draft to them, compares the candidate with the current
-version on sessions that neither was trained on, and promotes it if it is better. Everything here is pure: the store,
-the trainer and the folder of versions are in `actors.learning`.
+Routers submit finished sessions as `Example`s. A trainer fits the draft to them. It compares the candidate with the
+current version on held-out sessions, and promotes the candidate if it is better. This module is pure; the example
+store, the trainer and the version folders are in `actors.learning`.
 
-* `may_learn` decides on consent. Without a configuration, nothing is ever kept.
-* `sketch` maps an answer to a few hashes; two answers that share one are near-duplicates and count once.
-* `is_held_out` sets aside a fixed share of the examples by content, so an example never changes sides.
-* `compare` and `decide` judge a candidate. The unit is a session, because its tokens are not independent.
+* `may_learn` checks consent. Without `draft.learning`, nothing is stored.
+* `sketch` maps an answer to a few hashes. Answers with a common hash are near-duplicates and count once.
+* `is_held_out` reserves a fixed share of the examples for evaluation. It depends only on content, so an example never
+  moves between the sets.
+* `compare` and `decide` evaluate a candidate. The statistical unit is a session, because tokens within a session are
+  correlated.
 
-A draft never changes an answer under Gumbel coupling or greedy decoding, so a version may replace another in the middle
-of an answer.
+With Gumbel coupling or greedy decoding, drafts never change the output, so the version may change in the middle of an
+answer.
 """
 
 import math
@@ -25,20 +27,20 @@ from protos.frozen import value
 
 SHINGLE = 4  # tokens per shingle
 BANDS = 6
-HASHES_PER_BAND = 12  # answers with 95 % equal shingles share a band with probability 0.99, answers with 70 % with 0.08
-HELD_OUT = 5  # one example in this many is never trained on
+HASHES_PER_BAND = 12  # two answers share a band with probability 0.99 at 95 % equal shingles, and 0.08 at 70 %
+HELD_OUT = 5  # one in HELD_OUT examples is reserved for evaluation
 
 
 class Consent(StrEnum):
-    """Rule that decides which sessions may become examples."""
+    """Consent rule for training examples."""
 
-    ALL = "all"  # unless a request or its API key opts out
-    OPTED_IN = "opted_in"  # only those of requests that opt in
+    ALL = "all"  # all requests, unless the request or its API key opts out
+    OPTED_IN = "opted_in"  # only requests that opt in
 
 
 @value
 class Source:
-    """Origin of an example; an empty value is unknown."""
+    """Origin of an example; empty values are unknown."""
 
     key: str = ""  # name of the API key
     prompt_version: str = ""
@@ -55,7 +57,7 @@ class Example:
 
 
 def may_learn(consent: Consent, choice: str | None, key_contributes: bool) -> bool:
-    """Decides whether a request may become an example; `choice` is its `metadata.learn`, "true" or "false"."""
+    """Returns True if a request may become an example; `choice` is its `metadata.learn`, "true" or "false"."""
     if not key_contributes or choice == "false":
         return False
     return consent is Consent.ALL or choice == "true"
@@ -70,7 +72,7 @@ def sketch(answer: Sequence[int]) -> tuple[int, ...]:
     """Returns one hash per band of an answer's MinHash signature (Broder, 1997), as signed 64-bit integers."""
     width = min(SHINGLE, len(answer))
     shingles = {_digest(*answer[start : start + width]) for start in range(len(answer) - width + 1)}
-    # One hash per shingle, permuted by multiplication with odd constants, replaces as many independent hashes.
+    # A single hash per shingle, multiplied by different odd constants, replaces independent hash functions.
     factors = [2 * _digest(index) + 1 for index in range(BANDS * HASHES_PER_BAND)]
     least = [min((shingle * factor) % (1 << 64) for shingle in shingles) for factor in factors] if shingles else [0]
     bands = [least[first : first + HASHES_PER_BAND] for first in range(0, len(least), HASHES_PER_BAND)]
@@ -78,7 +80,7 @@ def sketch(answer: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_held_out(example: Example) -> bool:
-    """Returns True for examples reserved for evaluation."""
+    """Returns True if the example is reserved for evaluation."""
     return _digest(*example.prompt, *example.answer) % HELD_OUT == 0
 
 
@@ -86,20 +88,20 @@ def is_held_out(example: Example) -> bool:
 class SessionScore:
     """Teacher-forced result of a draft on one example."""
 
-    tokens: int  # tokens of the answer
-    agreed: int  # tokens that equal the draft's first choice
-    verifies: int  # target steps that the answer takes with this draft
+    tokens: int  # number of tokens in the answer
+    agreed: int  # number of tokens equal to the draft's first choice
+    verifies: int  # number of target steps needed for the answer with this draft
 
 
 def score(agreements: Sequence[bool], draft_tokens: int, further: Sequence[Sequence[bool]] = ()) -> SessionScore:
-    """Counts the target steps of an answer, from teacher-forced predictions of a draft.
+    """Scores a draft on one answer from its teacher-forced predictions.
 
-    `agreements[i]` states whether the draft's first choice at position i is token i of the answer. After a forward at
-    position i, a draft may predict further tokens without another one: `further[k - 1][i]` states whether its k-th is
-    token i + k, given that those before it were right.
+    `agreements[i]` is True if the draft's first choice at position i equals token i of the answer. A draft may predict
+    several tokens per forward pass. `further[k - 1][i]` is True if the k-th further token after position i equals token
+    i + k, given correct tokens before it.
 
-    This is exact for greedy chains of `draft_tokens` without a lookahead: while the draft agrees, its own tokens are
-    the target's.
+    The step count is exact for greedy chains of `draft_tokens` without lookahead, where accepted draft tokens equal the
+    target's tokens.
     """
     per_forward = 1 + len(further)
     verifies = position = 0
@@ -121,7 +123,7 @@ class Figures(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     sessions: int
-    agreement: float  # share of tokens at which the draft's first choice is the target's token
+    agreement: float  # share of tokens equal to the draft's first choice
     tokens_per_verify: float
 
     @classmethod
@@ -137,21 +139,22 @@ class Figures(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Results of a candidate and of the current version on the same examples."""
+    """Results of the current version (`before`) and a candidate (`after`) on the same examples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     before: Figures
     after: Figures
-    low: float  # bounds of the ratio of tokens per verify, after to before, at 95 % confidence
+    low: float  # 95 % confidence bounds of the ratio of tokens per verify, after to before
     high: float
 
 
 def compare(before: Sequence[SessionScore], after: Sequence[SessionScore], confidence: float = 0.95) -> Comparison:
-    """Compares two drafts' scores of the same sessions, in the same order.
+    """Compares the scores of two drafts; both lists contain the same sessions in the same order.
 
-    The interval of the ratio is the delta method's for paired sessions: the answers are equal, so the ratio of tokens
-    per verify is that of verifies, and its error is that of the mean of `before - ratio * after`.
+    The confidence interval of the ratio uses the delta method for paired sessions. Both drafts are scored on the same
+    answers, so the ratio of tokens per verify is the inverse ratio of verify counts. Its error follows from the mean of
+    `before - ratio * after`.
     """
     assert [each.tokens for each in before] == [each.tokens for each in after], "both drafts score the same sessions"
     figures = Figures.of(before), Figures.of(after)
@@ -170,26 +173,26 @@ def compare(before: Sequence[SessionScore], after: Sequence[SessionScore], confi
 class State(StrEnum):
     """Promotion state of a version."""
 
-    CANDIDATE = "candidate"  # added, not promoted yet
+    CANDIDATE = "candidate"  # not promoted yet
     CURRENT = "current"
-    REJECTED = "rejected"  # not better on recent examples, or worse on general ones
+    REJECTED = "rejected"  # not better on recent examples, or too much worse on general ones
     REPLACED = "replaced"  # a later version was promoted
     ROLLED_BACK = "rolled_back"
 
 
 @value
 class Decision:
-    """Verdict on a candidate, with the reason."""
+    """Promotion decision for a candidate, with the reason."""
 
     is_better: bool
     reason: str
 
 
 def decide(recent: Comparison, general: Comparison | None, max_general_loss: float, min_sessions: int) -> Decision:
-    """Decides on promotion by held-out recent sessions and, if there are any, general examples.
+    """Decides on promotion from held-out recent sessions and, if available, general examples.
 
-    `max_general_loss` bounds the loss of agreement on general examples, in absolute terms. Figures that are not finite
-    never promote.
+    `max_general_loss` is the maximum absolute drop in agreement on general examples. Non-finite figures never lead to
+    promotion.
     """
     if recent.after.sessions < min_sessions:
         return Decision(False, f"{recent.after.sessions} held-out sessions, {min_sessions} needed")
@@ -207,7 +210,7 @@ def decide(recent: Comparison, general: Comparison | None, max_general_loss: flo
 
 
 class Manifest(BaseModel):
-    """The record of one version, stored with its weights. Version 0 is the configured draft."""
+    """Metadata of one version, stored with its weights. Version 0 is the configured draft."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -217,10 +220,10 @@ class Manifest(BaseModel):
     state: State
     reason: str
     method: str  # drafting method of the weights
-    target: str  # fingerprint of the target that it learned from
+    target: str  # fingerprint of the target that generated the examples
     examples: int
-    tokens: int  # tokens of the examples' answers
-    newest: int = 0  # id of the newest example that it was trained on
-    seconds: float  # duration of the training
+    tokens: int  # number of answer tokens in the examples
+    newest: int = 0  # id of the newest training example
+    seconds: float  # training time
     recent: Comparison | None = None
     general: Comparison | None = None

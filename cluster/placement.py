@@ -1,4 +1,4 @@
-"""Translates the config's resources and replicas into options of Ray and Ray Serve. Pure."""
+"""Converts configured resources and replicas to options of Ray and Ray Serve. Pure."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,15 +8,15 @@ from cluster.config import DraftPool, Replicas, Resources, TargetPool
 
 AUTOSCALING_POLICY = {
     "policy_function": "cluster.autoscaling:PoolsPolicy"
-}  # policy of the application, which sees both pools
-ALONE_POLICY = {"policy_function": "cluster.autoscaling:PoolAlone"}  # policy of one pool, if the application has none
-REPORT_S = 2.0  # seconds between two reports of a replica; Serve's default is ten
-AVERAGING_WINDOW_S = 10.0  # averaging window of reports, in seconds: a session briefly without a drafter hardly counts
-COORDINATOR_CPUS = 0.1  # a target's coordinator moves messages; its ranks do the work
+}  # application-level policy, which sees both pools
+ALONE_POLICY = {"policy_function": "cluster.autoscaling:PoolAlone"}  # per-pool policy
+REPORT_S = 2.0  # seconds between reports of a replica; Serve's default is 10
+AVERAGING_WINDOW_S = 10.0  # averaging window of reports, in seconds; it smooths short gaps between drafters
+COORDINATOR_CPUS = 0.1  # a target's coordinator only forwards messages; its ranks compute
 
 
 def actor_options(resources: Resources) -> dict[str, Any]:
-    """Returns the options of a Ray actor that runs a model."""
+    """Returns the Ray options of an actor that runs a model."""
     options: dict[str, Any] = {"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus}
     if resources.accelerator_type is not None:
         options["accelerator_type"] = resources.accelerator_type
@@ -36,7 +36,9 @@ def rank_bundle(resources: Resources) -> dict[str, float]:
 
 
 def target_group_options(pool: TargetPool) -> dict[str, Any]:
-    """Returns the Serve options of a target replica: one group on one node, with the coordinator in rank 0's bundle."""
+    """Returns the Serve options of a target replica: one placement group on one node; rank 0 shares the first bundle
+    with the coordinator.
+    """
     bundles = [rank_bundle(pool.resources_per_rank) for _ in range(pool.tensor_parallel)]
     bundles[0]["CPU"] = bundles[0].get("CPU", 0) + COORDINATOR_CPUS
     options: dict[str, Any] = {
@@ -50,7 +52,7 @@ def target_group_options(pool: TargetPool) -> dict[str, Any]:
 
 
 def scaling_settings(target: TargetPool, draft: DraftPool) -> dict[str, dict[str, float | None]]:
-    """Returns both pools' scaling settings, which target replicas receive and report to the policy."""
+    """Returns the scaling settings of both pools; target replicas receive them and report them to the policy."""
     targets = TargetScaling(
         sessions_per_replica=_sessions_aimed_at(target.replicas, target.max_sessions),
         max_sessions=target.max_sessions,
@@ -72,10 +74,10 @@ def _sessions_aimed_at(replicas: Replicas, max_sessions: int) -> float:
 
 
 def bounds(replicas: Replicas) -> dict[str, Any]:
-    """Returns Serve's autoscaling configuration of a pool.
+    """Returns the Serve autoscaling configuration of a pool.
 
-    A pool of fixed size needs one too, because the other pool may scale by its reports. The policy applies the delays
-    to the history of needed sizes; Serve would apply only the last size.
+    A fixed-size pool needs one too, because the other pool may scale by its reports. Serve's own delays are 0, because
+    the policy applies delays to the whole history of needed sizes.
     """
     return {
         "min_replicas": replicas.min,

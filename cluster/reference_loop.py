@@ -1,7 +1,8 @@
-"""The whole round on one screen: draft, verify, commit. Every other schedule must produce the same tokens.
+"""Reference loop: drafts, verifies and commits one session in lock step. Every other schedule must produce the same
+tokens.
 
-The schedulers are the real ones, with a single request, messages in sequence, and nothing lost or late. The lossless
-tests and the simulator compare their committed tokens with those of this loop.
+The loop runs the production schedulers with a single request and in-order message delivery, without loss or delay. The
+lossless tests and the simulator compare their committed tokens with this loop's.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ STEP_S = 0.01  # duration of every step, in seconds
 def lock_step(
     session: Session, drafter: DraftScheduler, method: DraftingMethod, target: VerificationScheduler, engine: StepEngine
 ) -> Iterator[CommittedTokens]:
-    """Yields the committed tokens of one session, round after round, until it is over."""
+    """Yields the committed tokens of one session, round by round, until the session ends."""
     now = 0.0
     schedulers: dict[str, Scheduler] = {DRAFTER: drafter, TARGET: target}
 
@@ -46,7 +47,7 @@ def lock_step(
         proposals = make_pass(method, drafter.next_pass(limit=1, lookahead_limit=0), interrupted=lambda: False)
         yield from deliver(DRAFTER, drafter.proposed(proposals, now))
         plan = target.plan(now)
-        assert plan is not None, "every block is there that a step may wait for"
+        assert plan is not None, "the scheduler must not wait: all blocks have arrived"
         now += STEP_S
         yield from deliver(TARGET, target.apply(engine.step(plan), STEP_S, now))
     apply_updates(method, drafter.next_pass(limit=0, lookahead_limit=0).updates)

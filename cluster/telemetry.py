@@ -1,7 +1,7 @@
-"""Recordings of actors' latest events, spans between them, and a safe encoding for answers between processes.
+"""Records recent events of actors, derives spans from them, and encodes data for other processes.
 
-A span is the time between two events; `spans` finds the spans in the recordings of all actors together. Answers travel
-as compressed JSON, which cannot execute code and is validated on arrival.
+A span is the time between two events; `spans` derives spans from the recordings of all actors. Data is exchanged as
+compressed JSON, which is validated on receipt and, unlike pickle, cannot execute code.
 """
 
 import time
@@ -15,37 +15,37 @@ from typing import Annotated, TypeVar
 from pydantic import Field, TypeAdapter
 from pydantic_core import to_json
 
-MAX_UNPACKED_BYTES = 1 << 26  # most bytes of a decompressed answer
+MAX_UNPACKED_BYTES = 1 << 26  # maximum size of decompressed data, in bytes
 
 T = TypeVar("T")
 
 
 def packed(answer: object) -> bytes:
-    """Packs dataclasses, tuples, dicts and plain values."""
+    """Encodes dataclasses, tuples, dicts and plain values as compressed JSON."""
     return zlib.compress(to_json(answer, inf_nan_mode="constants"))
 
 
 def unpacked(data: bytes, shape: TypeAdapter[T]) -> T:
-    """Returns the packed answer; raises ValueError if the bytes are not an answer of this shape."""
+    """Decodes `data` as a value of type `shape`; raises ValueError if it is malformed or exceeds MAX_UNPACKED_BYTES."""
     inflating = zlib.decompressobj()
     try:
         text = inflating.decompress(data, MAX_UNPACKED_BYTES)
     except zlib.error as error:
-        raise ValueError(f"expected a packed answer, of the same version of Slipstream: {error}") from error
+        raise ValueError(f"malformed packed data; run the same version of Slipstream on both sides: {error}") from error
     if not inflating.eof:
-        raise ValueError(f"a packed answer was cut off, or holds more than {MAX_UNPACKED_BYTES} bytes")
+        raise ValueError(f"packed data is truncated or exceeds the limit of {MAX_UNPACKED_BYTES} bytes")
     return shape.validate_json(text)  # a ValidationError is a ValueError
 
 
-# Ray carries answers below 100 KiB inside its reply. Larger ones go through the object store. If the caller has already
-# dropped such an answer, Serve's watcher of it terminates the caller.
+# Ray returns results below 100 KiB inline and larger ones through the object store. If the caller has dropped a
+# reference to a result in the object store, Serve's watcher of that reference terminates the caller.
 MESSAGE_BYTES = 90_000
 MICRO = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event, which concerns one or more sessions."""
+    """An event of one or more sessions."""
 
     order: int  # sequence number among this actor's events
     at_s: float
@@ -55,9 +55,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One actor's events for export; `at_s + wall_offset_s` is comparable between actors.
+    """Events of one actor, for export; `at_s + wall_offset_s` is comparable between actors.
 
-    Monotonic clocks agree on one machine; wall clocks agree across machines as far as they are synchronised.
+    Times of actors on different machines are only as accurate as the synchronization of their wall clocks.
     """
 
     wall_offset_s: float
@@ -80,11 +80,11 @@ class Timeline:
         return list(self._events)
 
     def now(self) -> float:
-        """Returns the current time of the clock that stamps events."""
+        """Returns the current time on the clock used for events."""
         return self._clock()
 
     def latest(self, seconds: float, names: Container[str], wall_clock: Callable[[], float] = time.time) -> Recording:
-        """Returns the events of the last `seconds` whose names are among `names`."""
+        """Returns the events of the last `seconds` with a name in `names`."""
         now = self._clock()
         newest = takewhile(lambda event: event.at_s >= now - seconds, reversed(self._events))
         events = [event for event in newest if event.name in names]
@@ -96,7 +96,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One actor with its recording, for export."""
+    """An actor with its recording, for export."""
 
     role: str  # router, drafter or target
     name: str
@@ -111,9 +111,9 @@ Index = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """An actor's events by column, which compress far better than a list of events.
+    """An actor's events in columns, which compress better than a list of events.
 
-    Each name and session is listed once.
+    Each name and each session appears once.
     """
 
     role: str
@@ -122,17 +122,17 @@ class _Columns:
     first: int  # sequence number of the first event
     names: list[str]
     sessions: list[str]
-    groups: list[list[Index]]  # sets of sessions that share an event
-    passed: list[int]  # by event: microseconds since the previous one
-    named: list[Index]  # by event: index in `names`
-    grouped: list[Index]  # by event: index in `groups`
+    groups: list[list[Index]]  # distinct groups of sessions: indices in `sessions`
+    passed: list[int]  # per event: microseconds since the previous event
+    named: list[Index]  # per event: index in `names`
+    grouped: list[Index]  # per event: index in `groups`
 
 
 COLUMNS = TypeAdapter(_Columns)
 
 
 def pack(actor: Actor, limit: int = MESSAGE_BYTES) -> bytes:
-    """Packs a recording into one message; keeps only its latest events if all of them exceed `limit` bytes."""
+    """Packs a recording into one message; drops the oldest events if the message would exceed `limit` bytes."""
     events = actor.recording.events
     while len(message := packed(_columns(actor, events))) > limit:
         events = events[max(1, len(events) // 8) :]
@@ -159,12 +159,12 @@ def _columns(actor: Actor, events: Sequence[Event]) -> _Columns:
 
 
 def _numbered(values: Iterable[T]) -> dict[T, int]:
-    """Maps each distinct value to its index, in order of first occurrence."""
+    """Maps each distinct value to an index, in order of first occurrence."""
     return {value: index for index, value in enumerate(dict.fromkeys(values))}
 
 
 def unpack(message: bytes) -> Actor:
-    """Returns the actor that `pack` packed, to the microsecond; raises ValueError for any other message."""
+    """Decodes a message of `pack`, with times rounded to microseconds; raises ValueError if it is malformed."""
     columns = unpacked(message, COLUMNS)
     events = []
     at = 0
@@ -175,7 +175,7 @@ def unpack(message: bytes) -> Actor:
             at += passed
             events.append(Event(order, at / MICRO, columns.names[named], groups[grouped]))
     except IndexError as error:
-        raise ValueError("a packed recording names more than it lists") from error
+        raise ValueError("malformed recording: an index is out of range") from error
     return Actor(columns.role, columns.name, Recording(columns.wall_offset_s, tuple(events)))
 
 
@@ -184,12 +184,12 @@ def unpack(message: bytes) -> Actor:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a round: from an event of a session to its next event of another kind, possibly of another actor."""
+    """A stage of a round, delimited by two events of a session, possibly of different actors."""
 
     name: str
     begins: tuple[str, str]  # (role, event name)
     ends: tuple[str, str]
-    shown_at: str  # role of the actor for which the span is shown
+    shown_at: str  # role of the actor to show the span for
 
 
 STAGES = (
@@ -206,7 +206,7 @@ STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An actor's activity for some sessions, in wall time."""
+    """One stage of a group of sessions, in wall time."""
 
     actor: str
     role: str
@@ -224,7 +224,9 @@ class _Moment:
 
 
 def spans(actors: Iterable[Actor], stages: Sequence[Stage] = STAGES) -> list[Span]:
-    """Returns all spans with both ends recorded, by start time; sessions with the same events share a span."""
+    """Returns all spans whose start and end were recorded, sorted by start time. Sessions with the same start and end
+    events share a span.
+    """
     moments = [
         _Moment(event.at_s + actor.recording.wall_offset_s, actor, event)
         for actor in actors
@@ -236,8 +238,8 @@ def spans(actors: Iterable[Actor], stages: Sequence[Stage] = STAGES) -> list[Spa
 
 
 def _spans_of(stage: Stage, moments: Iterable[_Moment]) -> list[Span]:
-    begun: dict[str, _Moment] = {}  # latest event that begins the stage, by session
-    together: dict[tuple[str, str, float, float], list[str]] = {}  # sessions by actor, role, beginning and end
+    begun: dict[str, _Moment] = {}  # latest start event, by session
+    together: dict[tuple[str, str, float, float], list[str]] = {}  # sessions by actor name, role, start and end
     for moment in moments:
         what = (moment.actor.role, moment.event.name)
         for session in moment.event.sessions:

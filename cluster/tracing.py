@@ -1,6 +1,6 @@
-"""Events of a session's rounds, for traces: bounded, counted, and free of tokens and texts. Pure.
+"""Trace events of a session's rounds, bounded in number and free of tokens and text. Pure.
 
-`actors.tracing` records them in OpenTelemetry spans.
+`actors.tracing` adds the events to OpenTelemetry spans.
 """
 
 from collections import Counter, deque
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from protos.messages import Attach, Block, DraftAnswer, DraftRequest, Message, NoDraft, Refusal, Resync, Verdict
 
 Fact = str | bool | int | float
-"""Attribute of a span or an event: a count, a name or an address, never a token or a text."""
+"""Attribute value of a span or event: a count, name or address; never tokens or text."""
 
 
-MAX_EVENTS = 1024  # latest events kept per session; an answer of a thousand tokens has about three hundred rounds
+MAX_EVENTS = 1024  # number of latest events kept per session; an answer of 1000 tokens takes about 300 rounds
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEvent:
-    """An event in a round; `at_ns` is in nanoseconds."""
+    """A trace event; `at_ns` is in nanoseconds."""
 
     at_ns: int
     name: str
@@ -26,7 +26,7 @@ class RoundEvent:
 
 
 def described(message: Message) -> tuple[str, dict[str, Fact]] | None:
-    """Returns the event name and facts of a message, or None if it is not part of a round."""
+    """Returns the event name and attributes of a message, or None if the message is not traced."""
     match message:
         case Verdict():
             return "verdict", {
@@ -51,7 +51,7 @@ def described(message: Message) -> tuple[str, dict[str, Fact]] | None:
 
 
 class SessionEvents:
-    """The latest events of a session, and totals over all of its rounds."""
+    """The latest events of a session, and totals over all its rounds."""
 
     def __init__(self, most: int = MAX_EVENTS) -> None:
         self.latest: deque[RoundEvent] = deque(maxlen=most)
@@ -63,7 +63,7 @@ class SessionEvents:
         self.latest.append(RoundEvent(at_ns, name, facts))
 
     def message(self, at_ns: int, message: Message) -> None:
-        """Records a message of the session, whether received or sent."""
+        """Records a message received or sent for the session."""
         if isinstance(message, Verdict):
             self._count(message)
         if (event := described(message)) is not None:

@@ -1,12 +1,11 @@
-"""Identity and permissions between processes: roles, proofs of assignment, and refusals.
+"""Authentication and authorization between processes: roles, assignment tokens, and refusals.
 
-A certificate's name proves its holder's role. An assignment token proves to a target that the session's router assigned
-the session to a drafter: the router sends the target a key with the session's Open, and each assigned drafter a token
-with the number of the assignment and a code that only a holder of the key can compute. So a target receives no messages
-about assignments, which could arrive after the drafter's own, and a later drafter excludes earlier ones.
+The names in a certificate prove its holder's roles. An assignment token proves to a target that the session's router
+assigned the session to a drafter. The router sends the target a key in the session's Open. It sends each assigned
+drafter a token: the number of the assignment and a code computed with the key. The target thus needs no messages about
+assignments, which could arrive after the drafter's own messages. A later assignment excludes earlier drafters.
 
-Refusals are counted by cause and logged once per peer and cause, since a hostile peer retries at full speed and must
-not fill the log.
+Refusals are counted by cause and logged once per peer and cause, so that a hostile peer cannot flood the log.
 """
 
 import hmac
@@ -23,12 +22,12 @@ KEY_BYTES = 16
 
 
 def issue(key: bytes, session: str, assignment: int) -> AssignmentToken:
-    """Returns the assignment token for the drafter of the session's `assignment`-th assignment, counted from 1."""
+    """Returns the token of the session's assignment number `assignment`, counted from 1."""
     return AssignmentToken(assignment, _proof(key, session, assignment))
 
 
 def is_valid(assignment_token: AssignmentToken, key: bytes, session: str) -> bool:
-    """Returns True if a holder of the key issued the assignment token for this session."""
+    """Returns True if the assignment token was issued with this key for this session."""
     return hmac.compare_digest(assignment_token.proof, _proof(key, session, assignment_token.assignment))
 
 
@@ -37,11 +36,11 @@ def _proof(key: bytes, session: str, assignment: int) -> bytes:
     return blake2b(message, digest_size=PROOF_BYTES, key=key).digest()
 
 
-MAX_REMEMBERED = 1024  # most pairs of peer and cause remembered; a dropped pair is logged again
+MAX_REMEMBERED = 1024  # maximum number of (peer, cause) pairs kept; a dropped pair is logged again
 
 
 class Refusals:
-    """Counts and logs the refusals of one process."""
+    """Counts and logs refusals."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.counts: Counter[str] = Counter()  # number of refusals by cause
@@ -49,7 +48,7 @@ class Refusals:
         self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def note(self, peer: str, cause: str, why: str = "") -> None:
-        """Counts a refusal and logs the first one per peer and cause; `why` appears only in the log."""
+        """Counts a refusal and logs the first one per peer and cause. `why` appears only in the log."""
         self.counts[cause] += 1
         self.log_once(peer, cause, why)
 
@@ -63,12 +62,12 @@ class Refusals:
 
 
 def not_permitted(request: Open) -> Refusal:
-    """Returns the refusal of a request that the sender may not make; its message gives no details."""
+    """Returns the refusal of an unauthorized request; its message reveals no details."""
     return Refusal(request.session, request.attempt, RefusalReason.INVALID, "not permitted")
 
 
 class PeerRole(Enum):
-    """Role of a peer in a deployment; a certificate may hold several."""
+    """Role of a peer in a deployment; a certificate may contain several roles."""
 
     ROUTER = "router"
     DRAFTER = "drafter"
@@ -76,21 +75,21 @@ class PeerRole(Enum):
 
     @property
     def name_in_certificate(self) -> str:
-        """A DNS name among the certificate's subject alternative names.
+        """DNS name that represents the role among a certificate's subject alternative names.
 
-        The accepting side of a connection proves its role like any server name, so one name serves both sides.
+        The accepting side of a connection proves its role as a TLS server name, so the same name works for both sides.
         """
         return f"{self.value}.slipstream"
 
 
 def roles_of(names: Iterable[str]) -> frozenset[PeerRole]:
-    """Returns the roles that a certificate with these alternative names holds."""
+    """Returns the roles among a certificate's subject alternative names."""
     names_held = set(names)
     return frozenset(role for role in PeerRole if role.name_in_certificate in names_held)
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether an address is reachable from this machine only."""
+    """Returns True if an address is a loopback address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

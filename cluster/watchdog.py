@@ -1,25 +1,25 @@
-"""Detects stuck work by a time limit, which is a multiple of the measured cost of such work."""
+"""Watchdog: detects stuck work by a time limit proportional to its expected duration."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-TIMEOUT_FACTOR = 30.0  # limit over measured cost: machines stall, and long texts cost more than a profile's short rows
-MIN_TIMEOUT_S = 10.0  # lower bound of the limit: a false alarm costs a replica, and a new prefill for its sessions
+TIMEOUT_FACTOR = 30.0  # time limit over expected duration: machines stall, and long texts exceed the profile
+MIN_TIMEOUT_S = 10.0  # minimum time limit: a false alarm costs a replica and the prefill of its sessions
 MAX_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class TimeoutPolicy:
-    """Time limits for one piece of work."""
+    """Computes time limits of work."""
 
     max_s: float = MAX_TIMEOUT_S
     min_s: float = MIN_TIMEOUT_S
     factor: float = TIMEOUT_FACTOR
 
     def limit_s(self, expected_s: float | None) -> float:
-        """Returns the time limit, in seconds, of work expected to take `expected_s` seconds.
+        """Returns the time limit, in seconds, for work with expected duration `expected_s`, in seconds.
 
-        If `expected_s` is None, the limit is `max_s`.
+        Without an expected duration, the limit is `max_s`.
         """
         if expected_s is None:
             return self.max_s
@@ -32,24 +32,24 @@ class _Work(NamedTuple):
 
 
 class Watchdog:
-    """Watches a worker that does one piece of work at a time and may be idle in between. Any thread may query it."""
+    """Watches a worker that performs one task at a time and may be idle in between. Any thread may query it."""
 
     def __init__(self, patience: TimeoutPolicy) -> None:
         self._patience = patience
-        self._work: _Work | None = None  # replaced as a whole, because other threads read it
+        self._work: _Work | None = None  # replaced atomically, because other threads read it
 
     def works(self, expected_s: float | None, now: float) -> float:
-        """Records the start of a piece of work; returns its time limit in seconds."""
+        """Records the start of a task; returns its time limit in seconds."""
         limit_s = self._patience.limit_s(expected_s)
         self._work = _Work(now, limit_s)
         return limit_s
 
     def rests(self) -> None:
-        """Records the end of the work."""
+        """Records the end of the task."""
         self._work = None
 
     def stuck_s(self, now: float) -> float | None:
-        """Returns the seconds that the current work has taken if they exceed its limit; None otherwise."""
+        """Returns the duration of the current task in seconds if it exceeds the limit; None otherwise."""
         work = self._work
         if work is None or now - work.began_s <= work.limit_s:
             return None

@@ -19,7 +19,7 @@ def test_a_draft_is_compared_with_its_own_confidence():
     bad = seen(LoadCheck(), confidence=0.8, chance=0.1)
     assert bad.expected == pytest.approx(0.8)
     assert bad.warning is not None
-    assert "where its own confidence promises 80 %" in bad.warning
+    assert "but its own confidence predicts 80 %" in bad.warning
     for cause in ("tokenizer", "chat template", "another target", "dtype", "RoPE", "quantisation", "damaged weights"):
         assert cause in bad.warning
 
@@ -28,7 +28,7 @@ def test_a_published_figure_outranks_confidence():
     bad = seen(LoadCheck(published=0.7), confidence=0.05, chance=0.1)
     assert bad.expected == 0.7
     assert bad.warning is not None
-    assert "where the figure in its folder promises 70 %" in bad.warning
+    assert "but the rate published in its folder predicts 70 %" in bad.warning
     assert seen(LoadCheck(published=0.4), confidence=0.95, chance=0.4).warning is None
 
 

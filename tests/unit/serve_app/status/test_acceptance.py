@@ -22,7 +22,7 @@ def test_a_drafter_far_below_its_confidence_is_named():
     good = LoadCheck(0.8, 1000, 780, 600.0)
     shown = rows(drafters_table([a_drafter("a", bad), a_drafter("b", good), a_drafter("c", LoadCheck())]))
     assert [row[3:5] for row in shown] == [("0.80", "0.05"), ("0.80", "0.78"), ("-", "-")]
-    assert shown[0][5].startswith("far below: the target accepts 5 % of its first tokens")
+    assert shown[0][5].startswith("far below: the target accepts 5 % of the draft's first tokens")
     assert [row[5] for row in shown[1:]] == ["as expected", "0 tokens so far"]
 
 
