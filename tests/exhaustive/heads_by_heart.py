@@ -1,8 +1,8 @@
-"""Small heads in every published layout, which know a few answers of the demo's target by heart.
+"""Small heads in every published layout that have memorized a few answers of the demo's target.
 
-Each is made when it is first asked for. EAGLE-3, Medusa, MLPSpeculator and DFlash are trained as anybody's would be.
-P-EAGLE is the EAGLE-3 head with a random mask, so that its first token is right and the others are not. EAGLE-1 is one
-product, fitted by least squares, in a layer that adds nothing to it.
+Each head is created on first use. EAGLE-3, Medusa, MLPSpeculator and DFlash heads are trained with the example scripts.
+The P-EAGLE head is the EAGLE-3 head with a random mask, so only its first token is right. The EAGLE-1 head is a single
+matrix, fitted by least squares; its decoder layer outputs zero.
 """
 
 import json
@@ -31,12 +31,12 @@ from examples.train_head.trainer import LATEST, Training
 CPU = torch.device("cpu")
 DRAFT_VOCABULARY = 1024
 WARMUP = 5  # steps
-RIDGE = 1e-3  # of the mean square of what is read: states arrive rounded
-NARROW = 64  # a layer that adds nothing need not be wide
+RIDGE = 1e-3  # relative to the mean square of the inputs, which arrive rounded
+NARROW = 64  # width of the layer that outputs zero
 
 
 class HeadsByHeart:
-    """Heads fitted to one target's greedy answers to some prompts, up to a number of tokens."""
+    """Heads fitted to a target's greedy answers to some prompts, up to a token limit."""
 
     def __init__(self, target: Path, prompts: tuple[str, ...], answer: int, scratch: Path) -> None:
         self._target = target
@@ -48,7 +48,7 @@ class HeadsByHeart:
         self._makers: Mapping[str, Callable[[], Path]] = {
             "eagle3": partial(train, HeadOptions(HeadKind.EAGLE, 2, draft_vocabulary=DRAFT_VOCABULARY), 60),
             "medusa": partial(train, HeadOptions(HeadKind.MEDUSA, 4, draft_vocabulary=DRAFT_VOCABULARY), 80),
-            # Its own embeddings and LM heads are large: few steps, and each at a higher rate.
+            # Embeddings and LM heads are large: few steps with a higher learning rate.
             "mlp_speculator": partial(
                 train, HeadOptions(HeadKind.MLP_SPECULATOR, 2), 40, scored_share=0.5, learning_rate=3e-3
             ),
@@ -115,16 +115,16 @@ def _rows(lengths: Tensor) -> list[tuple[int, int]]:
 
 
 def _least_squares(read: Tensor, made: Tensor) -> Tensor:
-    """The matrix by which what is read, (n, inputs), becomes what is made, (n, outputs)."""
+    """Returns the matrix that maps inputs, (n, inputs), to outputs, (n, outputs), with the least squared error."""
     wide = read.double()
-    # Fewer places than inputs: the system of the places is the smaller one.
+    # With fewer rows than inputs, the dual system is smaller.
     among = wide @ wide.T
     ridge = RIDGE * among.diagonal().mean() * torch.eye(len(wide), dtype=torch.float64)
     return (wide.T @ torch.linalg.solve(among + ridge, made.double())).T.float().contiguous()
 
 
 def _idle_layer(hidden: int) -> dict[str, Tensor]:
-    """Its attention and its MLP give zeros."""
+    """Returns a decoder layer whose attention and MLP output zeros."""
     found = {f"self_attn.{name}_proj.weight": torch.zeros(NARROW, hidden) for name in "qkv"}
     found |= {f"mlp.{name}_proj.weight": torch.zeros(NARROW, hidden) for name in ("gate", "up")}
     found |= {f"{name}_proj.weight": torch.zeros(hidden, NARROW) for name in ("self_attn.o", "mlp.down")}
@@ -140,19 +140,19 @@ def _written(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -
 
 
 def stored_answers(target: Path, prompts: tuple[str, ...], answer: int, folder: Path) -> Shards:
-    """The states of the greedy answers to single turns, each once in the folder, and often enough for a training."""
+    """Stores the states of greedy answers to single-turn prompts, repeated often enough for training."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     turns = [chat_ids(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     model = load_model(target, "float32", CPU)
     alone = [written(model, [turn], [0.0], answer, (), 1, torch.Generator()) for turn in turns]
     shards = _stored(model, target, [np.array(text, dtype=np.int64) for (text,) in alone], folder)
-    # The trainer leaves out one sequence of so many, and measures what it has learned on it.
+    # The trainer holds out one sequence in HELD_OUT_EVERY and measures agreement on it.
     shards.sequences *= -(-HELD_OUT_EVERY // len(prompts))
     return shards
 
 
 def trained(target: Path, shards: Shards, options: HeadOptions, schedule: Schedule, folder: Path) -> Path:
-    """A head of any kind, in the layout of its kind."""
+    """Trains a head of any kind and returns its folder, in the layout of its kind."""
     running = Running(save_every=schedule.steps, held_out=1, dtype="float32")
     Training(folder, target_parts(str(target)), shards, options, schedule, running).run()
     return folder / LATEST

@@ -1,4 +1,4 @@
-"""A drafter that goes bad: what it proposes becomes noise."""
+"""Drafting method that degrades: its proposals become noise."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from protos.messages import DraftRequest
 
 
 class TurnsToNoise:
-    """A drafting method whose tokens are others than meant, in each proposal that `is_bad` picks."""
+    """Drafting method with wrong tokens in every proposal that `is_bad` selects."""
 
     def __init__(self, method: DraftingMethod, is_bad: Callable[[Proposal], bool], vocabulary: int) -> None:
         self._method = method
@@ -36,7 +36,7 @@ class TurnsToNoise:
 
 
 class AfterTokens:
-    """Picks every proposal once those before it had so many tokens together."""
+    """Selects every proposal after earlier proposals had a given total of tokens."""
 
     def __init__(self, tokens: int) -> None:
         self._left = tokens

@@ -1,7 +1,7 @@
-"""Plain Hugging Face with the served target, which says how far each token of an answer was from being decided.
+"""Transformers model of the served target, which measures how close to a tie each token of an answer was.
 
-The model is called on whole texts, without a cache, and knows nothing of blocks or pages. What parameters make of its
-logits is asked of the processors themselves, which other tests compare with a reference of their own.
+It runs on whole texts without a cache, blocks or pages. It applies the real logits processors, which other tests
+compare with their own reference.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ from serve_app.api.validation import bad_words_of, check_request, load_defaults,
 
 
 class PlainModel:
-    """The target in this process, in float32."""
+    """Target in this process, in float32."""
 
     def __init__(self, config: SlipstreamConfig) -> None:
         folder = config.model.target
@@ -36,17 +36,17 @@ class PlainModel:
         self._defaults = load_defaults(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._makers = (*MAKERS, GrammarCompiler(load_grammar_vocabulary(Path(folder))).masking)
-        self._spelt: dict[str, list[int]] = defaultdict(list)  # tokens by their text, which several may share
+        self._spelt: dict[str, list[int]] = defaultdict(list)  # token ids by text; several ids may share a text
         for token in range(self.codec.vocabulary):
             self._spelt[self.codec.token_text(token)].append(token)
 
     @torch.inference_mode()
     def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns log probabilities after each token, (tokens, vocabulary)."""
+        """Returns the log probabilities after each token, (tokens, vocabulary)."""
         return torch.log_softmax(self._logits(ids).double(), dim=-1)
 
     def ids(self, texts: Sequence[str]) -> list[int]:
-        """Returns the ids of tokens given by their texts, which are unique."""
+        """Returns the ids of tokens given by unique texts."""
         found = []
         for one in texts:
             (token,) = self._spelt[one]
@@ -54,7 +54,7 @@ class PlainModel:
         return found
 
     def generations(self, fields: dict[str, Any]) -> list[Generation]:
-        """Resolves a completion's body as the API does."""
+        """Returns the generations of a completion body, resolved like in the API."""
         request = self._defaults.applied(check(CompletionRequest, fields, RequestBounds()))
         codec = self.codec
         context = self._config.model.max_context
@@ -72,9 +72,9 @@ class PlainModel:
 
     @torch.inference_mode()
     def widest_margin(self, generation: Generation, texts: Sequence[str]) -> float:
-        """Returns the largest error of logits that any token of an answer requires, given by their texts.
+        """Returns the smallest logit error that explains an answer, given by its tokens' texts.
 
-        0 if each token is the greedy choice after those before it.
+        The result is 0 if each token is the greedy choice after its prefix.
         """
         text = list(generation.prompt)
         chain = chain_of(_open(generation), self._makers)
@@ -96,7 +96,7 @@ class PlainModel:
 
 
 def _open(generation: Generation) -> Open:
-    """Returns the Open of a new session."""
+    """Returns the Open message of a new session."""
     return Open(
         session=generation.session,
         attempt=1,

@@ -1,4 +1,4 @@
-"""Twenty JSON schemas of kinds that people ask for, every answer to which is short, each with what to ask for."""
+"""Twenty typical JSON schemas with short answers, each with a question."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ def listed(items: dict[str, Any], least: int, most: int) -> dict[str, Any]:
 
 
 def closed(required: int | None = None, **properties: Any) -> dict[str, Any]:
-    """An object of these properties alone, of which the first so many, or all, must be there."""
+    """Returns the schema of an object with only these properties; the first `required`, or all, are mandatory."""
     names = list(properties)[:required]
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 

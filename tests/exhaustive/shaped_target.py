@@ -1,6 +1,6 @@
-"""The application with targets that take chains alone for requests of `CHAIN` draft tokens, and count what they verify.
+"""Application whose targets accept only chains for requests of `CHAIN` draft tokens, and count verified blocks.
 
-On its own a target whose attention takes trees asks for trees of every request, and no answer says which it had.
+A target with tree attention normally requests trees for every session, and answers do not tell which shape it used.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ TREE = 8
 
 
 class CountingEngine:
-    """An engine whose verified blocks are counted by their shape."""
+    """Engine that counts verified blocks by shape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class CountingEngine:
 
 
 def traits(row: Row, outcome: Outcome) -> Iterator[str]:
-    """Yields the names under which a verified block is counted."""
+    """Yields the names of the counters for a verified block."""
     draft = row.draft
     yield "chains" if draft.is_chain else "trees"
     if draft.is_chain and len(draft) > 1:
@@ -54,7 +54,7 @@ def traits(row: Row, outcome: Outcome) -> Iterator[str]:
 
 
 class ShapedTarget(TargetDeployment):
-    """The real target, with requests for one shape of draft."""
+    """Real target that requests one draft shape."""
 
     async def __init__(self, config: SlipstreamConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         await super().__init__(config)  # type: ignore[misc]
@@ -69,17 +69,17 @@ class ShapedTarget(TargetDeployment):
         scheduler._block_shape = shape  # type: ignore[method-assign]
 
     def verified(self) -> dict[str, int]:
-        """Blocks by what they were, since the start."""
+        """Returns the counts of verified blocks by shape."""
         return dict(self._counting.counts)
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Builds the application; runs in a process that does nothing else."""
+    """Builds the application; runs in a process of its own."""
     serve_app.app.TargetDeployment = ShapedTarget  # type: ignore[misc]
     return serve_app.app.build(args)
 
 
 def verified(served: Served) -> Counter[str]:
-    """Sums counts over all targets."""
+    """Returns the counts, summed over all targets."""
     handle = serve.get_deployment_handle("Target", served.application)
     return sum(map(Counter, handle.broadcast("verified").results(timeout_s=20)), Counter())

@@ -1,4 +1,4 @@
-"""A target with the tokenizer of the demo's and tiny random weights: what is tested is who serves, not what is said."""
+"""Target with the demo's tokenizer and tiny random weights, for tests of serving rather than of text."""
 
 import shutil
 from pathlib import Path
@@ -15,11 +15,11 @@ SIZES = {
     "head_dim": 16,
 }
 NAMES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-SPREAD = 0.3  # of weights: with those of a new model, logits would all but tie
+SPREAD = 0.3  # of weights; with the default initialization, logits would nearly tie
 
 
 def make_small_target(folder: Path, demo: Path) -> str:
-    """Writes it into `folder`, and returns where it is."""
+    """Writes the target into `folder`; returns its path."""
     config = AutoConfig.from_pretrained(demo)
     config.update(SIZES)
     torch.manual_seed(0)
@@ -33,6 +33,6 @@ def make_small_target(folder: Path, demo: Path) -> str:
 
 
 def copy_tokenizer(demo: Path, folder: Path) -> None:
-    """Copies the tokenizer, its chat template and what ends a text."""
+    """Copies the tokenizer, its chat template and the EOS ids."""
     for name in NAMES:
         shutil.copy(demo / name, folder / name)

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes that runs already: examined, deployed to, changed and left clean, by the commands."""
+"""The commands examine, deploy to, change and clean up an existing Ray cluster of several nodes."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ SLIPSTREAM = (sys.executable, "-c", "from tools.cli import main; main()")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Three nodes, labelled as an operator would; the head is for routers."""
+    """Starts three nodes with an operator's labels; routers run on the head."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ[RAY_DRAIN] = "60"
@@ -40,7 +40,7 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for pool in ("target", "draft"):
         cluster.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=STORE_BYTES)
-        os.environ["RAY_NODE_ZONE"] = "a-zone"  # of the second one
+        os.environ["RAY_NODE_ZONE"] = "a-zone"  # of the second node
     del os.environ["RAY_NODE_ZONE"]
     cluster.wait_for_nodes()
     yield cluster
@@ -87,11 +87,11 @@ def application(cluster: Cluster) -> dict[str, Any]:
 
 
 def published(cluster: Cluster) -> Members:
-    """Returns what replicas publish to every router."""
+    """Returns the data that replicas publish to every router."""
     with connected(cluster.address):
         handles = [deployed(pool, "slipstream") for pool in ("Target", "Drafter")]
         for handle in handles:
-            broadcast(handle, "inspect")  # by now the controller has told the handle of its replicas
+            broadcast(handle, "inspect")  # the controller has sent its replicas to the handle
         return asyncio.run(ServeMembership(*handles).current())
 
 
@@ -110,7 +110,7 @@ def test_the_doctor_finds_nothing_wrong_and_leaves_nothing(cluster: Cluster, con
 
 
 def test_the_doctor_names_what_is_wrong_on_which_node(cluster: Cluster, config_file: Path) -> None:
-    """Models that are not there, an HTTP port that is taken, a pool without room, and a drain that Ray cuts short."""
+    """The faults are missing models, an occupied HTTP port, a pool without capacity, and a truncated drain."""
     port = load_config(config_file).server.port
     wrong = ("model.target=/no/such/folder", "target.tensor_parallel=3", "target.drain_s=40")
     overrides = [word for key in wrong for word in ("--set", key)]
@@ -125,7 +125,7 @@ def test_the_doctor_names_what_is_wrong_on_which_node(cluster: Cluster, config_f
 
 
 def test_nodes_call_each_other_with_the_credentials_of_replicas(cluster: Cluster, config_file: Path) -> None:
-    """An authority that is missing on the nodes stops every server, and so is named for each node."""
+    """A certificate authority missing on the nodes stops every server, so the doctor reports it for each node."""
     config = load_config(config_file, ["trust.token_file=no_such_file"])
     checks = {check.name: check for check in judge(config, examine(config, cluster.address))}
     assert len(checks["gRPC"].faults) == 3

@@ -1,4 +1,4 @@
-"""Every architecture is computed right or refused before a step, as docs/models.md says."""
+"""Every architecture is exact or refused before the first step, as docs/models.md states."""
 
 import pytest
 
@@ -9,7 +9,7 @@ WRITTEN = written_outcomes()
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_architecture_is_exact_or_refused_as_written(name):
-    """A changed outcome is written into the page by `make model-table`, to be read before it is committed."""
+    """After a change, run `make model-table` and review the updated page."""
     outcome = try_architecture(name)
     assert outcome.kind in {"exact", "refused", "not built"}, outcome.reason
     assert outcome.kind == WRITTEN[name].kind, outcome.reason

@@ -1,4 +1,4 @@
-"""The draft pool of a real deployment grows by what is asked of it, from nothing and back; every answer is right."""
+"""A real deployment's draft pool scales from zero with demand and back; every answer is exact."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from tests.integration.test_serving import ask, ask_all, eventually
 
 PROMPTS = tuple(f"Count from {first} to one hundred, one number a line." for first in range(1, 7))
 TOKENS = 200
-ROUNDS = 20  # of all prompts, until the pool has grown: on a busy machine drafters take long to start
+ROUNDS = 20  # of all prompts until the pool has grown; drafters start slowly on a busy machine
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """Lookups draft, for they start within seconds; in lock step every session wants drafts at all times."""
+    """Serves n-gram drafters, which start within seconds, in lock step, which always requests drafts."""
     replicas = "{min: 0, max: 3, up_delay_s: 1, down_delay_s: 10}"
     drafts = f"{{method: ngram, model: null, max_sessions: 4, replicas: {replicas}, resources: {{num_cpus: 0.1}}}}"
     with demo_served(f"draft={drafts}", "speculation.schedule=lock_step") as served:
@@ -29,7 +29,7 @@ def replicas(served: Served, deployment: str) -> int:
 
 
 def test_the_draft_pool_follows_what_is_asked_of_it(served: Served) -> None:
-    """Six sessions at two a drafter are three drafters; the target is one throughout."""
+    """Six sessions at two per drafter need three drafters; the number of targets stays at one."""
     reference = Reference(served.config.model.target)
     assert replicas(served, "Drafter") == 0
     reference.assert_greedy(PROMPTS[0], 8, ask(served, PROMPTS[0], 8))

@@ -1,4 +1,4 @@
-"""A configuration change replaces only the replicas that it concerns, on real Ray under load.
+"""A configuration change replaces only the affected replicas, on real Ray under load.
 
 Not part of the default suite: `make test-exhaustive`.
 """
@@ -20,7 +20,7 @@ from tests.exhaustive.test_moves import MODEL, POOLS, Load, check, under_load
 from tests.integration.serving import EXACT, Served, demo_served
 from tests.integration.test_serving import assert_nothing_left, eventually
 
-SETTLED_S = 5.0  # longer than Serve takes to begin with what it has been told
+SETTLED_S = 5.0  # longer than Serve takes to start an update
 PLAIN_SIZES = ("target.replicas={min: 2, max: 2}", "draft.replicas={min: 2, max: 2}")
 DRAFTERS = ("draft.resources.num_cpus=0.1", "draft.resources.background=false", "draft.cache.gib=0.1")
 

@@ -1,7 +1,7 @@
-"""OpenAI's client against a served real pair: many answers by JSON schemas at once, and tool calls with their results.
+"""Tests OpenAI's client with the served demo pair: concurrent JSON-schema answers, and tool calls with their results.
 
-The demo's target gets a chat template with tools, which it was never trained on: only its grammar makes calls of its
-output. `SLIPSTREAM_JSON_ANSWERS` sets the number of answers.
+The demo's target gets a chat template with tools. It was not trained on tools, so only the grammar makes it write
+calls. `SLIPSTREAM_JSON_ANSWERS` sets the number of answers.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from tests.integration.test_serving import assert_nothing_left
 MODEL = "SmolLM2-135M-Instruct"
 ANSWERS = int(os.environ.get("SLIPSTREAM_JSON_ANSWERS", "60"))
 AT_ONCE = 8
-MAX_TOKENS = 400  # of an answer; one that is cut off does not count
+MAX_TOKENS = 400  # per answer; truncated answers do not count
 TEMPERATURES = (0.0, 0.7, 1.0)
 ROUND_TRIPS = 6
-SPOKEN_TOKENS = 48  # of the answer to a tool's result
+SPOKEN_TOKENS = 48  # per answer to a tool result
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def calling_target(demo: Path, folder: Path) -> Path:
-    """The demo's target, but for its chat template."""
+    """Creates the demo's target with another chat template."""
     for file in demo.resolve().iterdir():
         (folder / file.name).symlink_to(file)
     template = folder / "chat_template.jinja"
@@ -61,7 +61,7 @@ def calling_target(demo: Path, folder: Path) -> Path:
 
 
 def response_template(folder: Path) -> dict[str, Any]:
-    """Returns the call format of the chat template: Qwen's, without reasoning, which the model would never end."""
+    """Returns the template's answer format: Qwen's without reasoning, which the model would never end."""
     model = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
     template = dict(get_response_template(AutoTokenizer.from_pretrained(folder), model))
     fields = {name: field for name, field in template["fields"].items() if name != "reasoning_content"}
@@ -97,7 +97,7 @@ async def test_every_answer_validates_against_its_schema(served: Served, capsys:
 
 
 def fault_of(index: int, answer: ChatCompletion) -> str | None:
-    """Returns why an answer does not match its schema."""
+    """Returns the reason why an answer does not match its schema, or None."""
     (choice,) = answer.choices
     if choice.finish_reason != "stop":
         return f"it ended by {choice.finish_reason}: {choice.message.content!r}"
@@ -109,7 +109,7 @@ def fault_of(index: int, answer: ChatCompletion) -> str | None:
 
 
 def drafts(answer: ChatCompletion) -> Counter[str]:
-    """Returns the counts of vLLM's metrics field."""
+    """Returns the draft counts in vLLM's metrics field."""
     counts = Counter(tokens=answer.usage.completion_tokens)
     if metrics := (answer.model_extra or {}).get("metrics"):
         found = metrics["speculative_decoding"]
@@ -150,7 +150,7 @@ def test_a_streamed_call_is_answered_and_the_conversation_goes_on(served: Served
 
 
 class Streamed:
-    """An answer, put together of a stream's chunks as a client does; the stream has come to its end."""
+    """Answer assembled from a complete stream's chunks."""
 
     def __init__(self, served: Served, messages: list[Any], seed: int, **fields: Any) -> None:
         self.text = ""

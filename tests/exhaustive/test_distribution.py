@@ -1,6 +1,6 @@
-"""The chi-square tests of `tests/lossless` over four times as many sessions, where half as large a bias shows.
+"""Chi-square tests of `tests/lossless` with four times as many sessions, which reveal biases half as large.
 
-Not part of the default suite: `make test-exhaustive`. Here too a test has a false-alarm rate of 1e-5.
+Not part of the default suite: `make test-exhaustive`. Each test has a false-alarm rate of 1e-5.
 """
 
 import random
@@ -26,7 +26,7 @@ from tests.lossless.test_suffix_lookup import p_value_over_answers_of_others
 from tests.lossless.world import calm, stormy
 
 WORLDS = 240
-WORLDS_OF_EACH = 120  # parameter
+WORLDS_OF_EACH = 120  # worlds per parameter
 FEW_PARAMETERS: dict[str, dict[str, Any]] = {
     "temperature": {"sampling": {"temperature": 0.6}},
     "top_k": {"sampling": {"top_k": 2}},
@@ -61,7 +61,7 @@ def test_suffix_lookup_keeps_the_distribution(schedule):
 
 
 def with_a_sibling(block: Block, rng: random.Random) -> Block:
-    """A block of two has another token beside its first, in the place of the one after it."""
+    """Replaces the second token of a two-token block by a sibling of its first token."""
     if len(block.tree) < 2:
         return block
     first = block.tree.tokens[0]
@@ -76,7 +76,7 @@ def with_a_sibling(block: Block, rng: random.Random) -> Block:
     ids=["chain", "tree"],
 )
 def test_each_parameter_has_its_own_distribution_without_a_seed(shape, rule, schedule, altered, name):
-    """And another than without it: that the test sees the difference is shown by the plain distribution."""
+    """The result must differ from the distribution without the parameter, which shows that the test detects it."""
     asked = FEW_PARAMETERS[name]
     sampling = Sampling(**asked.get("sampling", {}))
     found = drawn(rule, schedule, sampling, TokenRules(**asked.get("rules", {})), WORLDS_OF_EACH, altered)

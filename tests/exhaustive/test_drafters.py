@@ -1,16 +1,16 @@
-"""Every drafting method in the whole product, over Ray, gRPC and HTTP: exact by chains and trees, on 1 rank and on 3.
+"""Every drafting method is exact over Ray, gRPC and HTTP, with chains and trees, on 1 rank and on 3.
 
 For each method, each published layout of a head that reads the target's states, and each tensor-parallel size:
 
-* greedy answers are those of `generate`, from drafts of one token and from trees;
-* a seed gives one text at temperature 0.7: without drafts, from chains and from trees, and it is the text of the very
-  first server without drafts. The table that is printed at the end has a row for each server;
-* under ratio, words follow those of plain decoding, by chi-square; the false-alarm rate of all servers together is
-  below 1e-3;
-* and in each of these something was drafted and accepted, so that it was drafts that changed nothing.
+* greedy answers equal those of `generate`, with one-token drafts and with trees;
+* a seed gives one text at temperature 0.7, without drafts, with chains and with trees: the text of the first server
+  without drafts. The final table has a row for each server;
+* under rejection sampling, a chi-square test compares words with non-speculative decoding; the false-alarm rate of all
+  servers together is below 1e-3;
+* every case has accepted drafts.
 
-Heads know the greedy answers to `PROMPTS` by heart. The method mtp is left out: it drafts with modules in the target's
-own checkpoint, and the demo's target has none.
+Heads have memorized the greedy answers to `PROMPTS`. The method mtp is not tested: it drafts with modules in the
+target's checkpoint, and the demo's target has none.
 
 Not part of the default suite: `make test-exhaustive`. One method: `-k "medusa"`.
 """
@@ -33,7 +33,7 @@ from tests.integration.serving import Reference, Served, demo_served
 from tests.integration.test_serving import assert_nothing_left
 
 MODEL = "SmolLM2-135M-Instruct"
-# Answers begin in many ways, and some as a line does, so that even a lookup drafts their second word.
+# Answers begin in many ways; some repeat a line, so even n-gram drafting proposes their second word.
 LINES = "Say one of these lines:\nThe red fox ran.\nA green frog sat.\nMy old dog slept.\nOur blue bird sang."
 PROMPTS = (
     LINES,
@@ -45,15 +45,15 @@ SEED = 42
 NONE = 0  # draft tokens of a request
 CHAIN = 1
 TREE = 8
-REJECTION_CHAIN = 4  # under ratio there are chains alone, of any length
-PATIENCE = 10  # times to ask until a draft is accepted: pacing may have speculation rest for some hundred steps
-DRAWS = 300  # under ratio, on each server
-PLAIN_DRAWS = 900  # once for all of them
-WORD_TOKENS = 4  # in which there are two words nearly always
+REJECTION_CHAIN = 4  # rejection sampling uses only chains, of any length
+PATIENCE = 10  # attempts until a draft is accepted; the controller may pause speculation for several hundred steps
+DRAWS = 300  # under rejection sampling, per server
+PLAIN_DRAWS = 900  # shared by all servers
+WORD_TOKENS = 4  # nearly always contain two words
 AT_ONCE = 8
-FALSE_ALARM = 2e-5  # of each of the 44 comparisons
+FALSE_ALARM = 2e-5  # for each of the 44 comparisons
 
-LAYOUTS = {  # of heads, with the method that drafts with each
+LAYOUTS = {  # drafting method by layout of the head
     "eagle3": "eagle",
     "eagle1": "eagle",
     "p_eagle": "eagle",
@@ -70,14 +70,14 @@ OTHERS = {  # configurations of methods that need no head
     "layer_skip": "method: layer_skip, layer_skip: {layers: 8}",
 }
 IMPOSSIBLE = {"mtp"}
-# Of this target, so seldom right without a seed that adaptive pacing asks them for next to nothing.
+# Their drafts are so rarely accepted without a seed that the adaptive schedule requests almost none.
 SELDOM_RIGHT = {"layer_skip", "mlp_speculator", "dflash"}
 SERVERS = [*product([*OTHERS, *LAYOUTS], (1, 3))]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Results of some requests and of their drafts."""
+    """Answers to several requests, with draft counts."""
 
     texts: list[str]
     drafted: int
@@ -86,7 +86,7 @@ class Answers:
 
 @dataclass
 class Plainly:
-    """The first server's answers without speculation, which all others must equal."""
+    """The first server's answers without speculation, which all others must match."""
 
     texts: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -121,7 +121,7 @@ def server(request: pytest.FixtureRequest) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def served(server: tuple[str, int], heads: HeadsByHeart) -> Iterator[Served]:
-    """One server for each method and tensor-parallel size, with the pacing that is the default where that drafts."""
+    """Runs one server per method and tensor-parallel size, with the default schedule if it drafts."""
     name, ranks = server
     draft = OTHERS.get(name) or f"method: {LAYOUTS[name]}, model: {heads.folder(name)}"
     with demo_served(
@@ -158,7 +158,7 @@ async def asked(
 
 
 async def asked_until_accepted(served: Served, nodes: int, **options: object) -> list[Answers]:
-    """Each prompt alone and then all of them together, until some of their drafts have been accepted."""
+    """Sends each prompt alone, then all together, until some drafts have been accepted."""
     rounds: list[Answers] = []
     for _ in range(PATIENCE):
         for at_once in (1, len(PROMPTS)):
@@ -197,12 +197,12 @@ async def test_a_seed_gives_one_text_whatever_drafts(served: Served, server: tup
 
 
 async def test_under_ratio_words_follow_plain_decoding(served: Served, plainly: Plainly) -> None:
-    """Homogeneity of two samples, at the first word and at the second."""
+    """Tests the homogeneity of two samples at the first and at the second word."""
     options = {"temperature": 1.0, "max_tokens": WORD_TOKENS}
     if not plainly.lines:
         plainly.lines = (await asked(served, [LINES] * PLAIN_DRAWS, AT_ONCE, NONE, **options)).texts
     rounds: list[Answers] = []
-    while sum(each.accepted for each in rounds) == 0:  # adaptive pacing asks for nothing while a busy machine is slow
+    while sum(each.accepted for each in rounds) == 0:  # the adaptive schedule requests nothing on a slow machine
         assert len(rounds) < PATIENCE, "no draft token was accepted: this showed nothing"
         rounds.append(await asked(served, [LINES] * DRAWS, AT_ONCE, REJECTION_CHAIN, "rejection", **options))
     print(f"\naccepted {[each.accepted for each in rounds]} of {[each.drafted for each in rounds]}")
@@ -212,5 +212,5 @@ async def test_under_ratio_words_follow_plain_decoding(served: Served, plainly: 
 
 
 def words(texts: list[str], place: int) -> list[str]:
-    """Returns the word at this place in each text; a word cut off at the end counts too."""
+    """Returns the word at this place in each text; truncated words count."""
     return [[*text.split(), "", ""][place] for text in texts]

@@ -1,4 +1,4 @@
-"""Equality at length: many prompts, long answers, both concurrencies, both tensor-parallel sizes. Takes a while.
+"""Tests exactness with many prompts, long answers, two concurrencies and two tensor-parallel sizes.
 
 Not part of the default suite: `make test-exhaustive`.
 """
@@ -61,7 +61,7 @@ async def test_greedy_text_equals_plain_generate(served: Served, reference: Refe
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 async def test_a_seed_fixes_the_text_at_any_concurrency_and_block_size(served: Served, temperature: float) -> None:
-    """One node is a chain, many are a tree; from round to round the drafter learns what share of the noise counts."""
+    """One node is a chain, several are a tree. The drafter calibrates its noise weight from round to round."""
     prompts = PROMPTS[:8]
     options = {"temperature": temperature, "seed": 42, "max_tokens": 48}
     plain = await answers(served, prompts, 4, extra_body={"speculation": {"draft_tokens": 0}}, **options)
@@ -75,7 +75,7 @@ async def test_a_seed_fixes_the_text_at_any_concurrency_and_block_size(served: S
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 async def test_first_tokens_follow_plain_decoding(served: Served, acceptance: str) -> None:
-    """Homogeneity of two samples, at the answers' first and at their last word; false-alarm rate 1e-4 together."""
+    """Tests the homogeneity of two samples at the first and the last word; the joint false-alarm rate is 1e-4."""
 
     async def sample(speculation: dict[str, object]) -> list[list[str]]:
         options = {"temperature": 1.0, "max_tokens": 3, "extra_body": {"speculation": speculation}}
@@ -88,7 +88,7 @@ async def test_first_tokens_follow_plain_decoding(served: Served, acceptance: st
 
 
 def homogeneity(one: list[str], other: list[str]) -> float:
-    """Chi-square's p-value for the two coming from one distribution; values that are rare in both count as one."""
+    """Returns the chi-square p-value that both samples have one distribution; merges values that are rare in both."""
     together = Counter(one + other)
     common = {value for value, count in together.items() if count >= MIN_COUNT}
     assert len(common) > 2, f"too few different values to compare: {together.most_common(5)}"

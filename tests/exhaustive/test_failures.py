@@ -1,4 +1,4 @@
-"""Lost and hung processes under sixteen streams: no request fails, no token changes; the worst stall is printed.
+"""Lost and hung processes under sixteen streams fail no request and change no token. Prints the worst stall.
 
 Not part of the default suite: `make test-exhaustive`.
 """
@@ -21,21 +21,21 @@ from tests.integration.test_serving import assert_nothing_left, eventually
 
 MODEL = "SmolLM2-135M-Instruct"
 TOKENS = 64
-ROUNDS = 5  # of each kind of loss: the machine itself holds up a stream now and then
+ROUNDS = 5  # per kind of loss, because the machine itself sometimes delays a stream
 GREEDY: dict[str, object] = {"temperature": 0.0}
 TOPICS = ("rivers", "trains", "bread", "the moon", "chess", "bees", "glass", "volcanoes")
 STREAMS = [(f"Explain to a child something about {topic}.", GREEDY) for topic in TOPICS] + [
     (f"Tell me a story about {topic}.", {"temperature": 0.8, "seed": seed}) for seed, topic in enumerate(TOPICS)
 ]
-# A core for the targets' ranks, and one for the drafters and whatever else there is.
+# One core for the targets' ranks, and one for drafters and all other processes.
 PINNED = ("target.resources_per_rank.cpu_affinity=[0]", "draft.resources.cpu_affinity=[1]")
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """The texts of all streams, and the longest and the usual time between two chunks of one.
+    """Texts of all streams, with the longest and the median time between two chunks.
 
-    The longest once all had begun: before, it is prompts that hold up the others.
+    The longest time counts only after all streams have started, because prompts delay other streams.
     """
 
     texts: list[str]
@@ -45,9 +45,9 @@ class Streamed:
 
 @pytest.fixture(scope="module")
 def second_core() -> Iterator[None]:
-    """Keeps the first core for targets whatever starts meanwhile, loading drafters included.
+    """Keeps all processes except targets off the first core, including drafters that start later.
 
-    Targets choose the first core themselves.
+    Targets pin themselves to the first core.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {1})
@@ -69,7 +69,7 @@ def served(second_core: None) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def undisturbed(served: Served) -> list[Streamed]:
-    asyncio.run(stream_all(served))  # what happens for the first time takes longer
+    asyncio.run(stream_all(served))  # warm-up
     found = [asyncio.run(stream_all(served)) for _ in range(ROUNDS)]
     assert all(one.texts == found[0].texts for one in found)
     return found
@@ -77,14 +77,14 @@ def undisturbed(served: Served) -> list[Streamed]:
 
 @pytest.fixture(scope="module")
 def plain_step_s(served: Served) -> float:
-    """The usual time between two tokens of a stream when all decode plainly."""
+    """Returns the median time between two tokens of a stream without speculation."""
     return asyncio.run(stream_all(served, speculation={"draft_tokens": 0})).usual_gap_s
 
 
 async def stream_all(
     served: Served, disturb: Callable[[], None] | None = None, speculation: dict[str, object] | None = None
 ) -> Streamed:
-    """All streams at once; `disturb` is called, in a thread of its own, once all have begun to answer."""
+    """Runs all streams concurrently; calls `disturb` in a thread once all have begun to answer."""
     client = served.async_client
     begun = 0
     everybody = asyncio.Event()

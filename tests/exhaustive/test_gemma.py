@@ -10,7 +10,7 @@ all of them, so some are preempted. Drafts are n-grams, as chains and as trees.
   only at a gap within that distance, and each later token must be as close to transformers' best continuation. The
   test counts and prints near-ties.
 
-Not part of the default suite: `make test-exhaustive`. Skipped where the package registry does not have the weights.
+Not part of the default suite: `make test-exhaustive`. Skipped if the package registry lacks the weights.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ PAGES = 66  # of 16 tokens: room for two prompts of ACROSS, but not for their an
 CACHE_GIB = {"float32": PAGES * 16 * 36_864 / 2**30, "bfloat16": PAGES * 16 * 18_432 / 2**30}
 SHAPES = {"chain": CHAIN, "tree": TREE}  # draft tokens
 ULPS = 3  # upper limit of a near-tie in bfloat16, even if transformers' own gaps move further
-TOLERANCE = 2e-4  # of log probabilities in float32
+TOLERANCE = 2e-4  # for log probabilities in float32
 CANDIDATES = 16  # top tokens whose logits are stored
 
 
@@ -90,7 +90,7 @@ DIRECTORY = "A directory of people:\n" + "\n".join(LINES) + "\n\n"
 @dataclass(frozen=True)
 class Prompt:
     text: str
-    answer: int  # tokens
+    answer: int  # tokens per answer
 
 
 BEYOND = [  # more than 512 tokens, with a common prefix
@@ -129,7 +129,7 @@ PROBES = [ACROSS[1], BEYOND[4], *SHORT]  # measure transformers' own rounding
 
 @dataclass(frozen=True)
 class Expected:
-    """One answer of `generate`."""
+    """Answer of `generate` with log probabilities and top logits."""
 
     ids: list[int]
     scores: list[float]  # log probabilities
@@ -161,7 +161,7 @@ class Reference:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.dtype))
         self.model.eval()
         pieces = enumerate(self.codec.tokenizer.convert_ids_to_tokens(range(self.codec.vocabulary)))
-        # Byte tokens are left out: they spell characters such as "1" that have a token of their own.
+        # Excludes byte tokens, which duplicate characters with their own token, such as "1".
         self._ids = {self.codec.token_text(token): token for token, piece in pieces if not piece.startswith("<0x")}
 
     def compute(self) -> "tuple[list[Expected], Rounding]":
@@ -242,10 +242,8 @@ class Comparison:
     """Comparison of one served answer with `generate`'s."""
 
     equal: int  # tokens before the first difference
-    errors: list[float]  # of the log probabilities of those
-    margins: list[
-        float
-    ]  # of near-ties that resolved differently, in units in the last place; empty if all tokens are equal
+    errors: list[float]  # differences of their log probabilities
+    margins: list[float]  # gaps of differently resolved near-ties, in ulps; empty if all tokens are equal
 
 
 def ulp(logit: float) -> float:

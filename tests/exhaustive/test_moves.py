@@ -1,4 +1,4 @@
-"""Planned moves on real Ray under load: scale-down, a rolling update, a drained node; no failure, no changed token.
+"""Scale-down, rolling updates and node drains on real Ray under load fail no request and change no token.
 
 Not part of the default suite: `make test-exhaustive`.
 """
@@ -38,7 +38,7 @@ MODEL = "SmolLM2-135M-Instruct"
 TOKENS = 200
 TOPICS = ("rivers", "trains", "bread", "the moon")
 GREEDY: dict[str, object] = {"temperature": 0.0}
-Request = tuple[str, dict[str, object]]  # a prompt, and how its answer is sampled
+Request = tuple[str, dict[str, object]]  # prompt and sampling parameters
 REQUESTS: list[Request] = [(f"Explain to a child something about {topic}.", GREEDY) for topic in TOPICS] + [
     (f"Tell me a story about {topic}.", {"temperature": 0.8, "seed": seed}) for seed, topic in enumerate(TOPICS)
 ]
@@ -51,14 +51,14 @@ POOLS = (
     "speculation.schedule=lock_step",
     "server.drain_s=60",
 )
-NODES = ("one", "two")  # beside the head, which runs no model
+NODES = ("one", "two")  # besides the head, which runs no model
 STORE_BYTES = 80 << 20
 RAY_START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
 
 
 @dataclass
 class Load:
-    """Streams without end, one after the other for each request, until told to stop."""
+    """Repeats each request in its own stream until stopped."""
 
     texts: dict[int, Counter[str]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
@@ -69,12 +69,12 @@ class Load:
 @dataclass(frozen=True)
 class Nodes:
     address: str
-    processes: dict[str, subprocess.Popen[bytes]]  # by the label of each node's name
+    processes: dict[str, subprocess.Popen[bytes]]  # by node label
 
 
 @contextmanager
 def started_node(address: str, name: str, drain_s: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A node as an operator starts one, told how long it has to drain in."""
+    """Starts a node as an operator would, with a drain deadline."""
     options = {
         "--address": address,
         "--num-cpus": "4",
@@ -100,7 +100,7 @@ def nodes(target: str) -> Iterator[Nodes]:
     with ExitStack() as running:
         started: dict[str, subprocess.Popen[bytes]] = {}
         client = GcsClient(address=made.address)
-        for name in NODES:  # in turn: two that start at once on one machine may miss the time that Ray gives them
+        for name in NODES:  # one after another: two concurrent starts may exceed Ray's start timeout
             started[name] = running.enter_context(started_node(made.address, name, seconds))
             eventually(lambda: len(client.get_all_node_info()) == 1 + len(started), f"node {name} has joined")
         yield Nodes(made.address, started)
@@ -108,7 +108,7 @@ def nodes(target: str) -> Iterator[Nodes]:
 
 
 def draft(max_sessions: int) -> str:
-    """Two drafters: lookups, which start within seconds and find what a small target repeats."""
+    """Configures two n-gram drafters, which start within seconds and match the small target's repetitions."""
     where = "resources: {num_cpus: 0.1, labels: {models: 'yes'}}"
     pool = f"method: ngram, model: null, max_sessions: {max_sessions}, replicas: {{min: 2, max: 2}}, {where}"
     return f"draft={{{pool}}}"
@@ -133,7 +133,7 @@ def served(nodes: Nodes, target: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def undisturbed(served: Served) -> list[str]:
-    """Returns the expected answer of each request; greedy ones come from the reference."""
+    """Returns the expected answer to each request; greedy answers come from the reference."""
     load = Load()
     asyncio.run(under_load(served, load, lambda: None))
     assert not load.errors
@@ -148,7 +148,7 @@ def undisturbed(served: Served) -> list[str]:
 async def under_load(
     served: Served, load: Load, disturb: Callable[[], None], requests: Sequence[Request] = REQUESTS
 ) -> None:
-    """Every request again and again, at least once, until `disturb` has returned."""
+    """Repeats every request, at least once, until `disturb` has returned."""
     client = served.async_client
     disturbing = asyncio.create_task(asyncio.to_thread(disturb))
 
@@ -217,7 +217,7 @@ def test_scale_down_a_rolling_update_and_a_drained_node(
     port = f"server.port={served.config.server.port}"
 
     def update() -> None:
-        """Other values that change nothing of what is answered: every replica is replaced."""
+        """Changes settings that replace every replica but leave answers unchanged."""
         changed = config_with(target, 3, port, "target.max_sessions=12", draft_sessions=48)
         deploy(changed, APPLICATION)
         time.sleep(5)
@@ -233,7 +233,7 @@ def test_scale_down_a_rolling_update_and_a_drained_node(
     assert counted["target", "planned"] > 0
 
     def drain() -> None:
-        """SIGTERM to the node on which the target runs; the other has room for it."""
+        """Sends SIGTERM to the target's node; the other node has capacity for the target."""
         name = node_of_the_target()
         assert name is not None
         process = nodes.processes[name]
@@ -250,7 +250,7 @@ def test_scale_down_a_rolling_update_and_a_drained_node(
 
     routers = router_pids(served)
     counted = check("a node drained with SIGTERM", served, undisturbed, drain)
-    # A router that was on the node, too, has taken with it what it counted.
+    # A router on the same node took its counters with it.
     assert counted["target", "planned"] > 0 or router_pids(served) != routers
     assert_nothing_left(served)
 
@@ -260,7 +260,7 @@ def router_pids(served: Served) -> set[int]:
 
 
 def node_of_the_target() -> str | None:
-    """Name of the node that a running target is on; None while none runs."""
+    """Returns the node name of a running target, or None if no target runs."""
     deployments = _get_global_client().get_serve_details()["applications"][APPLICATION]["deployments"]
     replicas = deployments["Target"]["replicas"]
     running = {one["node_id"] for one in replicas if one["state"] == "RUNNING"}

@@ -1,4 +1,4 @@
-"""A hundred thousand mutated frames at each service: nobody falls, honest sessions go on, and memory stays flat.
+"""A hundred thousand mutated frames crash no service, disturb no honest session and leak no memory.
 
 Not part of the default suite: `make test-mutations`.
 """
@@ -23,8 +23,8 @@ from tests.mutations import (
     unlogged,
 )
 
-FRAMES = 20  # of an example
-EXAMPLES = 200  # of a run: hypothesis remembers all of a run's, which would look like a leak
+FRAMES = 20  # per example
+EXAMPLES = 200  # per run; hypothesis keeps a run's examples, which would look like a leak
 RUNS = 100_000 // (FRAMES * EXAMPLES)
 GROWTH_BYTES = 16 << 20
 

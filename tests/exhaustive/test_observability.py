@@ -1,4 +1,4 @@
-"""Observability of a deployment on Ray: all processes' metrics at one router, Ray's own port, one trace, the log.
+"""Tests a Ray deployment's observability: metrics of all processes at one router, Ray's metrics port, traces and logs.
 
 Not part of the default suite: `make test-exhaustive`.
 """
@@ -34,7 +34,7 @@ def collector() -> Iterator[tuple[str, Collector]]:
 
 @pytest.fixture(scope="module")
 def served(collector: tuple[str, Collector]) -> Iterator[Served]:
-    """Two routers in front of one target and one drafter; a few answers have been given."""
+    """Serves two routers, a target and a drafter, and requests a few answers."""
     tracing = (f"tracing.endpoint={collector[0]}", "tracing.sample=0", "tracing.slow_s=0")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -47,7 +47,7 @@ def served(collector: tuple[str, Collector]) -> Iterator[Served]:
 
 @pytest.fixture
 def operators(served: Served) -> str:
-    """Their address, which both routers share."""
+    """Returns the admin address, shared by both routers."""
     return f"http://127.0.0.1:{served.config.server.admin.port}"
 
 
@@ -89,7 +89,7 @@ def test_metrics_and_page_are_at_the_operators_address_alone(served: Served, ope
 
 
 def test_any_router_tells_the_metrics_of_all_processes(served: Served, operators: str) -> None:
-    for _ in range(4):  # whichever router is asked
+    for _ in range(4):  # reaches both routers
         found = samples(f"{operators}/metrics")
         assert {one.labels["deployment"] for one in found} == {"Router", "Target", "Drafter"}
         assert len({one.labels["replica"] for one in found if one.labels["deployment"] == "Router"}) == 2

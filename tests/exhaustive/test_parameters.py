@@ -1,11 +1,12 @@
-"""Every parameter, and each pair of them, on the real pair through HTTP: speculation changes no token of a seeded text.
+"""Speculation changes no token of a seeded text, for every parameter and every pair of parameters, over HTTP.
 
-By chains of several tokens, and by trees, whose branches the target is asked about: else trees might never have been.
-Each pair has one of the prompts in turn, each parameter alone has all. `-k "logit_bias"` runs the pairs of one.
+Drafts are chains of several tokens, and trees; the test checks that the target verified branches. Each pair of
+parameters uses one prompt in rotation, and each single parameter uses all prompts. `-k "logit_bias"` runs the pairs
+with one parameter.
 
-Not part of the default suite: `make test-exhaustive`. Batch shapes change rounding, so a text may leave another at a
-near-tie; an answer that differs is judged by the plain model, token by token, and the few near-ties are counted: where
-no near-tie explains a difference, it fails.
+Not part of the default suite: `make test-exhaustive`. Batch shapes change rounding, so texts may diverge at a near-tie.
+The transformers model checks a different answer token by token. The test counts near-ties, and fails if no near-tie
+explains a difference.
 """
 
 import asyncio
@@ -29,9 +30,9 @@ MAX_TOKENS = 20
 AT_ONCE = 8
 SHAPES = {"chain": CHAIN, "tree": TREE}  # draft tokens
 PROMPTS = [json.loads(line)["prompt"] for line in BENCH_PROMPTS.read_text().splitlines()][:3]
-TOLERANCE = 1e-3  # of a log probability
-NEAR_TIE = 1e-3  # of logits against each other
-MAX_TIE_SHARE = 0.1  # of the answers of one comparison
+TOLERANCE = 1e-3  # for a log probability
+NEAR_TIE = 1e-3  # difference between two logits
+MAX_TIE_SHARE = 0.1  # share of the answers in a comparison
 PARAMETERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.3},
     "greedy": {"temperature": 0.0},
@@ -62,12 +63,12 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "choice": {"structured_outputs": {"choice": ["yes, at once", "no, never", "perhaps, if it rains"]}},
     "regex": {"structured_outputs": {"regex": "[A-Z][a-z]{2,9}( [a-z]{2,9}){6,9}\\."}},
 }
-REFUSED = {frozenset({"ignore_eos", form}) for form in ("choice", "regex")}  # they contradict each other
+REFUSED = {frozenset({"ignore_eos", form}) for form in ("choice", "regex")}  # contradictory pairs
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """Every session is drafted for in every round, whether it pays on this machine or not."""
+    """Serves in lock step, which drafts for every session in every round."""
     longest = f"speculation.draft_tokens={max(SHAPES.values())}"
     settings = ("speculation.schedule=lock_step", "draft.resources.background=false", longest)
     with built_by("tests.exhaustive.shaped_target:build"), demo_served(*settings) as served:
@@ -75,7 +76,7 @@ def served() -> Iterator[Served]:
 
 
 async def answered(served: Served, fields: list[dict[str, Any]], nodes: int) -> list[Completion]:
-    """All at once, as far as there are places."""
+    """Sends all requests concurrently, up to the session limit."""
     client = served.async_client
     places = asyncio.Semaphore(AT_ONCE)
 
@@ -89,16 +90,16 @@ async def answered(served: Served, fields: list[dict[str, Any]], nodes: int) -> 
 
 @dataclass(frozen=True)
 class Said:
-    """One choice of an answer."""
+    """Choice of an answer."""
 
     text: str
     ended: str | None
     ended_by: int | str | None
-    tokens: tuple[str, ...]  # of the answer alone
+    tokens: tuple[str, ...]  # without the prompt
 
 
 def said(answer: Completion, echoed: int) -> list[Said]:
-    """Each choice, without the so many tokens of the prompt with which it begins."""
+    """Returns the choices without the prompt tokens that precede them."""
     found = []
     for choice in answer.choices:
         ended_by = choice.model_extra["stop_reason"]
@@ -108,25 +109,25 @@ def said(answer: Completion, echoed: int) -> list[Said]:
 
 
 def furthest_score(one: Completion, other: Completion) -> float:
-    """Returns the largest difference of log probabilities over common tokens."""
+    """Returns the largest difference between log probabilities of common tokens."""
     apart = [0.0]
     for mine, theirs in zip(one.choices, other.choices, strict=True):
         if mine.logprobs.tokens == theirs.logprobs.tokens:
             scores = zip(mine.logprobs.token_logprobs or [], theirs.logprobs.token_logprobs or [], strict=True)
             assert len(mine.logprobs.tokens or []) == len(mine.logprobs.token_logprobs or [])
-            apart += [abs(a - b) for a, b in scores if a is not None and b is not None]  # a prompt's first has none
+            apart += [abs(a - b) for a, b in scores if a is not None and b is not None]  # the first has none
     return max(apart)
 
 
 def judged(plain_model: PlainModel, asked: dict[str, Any], plain: Completion, found: Completion) -> list[float]:
-    """Returns how near a tie each differing choice was; infinite if no tie explains it."""
+    """Returns the logit error that explains each differing choice; infinite if no near-tie does."""
     generations = plain_model.generations(asked)
     echoed = len(generations[0].prompt) if asked.get("echo") else 0
     margins = []
     for generation, one, other in zip(generations, said(plain, echoed), said(found, echoed), strict=True):
         if one == other:
             continue
-        if one.tokens == other.tokens:  # the same tokens, and another text or end
+        if one.tokens == other.tokens:  # equal tokens but another text or finish reason
             margins.append(math.inf)
             continue
         margins.append(max(plain_model.widest_margin(generation, each.tokens) for each in (one, other)))
@@ -134,7 +135,7 @@ def judged(plain_model: PlainModel, asked: dict[str, Any], plain: Completion, fo
 
 
 def requests_of(first: str) -> list[dict[str, Any]]:
-    """The parameter alone, and with each that comes after it."""
+    """Returns requests with the parameter alone, and with each later parameter."""
     base = {"model": MODEL, "temperature": 0.8, "seed": 11, "max_tokens": MAX_TOKENS, "logprobs": 0}
     names = list(PARAMETERS)
     others = [name for name in names[names.index(first) + 1 :] if frozenset({first, name}) not in REFUSED]
@@ -172,13 +173,13 @@ async def test_each_pair_of_parameters_gives_the_text_of_plain_decoding(
 
 
 def accepted(answers: list[Completion]) -> int:
-    """Draft tokens, of all answers together."""
+    """Returns the number of accepted draft tokens in all answers."""
     details = [answer.usage.completion_tokens_details for answer in answers if answer.usage]
     return sum(each.accepted_prediction_tokens or 0 for each in details if each)
 
 
 def describe(asked: dict[str, Any]) -> str:
-    """The request, without its long fields."""
+    """Formats the request without its long fields."""
     return str({name: value for name, value in asked.items() if name not in ("allowed_token_ids", "model", "logprobs")})
 
 
@@ -192,7 +193,7 @@ def plain_model(served: Served) -> PlainModel:
 async def test_log_probabilities_are_those_of_plain_hugging_face(
     served: Served, plain_model: PlainModel, changes: dict[str, Any], nodes: int
 ) -> None:
-    """Compares scores of prompt and answer under the unprocessed logits."""
+    """Compares the scores of prompt and answer with those of unprocessed logits."""
     base = {"temperature": 0.9, "seed": 5, "max_tokens": MAX_TOKENS, "ignore_eos": True, "skip_special_tokens": False}
     asked = base | changes | {"model": MODEL, "echo": True, "logprobs": 4}
     answers = await answered(served, [asked | {"prompt": prompt} for prompt in PROMPTS], nodes)

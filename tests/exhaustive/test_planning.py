@@ -44,7 +44,7 @@ def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():
 
 
 def test_where_targets_share_a_drafter_the_gain_ends_earlier():
-    """The drafter is busy for longer than a target's step: with four of them a round is four passes, or nearly."""
+    """Four targets keep the drafter busy for longer than a target step, so a round takes almost four passes."""
     costs = COSTS.model_copy(update={"draft": DraftCost(forward=ForwardCost.linear(0.001, per_row_s=0.0005))})
     inputs = replace(SMALL, costs=costs, arrivals=ClosedLoop(4), ratios=((4, 1),))
     recommendation = recommend(inputs)

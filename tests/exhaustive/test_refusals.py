@@ -1,6 +1,6 @@
-"""Checks that every architecture and broken checkpoint that cannot be served is refused in one line before Ray starts.
+"""Every unsupported architecture and broken checkpoint is refused in one line before Ray starts.
 
-`config check --models` and `serve` must print the same line within ten seconds of processor time.
+`config check --models` and `serve` must print the same line within ten seconds of CPU time.
 """
 
 import os
@@ -21,7 +21,7 @@ from serve_app.cli.main import main
 from tests.broken_checkpoints import DESCRIPTIONS, FILES, WEIGHTS, Form, config_lines, good_checkpoint
 
 FORMS = DESCRIPTIONS | FILES
-MAX_CPU_S = 10.0  # wall time would depend on the machine's load
+MAX_CPU_S = 10.0  # CPU time, because wall time depends on the machine's load
 IN_OWN_PROCESS = (
     "no config",
     "T5",
@@ -63,7 +63,7 @@ def refusal(
 
 
 def only_line(printed: str) -> str:
-    """Returns a refusal's only line, which has a reason and, after a semicolon or a comma, a remedy."""
+    """Returns a refusal's only line: a reason, a semicolon or comma, and a remedy."""
     (line,) = printed.strip().splitlines()
     assert line.startswith("error: ")
     assert ";" in line or ", expected" in line, line
@@ -72,7 +72,7 @@ def only_line(printed: str) -> str:
 
 
 def broken(form: Form, good: Path, folder: Path) -> Path:
-    """Breaks a copy of the good checkpoint; returns the configuration that names it."""
+    """Breaks a copy of the valid checkpoint; returns a configuration for it."""
     copy = shutil.copytree(good, folder / "broken")
     form.edit(copy)
     config = folder / "config.yaml"
@@ -84,7 +84,7 @@ def broken(form: Form, good: Path, folder: Path) -> Path:
 def test_every_architecture_without_weights_is_refused_in_one_line(
     kind: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Uses default sizes; a supported architecture is refused for its missing weights."""
+    """Models have default sizes; supported architectures are refused because weights are missing."""
     folder = shutil.copytree(good, tmp_path / kind)
     (folder / WEIGHTS).unlink()
     try:
@@ -97,7 +97,7 @@ def test_every_architecture_without_weights_is_refused_in_one_line(
 
 
 def serve(config: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `slipstream serve` in a process of its own, until it ends by itself."""
+    """Runs `slipstream serve` in a child process until it exits."""
     return subprocess.run(
         [*COMMAND, *SERVE, str(config)],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
@@ -117,7 +117,7 @@ def test_serve_refuses_a_broken_checkpoint_before_ray_starts(name: str, good: Pa
 
 
 def test_serve_ends_with_the_error_of_a_replica(good: Path, tmp_path: Path) -> None:
-    """Only the target's replica reads the weights, so only it can find one that is NaN."""
+    """Only the target replica reads the weights, so only it can detect a NaN weight."""
     folder = shutil.copytree(good, tmp_path / "not finite")
     weights = load_file(folder / WEIGHTS)
     weights["lm_head.weight"][3, 4] = float("nan")

@@ -1,4 +1,4 @@
-"""Audits of the whole product: honest targets raise nothing, and operators see that they were asked."""
+"""Audits in a whole deployment: honest targets raise no alarm, and operators see the audits."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def served(records: Path) -> Iterator[Served]:
 
 
 def test_all_that_honest_targets_served_is_decided_again_and_equal(served: Served, records: Path) -> None:
-    """Greedy and sampled, on another replica than served it; a near-tie in float32 is rare but no fault."""
+    """Another replica verifies greedy and sampled answers; a rare near-tie in float32 is not a fault."""
     for index in range(REQUESTS):
         sampling = {"temperature": 0.8, "top_p": 0.9, "seed": index} if index % 2 else {"temperature": 0.0}
         served.client.completions.create(

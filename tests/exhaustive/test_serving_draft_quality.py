@@ -1,4 +1,4 @@
-"""The sentinel in the whole product: over Ray and HTTP a drafter turns to noise, and operators see what is done."""
+"""Over Ray and HTTP, a drafter's proposals turn to noise, and operators see the countermeasures."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,16 @@ from serve_app.status import remedies_table
 from tests.exhaustive.noisy_drafter import AfterTokens, TurnsToNoise
 from tests.integration.serving import Reference, Served, demo_served
 
-MARK = "SLIPSTREAM_TEST_NOISY_DRAFTER"  # names a file; the drafter that creates it is the noisy one
+MARK = "SLIPSTREAM_TEST_NOISY_DRAFTER"  # path of a file; the drafter that creates it becomes noisy
 GOOD_TOKENS = 200
 VOCABULARY = 49_152
-PROMPTS = 4  # at once
-ROUNDS = 12  # most
-ANSWER = 160  # tokens
+PROMPTS = 4  # concurrent prompts
+ROUNDS = 12  # maximum rounds
+ANSWER = 160  # tokens per answer
 
 
 def is_first(mark: Path, name: str) -> bool:
-    """Returns whether no other process has left its name."""
+    """Returns whether no other process has created the file."""
     try:
         with mark.open("x") as file:
             file.write(name)
@@ -34,7 +34,7 @@ def is_first(mark: Path, name: str) -> bool:
 
 
 class OneIsNoisy(DraftDeployment):
-    """The first drafter of the pool turns to noise; the others are as they should be."""
+    """Drafter that turns to noise if it is the first of its pool."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SlipstreamConfig, targets: DeploymentHandle[Any]
@@ -81,7 +81,7 @@ def test_a_drafter_that_turns_to_noise_is_resynchronised_replaced_and_left_out(s
 
 
 def ask_all(served: Served, prompts: Sequence[str]) -> dict[str, str]:
-    """All at once; a request that fails raises."""
+    """Sends all prompts concurrently; raises if a request fails."""
 
     def ask(prompt: str) -> str:
         answer = served.client.chat.completions.create(

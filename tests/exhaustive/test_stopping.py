@@ -1,4 +1,4 @@
-"""SIGTERM to `slipstream serve`, on a Ray cluster of its own: the stream that runs is finished, and nobody else let in.
+"""SIGTERM to `slipstream serve` on its own Ray cluster: running streams finish, and new requests are refused.
 
 Not part of the default suite: `make test-exhaustive`.
 """
@@ -21,14 +21,14 @@ from tests.exhaustive.small_target import make_small_target
 from tests.integration.test_serving import eventually
 
 MODEL = "small"
-TOKENS = 6000  # of the stream: many seconds, even of a target so small
+TOKENS = 6000  # per stream: many seconds, even for a small target
 SERVE = (sys.executable, "-c", "from serve_app.cli.main import main; main()", "serve")
 END_S = 300
 
 
 @contextmanager
 def serving_process(config: Path) -> Iterator[tuple[subprocess.Popen[str], OpenAI]]:
-    """The command as an init system runs it, once it has said where it is ready."""
+    """Runs the command like an init system; yields when it is ready."""
     environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     with subprocess.Popen(
         [*SERVE, str(config), "--port", "0"], env=environment, stdout=subprocess.PIPE, text=True

@@ -1,6 +1,6 @@
-"""Answers by JSON schemas with the demo's real pair: they validate, and speculation changes none of them.
+"""The demo pair's answers validate against JSON schemas, and speculation changes none of them.
 
-`SLIPSTREAM_JSON_ANSWERS` is how many are asked for; what a drafter gains that knows the schema is printed.
+`SLIPSTREAM_JSON_ANSWERS` sets the number of answers. Prints the gain of drafters that know the schema.
 """
 
 import json
@@ -40,7 +40,7 @@ DRAFTED = 6
 
 
 class Pair:
-    """The demo's target and draft in this process, and grammars for both."""
+    """Demo target and draft in this process, with grammars for both."""
 
     def __init__(self) -> None:
         config = demo_config(["model.dtype=float32"])

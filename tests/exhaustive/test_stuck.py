@@ -1,4 +1,4 @@
-"""Replicas that respond but do not compute are found and replaced under load: a stopped rank, a hanging forward.
+"""Replicas that respond but do not compute are detected and replaced under load: a stopped rank, a hanging drafter.
 
 Not part of the default suite: `make test-exhaustive`.
 """
@@ -22,7 +22,7 @@ from tests.integration.test_serving import assert_nothing_left, eventually
 
 PROMPTS = tuple(f"Explain to a child something about {topic}." for topic in ("rivers", "trains", "bread", "glass"))
 REQUESTS: list[Request] = [(prompt, GREEDY) for prompt in PROMPTS]
-REPLACED_S = 300  # on a busy machine, models take long to load
+REPLACED_S = 300  # models load slowly on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def disturbed(served: Served, what: str, disturb: Callable[[], None]) -> None:
-    """Runs a failure under load; every text must be the greedy answer."""
+    """Runs a failure under load; every text must equal the greedy answer."""
     before = handovers(served)
     load = Load()
     asyncio.run(under_load(served, load, disturb, REQUESTS))
@@ -65,7 +65,7 @@ def until_replaced(served: Served, deployment: str, pid: int) -> None:
 
 
 def busiest(served: Served, deployment: str) -> dict[str, object]:
-    """The replica with the most sessions, once there is one with any."""
+    """Waits for a replica with sessions; returns the one with the most."""
     eventually(lambda: any(one["sessions"] for one in served.inspect(deployment)), "it has sessions")
     return max(served.inspect(deployment), key=lambda one: one["sessions"])
 

@@ -1,7 +1,7 @@
-"""Calls that must be made with the demo's real pair: each is of a tool by its schema, and speculation changes none.
+"""The demo pair's forced tool calls match the tools' schemas, and speculation changes none of them.
 
-The target was taught no tools, so its grammar alone makes calls of what it says. `SLIPSTREAM_CALLS` is how many answers
-are asked for.
+The target was not trained on tools, so only the grammar makes it write calls. `SLIPSTREAM_CALLS` sets the number of
+answers.
 """
 
 import json
@@ -65,7 +65,7 @@ def test_every_call_is_of_a_tool_by_its_schema(capsys) -> None:
         assert pair.answer(replace(asked, draft_tokens=0), pair.ignorant).committed == session.committed
         counts["accepted"] += session.counts.accepted
         if session.committed[-1] not in codec.eos_ids:
-            counts["cut off"] += 1  # a model that was taught no tools may call for ever
+            counts["cut off"] += 1  # a model without tool training may never end its calls
             continue
         said = read_whole(codec.readers.reader(prompt, TOOLS), [codec.decode(session.committed[:-1], False)])
         assert said

@@ -1,4 +1,4 @@
-"""The whole product with certificates, and with a token: over Ray and HTTP, answers are as ever, drafts accepted.
+"""A whole deployment with certificates or with a token serves exact answers with accepted drafts, over Ray and HTTP.
 
 Not part of the default suite: `make test-exhaustive`.
 """
@@ -17,7 +17,7 @@ PROMPTS = ("Tell me of rivers.", "Tell me of trains.", "Tell me of bread.")
 
 
 def answers(served: Served) -> int:
-    """Asks every prompt, holds the answers against plain decoding, and returns how many draft tokens were accepted."""
+    """Sends every prompt, compares the answers with non-speculative decoding, and returns the accepted draft tokens."""
     reference = Reference(served.config.model.target)
     accepted = 0
     for prompt in PROMPTS:

@@ -1,1 +1,1 @@
-"""Hostile clients: everything the schema allows and forbids, and harmful load."""
+"""Hostile clients: allowed and forbidden requests, and harmful load."""

@@ -1,10 +1,9 @@
-"""A hostile client as a program: `python -m tests.hostile.attack KIND URL MODEL SECONDS [RATE]`.
+"""Hostile client as a program: `python -m tests.hostile.attack KIND URL MODEL SECONDS [RATE]`.
 
-RATE is an overload's requests per second; `ordinary` measures the server without any attack.
+RATE is the requests per second of `overload`; `ordinary` measures the server without an attack.
 
-It runs as a separate process at the lowest priority, so that on few cores it does not take the server's time, which is
-measured. It speaks HTTP over bare sockets, which is cheap and lets it stop anywhere. It prints one JSON line per
-exchange.
+The client runs as a separate process at the lowest priority, so it takes little CPU time from the measured server. It
+speaks HTTP over bare sockets, which is cheap and lets it stop at any byte. It prints one JSON line per exchange.
 """
 
 import asyncio
@@ -28,22 +27,22 @@ TRICKLING = 500
 COMES_AGAIN_S = 10.0
 LEAVING = 200
 OVERLOAD_TOKENS = 16
-PATIENT = 16  # clients that wait for their answers
+PATIENT = 16  # clients that await their answers
 PATIENCE_S = 30
-AT_ONCE = 4  # strangers who ask what has one right answer
+AT_ONCE = 4  # concurrent requests with one right answer
 LOWEST_PRIORITY = 19
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one exchange; status 0: none, because the client left first."""
+    """Answer to one request; status 0: the client disconnected first."""
 
     name: str
     status: int
-    is_error: bool = False  # in OpenAI's form
+    is_error: bool = False  # has OpenAI's error format
     retry_after: str | None = None
     param: str | None = None
-    ms: float = 0.0  # from the request's last byte to the answer's first
+    ms: float = 0.0  # milliseconds from the request's last byte to the answer's first
     length: int = 0  # bytes
 
 
@@ -59,7 +58,7 @@ class Place:
     async def connection(
         self, receive_buffer: int = 0
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A connection that is closed at once afterwards."""
+        """Opens a connection, and closes it immediately on exit."""
         plug = socket.socket()
         plug.setblocking(False)
         if receive_buffer:
@@ -82,10 +81,10 @@ class Place:
         return "\r\n".join((*lines, "Content-Type: application/json", "Connection: close", "", "")).encode()
 
     async def exchange(self, name: str, request: bytes) -> Answer:
-        """Sends a request and returns its answer; the server may answer and close before all was sent."""
+        """Sends a request and returns its answer; the server may answer and close early."""
         async with self.connection() as (reader, writer), asyncio.timeout(PATIENCE_S):
             writer.write(request)
-            answering = asyncio.ensure_future(_arriving(reader))  # it may be there before all has been sent
+            answering = asyncio.ensure_future(_arriving(reader))  # an answer may arrive before the request ends
             with suppress(ConnectionError):
                 await writer.drain()
             sent = time.monotonic()
@@ -94,10 +93,10 @@ class Place:
 
 
 async def _arriving(reader: asyncio.StreamReader) -> tuple[float, bytes]:
-    """Returns when the answer began, and everything that arrived until the server closed the connection.
+    """Returns the start time of the answer and all bytes until the server closed the connection.
 
-    A server that closes with unread input resets the connection after its answer. A reader that starts only then would
-    lose the answer to the reset, so it reads all the while.
+    A server that closes with unread input resets the connection after its answer. The reset would discard an unread
+    answer, so this function reads while the client still sends.
     """
     parts = []
     first_at = 0.0
@@ -109,7 +108,7 @@ async def _arriving(reader: asyncio.StreamReader) -> tuple[float, bytes]:
 
 
 def _answer(name: str, answer: bytes, ms: float = 0.0) -> Answer:
-    """Parses an answer or only its head; status 0 for none."""
+    """Parses an answer or only its head; returns status 0 without one."""
     if not answer:
         return Answer(name, 0)
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -124,7 +123,7 @@ def _answer(name: str, answer: bytes, ms: float = 0.0) -> Answer:
 
 
 def _error(body: bytes) -> dict[str, Any]:
-    """Parses a JSON body, whole or in one chunk; empty for any other."""
+    """Parses a JSON body, whole or in one chunk; returns an empty dict for any other body."""
     try:
         return dict(json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])["error"])
     except (ValueError, KeyError, TypeError):
@@ -132,7 +131,7 @@ def _error(body: bytes) -> dict[str, Any]:
 
 
 async def _refusal(name: str, first: bytes, reader: asyncio.StreamReader) -> Answer:
-    """Reads the rest of an answer that is not a stream."""
+    """Reads the rest of a non-streamed answer."""
     return _answer(name, first + await reader.read())
 
 
@@ -140,7 +139,7 @@ async def _refusal(name: str, first: bytes, reader: asyncio.StreamReader) -> Ans
 
 
 def hostile_bodies(model: str) -> dict[str, bytes]:
-    """Returns bodies by name; each must be refused."""
+    """Returns invalid bodies by name; the server must refuse each."""
 
     def with_model(rest: str) -> bytes:
         return f'{{"model": "{model}", {rest}}}'.encode()
@@ -178,7 +177,7 @@ def hostile_bodies(model: str) -> dict[str, bytes]:
 
 
 async def bodies(place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """Sends the requests in turn, repeatedly."""
+    """Sends the requests in rotation."""
     made = {name: place.posts(body) for name, body in hostile_bodies(place.model).items()}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -187,12 +186,12 @@ async def bodies(place: Place, seconds: float) -> AsyncIterator[Answer]:
             await asyncio.sleep(0.05)
 
 
-# ------------------------------------------------------------ requests that have one right answer
+# ------------------------------------------------------------ requests with one right answer
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request and the required status of its answer."""
+    """Request with the required status of its answer."""
 
     status: int
     method: str
@@ -205,13 +204,13 @@ class Ask:
         return self.method != "HEAD"
 
 
-FAULTS = {  # of a chat template, by the value of its variable FAULT; the test puts them before the model's own template
+FAULTS = {  # chat-template prefixes by the value of the variable FAULT
     "division": "{{ 1 / 0 }}",
     "overflow": "{{ 10.0 ** 400 }}",
     "range": "{{ range(10 ** 9) | list }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "endless": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "power": "{% set nine = messages | length + 8 %}{{ nine ** (nine ** 9) }}",  # constants are computed at once
+    "power": "{% set nine = messages | length + 8 %}{{ nine ** (nine ** 9) }}",  # Jinja would fold a constant
     "memory": "{{ 'a' * (messages | length * 10 ** 11) }}",
     "doubling": "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
 }
@@ -219,7 +218,7 @@ FAULT = "fault"
 
 
 def broken_templates(model: str) -> dict[str, Ask]:
-    """Returns conversations on which the template fails, for each endpoint that takes them."""
+    """Returns conversations that make the template fail, for each chat endpoint."""
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     bodies: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": ("/v1/chat/completions", {**chat, "max_tokens": 4}),
@@ -235,7 +234,7 @@ def broken_templates(model: str) -> dict[str, Ask]:
 
 
 def strange_methods(model: str) -> dict[str, Ask]:
-    """Returns requests with unused methods and an unserved scheme."""
+    """Returns requests with unsupported methods and schemes."""
     read = ("/health", "/health/live", "/health/ready", "/v1/models", "/metrics", "/docs", "/openapi.json", "/version")
     posted = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize")
     schema = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
@@ -258,7 +257,7 @@ def _body(model: str, **fields: Any) -> bytes:
 
 
 async def asks(kind: str, place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """Repeats all requests of a kind, a few at once."""
+    """Repeats all requests of a kind, AT_ONCE at a time."""
     made = [
         (name, place.head(len(ask.body), ask.path, ask.method) + ask.body)
         for name, ask in ASKS[kind](place.model).items()
@@ -292,7 +291,7 @@ async def slow_readers(place: Place, seconds: float) -> AsyncIterator[Answer]:
             if b" 200 " not in first:
                 return await _refusal("slow reader", first, reader)
             end = time.monotonic() + seconds
-            with suppress(ConnectionError):  # the server need not wait for such a reader
+            with suppress(ConnectionError):  # the server may drop a slow reader
                 while time.monotonic() < end:
                     await reader.read(16)
                     await asyncio.sleep(1)
@@ -303,7 +302,7 @@ async def slow_readers(place: Place, seconds: float) -> AsyncIterator[Answer]:
 
 
 async def trickling(place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """Sends a byte of each body per second, never the last one; reconnects when disconnected."""
+    """Sends one byte of each body per second but never the last byte; reconnects when disconnected."""
     end = time.monotonic() + seconds
     rng = random.Random(1)
 
@@ -351,7 +350,7 @@ async def leaving(place: Place, seconds: float) -> AsyncIterator[Answer]:
 
 
 async def ordinary(place: Place, seconds: float) -> AsyncIterator[Answer]:
-    """Sends an overload's requests, each client waiting for one answer before the next request."""
+    """Sends the requests of `overload`; each client awaits an answer before its next request."""
     end = time.monotonic() + seconds
 
     async def one() -> list[Answer]:
@@ -366,7 +365,7 @@ async def ordinary(place: Place, seconds: float) -> AsyncIterator[Answer]:
 
 
 async def overload(place: Place, seconds: float, per_second: float) -> AsyncIterator[Answer]:
-    """Sends requests at a fixed rate, whatever the answers."""
+    """Sends requests at a fixed rate, independent of the answers."""
 
     async def one(at_s: float) -> Answer:
         await asyncio.sleep(at_s)
@@ -378,13 +377,13 @@ async def overload(place: Place, seconds: float, per_second: float) -> AsyncIter
 
 
 async def _all(works: list[Callable[[], Awaitable[Answer]]]) -> AsyncIterator[Answer]:
-    """Runs all concurrently and yields them as they end."""
+    """Runs all coroutines concurrently and yields their results as they end."""
     for done in asyncio.as_completed([_guarded(work) for work in works]):
         yield await done
 
 
 async def _guarded(work: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Counts a refused or closed connection as an answer."""
+    """Returns a refused or closed connection as an answer."""
     try:
         return await work()
     except (OSError, asyncio.IncompleteReadError, TimeoutError, IndexError) as error:

@@ -1,7 +1,8 @@
-"""Attacks on the demo deployment while eight streams run: the streams continue, and nothing remains.
+"""Eight streams continue under attacks on the demo deployment, and no resources leak.
 
-Not part of the default suite: `make test-hostile`. `-s` prints what was measured. How fast a refusal comes is printed
-and not asserted, for a busy machine has a say in it. `docs/benchmarks.md` has the figures of a busy one.
+Not part of the default suite: `make test-hostile`. `-s` prints the measurements. The test prints the latency of
+refusals but does not assert it, because it depends on the machine's load. `docs/benchmarks.md` has figures for a busy
+machine.
 """
 
 import asyncio
@@ -35,29 +36,29 @@ SECONDS = {
     "trickling": 30.0,
     "leaving": 30.0,
     "overload": 60.0,
-    **dict.fromkeys(ASKS, 60.0),  # long enough to send each at least once
+    **dict.fromkeys(ASKS, 60.0),  # enough to send each request at least once
 }
-WORST = 3  # times the usual worst gap
-OVERLOAD = 10  # times what the pair answers when nobody hurries it
+WORST = 3  # limit of the worst gap, relative to the usual worst gap
+OVERLOAD = 10  # request rate, relative to the idle deployment's rate
 ORDINARY_S = 20.0
 NEWCOMER_EVERY_S = 3.0
 SERVED_OR_REFUSED = frozenset({200, 429})
-STATUSES = {  # that each kind may have; 0: none, as nothing but silence or leaving was to be answered
+STATUSES = {  # allowed statuses by kind; 0: no answer to silence or a disconnect
     "slow_readers": SERVED_OR_REFUSED,
     "trickling": frozenset({408, 429}),
     "leaving": frozenset({0}),
     "overload": SERVED_OR_REFUSED,
 }
-CUT_OFF = ("too large", 0)  # its sender may be hung up on while it still sends
-MAX_KEPT_BYTES = 50 << 20  # bytes of a process's memory
-MAX_OPEN_FILES = 8  # file descriptors more than before
-CALM_S = 5.0  # in which connections are closed and memory is given back
+CUT_OFF = ("too large", 0)  # the server may disconnect the client during its upload
+MAX_KEPT_BYTES = 50 << 20  # allowed memory growth per process
+MAX_OPEN_FILES = 8  # allowed growth of open file descriptors
+CALM_S = 5.0  # for closing connections and freeing memory
 LOOKED_AT = ("ProxyActor", "ServeReplica", "Rank")
 
 
 @pytest.fixture(scope="module")
 def breakable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saves the demo's target with a chat template that fails if a variable is set."""
+    """Saves the demo's target with a chat template that fails if FAULT is set."""
     whole = Path(demo_config().model.target).expanduser()
     folder = tmp_path_factory.mktemp("models") / MODEL
     folder.mkdir()
@@ -73,7 +74,7 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(breakable: Path) -> Iterator[Served]:
-    caches = ("target.cache_per_rank.gib=0.35", "draft.cache.gib=0.1")  # which the warm-up all but fills
+    caches = ("target.cache_per_rank.gib=0.35", "draft.cache.gib=0.1")  # so that the warm-up nearly fills them
     bounds = ("server.max_requests=40", "server.body_timeout_s=5")
     with demo_served(f"model.target={breakable}", f"model.served_name={MODEL}", *bounds, *caches) as served:
         asyncio.run(warm_up(served.url))
@@ -82,7 +83,7 @@ def served(breakable: Path) -> Iterator[Served]:
 
 
 async def warm_up(url: str) -> None:
-    """Makes the server allocate the whole cache and buffers for the largest bodies."""
+    """Makes the server allocate its whole cache, and buffers for the largest bodies."""
     streaming = asyncio.create_task(Watched(url).run())
     await asyncio.sleep(WARM_UP_S)
     await attacked(url, "bodies", SECONDS["bodies"])
@@ -90,7 +91,7 @@ async def warm_up(url: str) -> None:
 
 
 async def stopped(streaming: asyncio.Task[None]) -> None:
-    """Raises the error that ended it early, if any."""
+    """Cancels the task; raises the error that ended it early, if any."""
     streaming.cancel()
     with suppress(asyncio.CancelledError):
         await streaming
@@ -98,16 +99,16 @@ async def stopped(streaming: asyncio.Task[None]) -> None:
 
 @dataclass
 class Watched:
-    """Back-to-back streams, and the gaps between their events.
+    """Back-to-back streams with the gaps between their events.
 
-    Their texts are the same each time, for a character of several tokens is a gap as well. Nothing that others ask for
-    may change them.
+    Each run requests the same texts, because a character of several tokens also causes a gap. Other requests must not
+    change the texts.
     """
 
     url: str
     gaps: list[float] = field(default_factory=list)  # seconds
     failures: Counter[str] = field(default_factory=Counter)
-    texts: dict[int, str] = field(default_factory=dict)  # by number of the stream; of the last ones, how far they came
+    texts: dict[int, str] = field(default_factory=dict)  # by stream number; the last texts may be incomplete
     _begun: int = 0
 
     async def run(self) -> None:
@@ -143,7 +144,7 @@ class Watched:
                     self.texts[number] = self.texts.get(number, "") + choice["text"]
 
     def taken(self) -> list[float]:
-        """Returns the gaps since the previous call."""
+        """Returns the gaps since the last call."""
         taken = self.gaps
         self.gaps = []
         assert len(taken) > 10 * STREAMS, f"the streams hardly went on: {dict(self.failures)}"
@@ -152,7 +153,7 @@ class Watched:
 
 @asynccontextmanager
 async def watched_streams(url: str) -> AsyncIterator[Watched]:
-    """Waits until resources have settled."""
+    """Runs the streams; yields them once resources have settled."""
     watched = Watched(url)
     streaming = asyncio.create_task(watched.run())
     try:
@@ -165,9 +166,9 @@ async def watched_streams(url: str) -> AsyncIterator[Watched]:
 
 @dataclass(frozen=True)
 class Held:
-    """Resources of one process."""
+    """Resources of a process."""
 
-    memory: int  # bytes that are its own
+    memory: int  # unshared bytes
     files: int
 
 
@@ -186,7 +187,7 @@ def held() -> dict[str, Held]:
 
 @pytest.fixture(scope="module")
 def usual_rate(served: Served) -> float:
-    """Measures the requests per second of the idle deployment."""
+    """Returns the idle deployment's requests per second."""
     answers = asyncio.run(attacked(served.url, "ordinary", ORDINARY_S))
     assert {one["status"] for one in answers} == {200}
     rate = len(answers) / ORDINARY_S
@@ -195,7 +196,7 @@ def usual_rate(served: Served) -> float:
 
 
 async def attacked(url: str, kind: str, seconds: float, *rate: float) -> list[dict[str, Any]]:
-    """Returns the answers that the attacker received."""
+    """Runs an attack; returns the attacker's answers."""
     command = (sys.executable, "-m", "tests.hostile.attack", kind, url, MODEL, str(seconds), *map(str, rate))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
@@ -204,7 +205,7 @@ async def attacked(url: str, kind: str, seconds: float, *rate: float) -> list[di
 
 
 async def newcomers_served(url: str, attacking: asyncio.Task[Any]) -> list[int]:
-    """Returns what new clients get while others hold all slots."""
+    """Returns the answers to new clients while an attack holds all slots."""
     found = []
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4}
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -226,7 +227,7 @@ async def test_streams_continue_and_nothing_remains(served: Served, usual_rate: 
     rate = (OVERLOAD * usual_rate,) if kind == "overload" else ()
     async with watched_streams(served.url) as watched:
         before = held()
-        await asyncio.sleep(SECONDS[kind])  # as long as the attack: of a longer time the worst is worse
+        await asyncio.sleep(SECONDS[kind])  # as long as the attack, because the worst gap grows with time
         usual = watched.taken()
     undisturbed = watched.texts
     async with watched_streams(served.url) as watched:
@@ -272,7 +273,7 @@ def tell_growth(before: dict[str, Held], after: dict[str, Held]) -> None:
 
 
 def check(kind: str, answers: list[dict[str, Any]]) -> None:
-    """Checks that each answer is an allowed success or a proper refusal by a router or Serve's proxy."""
+    """Asserts that each answer is an allowed success, or a proper refusal by a router or Serve's proxy."""
     asked = ASKS[kind](MODEL) if kind in ASKS else {}
     if kind == "bodies":
         check_bodies(answers)
@@ -294,7 +295,7 @@ def check(kind: str, answers: list[dict[str, Any]]) -> None:
 
 
 def check_texts(undisturbed: dict[int, str], under: dict[int, str]) -> None:
-    """Checks that the streams of both runs have equal text, as far as both came."""
+    """Asserts that the streams of both runs have equal texts, as far as both got."""
     both = undisturbed.keys() & under.keys()
     lengths = {number: min(len(undisturbed[number]), len(under[number])) for number in both}
     print(f"  {len(both)} streams, {sum(lengths.values())} characters compared")
@@ -304,7 +305,7 @@ def check_texts(undisturbed: dict[int, str], under: dict[int, str]) -> None:
 
 
 def check_bodies(answers: list[dict[str, Any]]) -> None:
-    """Checks that each was refused."""
+    """Asserts that every body was refused."""
     found = Counter((one["name"], one["status"]) for one in answers)
     refused = Counter(one["name"] for one in answers if 400 <= one["status"] < 500)
     others = {key: count for key, count in found.items() if not 400 <= key[1] < 500}

@@ -1,7 +1,7 @@
-"""Requests whose logits overflow, beside eight streams: each ends with its error, and the streams do not change.
+"""Requests whose logits overflow fail with their own error, and eight concurrent streams stay unchanged.
 
-Not part of the default suite: `make test-hostile`. The checkpoint's weights are finite, so it loads; the embedding of
-one token overflows when it is scaled.
+Not part of the default suite: `make test-hostile`. The checkpoint's weights are finite, so it loads; one token's
+embedding overflows when scaled.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from tests.integration.test_serving import assert_nothing_left
 
 MODEL = "overflowing"
 HEALTHY = 30001
-BROKEN = 30000  # a token whose embedding overflows; its row of the head is 0, so it is drawn only where it is asked for
+BROKEN = 30000  # token whose embedding overflows; its LM-head row is 0, so only a logit bias draws it
 SCALE = 16.0  # of embeddings
-TOKENS = 400  # of a stream
+TOKENS = 400  # per stream
 ROUNDS = 2
-PROMPT = list(range(100, 140))  # two whole pages, which streams and broken requests share
+PROMPT = list(range(100, 140))  # two whole pages, shared by streams and broken requests
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
 
 
 def kinds(token: int) -> dict[str, dict[str, Any]]:
-    """Returns requests that reach this token, by its place."""
+    """Returns requests that reach the broken token, by its place."""
     at_end = GREEDY | {"prompt": [*PROMPT, token]}
     after_one = GREEDY | {"prompt": PROMPT, "logit_bias": {str(token): 100}}
     return {
@@ -91,7 +91,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @dataclass
 class Heard:
-    """Texts of streams, and the gaps between their events."""
+    """Texts of streams, with the gaps between their events."""
 
     texts: dict[int, str] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
@@ -120,7 +120,7 @@ async def eight_streams(client: httpx.AsyncClient) -> Heard:
 
 
 async def beside(client: httpx.AsyncClient, token: int) -> tuple[Heard, Counter[str]]:
-    """Runs eight streams and overflowing requests in turn until they end; returns the answers by kind."""
+    """Repeats requests with `token` until eight streams end; returns the streams, and answer counts by kind."""
     streaming = asyncio.create_task(eight_streams(client))
     answered: Counter[str] = Counter()
     for name, body in cycle(kinds(token).items()):
@@ -160,7 +160,7 @@ async def test_overflowing_requests_do_not_affect_running_streams(served: Served
         alone = await eight_streams(client)
         assert len(set(alone.texts.values())) == STREAMS
         for _ in range(ROUNDS):
-            usual, _ = await beside(client, HEALTHY)  # requests cost the streams something, whatever they say
+            usual, _ = await beside(client, HEALTHY)  # baseline: healthy requests also delay the streams
             under, answered = await beside(client, BROKEN)
             print(f"\nbeside others {describe(usual.gaps)}; beside overflows {describe(under.gaps)}")
             print(f"  alone {describe(alone.gaps)}; overflows {dict(answered)}")

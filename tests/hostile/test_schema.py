@@ -1,4 +1,4 @@
-"""`/openapi.json` describes the server: two thousand requests by schemathesis, valid and invalid.
+"""The server conforms to its `/openapi.json` for two thousand valid and invalid requests from schemathesis.
 
 Not part of the default suite: `make test-hostile`.
 """
@@ -41,7 +41,7 @@ CHECKS = [
     rules.response_schema_conformance,
     rules.negative_data_rejection,
 ]
-# What a request needs to be served, else hardly one of the allowed ones would be: names and texts are random.
+# Served requests need these values; random names and texts would almost always be refused.
 SOUND: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "hé"}]},
     "/v1/completions": {"model": MODEL, "prompt": "hé"},
@@ -50,7 +50,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": MODEL, "tokens": [104, 105]},
 }
 FEW_FIELDS = 4
-MIN_SERVED_SHARE = 0.1  # of the requests to an operation
+MIN_SERVED_SHARE = 0.1  # share of the requests per operation
 EVENT = "data: "
 END = "[DONE]"
 
@@ -100,7 +100,7 @@ def test_every_answer_matches_the_schema(schema: Any, method: str, path: str) ->
 
 
 def cases(operation: Any) -> SearchStrategy[Any]:
-    """Generates allowed requests with few fields, allowed requests, and forbidden ones."""
+    """Generates valid requests with few fields, valid requests, and invalid requests."""
     allowed = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
     if operation.path not in SOUND:
         return allowed
@@ -113,7 +113,7 @@ def cases(operation: Any) -> SearchStrategy[Any]:
 
 @st.composite
 def sound(draw: DrawFn, allowed: SearchStrategy[Any], needed: dict[str, Any]) -> Any:
-    """Generates a body with the required fields and a few others."""
+    """Generates a body with the required fields and a few optional fields."""
     case = draw(allowed)
     others = sorted(case.body.keys() - needed.keys())
     kept = draw(st.sets(st.sampled_from(others), max_size=FEW_FIELDS)) if others else set()
@@ -122,7 +122,7 @@ def sound(draw: DrawFn, allowed: SearchStrategy[Any], needed: dict[str, Any]) ->
 
 
 def event_schema(document: dict[str, Any], method: str, path: str) -> Draft202012Validator:
-    """Returns the schema of a stream's parsed events, without the final marker."""
+    """Returns the schema of parsed stream events, without the final marker."""
     content = document["paths"][path][method]["responses"]["200"]["content"]
     data = content.get("text/event-stream", {}).get("schema", {"properties": {"data": {}}})["properties"]["data"]
     (read,) = [one["contentSchema"] for one in (data, *data.get("anyOf", ())) if "contentSchema" in one] or [False]
@@ -130,7 +130,7 @@ def event_schema(document: dict[str, Any], method: str, path: str) -> Draft20201
 
 
 def check_events(text: str, data: Draft202012Validator) -> None:
-    """Checks that each answer matches the schema."""
+    """Asserts that each answer matches the schema."""
     found = [line.removeprefix(EVENT) for line in text.splitlines() if line.startswith(EVENT)]
     assert found
     for one in found:

@@ -1,6 +1,6 @@
-"""The whole service in one thread, on a port: API, router, drafter and target with toy models.
+"""Runs the whole service in one thread on a port: API, router, drafter and target with toy models.
 
-The models generate random bytes, and each step is instant, so thousands of requests take minutes.
+The models generate random bytes in instant steps, so thousands of requests take minutes.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from tests.asgi_front import config_of, talking_codec, toy_api
 from tests.integration.harness import cluster
 
 MODEL = "toy"
-CONTEXT = 96  # tokens: an answer without a limit ends soon
+CONTEXT = 96  # tokens; small, so that answers without a limit end soon
 CODEC = talking_codec()
 VOCABULARY = len(CODEC.tokenizer)
 LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(6))
@@ -27,7 +27,7 @@ LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_
 
 @dataclass(frozen=True)
 class ToyServer:
-    """A running server."""
+    """Running toy server."""
 
     listening: uvicorn.Server
 
@@ -38,7 +38,7 @@ class ToyServer:
 
 @contextmanager
 def toy_server(**server: Any) -> Iterator[ToyServer]:
-    """Serves with these `server` options. Fails if anything of a session is left at the end."""
+    """Serves with the given `server` options. Fails if a session leaks resources."""
     started: Future[ToyServer] = Future()
     with ThreadPoolExecutor(1) as thread:
         serving = thread.submit(lambda: asyncio.run(_serve(started, server)))

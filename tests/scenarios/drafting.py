@@ -1,22 +1,22 @@
 """Runs transcripts of conversations with a drafter's scheduler.
 
-Each line is an event and, after `->`, what the scheduler answers; two or more answers follow on indented lines:
+Each line is an event and, after `->`, the scheduler's answer; two or more answers follow on indented lines:
 
     router#1: Open s 1,2 -> t1 <- Attach s 1,2
     draft -> s 1,2 max_tokens=4
     block s 1,2 :5,6 -> t1 <- Block s 1,2 :5,6
     t1: Step s 1,2 +5,7
 
-`s` is a session and `1,2` its text, which messages carry as a length and a hash; `:5,6` are draft tokens and `+5,7`
-decided ones. `name=value` sets a field; other fields have the defaults of `an_open` and of the message. Events:
+`s` is a session and `1,2` its text, which messages carry as a length and a hash. `:5,6` are draft tokens and `+5,7`
+are decided tokens. `name=value` sets a field; other fields have the defaults of `an_open` and of the message. Events:
 
-* `peer: Message ...` delivers a message; a Step is a Verdict and the DraftRequest for the text after it, and
-  `States s 5,6,7 1` holds the hidden states of that text from position 1 on;
+* `peer: Message ...` delivers a message; a Step combines a Verdict and the DraftRequest for the text after it, and
+  `States s 5,6,7 1` contains the hidden states of that text from position 1 on;
 * `connected peer` and `gone peer` report the state of a stream, and `at 0.5` sets the time;
 * `draft [limit]`, `ahead [limit]` and `pass` start a pass; answers list sessions closed, states received, blocks
   requested;
-* `exchange 3` exchanges the method's weights for those of version 3;
-* `block` hands in a drafted block; with `outcome=...`, one for a text that ends with the assumed tokens;
+* `exchange 3` loads version 3 of the method's weights;
+* `block` returns a drafted block; with `outcome=...`, the block follows the assumed tokens;
 * `show name ...` reads counters and properties of the scheduler.
 """
 
@@ -55,7 +55,7 @@ from tests.scenarios.transcript import Tokens, check, read_event, read_tokens, w
 from tests.unit.cluster.samples import KEY, an_open
 
 LIMITS = DrafterLimits(vocabulary=50, max_context=100, max_sessions=3)
-STATES = StatesFormat(2, StateDtype.BFLOAT16)  # of States events; a row repeats its token
+STATES = StatesFormat(2, StateDtype.BFLOAT16)  # for States events; each row repeats its token
 
 FIELDS: dict[str, Callable[[str], Any]] = {
     "accepted": int,
@@ -81,7 +81,7 @@ def rows_of(tokens: Tokens) -> bytes:
 
 
 class Drafter:
-    """A drafter's scheduler, and the texts that its drafting method knows."""
+    """Drafter scheduler, with the texts that its drafting method knows."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class Drafter:
         self.scheduler = DraftScheduler(limits, draft_ahead, **options)
         self.now = 0.0
         self._texts: dict[str, Tokens] = {}
-        self._by_address: dict[tuple[int, int], Tokens] = {}  # texts that events mentioned, by length and hash
+        self._by_address: dict[tuple[int, int], Tokens] = {}  # texts in earlier events, by length and hash
 
     def run(self, transcript: str) -> None:
         """Runs the events of a transcript and compares the answers."""
         check(transcript, self.do)
 
     def do(self, event: str) -> list[str]:
-        """Runs one event; returns the answers."""
+        """Runs one event and returns the answers."""
         words, fields = read_event(event, FIELDS)
         match words:
             case ["at", now]:
@@ -136,7 +136,7 @@ class Drafter:
         return [self._sent(*send) for send in sends]
 
     def address(self, text: Tokens) -> tuple[int, int]:
-        """Returns the length and hash that messages address a text by."""
+        """Returns the length and hash that identify a text in messages."""
         address = len(text), Prefix(KEY, text).hash
         self._by_address[address] = text
         return address

@@ -1,4 +1,4 @@
-"""Drafting ahead of verdicts: blocks for each likely outcome of the current step."""
+"""Drafters draft ahead of verdicts, for each likely outcome of the current step."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from tests.scenarios.drafting import Drafter, Tokens, read_tokens, written
 
 
 def verifying() -> Drafter:
-    """A drafter whose block 5,6 for the text 1,2 is being verified."""
+    """Returns a drafter whose block 5,6 for the text 1,2 is under verification."""
     drafter = Drafter(draft_ahead=True)
     drafter.run("""
         router#1: Open s 1,2 -> t1 <- Attach s 1,2
@@ -25,7 +25,7 @@ def verifying() -> Drafter:
 
 
 def not_held() -> Drafter:
-    """A drafter whose target goes on from 1,2,3 without a block."""
+    """Returns a drafter whose target continues from 1,2,3 without a block."""
     drafter = Drafter(draft_ahead=True)
     drafter.run("""
         router#1: Open s 1,2 -> t1 <- Attach s 1,2
@@ -154,7 +154,7 @@ def test_a_late_right_block_is_not_sent_beside_the_requested_one():
     """)
 
 
-# ---------------------------------------------------------------- targets that go on without a block
+# ---------------------------------------------------------------- targets that continue without a block
 
 
 def test_a_target_that_goes_on_without_a_block_gets_blocks_for_what_its_step_may_bring():
@@ -204,7 +204,7 @@ def test_drafting_ahead_is_vain_once_all_its_verdicts_have_arrived():
     """)
 
 
-# ---------------------------------------------------------------- what a request ahead contains
+# ---------------------------------------------------------------- contents of lookahead requests
 
 
 def test_a_request_ahead_gives_the_time_of_its_verdict_from_earlier_steps():
@@ -305,7 +305,7 @@ def test_a_reopened_session_keeps_no_blocks_sent_ahead():
     ids=["at the end", "before the end", "switched off"],
 )
 def test_nothing_is_drafted_ahead_past_the_end_or_when_switched_off(draft_ahead, max_len, requests):
-    """A verdict brings at least one token, and one more than its block at the last position."""
+    """A verdict has at least one token, and at most one more than its block."""
     drafter = Drafter(draft_ahead=draft_ahead)
     drafter.do(f"router#1: Open s 1,2 max_len={max_len}")
     drafter.do("draft")
@@ -329,7 +329,7 @@ def test_between_verdicts_no_text_gets_two_blocks_and_the_current_one_gets_one(s
     drafter = Drafter(draft_ahead=True)
     drafter.do("router#1: Open s 1,2 max_len=100")
     text: Tokens = (1, 2)
-    blocks: set[str] = set()  # texts that blocks were sent for
+    blocks: set[str] = set()  # texts with sent blocks
     late: list[str] = []
 
     def hand_in(block: str) -> None:

@@ -1,10 +1,10 @@
-"""Back-pressure and load checks: a drafter gives up sessions while blocks are late, and checks its first drafts."""
+"""Back-pressure and load checks: a drafter drops sessions while its blocks are late, and checks its first drafts."""
 
 import pytest
 
 from tests.scenarios.drafting import Drafter
 
-ENOUGH_ROUNDS = 80  # a session's text reaches its limit a little later
+ENOUGH_ROUNDS = 80  # shortly before the session's text reaches its limit
 
 
 def overtaken(drafter: Drafter, *sessions: str) -> list[str]:
@@ -43,7 +43,7 @@ def test_a_drafter_whose_blocks_are_all_overtaken_gives_up_a_session_and_accepts
 
 
 def test_a_session_without_requested_drafts_is_not_given_up_for_others():
-    """It takes no drafting time."""
+    """A session without requests takes no drafting time."""
     drafter = opened("resting", "b", "c")
     for session, tokens in (("resting", 0), ("b", 4), ("c", 4)):
         drafter.do(f"t1: DraftRequest {session} 1,2 max_tokens={tokens}")
@@ -76,7 +76,7 @@ def test_a_session_served_by_a_block_ahead_is_not_the_longest_unserved():
 
 
 def test_a_drafter_that_made_no_blocks_for_long_gives_up_no_session():
-    """Only blocks that it made and that came too late count."""
+    """Only drafted blocks that arrived late count."""
     drafter = opened("a", "b")
     text = "1,2"
     for _ in range(ENOUGH_ROUNDS):

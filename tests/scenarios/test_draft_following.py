@@ -8,7 +8,7 @@ from tests.scenarios.drafting import Drafter, read_tokens, written
 
 
 def opened(draft_ahead: bool = False) -> Drafter:
-    """A drafter with the session `s` at the target `t1`."""
+    """Returns a drafter with the session `s` at the target `t1`."""
     drafter = Drafter(draft_ahead)
     drafter.run("router#1: Open s 1,2 -> t1 <- Attach s 1,2")
     return drafter

@@ -1,4 +1,4 @@
-"""A drafter keeps hidden states in order and of its own text, and drafts once it has them."""
+"""A drafter stores the hidden states of its own text in order, and drafts once they are complete."""
 
 import pytest
 
@@ -8,19 +8,19 @@ from tests.scenarios.drafting import STATES, Drafter
 
 
 def reading(**bounds: int) -> Drafter:
-    """A drafter whose method reads hidden states."""
+    """Returns a drafter whose method reads hidden states."""
     return Drafter(states=STATES, bounds=StateBounds(**bounds))
 
 
 def opened() -> Drafter:
-    """A drafter with a session whose target knows that all of its states are missing."""
+    """Returns a drafter with a session whose target knows that all states are missing."""
     drafter = reading()
     drafter.run("router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0")
     return drafter
 
 
 def test_a_session_is_drafted_for_once_its_states_have_arrived():
-    """The target must not wait for them. The method may work on them at once."""
+    """The target must not wait for the states, and the method may process them at once."""
     opened().run("""
         t1: DraftRequest s 5,6,7,8 -> t1 <- NoDraft s 5,6,7,8
         pass
@@ -50,7 +50,7 @@ def test_a_method_that_reads_a_window_asks_for_no_more():
 
 
 def test_states_may_begin_within_the_text_if_the_latest_are_enough():
-    """Once they have begun, a gap is a gap."""
+    """After the first states, a gap is an error."""
     reading(min_states=1).run("""
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0 states_by=2
         t1/states: States s 5,6,7 2 -> t1/states <- StatesAck s 3
@@ -108,7 +108,7 @@ def test_a_method_without_states_asks_for_none_and_waits_for_none():
 
 
 def test_states_that_precede_their_tokens_wait_for_the_verdict():
-    """Two streams have no common order."""
+    """Messages on separate streams have no common order."""
     opened().run("""
         t1/states: States s 5,6,7,8 0 -> t1/states <- StatesAck s 4
         t1/states: States s 5,6,7,8,9 4 -> t1/states <- StatesAck s 4
@@ -157,7 +157,7 @@ def test_states_of_unknown_sessions_and_from_other_peers_are_dropped(peer):
 
 
 def test_repeated_states_count_once_and_of_an_overlap_only_the_new_part_counts():
-    """The acknowledgement may have been lost."""
+    """A lost acknowledgement causes repeated states."""
     opened().run("""
         t1/states: States s 5,6 0 -> t1/states <- StatesAck s 2
         t1/states: States s 5,6 0 -> t1/states <- StatesAck s 2
@@ -201,7 +201,7 @@ def test_a_reopened_session_starts_without_states():
 
 
 def test_a_session_without_space_for_its_states_is_refused_until_there_is_space():
-    """A session that replaces itself takes its own space."""
+    """A reopened session reuses its own space."""
     reading(max_states=7).run("""
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0
         t1/states: States s 5,6,7 0 -> t1/states <- StatesAck s 3

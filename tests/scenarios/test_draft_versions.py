@@ -1,4 +1,4 @@
-"""Exchanged weights: acceptance is counted for the version that drafted a block."""
+"""After a weight exchange, acceptance counts for the version that drafted the block."""
 
 from tests.scenarios.drafting import Drafter
 
@@ -33,7 +33,7 @@ def test_a_block_that_was_not_verified_does_not_count():
 
 
 def test_blocks_of_the_earlier_weights_count_for_neither_version():
-    """The block for 1,2 is under verification, and so are no others."""
+    """Only the block for 1,2 is under verification."""
     drafting().run("""
         exchange 3
         show version judged acceptance_before -> version=3 judged=0 acceptance_before=none

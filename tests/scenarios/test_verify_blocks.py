@@ -1,4 +1,4 @@
-"""Verification of blocks: verdicts, and blocks that are early, late, wrong or malformed."""
+"""Verification of blocks: verdicts, and early, late, wrong or malformed blocks."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_after_a_block_the_next_row_feeds_only_what_the_cache_lacks(transcript):
 
 
 def test_acceptance_is_counted_by_position_as_far_as_a_block_could_go():
-    """Two of three requested tokens are accepted; then the session has space for one."""
+    """The target accepts two of three requested tokens; then the session has space for one."""
     Target(asked=3).run("""
         router#1: Open s 1,2 max_len=7
         drafter#1: Block s 1,2 :23,35,32
@@ -146,7 +146,7 @@ def test_only_a_router_that_requests_them_receives_the_rejected_tokens(transcrip
 
 
 def test_messages_to_drafters_come_first():
-    """A round waits for its drafter, not for its router; also where an earlier session has none."""
+    """A round waits for its drafter but not for its router, even if an earlier session has no drafter."""
     Target().run("""
         router#1: Open a 1,2
         router#1: Open b 1,2
@@ -177,7 +177,7 @@ def test_a_session_that_is_closed_during_its_step_gets_no_verdict():
 
 
 def test_a_session_that_is_reopened_during_its_step_starts_again():
-    """The outcome belongs to the old attempt's tokens: applied to the new one it would be a wrong verdict."""
+    """The outcome belongs to the old attempt's tokens; applied to the new attempt, it would be wrong."""
     Target().run("""
         router#1: Open s 1,2
         plan
@@ -312,7 +312,7 @@ def test_unused_blocks_are_counted_by_cause():
 
 
 def test_a_block_that_did_not_fit_into_a_step_is_verified_from_the_current_length():
-    """Its first token is what the target decided meanwhile."""
+    """The block's first token is the token decided in the meantime."""
     Target(max_step_tokens=4).run("""
         router#1: Open s 1,2
         drafter#1: Block s 1,2 :23,35,31
@@ -323,7 +323,7 @@ def test_a_block_that_did_not_fit_into_a_step_is_verified_from_the_current_lengt
 
 
 def test_a_block_that_arrives_late_is_verified_from_the_current_length():
-    """The token that was decided meanwhile is wasted."""
+    """The block's token at the already decided position is wasted."""
     Target().run("""
         router#1: Open s 1,2
         step -> router#1 <- Verdict s 1,2 +23
@@ -394,7 +394,7 @@ def test_a_late_block_does_not_replace_the_one_that_was_drafted_for_this_prefix(
 
 
 def test_a_late_block_with_other_tokens_is_stale():
-    """The second one is right, but all of it is decided."""
+    """The second block is right, but all of its tokens are already decided."""
     Target().run("""
         router#1: Open s 1,2
         step -> router#1 <- Verdict s 1,2 +23
@@ -434,7 +434,7 @@ def test_a_block_that_can_never_be_verified_is_dropped(transcript):
 
 
 def test_a_block_that_reaches_its_sessions_end_is_dropped():
-    """A cache that fits just one such session lacks the page it would need, so it would wait forever."""
+    """In a cache for a single such session, the block would wait forever for a missing page."""
     Target(pages=2).run("""
         router#1: Open s 1,2,3,4,5,6 max_len=8
         drafter#1: Block s 1,2,3,4,5,6 :3,25,1
@@ -484,7 +484,7 @@ def test_guesses_that_fill_the_buffer_do_not_keep_out_the_block_that_is_due():
 
 
 def test_a_block_and_an_attach_that_come_before_the_open_are_used():
-    """Drafter and router have separate streams: nothing orders them."""
+    """Drafter and router use separate streams, which have no common order."""
     Target().run("""
         drafter#1: Attach s 1,2
         drafter#1: Block s 1,2 :23,35
@@ -497,7 +497,7 @@ def test_a_block_and_an_attach_that_come_before_the_open_are_used():
 
 
 def test_an_early_block_waits_though_another_drafter_attaches_before_the_open():
-    """The target does not know yet which drafter is assigned. The block is verified and rejected."""
+    """The target does not know the assigned drafter yet; it verifies and rejects the block."""
     Target().run("""
         drafter#1: Block s 1,2 :5,6
         other#1: Attach s 1,2
@@ -522,7 +522,7 @@ def test_messages_for_an_open_that_never_comes_are_freed_when_the_drafter_leaves
 
 
 def test_messages_for_an_open_that_never_comes_expire():
-    """Otherwise late blocks of ended sessions stay, and a replica without work is never idle."""
+    """Otherwise late blocks of ended sessions would remain, and the replica would never become idle."""
     Target(buffer=BufferLimits(age_s=5)).run("""
         drafter#1: Attach s 1,2
         drafter#1: Block s 1,2 :5
@@ -538,7 +538,7 @@ def test_messages_for_an_open_that_never_comes_expire():
 
 
 def test_expiry_goes_by_age_though_several_wait_for_one_session():
-    """A second drafter's messages are younger; they neither shield older ones nor expire with them."""
+    """A second drafter's newer messages neither protect older messages nor expire with them."""
     Target(buffer=BufferLimits(age_s=5)).run("""
         drafter#1: Attach a 1
         at 1

@@ -102,7 +102,7 @@ def test_only_answers_of_the_attached_drafter_count():
 
 
 def test_blocks_of_earlier_drafters_are_late_and_those_of_strangers_refused():
-    """Also after the router has opened the session again. Refusals raise an alarm, late blocks do not."""
+    """This also holds after the router reopens the session. Refusals raise an alarm; late blocks do not."""
     Target().run(f"""{ASSIGNED}
         second#1: Attach s 1,2 assignment_token=secret/s/2 -> second#1 <- DraftRequest s 1,2 max_tokens=4
         drafter#1: Block s 1,2 :5

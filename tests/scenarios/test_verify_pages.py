@@ -4,7 +4,7 @@ from tests.scenarios.verification import Target
 
 
 def test_a_prompt_begins_after_the_whole_pages_that_are_cached():
-    """Except for its last token, whose successor must be computed."""
+    """The last token is always computed, because the next token depends on its output."""
     Target().run("""
         router#1: Open a 0,1,2,3,4,5,6,7,8,9,10
         step -> router#1 <- Verdict a 0,1,2,3,4,5,6,7,8,9,10 +46
@@ -59,7 +59,7 @@ def test_a_cached_prompt_outlives_its_session_until_its_pages_are_needed():
 
 
 def test_pages_with_draft_tokens_are_not_shared():
-    """A rejected draft is another text."""
+    """A page with rejected draft tokens holds another text."""
     Target().run("""
         router#1: Open a 1,2,3
         drafter#1: Block a 1,2,3 :46,12,40,14
@@ -73,7 +73,7 @@ def test_pages_with_draft_tokens_are_not_shared():
 
 
 def test_a_rollback_frees_the_pages_of_rejected_tokens():
-    """Both sessions fit only if the rejected block holds no page."""
+    """Both sessions fit only if the rejected block's page is free."""
     Target(pages=4).run("""
         router#1: Open a 1,2,3 max_len=9
         drafter#1: Block a 1,2,3 :46,12,40,14
@@ -88,7 +88,7 @@ def test_a_rollback_frees_the_pages_of_rejected_tokens():
 
 
 def test_sessions_queue_for_pages_in_order_of_arrival():
-    """A small session that overtook a large one again and again would starve it."""
+    """Small sessions that repeatedly overtake a large one would starve it."""
     Target(pages=6).run("""
         router#1: Open a 0,1,2,3,4,5,6,7,8,9,10,11 max_len=14
         router#1: Open large 20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35 max_len=18

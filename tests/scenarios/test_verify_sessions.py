@@ -1,4 +1,4 @@
-"""Sessions of a target: drafters that attach and leave, waiting for blocks, queues, routers and audits."""
+"""Sessions of a target: attaching and detaching drafters, waiting for blocks, queues, routers and audits."""
 
 from itertools import chain, repeat
 
@@ -44,7 +44,7 @@ def test_a_drafter_that_left_receives_nothing_and_is_not_waited_for():
 
 
 def test_only_the_attached_drafter_can_detach():
-    """A drafter that detached is not waited for. The router knows whether it assigned a drafter."""
+    """The target does not wait for a detached drafter. The router knows whether it has assigned a drafter."""
     Target(patience=1.0).run("""
         router#1: Open s 1,2,3
         step -> router#1 <- Verdict s 1,2,3 +45
@@ -60,7 +60,7 @@ def test_only_the_attached_drafter_can_detach():
 
 
 def test_a_session_waits_for_its_block_and_then_goes_on_without():
-    """The prompt is fed at once."""
+    """The prompt is fed immediately."""
     Target(patience=2.0).run("""
         router#1: Open s 1,2
         drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
@@ -97,7 +97,7 @@ def test_a_block_ends_the_wait_at_once():
 
 
 def test_no_step_waits_before_the_last_token_or_with_speculation_off():
-    """One non-speculative step ends the session: a block would gain nothing."""
+    """One non-speculative step ends the session, so a block would gain nothing."""
     Target(patience=2.0).run("""
         router#1: Open last 1,2 max_len=4
         router#1: Open baseline 1,2 draft_tokens=0
@@ -198,7 +198,7 @@ def test_a_step_begins_as_soon_as_the_last_awaited_block_arrives():
 
 
 def test_blocks_that_are_not_waited_for_are_used_if_they_have_arrived():
-    """None was missed where none was waited for."""
+    """A block counts as missed only if the step waited for it."""
     Target(hold=1.0, waits=False).run("""
         router#1: Open s 1,2
         drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4 hold_step=no
@@ -246,7 +246,7 @@ def test_a_drafter_without_a_request_is_not_waited_for():
 
 
 def test_a_drafter_without_requests_gets_no_verdicts_until_tokens_are_requested():
-    """They would cost the target a message per token, and the drafter the reading. The end is sent in any case."""
+    """Verdicts would cost a message per token on both sides. The end of the session is always sent."""
     Target(asked=chain([0, 0, 0, 2, 2], repeat(0))).run("""
         router#1: Open s 1,2 max_len=11
         drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=0
@@ -319,7 +319,7 @@ def test_a_queued_session_can_be_attached_closed_and_replaced():
 
 
 def test_the_drafter_of_a_queued_session_is_asked_for_its_first_block():
-    """So it has read the prompt when the session is admitted."""
+    """The drafter has therefore read the prompt when the session is admitted."""
     Target(max_sessions=1, asked=3).run("""
         router#1: Open a 1,2
         router#1: Open b 3,4
@@ -374,7 +374,7 @@ def test_a_router_that_is_gone_frees_its_sessions_and_no_others():
 
 
 def test_a_new_stream_of_a_router_frees_the_sessions_it_does_not_list():
-    """The end of the old stream, reported late, does not affect the new one."""
+    """A late report of the old stream's end does not affect the new stream."""
     Target().run("""
         router#1: Open a 1,2
         router#1: Open b 1,2
@@ -484,7 +484,7 @@ def test_a_rival_outside_the_vocabulary_is_refused():
     """)
 
 
-# ---------------------------------------------------------------- departure
+# ---------------------------------------------------------------- planned departure
 
 SERVING = """
         router#1: Open a 1,2
@@ -497,7 +497,7 @@ SERVING = """
 
 
 def test_a_leaving_target_refuses_new_sessions_and_serves_existing_ones_until_they_move():
-    """Its routers receive one Leaving each, and the router of a new session another."""
+    """Each router receives one Leaving, and the router of a new session receives another."""
     Target(max_sessions=1).run(f"""
         show has_left -> has_left=no
         {SERVING.strip()}

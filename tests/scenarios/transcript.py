@@ -1,4 +1,4 @@
-"""Transcripts: events, with the answers to each after `->` or on indented lines. `# ` begins a comment."""
+"""Transcripts of events, each with its answers after `->` or on indented lines. `# ` begins a comment."""
 
 from collections.abc import Callable, Mapping
 from textwrap import dedent
@@ -16,14 +16,14 @@ def written(tokens: Tokens) -> str:
 
 
 def read_event(event: str, readers: Mapping[str, Callable[[str], Any]]) -> tuple[list[str], dict[str, Any]]:
-    """Splits an event into its words and its `name=value` fields, each read by its reader."""
+    """Splits an event into words and `name=value` fields, and parses each field with its reader."""
     words = event.split()
     fields = {name: readers[name](text) for name, is_field, text in (w.partition("=") for w in words) if is_field}
     return [word for word in words if "=" not in word], fields
 
 
 def check(transcript: str, do: Callable[[str], list[str]]) -> None:
-    """Runs every event with `do` and compares its answers with the transcript's."""
+    """Runs every event with `do` and compares the answers with the transcript."""
     lines = [line.rstrip() for line in dedent(transcript).splitlines() if line.strip()]
     expected = [line for line in lines if not line.startswith("# ")]
     actual: list[str] = []

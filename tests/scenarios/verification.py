@@ -1,6 +1,6 @@
 """Runs transcripts of conversations with a target's scheduler, on an engine that checks every page it reads.
 
-Each line is an event and, after `->`, what the scheduler answers; two or more answers follow on indented lines:
+Each line is an event and, after `->`, the scheduler's answer; two or more answers follow on indented lines:
 
     router#1: Open s 1,2
     drafter#1: Attach s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
@@ -11,14 +11,14 @@ Each line is an event and, after `->`, what the scheduler answers; two or more a
         drafter#1 <- DraftRequest s 1,2,23,35 max_tokens=4
         router#1 <- Verdict s 1,2 +23,35 accepted=1 drafted=2 answer=given
 
-`s` is a session and `1,2` its text, which messages carry as a length and a hash; `:23,9` are draft tokens (a tree
-appends the parents: `:23,9/-1,-1`) and `+23,35` decided ones. `s@0` is a row that begins at position 0. Assignment
-tokens are written `key/session/number`. Answers leave out fields that have their defaults. Events:
+`s` is a session and `1,2` its text, which messages carry as a length and a hash. `:23,9` are draft tokens (a tree
+appends the parents: `:23,9/-1,-1`), and `+23,35` are decided tokens. `s@0` is a row that begins at position 0.
+Assignment tokens have the form `key/session/number`. Answers omit fields with default values. Events:
 
 * `peer: Message ...` delivers a message, `gone peer` breaks a stream, and `at 0.5` sets the time;
-* `plan` begins a step and lists what the engine must do; `apply` ends it; `step` does both and lists the messages;
-* `leave` begins the replica's planned departure, and `end` returns the sessions that are left;
-* `due` reads when the scheduler has to be called next;
+* `plan` begins a step and lists the engine's work; `apply` ends it; `step` does both and lists the messages;
+* `leave` begins the replica's planned departure, and `end` returns the remaining sessions;
+* `due` reads the time of the scheduler's next call;
 * `show name ...` reads counters and properties of the scheduler.
 """
 
@@ -66,7 +66,7 @@ DRAFTER = "drafter#1"
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """Returns the token that the model of these tests decides after a text."""
+    """Returns the test model's next token after a text."""
     return (sum(tokens) * 7 + len(tokens)) % VOCABULARY
 
 
@@ -80,7 +80,7 @@ def text(prompt: Tokens, count: int) -> Tokens:
 
 @dataclass
 class Steady:
-    """Requests one draft length, some in turn, or the longest allowed, and records the statistics passed to it."""
+    """Speculation control with one draft length, several in turn, or the longest allowed; records its statistics."""
 
     patience: float = 0.0
     hold: float = 0.0
@@ -101,7 +101,7 @@ class Steady:
 
 
 class Target:
-    """A target's scheduler and an engine that checks each plan as a real cache would, and reads every page of it."""
+    """Target scheduler with an engine that checks each plan against a simulated page cache."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class Target:
         self.scheduler = VerificationScheduler(self.limits, policy or self.steady)
         self.now = 0.0
         self.known: dict[str, list[int]] = {}  # the engine's text of each session
-        self.rows: list[tuple[Row, ...]] = []  # of every step
+        self.rows: list[tuple[Row, ...]] = []  # rows of every step
         self.memory = TokenMemory(self.limits.page_size)
         self._plan: StepPlan | None = None
-        self._prompts: list[Tokens] = []  # of all sessions that transcripts opened
+        self._prompts: list[Tokens] = []  # prompts of all opened sessions
 
     def open(self, session: str = "s", router: str = ROUTER, **changes: Any) -> list[Send]:
         return self.scheduler.receive(router, an_open(session, **changes), self.now)
@@ -157,7 +157,7 @@ class Target:
         return [outcome for row in plan.rows if (outcome := self._run(row)) is not None]
 
     def _run(self, row: Row) -> Outcome | None:
-        """Decides a row from what its pages hold after all rows are written, so that wrong writes show."""
+        """Decides a row from its pages after all rows are written, so wrong writes become visible."""
         known = self.known[row.session]
         cached = self.memory.read(row.start + len(row.tokens), row.pages)
         assert row.start <= len(known), "a row begins beyond what is known of its session"
@@ -175,18 +175,18 @@ class Target:
         return Outcome(row.session, tuple(path), next_token(tuple(known)))
 
     def _child(self, row: Row, path: list[int], token: int) -> int | None:
-        """The node after this path that has this token."""
+        """Returns the child of this path with the given token."""
         parent = path[-1] if path else -1
         nodes = enumerate(zip(row.draft.parents, row.draft.tokens, strict=True))
         return next((node for node, child in nodes if child == (parent, token)), None)
 
     @property
     def dropped(self) -> Counter[str]:
-        """Causes for which a block was dropped."""
+        """Returns the causes of dropped blocks."""
         return +self.scheduler.counts.dropped
 
     def finish(self) -> dict[str, tuple[int, ...]]:
-        """Steps until no session is left; returns the tokens of each. The scheduler checks its pages when idle."""
+        """Steps until all sessions end; returns their tokens. The scheduler checks its pages when idle."""
         got: dict[str, tuple[int, ...]] = {}
         for _ in range(2000):
             plan = self.scheduler.plan(self.now)
@@ -207,7 +207,7 @@ class Target:
         check(transcript, self.do)
 
     def do(self, event: str) -> list[str]:
-        """Runs one event; returns the answers."""
+        """Runs one event and returns the answers."""
         words, fields = read_event(event, FIELDS)
         match words:
             case ["at", now]:
@@ -296,7 +296,7 @@ class Target:
         return " ".join(word for word in words if word)
 
     def _text_at(self, session: str, length: int, prefix_hash: int) -> str:
-        """Returns the text of this length and hash; all texts that were opened, and what the model adds, are known."""
+        """Returns the text with this length and hash, among opened prompts and the model's continuations."""
         for prompt in self._prompts:
             tokens = prompt + text(prompt, max(0, length - len(prompt)))
             if len(tokens) == length and Prefix(KEY, tokens).hash == prefix_hash:
@@ -323,7 +323,7 @@ class Target:
 
 
 def read_assignment_token(word: str) -> AssignmentToken | None:
-    """Reads `key/session/number`, `none`, or `zeros`; a further number replaces the one that was issued."""
+    """Parses `key/session/number`, `none` or `zeros`; a fourth part replaces the issued number."""
     if word in ("none", "zeros"):
         return AssignmentToken(0, bytes(16)) if word == "zeros" else None
     key, session, number, *shown = word.split("/")
@@ -332,7 +332,7 @@ def read_assignment_token(word: str) -> AssignmentToken | None:
 
 
 def read_sampling(word: str) -> Sampling:
-    """Reads a temperature, then further parameters as `,name=value`."""
+    """Parses a temperature, followed by further parameters as `,name=value`."""
     temperature, *others = word.split(",")
     return Sampling(float(temperature), **{name: float(number) for name, number in (o.split("=") for o in others)})
 
@@ -362,7 +362,7 @@ def read_tree(word: str) -> DraftTree:
 
 
 def only_verdict(sends: list[Send], receiver: str = ROUTER) -> Verdict:
-    """Returns the receiver's verdict, which must be its only message but for a request."""
+    """Returns the receiver's verdict, which must be its only message except for a request."""
     (verdict,) = (message for to, message in sends if to == receiver and not isinstance(message, DraftRequest))
     assert isinstance(verdict, Verdict)
     return verdict
