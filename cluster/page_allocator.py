@@ -1,15 +1,14 @@
-"""Pages of a paged cache: which pages hold each session's positions, with sharing, forks and eviction.
+"""Allocates the pages of a paged cache to sessions, with sharing, forks and eviction.
 
-A session's cache is a prefix, stored in the pages of its table. Sessions share pages in two ways. A fork shares its
-parent's pages, and whole pages of committed tokens are published for sessions that begin with the same tokens. A page
-that another session may read is never written; its writer gets another page. The allocator does not depend on tensors
-or on a page's contents. The owner of the memory makes the returned copies, in the order they were returned, before it
-writes to any page.
+A session's cache holds a prefix of its text, in the pages of its page table. Sessions share pages in two ways: a fork
+shares its parent's pages, and whole pages of committed tokens are published for sessions with the same prefix. Shared
+pages are copied on write. The allocator depends on neither tensors nor page contents. The owner of the memory must
+perform the returned copies, in order, before it writes to any page.
 
-`SessionMemory` is the verification scheduler's interface to pages, with two implementations: pages that the scheduler
-allocates (`OwnPages`) and pages that an engine such as vLLM manages (`EnginePages`). Membership, blocks and verdicts
-belong to the scheduler in both cases. An engine with its own pages also decides how much of a prompt it feeds and which
-rows wait for memory; after each step the scheduler queries which rows were fed.
+`SessionMemory` is the verification scheduler's interface to pages. It has two implementations: the scheduler allocates
+`OwnPages`, and an engine such as vLLM manages `EnginePages`. The scheduler handles sessions, blocks and verdicts in
+both cases. An engine that manages its pages also decides how much of a prompt to feed and which rows wait for memory.
+After each step, the scheduler queries which rows were fed.
 """
 
 from array import array
@@ -21,17 +20,17 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 PageHash = Callable[[bytes, bytes, Sequence[int]], bytes]
-"""Hash of a page and all before it, from a key, the hash of the page before and the page's tokens."""
+"""Computes the hash of a page and its predecessors from (key, hash of the previous page, tokens of the page)."""
 
 
 def page_hash(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns a 128-bit hash; keyed, so that no client can choose prompts that collide."""
+    """Returns a 128-bit hash; the key prevents clients from constructing colliding prompts."""
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16, key=key).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy the whole page `source` to the page `to`, in every layer."""
+    """Instruction to copy page `source` to page `to` in every layer."""
 
     source: int
     to: int
@@ -39,7 +38,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class SlotMove:
-    """Copy the slot `source` to the slot `to`, in every layer; slot n is in page n // page size."""
+    """Instruction to copy slot `source` to slot `to` in every layer; slot n is in page n // page_size."""
 
     source: int
     to: int
@@ -47,7 +46,7 @@ class SlotMove:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Published:
-    """Contents of a published page: its tokens, which follow those of its parent pages."""
+    """A published page: its tokens continue those of its parent pages."""
 
     key: bytes
     parent: "_Published | None"
@@ -56,21 +55,21 @@ class _Published:
     salt: bytes
 
     def holds(self, parent: "_Published | None", tokens: tuple[int, ...], salt: bytes) -> bool:
-        """Returns True if this page has exactly this content, since hashes may collide."""
+        """Returns True if the page has exactly this content; hashes may collide."""
         return self.parent is parent and self.tokens == tokens and self.salt == salt
 
 
 @dataclass(eq=False)
 class _Holding:
     table: list[int]
-    published: int  # number of leading pages that are published
+    published: int  # number of leading published pages
     salt: bytes
 
 
 class PageAllocator:
-    """One pool of pages and a page table per session.
+    """A pool of pages, with a page table per session.
 
-    Naming a session that is not open is an error of the caller and raises KeyError.
+    Methods raise KeyError for sessions that are not open.
     """
 
     def __init__(self, pages: int, page_size: int, hash_key: bytes, hash_page: PageHash = page_hash) -> None:
@@ -80,44 +79,44 @@ class PageAllocator:
         self._hash_page = hash_page
         self._sessions: dict[str, _Holding] = {}
         self._refs = [0] * pages  # number of tables that contain each page
-        self._free = list(
-            reversed(range(pages))
-        )  # a stack: the most recently used page, whose memory is warm, is taken first
+        self._free = list(reversed(range(pages)))  # a stack: reuses the most recently freed page, whose memory is warm
         self._published: dict[int, _Published] = {}  # by page number
         self._index: dict[bytes, _Published] = {}  # the same entries, by hash
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # published and in no table, least recently used first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # published, in no table; least recently used first
 
     # ------------------------------------------------------------ state
 
     @property
     def available(self) -> int:
-        """Number of pages that `reserve` can hand out."""
+        """Number of pages available to `reserve`."""
         return len(self._free) + len(self._evictable)
 
     @property
     def cached_pages(self) -> Set[int]:
-        """Number of published pages, which `open` can find."""
+        """Published pages, which `open` can share."""
         return self._published.keys()
 
     def pages_for(self, length: int) -> int:
-        """Returns the number of pages that `length` positions take."""
+        """Returns the number of pages needed for `length` positions."""
         return -(-length // self.page_size)
 
     def table(self, session: str) -> tuple[int, ...]:
-        """Returns the session's pages: position n is in page `table[n // page_size]`, at `n % page_size`."""
+        """Returns the session's page table: position n is at offset `n % page_size` of page `table[n // page_size]`."""
         return tuple(self._sessions[session].table)
 
     def missing(self, session: str, length: int) -> int:
-        """Returns the number of pages that a session still needs for `length` positions; negative if it has more."""
+        """Returns the number of further pages that a session needs for `length` positions; negative if it has spare
+        pages.
+        """
         return -(-length // self.page_size) - len(self._sessions[session].table)
 
     # ------------------------------------------------------------ sessions
 
     def open(self, session: str, tokens: Sequence[int], salt: bytes = b"") -> int:
-        """Adds a session; returns how many of its first positions are cached already.
+        """Adds a session; returns the number of leading positions that are already cached.
 
-        The last token is never among them, because a model has to compute what follows it. Pages are shared only
-        between sessions with the same salt.
+        The last token is never among them, because the model must compute its logits. Only sessions with the same salt
+        share pages.
         """
         assert session not in self._sessions, f"{session} is open already"
         table = self._find(tokens, salt)
@@ -127,7 +126,7 @@ class PageAllocator:
         return len(table) * self.page_size
 
     def fork(self, parent: str, child: str, length: int) -> None:
-        """Adds a session that begins with the parent's first `length` positions, which must be computed."""
+        """Adds a session that shares the parent's first `length` positions, which must be computed already."""
         assert child not in self._sessions, f"{child} is open already"
         origin = self._sessions[parent]
         assert length <= len(origin.table) * self.page_size, f"{parent} does not reach position {length}"
@@ -137,9 +136,9 @@ class PageAllocator:
         self._sessions[child] = _Holding(table, min(origin.published, len(table)), origin.salt)
 
     def reserve(self, session: str, start: int, end: int) -> list[PageCopy] | None:
-        """Makes positions `start` to `end` writable; cached positions from `start` on become invalid.
+        """Makes positions `start` to `end` writable; invalidates cached positions from `start` on.
 
-        Returns the copies to make first, or None, with nothing changed, if there are not enough pages.
+        Returns the copies to perform before writing. If pages are insufficient, changes nothing and returns None.
         """
         holding = self._sessions[session]
         table = holding.table
@@ -148,7 +147,7 @@ class PageAllocator:
         assert 0 <= start < end, f"there is nothing to write from {start} to {end}"
         assert start <= len(table) * self.page_size, f"{session} does not reach position {start}"
         shared = [index for index in range(first, min(last, len(table))) if self._is_shared(table[index])]
-        if not shared and last <= len(table):  # the usual case: the row ends in a page that the session has
+        if not shared and last <= len(table):  # common case: the row ends in an existing page
             holding.published = min(holding.published, first)
             return []
         missing = max(0, last - len(table))
@@ -158,26 +157,26 @@ class PageAllocator:
         for index in shared:
             page = table[index]
             table[index] = self._allocate()
-            if index * self.page_size < start:  # positions before `start` must be kept
+            if index * self.page_size < start:  # the page's positions before `start` stay valid
                 copies.append(PageCopy(page, table[index]))
-            # It may become evictable here, but last in order: the allocations below take earlier pages.
+            # This may make the page evictable, but last in order: the allocations below evict other pages first.
             self._release(page)
         table.extend(self._allocate() for _ in range(missing))
         holding.published = min(holding.published, first)
         return copies
 
     def truncate(self, session: str, length: int) -> None:
-        """Rolls back to the first `length` positions."""
+        """Truncates a session's cache to its first `length` positions."""
         holding = self._sessions[session]
         kept_pages = self.pages_for(length)
-        while len(holding.table) > kept_pages:  # last page first, so that a chain is evicted from its end
+        while len(holding.table) > kept_pages:  # last page first, so that chains are evicted from the end
             self._release(holding.table.pop())
         holding.published = min(holding.published, len(holding.table))
 
     def publish(self, session: str, tokens: Sequence[int], length: int) -> None:
-        """Lets other sessions find the whole pages among the first `length` positions, which must be computed.
+        """Publishes the whole pages among the first `length` positions, which must be computed, for other sessions.
 
-        `tokens` are all of the session's tokens; each page is examined once.
+        `tokens` contains all tokens of the session. Each page is processed only once.
         """
         holding = self._sessions[session]
         assert length <= len(tokens), f"{session} has {len(tokens)} tokens, not {length}"
@@ -188,13 +187,13 @@ class PageAllocator:
             holding.published += 1
 
     def withdraw(self, session: str) -> None:
-        """Stops sharing the session's pages, and those published after them, because their contents may be wrong.
+        """Withdraws the session's pages and their successors from sharing, because their contents may be wrong.
 
-        Other sessions that hold such pages keep them, and publish them again once they compute further tokens.
+        Other sessions keep such pages if they hold them, and publish them again when they compute further tokens.
         """
         suspects = set(self._sessions[session].table)
         wrong: set[_Published] = set()
-        for page, entry in self._published.items():  # in order of publication: parents come first
+        for page, entry in self._published.items():  # in order of publication, so parents come first
             if page in suspects or entry.parent in wrong:
                 wrong.add(entry)
         for entry in wrong:
@@ -208,7 +207,7 @@ class PageAllocator:
             holding.published = next((at for at, page in enumerate(pages) if page not in self._published), len(pages))
 
     def close(self, session: str) -> None:
-        """Forgets a session; its published pages stay until they are evicted."""
+        """Removes a session; its published pages stay cached until eviction."""
         self.truncate(session, 0)
         del self._sessions[session]
 
@@ -221,7 +220,7 @@ class PageAllocator:
         return self._hash_page(self._hash_key, parent.key if parent is not None else salt, tokens)
 
     def _find(self, tokens: Sequence[int], salt: bytes) -> list[int]:
-        """Returns the published pages that hold the longest prefix of these tokens, without the last token."""
+        """Returns the published pages with the longest matching prefix of `tokens`, excluding the last token."""
         pages: list[int] = []
         parent: _Published | None = None
         for index in range((len(tokens) - 1) // self.page_size):
@@ -234,9 +233,9 @@ class PageAllocator:
         return pages
 
     def _publish_page(self, holding: _Holding, index: int, tokens: tuple[int, ...]) -> bool:
-        """Publishes a page whose predecessors are published, or replaces it by a published page with equal content.
+        """Publishes a page after its predecessors, or replaces it with a published page of equal content.
 
-        Returns False if different content has its hash: then the page and all pages after it stay private.
+        Returns False on a hash collision; the page and its successors then stay private.
         """
         page = holding.table[index]
         parent = self._published[holding.table[index - 1]] if index else None
@@ -244,11 +243,11 @@ class PageAllocator:
         key = self._key(parent, tokens, salt)
         published = self._index.get(key)
         if published is None:
-            assert page not in self._published, f"page {page} is published with other tokens"
+            assert page not in self._published, f"page {page} is already published with other tokens"
             self._index[key] = self._published[page] = _Published(key, parent, tokens, page, salt)
         elif not published.holds(parent, tokens, salt):
             return False
-        else:  # possibly this very page, published by a fork
+        else:  # may be the same page, published by a fork
             self._acquire(published.page)
             holding.table[index] = published.page
             self._release(page)
@@ -287,31 +286,31 @@ class PageAllocator:
     # ------------------------------------------------------------ integrity
 
     def check(self) -> None:
-        """Raises AssertionError unless every page is accounted for exactly once."""
+        """Raises AssertionError if the bookkeeping is inconsistent."""
         used = Counter(page for holding in self._sessions.values() for page in holding.table)
-        assert [used[page] for page in range(self.pages)] == self._refs, "references are not what the tables hold"
+        assert [used[page] for page in range(self.pages)] == self._refs, "reference counts do not match the page tables"
         all_pages = sorted([*self._free, *self._evictable, *used])
-        assert all_pages == list(range(self.pages)), "a page is lost or in two places"
-        assert self._published.keys() - used == self._evictable.keys(), "evictable is not published and unused"
+        assert all_pages == list(range(self.pages)), "a page is lost or accounted for twice"
+        assert self._published.keys() - used == self._evictable.keys(), "wrong set of evictable pages"
         entries = self._index.values()
-        assert self._index == {entry.key: entry for entry in entries}, "a hash finds what has another"
-        assert self._published == {entry.page: entry for entry in entries}, "the index is not of what is published"
+        assert self._index == {entry.key: entry for entry in entries}, "an index entry has a different hash"
+        assert self._published == {entry.page: entry for entry in entries}, "index and published pages differ"
         for name, holding in self._sessions.items():
             self._check_session(name, holding)
 
     def _check_session(self, name: str, holding: _Holding) -> None:
-        assert len(set(holding.table)) == len(holding.table), f"{name} has a page twice"
-        assert holding.published <= len(holding.table), f"{name} has published more than it has"
+        assert len(set(holding.table)) == len(holding.table), f"{name} contains a page twice"
+        assert holding.published <= len(holding.table), f"{name} has more published pages than pages"
         parent: _Published | None = None
         for page in holding.table[: holding.published]:
             entry = self._published.get(page)
             assert entry is not None, f"page {page} of {name} is not published"
-            assert entry.parent is parent, f"page {page} of {name} is published after other tokens"
+            assert entry.parent is parent, f"page {page} of {name} is published with another parent"
             parent = entry
 
 
 class ForSession(Protocol):
-    """The part of a step's row that `SessionMemory` needs."""
+    """The attributes of a step's row used by `SessionMemory`."""
 
     @property
     def session(self) -> str: ...
@@ -321,7 +320,7 @@ AnyRow = TypeVar("AnyRow", bound=ForSession)
 
 
 class SessionMemory(Protocol):
-    """Pages of sessions, by name. `PageAllocator` documents the methods that it shares with this interface."""
+    """Interface to the pages of sessions. `PageAllocator` documents the common methods."""
 
     page_size: int
 
@@ -347,18 +346,18 @@ class SessionMemory(Protocol):
     def close(self, session: str) -> None: ...
 
     def held(self, session: str, length: int) -> int:
-        """Returns how many of a session's first `length` tokens, all fed, are in the cache now."""
+        """Returns the number of cached tokens among a session's first `length` tokens, all of which were fed."""
         ...
 
     def fed(self, planned: AnyRow) -> AnyRow | None:
-        """Returns the row that the step fed for a planned one; None if it fed nothing and the row is due again."""
+        """Returns the row actually fed for a planned row; None if nothing was fed and the row remains due."""
         ...
 
     def check(self) -> None: ...
 
 
 class OwnPages(PageAllocator):
-    """The scheduler's own pages; every row is fed as planned."""
+    """Pages allocated by the scheduler; every row is fed as planned."""
 
     def held(self, session: str, length: int) -> int:
         return length
@@ -368,9 +367,10 @@ class OwnPages(PageAllocator):
 
 
 class EnginePages:
-    """Pages that an engine manages. The engine admits, preempts and shares by itself, so no page is ever missing here.
+    """Pages managed by an engine. The engine handles admission, preemption and sharing, so no page is ever missing
+    here.
 
-    The engine records each step that it made. Pages are numbered from the session's first one, wherever they are.
+    The engine records each completed step. Page numbers are relative to the session.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -384,9 +384,7 @@ class EnginePages:
     def step_made(
         self, fed: Mapping[str, Any], held_pages: int, computed: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Records the latest step: its rows by session, the number of pages held after it, and each session's computed
-        tokens.
-        """
+        """Records the latest step: fed rows by session, held pages after the step, and computed tokens by session."""
         self._fed = fed
         self._held = held_pages
         self._computed = computed
@@ -417,7 +415,7 @@ class EnginePages:
         pass
 
     def withdraw(self, session: str) -> None:
-        """Does nothing: the engine shares pages by itself."""
+        """Does nothing, because the engine manages sharing."""
 
     def close(self, session: str) -> None:
         pass

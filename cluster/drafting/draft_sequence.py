@@ -1,4 +1,4 @@
-"""The drafter's record of a session: tokens, the target's latest request, and the blocks that were sent."""
+"""Drafter-side state of a session: tokens, the target's latest request, and sent blocks."""
 
 from dataclasses import dataclass, field
 
@@ -10,31 +10,29 @@ from protos.prefix import Prefix
 
 @dataclass(eq=False)
 class DraftSequence:
-    """A session from its Open until it is closed or replaced. Lengths are in tokens, prompt included."""
+    """A drafter's session, from its Open until it is closed or replaced. Lengths are in tokens, prompt included."""
 
     open: Open
     router: str
     prefix: Prefix
-    requested_tokens: int = MAX_BLOCK_TOKENS  # draft length requested by the target
-    least_chance: float = 0.0  # cumulative acceptance probability below which verifying a token does not pay
-    shape: Shape = Shape.CHAIN  # block shape that the target can verify
+    requested_tokens: int = MAX_BLOCK_TOKENS  # requested draft length
+    least_chance: float = 0.0  # minimum cumulative acceptance probability of a token worth verifying
+    shape: Shape = Shape.CHAIN  # block shape supported by the target
     attached: bool = False
     served_len: int | None = None  # base length of the latest drafted block
-    passed_len: int | None = None  # length at which the target continued without waiting for a block
+    passed_len: int | None = None  # length at which the target did not wait for a block
     sent_len: int | None = None  # base length of the latest sent block
-    block: DraftTree = NO_TREE  # tree of the latest sent block
-    counted_from: int = 0  # blocks from this base length on were drafted by the weights in use
-    unverified: DraftTree | None = None  # drafts in the target's current step; None once a pass drafts beyond them
+    block: DraftTree = NO_TREE  # latest sent block
+    counted_from: int = 0  # blocks from this base length on come from the current weights
+    unverified: DraftTree | None = None  # drafts in the target's current step; None after lookahead from them
     chances: tuple[float, ...] = ()  # cumulative acceptance probabilities of `unverified`, if known
-    guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # blocks sent ahead, by length and hash
-    first: tuple[int, float] | None = (
-        None  # first token of the block for the current length, and the method's confidence in it
-    )
-    decided_s: float | None = None  # arrival of the latest verdict, until the target's next request
-    step_began_s: float | None = None  # start of the target's step under way, if known
-    states_len: int | None = None  # position after the last hidden state held; None: the method reads none
-    states_first: int = 0  # position of the first hidden state held
-    states_by: int | None = None  # latest position at which the hidden states may begin, while none are held
+    guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # sent ahead, by address
+    first: tuple[int, float] | None = None  # first token of the current block, and its confidence
+    decided_s: float | None = None  # arrival of the latest verdict; None after the next request
+    step_began_s: float | None = None  # start of the target's current step, if known
+    states_len: int | None = None  # end of the held hidden states; None: the method reads none
+    states_first: int = 0  # position of the first held hidden state
+    states_by: int | None = None  # latest acceptable start of the hidden states, while none are held
 
     @property
     def target(self) -> str:
@@ -42,17 +40,19 @@ class DraftSequence:
 
     @property
     def address(self) -> tuple[int, int]:
-        """Length and hash that address a block for the current text."""
+        """(length, hash) of the current text, which addresses its block."""
         return self.prefix.length, self.prefix.hash
 
     @property
     def lacks_states(self) -> bool:
-        """True if hidden states are missing for any token but the last, which the target has not read yet."""
+        """True if hidden states are missing. The last token's state may be absent, because the target has not read it
+        yet.
+        """
         return self.states_len is not None and self.states_len < self.prefix.length - 1
 
     @property
     def lacks_block(self) -> bool:
-        """True if no block was drafted for the current length although the target could use one."""
+        """True if no block has been drafted for the current length and the target could use one."""
         length = self.prefix.length
         if self.served_len == length or self.requested_tokens == 0 or not self.attached:
             return False
@@ -65,7 +65,7 @@ class DraftSequence:
 
     @property
     def may_go_on(self) -> bool:
-        """True if the target could use a block after the pending verdict."""
+        """True if the target could use another block after the pending verdict."""
         return (
             self.requested_tokens > 0
             and max_draft_tokens(self.open, self.prefix.length + 1) > 0
@@ -73,7 +73,7 @@ class DraftSequence:
         )
 
     def reset(self) -> Attach:
-        """Forgets all blocks sent, which may have been lost; returns the message that attaches the session."""
+        """Discards the record of sent blocks, which may be lost; returns the Attach for the target."""
         self.attached = True
         self.served_len = None
         self.passed_len = None
@@ -87,7 +87,7 @@ class DraftSequence:
         return Attach(self.open.session, prefix.length, prefix.hash, first, self.open.assignment_token, by)
 
     def extend(self, tokens: tuple[int, ...], now: float) -> Proposal | None:
-        """Appends a verdict's tokens; returns the block for the new length if one was sent ahead."""
+        """Appends a verdict's tokens; returns the block already sent for the new text, if any."""
         self.prefix.extend(tokens)
         self.decided_s = now
         self.step_began_s = None
@@ -98,16 +98,16 @@ class DraftSequence:
         return hit
 
     def take(self, request: DraftRequest, drafts_ahead: bool) -> None:
-        """Applies the target's request after the current prefix; `drafts_ahead` enables drafting ahead of verdicts."""
+        """Applies the target's request for the current prefix; `drafts_ahead` enables lookahead."""
         self.requested_tokens = request.max_tokens
         self.least_chance = request.least_chance
         self.shape = request.shape
         decided_s = self.decided_s
         self.decided_s = None
         if decided_s is None:
-            return  # without a verdict before it, this request does not mark the start of a step
+            return  # a request without a preceding verdict does not mark the start of a step
         is_served = self.served_len == self.prefix.length
-        if is_served or not request.hold_step:  # the target continues at once, with or without a block
+        if is_served or not request.hold_step:  # the target starts its step at once
             self.step_began_s = decided_s if self.requested_tokens else None
             if not is_served and drafts_ahead:
                 self.unverified = NO_TREE
@@ -115,16 +115,16 @@ class DraftSequence:
                 self.passed_len = self.prefix.length
 
     def exchanged(self) -> None:
-        """Excludes blocks of the previous weights, some still under way, from the acceptance counts."""
+        """Excludes blocks of the previous weights, including unverified ones, from the acceptance counts."""
         self.counted_from = 1 + max(self.prefix.length, *[length for length, _ in self.guesses], self.sent_len or 0)
 
     @property
     def is_counted(self) -> bool:
-        """True if the weights in use drafted the block for the current length."""
+        """True if the block for the current length comes from the current weights."""
         return self.prefix.length >= self.counted_from
 
     def sent(self, proposal: Proposal) -> None:
-        """Records the block that the target will verify next."""
+        """Records a sent block as the next one to be verified."""
         self.served_len = proposal.base_len
         self.sent_len = proposal.base_len
         self.block = proposal.tree

@@ -1,4 +1,4 @@
-"""State of a block being drafted: final and replaceable tokens, and the value of another forward pass."""
+"""State of a block in progress: final and replaceable tokens, and the value of another forward pass."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -12,60 +12,58 @@ from protos.frozen import value
 from protos.messages import Acceptance, DraftRequest, Shape
 from protos.prefix import hashes_after
 
-REPREDICTION_VALUE = (
-    0.25  # share of a block's value gained by a forward pass that replaces a recurrent head's prediction
-)
+REPREDICTION_VALUE = 0.25  # relative value of a forward pass that replaces a recurrent head's predictions
 
 
 @value
 class DraftedToken:
-    """A drafted token with the alternatives considered at its position."""
+    """A drafted token with the candidates at its position."""
 
     token: int
-    choices: Choices  # candidates at the token's position
-    p_accepted: float  # cumulative acceptance probability, by the draft model's own estimates
-    ids: tuple[int, ...] = ()  # token ids of draft_probs under rejection sampling; `weights` are theirs
+    choices: Choices  # candidates at this position
+    p_accepted: float  # cumulative acceptance probability, estimated by the draft model
+    ids: tuple[int, ...] = ()  # token ids of draft_probs, with `weights`; rejection sampling only
     weights: tuple[int, ...] = ()
-    by_head: bool = False  # True: a draft head predicted the token, without a forward pass of the model
-    state: Any = None  # private to the method: state the token was drawn from, if a draft head may continue from there
+    by_head: bool = False  # True: predicted by a draft head, without a forward pass of the model
+    state: Any = None  # private to the method: state for a draft head to continue from
 
 
 @dataclass(kw_only=True, eq=False)
 class BlockDraft:
-    """A block that is being drafted.
+    """A block in progress.
 
-    A *root* is a block under verification that is read token by token to predict its outcomes. A block may have
-    *branches* that continue from alternatives to its own tokens; each is drafted like a separate block.
+    A *root* is the block that the target is verifying; the method reads it token by token to predict verdicts. A block
+    may have *branches*, which continue from alternatives to its tokens; each is drafted like a separate block.
     """
 
     request: DraftRequest | LookaheadRequest
-    text: SessionText  # the session's committed text; fixed while a block is drafted
+    text: SessionText  # committed text; does not change while the block is drafted
     base_hash: int  # hash of the tokens before the block
     max_tokens: int
-    outcome: tuple[int, ...] = ()  # assumed tokens of the verdict before the block
-    chance: float = 1.0  # estimated probability of the outcome
-    state: Any = None  # private to the method: drafting state at the position just before the block
-    unverified: tuple[int, ...] | None = None  # root only: the tokens under verification
-    tells_all: bool = False  # root only: alternatives to its tokens are unknown until the root is read
-    main: "BlockDraft | None" = None  # root that reads a token off the main path: the root of the main path
-    stem: tuple[int, ...] = ()  # branch only: the tokens before it, the last one off the main path
+    outcome: tuple[int, ...] = ()  # assumed verdict tokens before the block
+    chance: float = 1.0  # estimated probability of `outcome`
+    state: Any = None  # private to the method: state at the position before the block
+    unverified: tuple[int, ...] | None = None  # root only: tokens under verification
+    tells_all: bool = False  # root only: True if alternatives to its tokens are known only after reading the root
+    main: "BlockDraft | None" = None  # root off the main path: root of the main path
+    stem: tuple[int, ...] = ()  # branch only: preceding tokens; the last one is off the main path
     branches: list["BlockDraft"] = field(default_factory=list)
-    grown: list[Branch] = field(default_factory=list)  # branches that are finished
-    min_confidence: float = 0.0  # cumulative probability below which the block ends
+    grown: list[Branch] = field(default_factory=list)  # finished branches
+    min_confidence: float = 0.0  # minimum cumulative probability; the block ends below it
     drafted: list[DraftedToken] = field(default_factory=list)
-    settled: int = 0  # number of leading final tokens; a draft head's predictions after them may change
-    is_guessed: bool = False  # whether a draft head predicted the tokens after `settled`
-    is_cut: bool = False  # the block ends here: the next token is too unlikely, or its logits are not finite
-    estimates_first: bool = True  # whether a draft model estimated the first token's probability
-    sends_probs: bool = field(init=False)  # True under rejection sampling: the target needs draft_probs
+    settled: int = 0  # number of final tokens; later tokens are replaceable predictions of a draft head
+    is_guessed: bool = False  # True if a draft head predicted the tokens after `settled`
+    is_cut: bool = False  # True if the block ends early: the next token is too unlikely or its logits are non-finite
+    estimates_first: bool = True  # True if a draft model estimated the first token's probability
+    sends_probs: bool = field(init=False)  # True under rejection sampling, which needs draft_probs
 
     def __post_init__(self) -> None:
         self.sends_probs = self.text.open.acceptance is Acceptance.REJECTION and not self.text.open.sampling.greedy
 
     @property
     def lookahead(self) -> LookaheadRequest:
-        """The request; only for a block that is drafted ahead of a verdict."""
-        assert isinstance(self.request, LookaheadRequest), "this block is wanted now"
+        """The lookahead request; valid only for blocks drafted ahead of a verdict."""
+        assert isinstance(self.request, LookaheadRequest), "only blocks drafted ahead have a lookahead request"
         return self.request
 
     @property
@@ -74,7 +72,9 @@ class BlockDraft:
 
     @property
     def last(self) -> tuple[Any, int]:
-        """State that the last token was drawn from, and that token; before the first, those of the outcome or text."""
+        """(state, token): the last token and the state it was drawn from. An empty block uses the token before the
+        block.
+        """
         if self.drafted:
             return self.drafted[-1].state, self.drafted[-1].token
         return self.state, (self.outcome or self.text.tokens)[-1]
@@ -85,7 +85,7 @@ class BlockDraft:
 
     @property
     def by_model(self) -> list[DraftedToken]:
-        """Leading tokens of the main path that the model itself predicted, not a draft head."""
+        """Leading main-path tokens predicted by the model rather than a draft head."""
         return list(takewhile(lambda token: not token.by_head, self.drafted[: len(self.tree.main_path)]))
 
     @property
@@ -94,36 +94,38 @@ class BlockDraft:
 
     @property
     def p_accepted(self) -> float:
-        """Probability that all tokens so far are accepted."""
+        """Probability that all drafted tokens are accepted."""
         return self.drafted[-1].p_accepted if self.drafted else 1.0
 
     @property
     def prefix_hash(self) -> int:
-        """Hash of all tokens so far, drafted ones included."""
+        """Hash of all tokens, drafted ones included."""
         return hashes_after(self.base_hash, self.tokens)[-1] if self.drafted else self.base_hash
 
     @property
     def missing(self) -> int:
-        """Number of tokens that forward passes may still predict."""
+        """Number of tokens left for forward passes to predict."""
         return self.max_tokens - self.settled
 
     @property
     def is_complete(self) -> bool:
-        """True if no token can be added."""
+        """True if no more tokens can be added."""
         return self.is_cut or len(self.drafted) == self.max_tokens
 
     def is_further(self, offset: int) -> bool:
-        """Returns True if the token `offset` positions ahead follows a predicted one without a forward pass between."""
+        """Returns True if no forward pass separates the token `offset` positions ahead from a predicted token before
+        it.
+        """
         return self.is_guessed or (offset > 0 and not self.is_root)
 
     @property
     def is_done(self) -> bool:
-        """True if no token can be added and no forward pass would improve the block."""
+        """True if no more tokens can be added and another forward pass would not improve the block."""
         return self.is_complete and (self.sends_probs or not self.is_guessed)
 
     @property
     def least_chance(self) -> float:
-        """Least cumulative probability of a token worth sending; in a branch, relative to its stem."""
+        """Minimum cumulative probability of a token worth sending; relative to the stem in a branch."""
         if self.sends_probs or self.is_root:
             return 0.0
         return self.request.least_chance / self.chance if self.stem else self.request.least_chance
@@ -132,8 +134,7 @@ class BlockDraft:
     def urgency(self) -> float:
         """Expected value of the next forward pass.
 
-        Under rejection sampling it ignores the tokens drafted so far, because they must not decide whether a block is
-        used.
+        Under rejection sampling, it ignores drafted tokens, because they must not influence whether a block is used.
         """
         if self.sends_probs:
             return self.chance
@@ -142,12 +143,12 @@ class BlockDraft:
 
     @property
     def position(self) -> int:
-        """Position of the token to draft next."""
+        """Position of the next token to draft."""
         return self.base_len + len(self.drafted)
 
     @property
     def whole_text(self) -> list[int]:
-        """All tokens so far, prompt included."""
+        """All tokens, including prompt and drafted tokens."""
         return [*self.text.tokens, *self.outcome, *self.tokens]
 
     @property
@@ -157,12 +158,12 @@ class BlockDraft:
 
     @property
     def next_position(self) -> tuple[int, tuple[int, ...]]:
-        """Position of the token to draft next: the number of committed tokens, and the tokens assumed after them."""
+        """Position of the next token to draft: (number of committed tokens, assumed tokens after them)."""
         return self.request.base_len, self.outcome + self.tokens
 
     @property
     def takes_trees(self) -> bool:
-        """True if alternatives to the block's own tokens may be offered."""
+        """True if the block may be sent as a tree."""
         return self.request.shape is Shape.TREE and not self.is_root and not self.sends_probs
 
     @property
@@ -172,13 +173,13 @@ class BlockDraft:
             return tree_of(self.paths)
         probs = None
         drafted = self.drafted
-        if self.sends_probs and drafted and drafted[0].ids:  # a deterministic draft needs no probabilities
+        if self.sends_probs and drafted and drafted[0].ids:  # deterministic drafts need no probabilities
             probs = SparseProbs(tuple([at.ids for at in drafted]), tuple([at.weights for at in drafted]))
         return DraftTree.chain(self.tokens, probs)
 
     @property
     def paths(self) -> list[tuple[tuple[int, ...], float]]:
-        """Paths to the tree's nodes so far with their probabilities, likeliest first."""
+        """Paths to the tree's nodes with their probabilities, likeliest first."""
         return likeliest_paths(self._as_branches(), self.max_tokens, self.least_chance)
 
     def _as_branches(self) -> list[Branch]:
@@ -197,7 +198,9 @@ class BlockDraft:
         ids: tuple[int, ...] = (),
         weights: tuple[int, ...] = (),
     ) -> None:
-        """Adds a token, or ends the block if it is too unlikely. A root adds its unverified tokens before any other."""
+        """Adds a token, or ends the block if the token is too unlikely. A root first adds its tokens under
+        verification.
+        """
         if self.is_complete:
             return
         if self.unverified is not None and len(self.drafted) < len(self.unverified):
@@ -212,9 +215,9 @@ class BlockDraft:
         self.is_cut = p_accepted < self.min_confidence
 
     def recall(self, considered: Iterable[DraftedToken]) -> None:
-        """Adds earlier predictions for the first positions of a root.
+        """Adds earlier predictions at the first positions of a root.
 
-        Stops after the first position whose token under verification differs from the predicted one.
+        Stops after the first position where the token under verification differs from the prediction.
         """
         for prediction, token in zip(considered, self.unverified or (), strict=False):
             there = prediction.choices.including(token, self.lookahead.claim((*self.tokens, token)))
@@ -225,16 +228,16 @@ class BlockDraft:
         self.settled = len(self.drafted)
 
     def forget_guesses(self) -> None:
-        """Drops the draft head's predictions, because the model has read further tokens."""
+        """Drops the draft head's predictions after the model has read more tokens."""
         del self.drafted[self.settled :]
         self.is_guessed = self.is_cut = False
 
     def settle(self) -> None:
-        """Makes all tokens so far final; the next forward pass reads them."""
+        """Marks all tokens as final; the next forward pass reads them."""
         self.settled = len(self.drafted)
 
     def after(self, outcome: tuple[int, ...], chance: float, max_tokens: int) -> "BlockDraft":
-        """Returns an empty block that follows an outcome of this root's verification."""
+        """Returns an empty block after a possible outcome of this root."""
         return BlockDraft(
             request=self.request,
             text=self.text,
@@ -261,7 +264,7 @@ class BlockDraft:
 
     @property
     def confidence(self) -> float | None:
-        """Probability of the first token; None if the method did not estimate it or considered no other token."""
+        """Probability of the first token; None if the method did not estimate it or had only one candidate."""
         if not self.estimates_first or not self.drafted or len(self.drafted[0].choices.tokens) == 1:
             return None
         return self.drafted[0].choices.chance_of(self.drafted[0].token)
@@ -272,5 +275,5 @@ class BlockDraft:
 
     @property
     def _least_of_tree(self) -> float:
-        """Least probability of the next token; below it, the tree has likelier tokens to offer."""
+        """Minimum probability of the next token; a less likely token would not enter the tree."""
         return threshold_of(self.paths, self.max_tokens) if self.takes_trees and self.drafted else 0.0

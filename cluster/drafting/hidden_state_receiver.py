@@ -1,4 +1,4 @@
-"""Receives hidden states for a drafter: in order per session, without gaps, and matching the session's text."""
+"""Receives hidden states for a drafter, and checks that they are in order, gapless and match the session's text."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -8,26 +8,27 @@ from cluster.drafting.requests import SessionUpdates
 from protos.frozen import value
 from protos.messages import States, StatesFormat
 
-MAX_EARLY_MESSAGES = 64  # most messages per session that wait for the verdict for their tokens
+MAX_EARLY_MESSAGES = 64  # maximum number of messages per session that wait for a verdict
 
 
 @value
 class StateBounds:
-    """Bounds on the hidden states that a method reads."""
+    """Limits on hidden states read and kept by a drafter."""
 
-    window: int | None = None  # number of latest states that the method reads; None: all
-    min_states: int | None = None  # number of latest states that suffice if earlier ones would be recomputed; None: all
-    max_states: int | None = None  # most states kept over all sessions; None: no bound
+    window: int | None = None  # number of latest states read by the method; None: all
+    min_states: int | None = None  # number of latest states that suffice if earlier ones must be recomputed; None: all
+    max_states: int | None = None  # maximum number of states kept over all sessions; None: no limit
 
 
 NO_BOUNDS = StateBounds()
 
 
 class HiddenStateReceiver:
-    """Receives the hidden states of all sessions; drops and counts unusable ones. Without a format, all are unusable.
+    """Receives the hidden states of all sessions; drops and counts unusable states. Without a `layout`, all are
+    unusable.
 
-    It sends nothing: the session table acknowledges states, requests missing ones, and gives up sessions whose states
-    exceed the bound.
+    It sends no messages. The session table acknowledges states, requests missing ones, and gives up sessions whose
+    states exceed the limit.
     """
 
     def __init__(
@@ -43,16 +44,16 @@ class HiddenStateReceiver:
         self._sessions = sessions
         self._updates = updates
         self._counts = counts
-        self._early: defaultdict[str, list[States]] = defaultdict(list)  # by session, oldest first
-        self._asked: dict[str, tuple[int, int]] = {}  # by session: position and text length of the latest request
+        self._early: defaultdict[str, list[States]] = defaultdict(list)  # early messages by session, oldest first
+        self._asked: dict[str, tuple[int, int]] = {}  # by session: (position, text length) of the latest request
 
     def opened(self, session: DraftSequence) -> None:
-        """Starts or restarts a session, without hidden states."""
+        """Starts or restarts a session without hidden states."""
         self.forget(session.open.session)
         if self._layout is not None:
             window = self._bounds.window
             min_states = self._bounds.min_states
-            read_to = session.prefix.length - 1  # the target need not have read the last token
+            read_to = session.prefix.length - 1  # the target may not have read the last token
             session.states_len = 0 if window is None else max(0, read_to - window)
             session.states_by = (
                 session.states_len if min_states is None else max(session.states_len, read_to - min_states)
@@ -63,9 +64,9 @@ class HiddenStateReceiver:
         self._asked.pop(session, None)
 
     def no_room(self, more: int = 0, instead_of: str = "") -> str:
-        """Returns why the states of a text of `more` tokens exceed the bound; empty if they do not.
+        """Returns an error message if another text of `more` tokens would exceed `max_states`, else "".
 
-        The states of the session `instead_of`, which the new text replaces, are not counted.
+        States of the session `instead_of`, which the new text replaces, do not count.
         """
         max_states = self._bounds.max_states
         if max_states is None or self._layout is None:
@@ -73,22 +74,22 @@ class HiddenStateReceiver:
         kept_tokens = sum([self._kept(session) for name, session in self._sessions.items() if name != instead_of])
         if kept_tokens + self._of(more) <= max_states:
             return ""
-        return f"hidden states of {kept_tokens} tokens are kept, and there is room for {max_states}"
+        return f"hidden states of {kept_tokens} tokens are kept; the limit is {max_states}"
 
     def _kept(self, session: DraftSequence) -> int:
         return self._of((session.states_len or 0) - session.states_first)
 
     def _of(self, tokens: int) -> int:
-        """Returns the number of states that are kept for a text of `tokens` tokens."""
+        """Returns the number of states kept for a text of `tokens` tokens."""
         window = self._bounds.window
         return tokens if window is None else min(window, tokens)
 
     def take_early(self, session: DraftSequence) -> list[States]:
-        """Returns and removes the states that arrived before the verdict for their tokens."""
+        """Removes and returns the states that arrived ahead of the verdict for their tokens."""
         return self._early.pop(session.open.session, [])
 
     def receive(self, session: DraftSequence, states: States) -> bool:
-        """Keeps, queues or drops states; returns True if earlier states are missing and must be requested."""
+        """Keeps, queues or drops states; returns True if missing earlier states must be requested."""
         if states.format != self._layout or session.states_len is None or session.states_by is None:
             self._counts["states_unfit"] += 1
         elif states.end > session.prefix.length:
@@ -112,9 +113,9 @@ class HiddenStateReceiver:
             self._counts["states_early"] += 1
 
     def _is_new_gap(self, session: DraftSequence, states_len: int) -> bool:
-        """Returns True the first time a gap is seen at this text length.
+        """Returns True at the first detection of a gap at this text length.
 
-        States already under way when the missing ones were requested show the same gap again.
+        States in flight at the time of the request reveal the same gap again.
         """
         missing = (states_len, session.prefix.length)
         is_new = self._asked.get(session.open.session) != missing
@@ -122,8 +123,8 @@ class HiddenStateReceiver:
         return is_new
 
     def _keep(self, session: DraftSequence, first: int, states: States) -> None:
-        """Passes the rows from position `first` on to the method; they continue the states kept so far, or are the
-        first.
+        """Passes the rows from position `first` on to the method, as a continuation of the kept states or as their
+        start.
         """
         if first != session.states_len:
             session.states_first = first

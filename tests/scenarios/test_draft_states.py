@@ -80,7 +80,7 @@ def test_a_session_whose_states_begin_within_the_text_takes_only_their_space():
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0 states_by=2
         t1/states: States s 5,6,7 2 -> t1/states <- StatesAck s 3
         router#1: Open t 1,2,3,4,5
-            router#1 <- Refusal t attempt=1 overloaded "hidden states of 1 tokens are kept, and there is room for 5"
+            router#1 <- Refusal t attempt=1 overloaded "hidden states of 1 tokens are kept; the limit is 5"
         router#1: Open u 1,2,3,4 -> t1 <- Attach u 1,2,3,4 states_from=0 states_by=2
     """)
 
@@ -206,7 +206,7 @@ def test_a_session_without_space_for_its_states_is_refused_until_there_is_space(
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=0
         t1/states: States s 5,6,7 0 -> t1/states <- StatesAck s 3
         router#1: Open t 1,2,3,4,5
-            router#1 <- Refusal t attempt=1 overloaded "hidden states of 3 tokens are kept, and there is room for 7"
+            router#1 <- Refusal t attempt=1 overloaded "hidden states of 3 tokens are kept; the limit is 7"
         router#1: Open u 1,2,3,4 -> t1 <- Attach u 1,2,3,4 states_from=0
         router#1: Open s 5,6,7,8,9,10,11 attempt=2 -> t1 <- Attach s 5,6,7,8,9,10,11 states_from=0
         router#1: Close s attempt=2 -> t1 <- Detach s
@@ -223,7 +223,7 @@ def test_a_session_that_grows_beyond_the_bound_is_given_up_and_another_continues
         t1/states: States s 5,6,7 0 -> t1/states <- StatesAck s 3
         t1: Verdict s 5,6,7,8 +9
         t1/states: States s 5,6,7,8 3
-            router#1 <- Refusal s attempt=1 overloaded "hidden states of 6 tokens are kept, and there is room for 5"
+            router#1 <- Refusal s attempt=1 overloaded "hidden states of 6 tokens are kept; the limit is 5"
             t1 <- Detach s
         show given_up -> given_up=1
         pass
@@ -239,7 +239,7 @@ def test_a_session_takes_at_most_the_space_of_the_window():
         router#1: Open s 5,6,7,8 -> t1 <- Attach s 5,6,7,8 states_from=2
         router#1: Open t 1,2,3,4,5 -> t1 <- Attach t 1,2,3,4,5 states_from=3
         router#1: Open u 1,2
-            router#1 <- Refusal u attempt=1 overloaded "hidden states of 2 tokens are kept, and there is room for 2"
+            router#1 <- Refusal u attempt=1 overloaded "hidden states of 2 tokens are kept; the limit is 2"
     """)
 
 
