@@ -266,10 +266,13 @@ def status(config_path: ConfigPath, overrides: Overrides = None) -> None:
     versions = VersionFolder(Path(learning.folder).expanduser())
     with _examples(learning) as store:
         size = store.size()
+        key, share = store.largest_key()
     shown = table("Learning", "what", "value")
     shown.add_row("folder", learning.folder)
     shown.add_row("consent", learning.consent.value)
     shown.add_row("examples", f"{size.examples} ({size.tokens} of at most {learning.max_tokens} tokens)")
+    if key:
+        shown.add_row("most from one key", f"{key}, {share:.0%} of the tokens")
     current = versions.current()
     shown.add_row("current version", str(current) if current else "0 (the configured draft)")
     if history := versions.history():

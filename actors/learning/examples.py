@@ -250,15 +250,27 @@ class ExampleStore:
     def forget(self, key: str | None = None) -> int:
         """Deletes the examples of an API key, or all, with their states; returns the number of examples.
 
-        Deleted data is overwritten on disk. States without an example, which may be the key's, are deleted too.
+        Deleted data is overwritten on disk. States without an example, which may be the key's, are deleted too. Raises
+        ConfigError if the file is busy or the disk is full.
         """
-        with self._transaction() as run:
-            run.execute(f"PRAGMA user_version = {self.forgets() + 1}")
-            run.execute("DELETE FROM examples WHERE ? IS NULL OR key = ?", (key, key))
-            deleted = run.rowcount
-            run.execute("DELETE FROM states WHERE session NOT IN (SELECT session FROM examples)")
-        self._connection.execute("VACUUM")
+        try:
+            with self._transaction() as run:
+                run.execute(f"PRAGMA user_version = {self.forgets() + 1}")
+                run.execute("DELETE FROM examples WHERE ? IS NULL OR key = ?", (key, key))
+                deleted = run.rowcount
+                run.execute("DELETE FROM states WHERE session NOT IN (SELECT session FROM examples)")
+            self._connection.execute("VACUUM")
+        except sqlite3.Error as error:
+            raise ConfigError(f"cannot delete examples in {self._path}: {error}; try again") from error
         return deleted
+
+    def largest_key(self) -> tuple[str, float]:
+        """Returns the API key with the most tokens and its share of all; without examples, an empty name and 0."""
+        found: tuple[str, float] | None = self._connection.execute(
+            "SELECT key, SUM(tokens) * 1.0 / (SELECT SUM(tokens) FROM examples) FROM examples"
+            " GROUP BY key ORDER BY 2 DESC LIMIT 1"
+        ).fetchone()
+        return ("", 0.0) if found is None else found
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:

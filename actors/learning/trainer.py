@@ -215,11 +215,12 @@ class Trainer:
             return None
         try:
             with closing(ExampleStore.of(self._options)) as store, trainer_lock(self._folder) as is_ours:
+                found = None
                 if is_ours:
                     self._phase = "waiting"
                     found = self._train_if_due(store)
                 else:
-                    found = self._wait_for_other()
+                    self._wait_for_other()
         except Exception as error:  # noqa: BLE001  # whatever fails, the next round may succeed
             self._fail(error)
             return None

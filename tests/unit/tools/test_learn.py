@@ -1,6 +1,11 @@
-"""`slipstream learn run` with a tiny pair."""
+"""`slipstream learn run` with a tiny pair, and `forget`."""
 
 import json
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +13,14 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from actors.learning.examples import ExampleStore
+from actors.learning.trainer import Draft, Trainer, trainer_lock
 from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import load_model
-from cluster.learning import State
+from cluster.config import LearningOptions
+from cluster.learning import Example, Source, State
 from tests.byte_tokenizer import byte_tokenizer
-from tests.unit.actors.learning.drafts import CPU, SHAPE
+from tests.unit.actors.learning.drafts import CPU, SHAPE, VOCABULARY, holding, write_draft
 from tools.cli import app
 
 runner = CliRunner()
@@ -78,3 +86,76 @@ def test_other_methods_are_refused(config: Path, conversations: Path, tmp_path: 
     given = ["learn", "run", str(config), "--examples", str(conversations), "--out", str(tmp_path / "out")]
     done = runner.invoke(app, [*given, "--set", "draft.method=ngram", "--set", "draft.model=null"])
     assert "set it to draft_model, the only one that is trained" in str(done.exception)
+
+
+def test_it_waits_for_a_trainer_of_the_same_folder(config: Path, conversations: Path, tmp_path: Path) -> None:
+    learned = tmp_path / "learned"
+    learned.mkdir()
+    given = ["learn", "run", str(config), "--examples", str(conversations), "--epochs", "1", "--threads", "1"]
+    with trainer_lock(learned):
+        done = runner.invoke(app, [*given, "--set", f"draft.learning.folder={learned}"])
+    assert "a trainer works in" in str(done.exception)
+    assert VersionFolder(learned).history() == []
+
+
+# ---------------------------------------------------------------- forgetting
+
+KILLED = """
+import os, signal, sqlite3, sys
+
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("PRAGMA cache_size = 1")  # writes changed pages early, and before them the journal
+connection.execute("BEGIN IMMEDIATE")
+connection.execute("UPDATE examples SET created = created + 1, prompt_version = 'longer than before'")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def texts(key: str, count: int = 150) -> list[Example]:
+    chosen = random.Random(key)
+    drawn = [tuple(chosen.randrange(VOCABULARY) for _ in range(40)) for _ in range(count)]
+    return [Example(text[:10], text[10:], Source(key)) for text in drawn]
+
+
+@pytest.mark.parametrize("whose", ["--key", "--all"])
+def test_forget_leaves_nothing(config: Path, tmp_path: Path, whose: str) -> None:
+    """After a finished training, an interrupted one, and a router that was killed while it wrote."""
+    folder = tmp_path / "learning"
+    options = LearningOptions(folder=str(folder), min_examples=100, min_sessions=6, epochs=1)
+    draft = Draft(write_draft(tmp_path / "tiny"), "draft_model", "target", draft_tokens=4)
+    ours, theirs = texts("ours"), texts("theirs")
+    store = ExampleStore.of(options)
+    for key, kept in (("ours", ours), ("theirs", theirs)):
+        assert store.add(kept, "target")["kept"] == len(kept)
+        passes = iter(range(1000))
+        trainer = Trainer(options, draft, [], should_stop=lambda: key == "theirs" and next(passes) > 10)  # noqa: B023
+        trainer.look()
+    store.close()
+    child = subprocess.run([sys.executable, "-c", KILLED, str(folder / "examples.sqlite")], check=False)
+    assert child.returncode == -signal.SIGKILL
+    assert {path.name for path in folder.rglob("*.safetensors")} == {"model.safetensors", "state.safetensors"}
+    known = set().union(*(holding(folder, each.answer) for each in ours[:20]))
+    assert known == {"examples.sqlite", "examples.sqlite-journal"}
+
+    name = ["--key", "ours"] if whose == "--key" else ["--all"]
+    done = runner.invoke(app, ["learn", "forget", str(config), *name, "--set", f"draft.learning.folder={folder}"])
+    assert done.exit_code == 0, done.output
+    assert f"{150 if whose == '--key' else 300} examples deleted" in done.output
+    gone = ours if whose == "--key" else [*ours, *theirs]
+    assert not any(holding(folder, tokens) for each in gone[::10] for tokens in (each.prompt, each.answer))
+    store = ExampleStore.of(options)
+    assert store.read("target") == (theirs if whose == "--key" else [])
+    store.close()
+    assert len(VersionFolder(folder).history()) == 1, "versions stay"
+
+
+def test_status_names_the_key_with_the_most_examples(config: Path, tmp_path: Path) -> None:
+    options = LearningOptions(folder=str(tmp_path / "learning"))
+    store = ExampleStore.of(options)
+    store.add([*texts("busy", 30), *texts("quiet", 10)], "target")
+    given = ["learn", "status", str(config), "--set", f"draft.learning.folder={options.folder}"]
+    assert "busy, 75% of the tokens" in runner.invoke(app, given).output
+    store.forget()
+    store.add([replace(each, source=Source()) for each in texts("unnamed", 5)], "target")
+    store.close()
+    assert "one key" not in runner.invoke(app, given).output

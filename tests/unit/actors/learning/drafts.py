@@ -1,6 +1,10 @@
 """Tiny drafts on disk: a Llama, some with a recurrent head and a list of frequent tokens."""
 
 import json
+import resource
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +58,28 @@ def some_examples(count: int, seed: int = 0, answer: int = 12) -> list[Example]:
     drawn = torch.Generator().manual_seed(seed)
     texts = torch.randint(VOCABULARY, (count, 6 + answer), generator=drawn).tolist()
     return [Example(tuple(text[: 3 + index % 4]), tuple(text[6:])) for index, text in enumerate(texts)]
+
+
+def holding(folder: Path, tokens: Sequence[int]) -> set[str]:
+    """Returns the names of the files below `folder` that contain eight of the tokens in a row, in binary or as text."""
+    found = set()
+    parts = [tokens[first : first + 8] for first in range(len(tokens) - 7)]
+    forms = [array(code, part).tobytes() for part in parts for code in "iq"]
+    forms += [gap.join(map(str, part)).encode() for part in parts for gap in (",", ", ")]
+    for path in folder.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            if any(form in data for form in forms):
+                found.add(path.name)
+    return found
+
+
+@contextmanager
+def full_disk(largest: int) -> Iterator[None]:
+    """Makes each write of this process beyond this size of a file fail."""
+    earlier, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (earlier, most))

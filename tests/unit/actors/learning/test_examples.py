@@ -2,17 +2,17 @@
 
 import random
 import stat
-from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from actors.learning.examples import FILE, ExampleStore, ExampleWriter, KeptStates, StateRecorder
+from actors.learning.examples import ExampleStore, ExampleWriter, KeptStates, StateRecorder
 from cluster.errors import ConfigError
 from cluster.learning import Example, Source
 from protos.messages import Open
+from tests.unit.actors.learning.drafts import full_disk, holding
 
 DAY_S = 86_400.0
 
@@ -43,9 +43,7 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[ExampleStore]:
 
 
 def holds(folder: Path, tokens: tuple[int, ...]) -> bool:
-    """Returns whether any file contains four of the tokens in a row."""
-    data = b"".join(path.read_bytes() for path in folder.iterdir())
-    return any(array("i", tokens[first : first + 4]).tobytes() in data for first in range(len(tokens) - 3))
+    return bool(holding(folder, tokens))
 
 
 def test_examples_come_back_by_target_and_in_order(store):
@@ -110,15 +108,50 @@ def test_a_writer_keeps_what_it_was_offered_and_counts_what_it_could_not_keep(tm
     writer.close()
     assert writer.counts == {"kept": 3}
 
-    (tmp_path / FILE).unlink()
-    (tmp_path / FILE).mkdir()
+
+def test_a_folder_that_breaks_costs_examples_one_log_line_and_a_count(tmp_path, caplog):
+    (tmp_path / "examples.sqlite").mkdir()
     broken = ExampleWriter(lambda: ExampleStore(tmp_path, 1000, DAY_S), "target")
     broken.offer(an_example(1))
     broken.close()
     assert broken.counts == {"failed": 1}
+    (record,) = caplog.records
+    assert "examples.sqlite" in record.getMessage()
 
 
-# ---------------------------------------------------------------- hidden states
+def test_a_full_disk_costs_examples_one_log_line_and_a_count(store, clock, tmp_path, caplog):
+    store.add([an_example(0)], "target")
+    writer = ExampleWriter(lambda: ExampleStore(tmp_path, 1_000_000, DAY_S, clock=clock), "target")
+    with full_disk(64_000):
+        for seed in range(1, 6):
+            writer.offer(an_example(seed, length=8000))
+        writer.close()
+    assert writer.counts == {"failed": 5}
+    (record,) = caplog.records
+    assert "cannot keep sessions to learn from" in record.getMessage()
+    later = ExampleWriter(lambda: ExampleStore(tmp_path, 1_000_000, DAY_S, clock=clock), "target")
+    later.offer(an_example(9))
+    later.close()
+    assert later.counts == {"kept": 1}
+    assert [each.prompt for each in store.read("target")] == [an_example(0).prompt, an_example(9).prompt]
+
+
+def test_one_answer_with_small_changes_is_kept_a_few_times(tmp_path):
+    """One token of 64 changes each time: without near-duplicates, the client would have 91 % of all tokens."""
+    roomy = ExampleStore(tmp_path, 1_000_000, DAY_S)
+    roomy.add([an_example(seed, key="others") for seed in range(50)], "target")
+    answer = an_example(1000).answer
+    chosen = random.Random(1)
+    repeated = []
+    for index in range(500):
+        at = chosen.randrange(64)
+        changed = (*answer[:at], chosen.randrange(49_152), *answer[at + 1 :])
+        repeated.append(Example((index,) * 10, changed, Source("spammer")))
+    assert roomy.add(repeated, "target")["kept"] < 75
+    key, share = roomy.largest_key()
+    roomy.close()
+    assert key in ("others", "spammer")
+    assert share < 0.7
 
 
 def kept(session: str, rows: bytes = b"\x01\x02" * 50, first: int = 3) -> KeptStates:

@@ -3,12 +3,10 @@
 import json
 import logging
 import random
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from actors.learning.trainer import Draft, Trainer
 from actors.learning.versions import VersionFolder
 from cluster.config import LearningOptions
 from cluster.learning import Example, State
-from tests.unit.actors.learning.drafts import VOCABULARY, write_draft
+from tests.unit.actors.learning.drafts import VOCABULARY, full_disk, write_draft
 
 TARGET = "target"
 
@@ -221,17 +219,6 @@ def test_a_diverging_training_promotes_nothing(options, draft, caplog):
     assert made.status().counts == {"failed": 1}
     assert current(options) == 0
     assert files(options) == {"examples.sqlite", "trainer.lock"}
-
-
-@contextmanager
-def full_disk(largest: int) -> Iterator[None]:
-    """Makes each write of this process beyond this size of a file fail."""
-    earlier, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (earlier, most))
 
 
 def files(options: LearningOptions) -> set[str]:
