@@ -39,9 +39,9 @@ from actors.vllm_engine.engine import VllmEngine
 from cluster.config import DraftPool, SlipstreamConfig, TargetPool
 from cluster.config_sections import TrustConfig
 from cluster.costs import DraftCost, ForwardCost
-from cluster.drafting.method import DraftingMethod
+from cluster.drafting.method import DraftingMethod, ExchangesWeights
 from cluster.drafting.session_table import DrafterLimits
-from cluster.errors import EngineError, ModelError
+from cluster.errors import EngineError
 from cluster.learning import Example
 from cluster.page_allocator import SessionMemory
 from cluster.routing.ray_membership import NODE, ZONE
@@ -266,10 +266,12 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
     max_sessions = config.draft.max_sessions
     limits = DrafterLimits(max(files.tokens) + 1, config.model.max_context, max_sessions, states, bounds)
     learned = learned_draft(config.draft, files.model_print)
-    create = partial(_created, config.draft, setup)
-    method, version = create(None) if learned is None else _create_current(learned, create)
-    figure = published_acceptance(config.draft) if version is None else version.first_token_acceptance
-    number = CONFIGURED if version is None else version.number
+    method = create_method(config.draft, setup)
+    if learned is None:
+        number, figure = CONFIGURED, published_acceptance(config.draft)
+    else:
+        version = _use_current(learned, method)
+        number, figure = version.number, version.first_token_acceptance
     return StartedDrafter(files, method, limits, profile_drafting(method, limits), figure, learned, number)
 
 
@@ -282,20 +284,14 @@ def learned_draft(draft: DraftPool, target: str) -> LearnedDraft | None:
     return LearnedDraft(VersionFolder(Path(draft.learning.folder).expanduser()), configured, target)
 
 
-_Create = Callable[[Version | None], tuple[DraftingMethod, Version | None]]
-
-
-def _created(draft: DraftPool, setup: DraftSetup, version: Version | None) -> tuple[DraftingMethod, Version | None]:
-    if version is not None:
-        draft = draft.model_copy(update={"model": str(version.folder)})
-    return create_method(draft, setup), version
-
-
-def _create_current(learned: LearnedDraft, create: _Create) -> tuple[DraftingMethod, Version | None]:
-    """Creates the method with the current version or, if that fails, with the configured draft."""
+def _use_current(learned: LearnedDraft, method: DraftingMethod) -> Version:
+    """Exchanges the configured draft for the current version, with the same checks as later; returns the one in use."""
+    assert isinstance(method, ExchangesWeights), "the configuration refuses other methods"
     try:
         if (number := learned.current()) != CONFIGURED:
-            return create(learned.find(number))
-    except ModelError as error:
-        log.error("starting with the configured draft, since its current version cannot be used: %s", error)
-    return create(learned.configured)
+            version = learned.find(number)
+            method.prepare_weights(version.folder)()
+            return version
+    except Exception as error:  # noqa: BLE001  # `DraftReload` finds the same fault, logs it and counts it
+        log.info("starting with the configured draft: %s", error)
+    return learned.configured

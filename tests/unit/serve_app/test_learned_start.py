@@ -1,95 +1,183 @@
 """A drafter whose draft learns starts with the current version, or else with the configured draft."""
 
-import logging
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.learning.reload import LearnedDraft, Version
-from actors.learning.versions import CURRENT, VERSIONS, VersionFolder
-from cluster.config import DraftPool, LearningOptions
+from actors.learning.reload import DraftReload
+from actors.learning.versions import VersionFolder
+from actors.models.checkpoint import checkpoint_fingerprint
+from cluster.config import DraftPool, SlipstreamConfig, validated
+from cluster.draft_quality import VersionWatch
+from cluster.drafting.method import ExchangesWeights
 from cluster.errors import ModelError
-from cluster.learning import Manifest, State
-from serve_app import startup
-from serve_app.startup import learned_draft
-
-TARGET = "fingerprint"
+from cluster.learning import Comparison, Figures, Manifest, State
+from serve_app.startup import learned_draft, start_drafter
+from tests.broken_checkpoints import good_checkpoint
 
 
-@pytest.fixture
-def learned(tmp_path: Path) -> LearnedDraft:
-    """Version 1 is current."""
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "config.json").write_text('{"first_token_acceptance": 0.6}')
-    options = LearningOptions(folder=str(tmp_path / "learning"))
-    found = learned_draft(DraftPool(model=str(draft), learning=options), TARGET)
-    manifest = Manifest(
+def a_manifest(target: str, agreement: float) -> Manifest:
+    figures = Figures(sessions=20, agreement=agreement, tokens_per_verify=2.0)
+    return Manifest(
         version=1,
         parent=0,
         created=0.0,
         state=State.CANDIDATE,
         reason="better",
         method="draft_model",
-        target=TARGET,
+        target=target,
         examples=300,
         tokens=17_000,
         seconds=60.0,
+        recent=Comparison(before=figures, after=figures, low=1.1, high=1.2),
     )
-    found.versions.add(manifest, lambda folder: (folder / "config.json").touch())
-    found.versions.promote(1)
-    return found
 
 
-def started(learned: LearnedDraft, broken: int | None = None) -> Version | None:
-    """Returns the version that a drafter starts with, if version `broken` cannot be loaded."""
-
-    def create(version: Version | None) -> tuple[None, Version | None]:
-        if version.number == broken:
-            raise ModelError(f"{version.folder} holds NaN or infinite weights")
-        return None, version
-
-    return startup._create_current(learned, create)[1]  # type: ignore[arg-type]
-
-
-def test_the_current_version_starts(learned: LearnedDraft) -> None:
-    version = started(learned)
-    assert (version.number, version.folder) == (1, learned.versions.folder_of(1))
-    assert version.first_token_acceptance is None, "that of the configured draft is not its own"
+@pytest.fixture
+def config(tmp_path: Path) -> SlipstreamConfig:
+    """A tiny pair whose draft learns; its configured draft publishes an acceptance of 0.6."""
+    good_checkpoint(tmp_path / "target")
+    path = good_checkpoint(tmp_path / "draft") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"first_token_acceptance": 0.6}))
+    learning = {"folder": str(tmp_path / "learning")}
+    draft = {"model": str(tmp_path / "draft"), "learning": learning, "max_sessions": 1}
+    model = {"target": str(tmp_path / "target"), "dtype": "float32", "max_context": 64}
+    return validated({"model": model, "draft": draft})
 
 
-def test_without_a_version_the_configured_draft_starts(learned: LearnedDraft) -> None:
-    learned.versions.promote(0)
-    assert started(learned) == learned.configured
-    assert learned.configured.first_token_acceptance == 0.6
+def unchanged(folder: Path) -> None:
+    pass
 
 
-@pytest.mark.parametrize("fault", ["weights", "current", "manifest"])
+def add(config: SlipstreamConfig, edit: Callable[[Path], object] = unchanged, target: str | None = None) -> int:
+    """Promotes a copy of the configured draft, with changes, as a version."""
+    assert config.draft.model is not None
+    draft = Path(config.draft.model)
+
+    def write(folder: Path) -> None:
+        shutil.copytree(draft, folder, dirs_exist_ok=True)
+        edit(folder)
+
+    fingerprint = checkpoint_fingerprint(Path(config.model.target)) if target is None else target
+    versions = VersionFolder(draft.with_name("learning"))
+    added = versions.add(a_manifest(fingerprint, agreement=0.8), write)
+    versions.promote(added.version)
+    return added.version
+
+
+def started(config: SlipstreamConfig) -> tuple[int, float | None]:
+    """Returns the version and the published acceptance of a new drafter."""
+    drafter = start_drafter(config)
+    return drafter.version, drafter.first_token_acceptance
+
+
+def test_a_drafter_starts_with_the_current_version(config: SlipstreamConfig) -> None:
+    assert started(config) == (0, 0.6)
+    add(config)
+    assert started(config) == (1, 0.8)
+
+
+@pytest.mark.parametrize("path", ["current.json", "0001/manifest.json", "0001/config.json"])
 def test_an_unreadable_version_gives_way_to_the_configured_draft(
-    learned: LearnedDraft, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+    config: SlipstreamConfig, tmp_path: Path, path: str
 ) -> None:
-    versions = tmp_path / "learning" / VERSIONS
-    path = {"current": versions / CURRENT, "manifest": versions / "0001" / "manifest.json"}.get(fault)
-    if path is not None:
-        path.write_text("{")
-    with caplog.at_level(logging.ERROR):
-        assert started(learned, broken=1 if fault == "weights" else None) == learned.configured
-    (record,) = caplog.records
-    assert record.message.startswith("starting with the configured draft, since its current version cannot be used: ")
+    add(config)
+    (tmp_path / "learning" / "versions" / path).write_text("{")
+    assert started(config) == (0, 0.6)
 
 
-def test_a_version_of_another_target_does_not_start(learned: LearnedDraft, caplog: pytest.LogCaptureFixture) -> None:
-    other = LearnedDraft(learned.versions, learned.configured, "another")
-    assert started(other) == learned.configured
-    assert "learned from target fingerprint, but this target is another" in caplog.text
+def test_a_version_of_another_target_does_not_start(config: SlipstreamConfig) -> None:
+    add(config, target="another")
+    assert started(config) == (0, 0.6)
 
 
-def test_a_broken_configured_draft_fails_the_start(learned: LearnedDraft) -> None:
-    learned.versions.promote(0)
-    with pytest.raises(ModelError, match="NaN"):
-        started(learned, broken=0)
+def test_a_broken_configured_draft_fails_the_start(config: SlipstreamConfig, tmp_path: Path) -> None:
+    add(config)
+    cut_off(tmp_path / "draft")
+    with pytest.raises(ModelError):
+        start_drafter(config)
 
 
 def test_a_draft_that_does_not_learn_has_no_versions() -> None:
-    assert learned_draft(DraftPool(method="ngram"), TARGET) is None
+    assert learned_draft(DraftPool(method="ngram"), "fingerprint") is None
     assert VersionFolder(Path("/nowhere")).current() == 0
+
+
+# ---------------------------------------------------------------- versions that were promoted by hand
+
+
+def cut_off(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def changed(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def shaped(folder: Path, **shape: int) -> None:
+    config = LlamaConfig.from_pretrained(folder)
+    config.update(shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "cut off": cut_off,
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "not weights": lambda folder: (folder / "model.safetensors").write_text("hello"),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "broken config": lambda folder: (folder / "config.json").write_text("{"),
+    "a list as config": lambda folder: (folder / "config.json").write_text("[]"),
+    "a tensor missing": lambda folder: changed(folder, lambda w: w.pop("model.norm.weight")),
+    "a tensor too small": lambda folder: changed(
+        folder, lambda w: w.update({"model.norm.weight": w["model.norm.weight"][:5]})
+    ),
+    "NaN": lambda folder: changed(folder, lambda w: w["model.norm.weight"].fill_(torch.nan)),
+    "huge": lambda folder: changed(folder, lambda w: w["model.layers.0.mlp.up_proj.weight"].fill_(3e38)),
+    "other layers": lambda folder: shaped(folder, num_hidden_layers=3),
+    "other heads": lambda folder: shaped(folder, num_key_value_heads=4),
+    "other vocabulary": lambda folder: shaped(folder, vocab_size=20),
+    "larger vocabulary": lambda folder: shaped(folder, vocab_size=1000),
+}
+
+
+class Serving:
+    """Takes exchanged weights, as a drafter does between two passes."""
+
+    def __init__(self) -> None:
+        self.version_watch = VersionWatch(0)
+
+    async def exchange(self, exchange: Callable[[], object], version: int, _: float | None = None) -> object:
+        self.version_watch.exchanged(version)
+        return exchange()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_corrupt_version_promoted_by_hand_leaves_the_weights_in_use(
+    fault: str, config: SlipstreamConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = start_drafter(config)
+    assert drafter.learned is not None
+    assert isinstance(drafter.method, ExchangesWeights)
+    reload = DraftReload(drafter.learned, drafter.method, Serving())
+    add(config, FAULTS[fault])
+    assert started(config)[0] == 0, "a new drafter starts with the configured draft"
+    for _ in range(3):
+        await reload.check()
+    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith("actors") and each.levelno >= 30]
+    assert "version 1 of the draft is refused, and version 0 stays: " in line
+    assert "Error: " not in line, "an expected fault"
+    assert (reload.version, reload.counts["refused"], reload.counts["swapped"]) == (0, 1, 0)
+    good = add(config)
+    await reload.check()
+    assert reload.version == started(config)[0] == good
+    reload.close()

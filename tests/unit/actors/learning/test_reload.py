@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from actors.learning.reload import DraftReload, LearnedDraft, Version
-from actors.learning.versions import CURRENT, VERSIONS, VersionFolder
-from cluster.draft_quality import LEAST_BLOCKS, LEAST_SESSIONS, VersionWatch
+from actors.learning.versions import VersionFolder
+from cluster.draft_quality import VersionWatch
 from cluster.errors import ModelError
 from cluster.learning import Comparison, Figures, Manifest, State
 
@@ -57,8 +57,8 @@ class Drafting:
 
     def serve(self, accepted: int) -> None:
         """Has enough blocks verified to judge a version by; each has two tokens, of which `accepted` are accepted."""
-        for session in range(LEAST_SESSIONS):
-            for _ in range(LEAST_BLOCKS):
+        for session in range(50):
+            for _ in range(50):
                 self.version_watch.block_verified(str(session), accepted, 2)
 
 
@@ -189,7 +189,7 @@ async def test_an_unreadable_folder_is_reported_once_and_read_again(
     world.add()
     await world.check()
     caplog.clear()
-    path = tmp_path / VERSIONS / CURRENT
+    path = tmp_path / "versions" / "current.json"
     path.write_text("{")
     for _ in range(3):
         await world.check()

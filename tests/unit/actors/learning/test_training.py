@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
 from actors.learning import trainable, training
 from actors.learning.evaluation import score_draft
-from actors.learning.trainable import POSITIONS_AT_ONCE, Checkpoint, cross_entropy, load_trainable
-from actors.learning.training import STATE, TrainingOptions, TrainingProgress, TrainingResult, train
+from actors.learning.trainable import Checkpoint, cross_entropy, load_trainable
+from actors.learning.training import TrainingOptions, TrainingProgress, TrainingResult, train
 from cluster.errors import ModelError
 from cluster.learning import Example, Figures
 from tests.unit.actors.learning.drafts import CPU, HIDDEN, some_examples, write_draft
@@ -92,7 +92,7 @@ def test_replay_has_its_share_and_each_row_its_turn(tmp_path: Path, monkeypatch:
 
 def test_the_sliced_loss_is_the_cross_entropy() -> None:
     torch.manual_seed(0)
-    states = torch.randn(2 * POSITIONS_AT_ONCE + 7, 5, requires_grad=True)
+    states = torch.randn(1031, 5, requires_grad=True)
     weight = torch.randn(11, 5, requires_grad=True)
     labels = torch.randint(11, (len(states),))
     loss, agreed = cross_entropy(states, weight, labels)
@@ -180,7 +180,7 @@ def test_a_killed_training_continues_to_the_same_weights(start: Path, tmp_path: 
     assert steps[0] == 8, "the state of step 7 was the last that was saved"
     assert same_weights(tmp_path / "whole", tmp_path / "out")
     assert (result.steps, result.best_step, result.after) == (whole.steps, whole.best_step, whole.after)
-    assert not (state / STATE).exists()
+    assert not (state / "state.safetensors").exists()
 
 
 def test_stopping_saves_the_state_and_writes_nothing(start: Path, tmp_path: Path) -> None:
@@ -204,9 +204,9 @@ def test_a_state_that_does_not_fit_is_not_used(case: str, start: Path, tmp_path:
         trained(start, tmp_path / "out", examples, ALWAYS, state=state, progress=kill_at(5))
     options = replace(ALWAYS, seed=1) if case == "other options" else ALWAYS
     if case == "cut off":
-        (state / STATE).write_bytes((state / STATE).read_bytes()[:5000])
+        (state / "state.safetensors").write_bytes((state / "state.safetensors").read_bytes()[:5000])
     if case == "not a state":
-        (state / STATE).write_text("hello")
+        (state / "state.safetensors").write_text("hello")
     if case == "other start":
         weights = load_file(start / "model.safetensors")
         weights["model.norm.weight"] += 0.1
@@ -220,7 +220,7 @@ def test_the_state_is_private(start: Path, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         trained(start, tmp_path / "out", some_examples(4), ALWAYS, state=tmp_path / "state", progress=kill_at(3))
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / "state" / STATE).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "state" / "state.safetensors").stat().st_mode & 0o777 == 0o600
 
 
 def test_it_pauses_before_every_pass(start: Path, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_diverging_training_raises_and_writes_nothing(start: Path, tmp_path: P
     with pytest.raises(ModelError, match="training diverged at step"):
         trained(start, tmp_path / "out", some_examples(8), options, state=tmp_path / "state")
     assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "state" / STATE).exists(), "the next training starts over"
+    assert not (tmp_path / "state" / "state.safetensors").exists(), "the next training starts over"
 
 
 def test_bad_input_is_refused(start: Path, tmp_path: Path) -> None:

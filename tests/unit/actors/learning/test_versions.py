@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.learning import versions
-from actors.learning.versions import CURRENT, MANIFEST, PARTIAL, VERSIONS, VersionFolder
+from actors.learning.versions import VersionFolder
 from cluster.errors import ModelError
 from cluster.learning import Manifest, State
 
@@ -55,7 +55,7 @@ def states(folder: VersionFolder) -> dict[int, State]:
 
 
 def names(root: Path) -> set[str]:
-    return {path.name for path in (root / VERSIONS).iterdir()}
+    return {path.name for path in (root / "versions").iterdir()}
 
 
 # ---------------------------------------------------------------- a life without faults
@@ -75,7 +75,7 @@ def test_an_added_version_is_complete_private_and_not_current(tmp_path: Path) ->
     assert folder.current() == 0
     assert (folder.folder_of(1) / WEIGHTS).read_text() == "new"
     assert folder.history() == [added]
-    for parent, folders, files in os.walk(tmp_path / "learning" / VERSIONS):
+    for parent, folders, files in os.walk(tmp_path / "learning" / "versions"):
         assert {stat.S_IMODE(os.stat(Path(parent, name)).st_mode) for name in folders} <= {0o700}
         assert {stat.S_IMODE(os.stat(Path(parent, name)).st_mode) for name in files} <= {0o600}
 
@@ -139,7 +139,7 @@ def test_partial_folders_go_once_their_writer_must_have_ended(tmp_path: Path) ->
     now = [0.0]
     folder = VersionFolder(tmp_path, clock=lambda: now[0])
     add(folder)
-    partial = tmp_path / VERSIONS / f"{PARTIAL}left"
+    partial = tmp_path / "versions" / ".partial-left"
     partial.mkdir()
     now[0] = partial.stat().st_mtime + 60
     folder.remove_old(4)
@@ -247,7 +247,7 @@ def test_a_full_disk_keeps_the_current_version(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ModelError, match="No space left"):
         folder.promote(2)
     assert folder.current() == 1
-    assert names(tmp_path) == {"0001", "0002", CURRENT, versions.LOCK}
+    assert names(tmp_path) == {"0001", "0002", "current.json", ".lock"}
 
 
 def test_a_failed_training_leaves_no_half_version_and_its_own_error(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_link_is_refused_because_its_file_may_change(tmp_path: Path) -> None:
 def test_a_broken_current_file_is_named_with_a_remedy(tmp_path: Path, content: str) -> None:
     folder = VersionFolder(tmp_path)
     add(folder)
-    path = tmp_path / VERSIONS / CURRENT
+    path = tmp_path / "versions" / "current.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ModelError, match=rf'{path} does not name the current version: .*write {{"version": 0}} to it'):
         folder.current()
@@ -292,7 +292,7 @@ def broken(change: dict[str, object]) -> str:
 def test_a_broken_manifest_is_named_with_a_remedy(tmp_path: Path, content: str) -> None:
     folder = VersionFolder(tmp_path)
     add(folder)
-    path = folder.folder_of(1) / MANIFEST
+    path = folder.folder_of(1) / "manifest.json"
     path.write_text(content)
     for read in (folder.history, lambda: folder.manifest_of(1), folder.rollback, lambda: folder.promote(1)):
         with pytest.raises(ModelError, match=rf"(?s){path} is not a version's manifest: .*; restore it, or remove"):
