@@ -1,4 +1,4 @@
-"""The ways into the system over gRPC, and how a stranger goes through one."""
+"""All gRPC entry points of the system, and how a stranger opens a stream at each."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -17,14 +17,14 @@ from tests.integration.harness import Cluster
 
 @dataclass(frozen=True)
 class Door:
-    """A gRPC method that accepts streams."""
+    """gRPC method that accepts streams."""
 
     path: str
     stub: Callable[[grpc.aio.Channel], Any]
     frame: Any
     caller: PeerRole
     server: PeerRole
-    opened_by: Any = field(repr=False)  # the address of the peer in a cluster
+    opened_by: Any = field(repr=False)  # returns the peer's address in a cluster
 
     def address(self, c: Cluster) -> str:
         (address,) = self.opened_by(c)

@@ -1,4 +1,4 @@
-"""Router, drafters and targets with real loops over real gRPC on loopback, in one process, around toy models."""
+"""Router, drafters and targets in one process: real loops and gRPC on loopback, with toy models."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -42,8 +42,8 @@ VOCABULARY = 32
 CONTEXT = 512
 SESSIONS = 16
 PAGE_SIZE = 16
-PAGES = SESSIONS * CONTEXT // PAGE_SIZE  # for all sessions at their longest
-PATIENCE_S = 60  # that a step in lock step waits for a block
+PAGES = SESSIONS * CONTEXT // PAGE_SIZE  # for all sessions at maximum length
+PATIENCE_S = 60  # maximum wait of a lock-step step for a block
 IDENTITY = Identity("toy-vocabulary", "toy-target")
 LOGITS = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
 
@@ -52,24 +52,24 @@ LOGITS = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().man
 class Pace:
     """Step durations of a cluster's targets."""
 
-    # A toy step is instant, so waiting for a block would not pay, and the target would decode without speculation.
+    # Without a pause, toy steps are instant; waiting for a block would not pay off, and the target would not speculate.
     step_s: float = 0.03
 
 
 @dataclass
 class Cluster:
-    """A running cluster; `targets` and `drafters` are by address."""
+    """Running cluster, with targets and drafters by address."""
 
     router: Router
     pace: Pace
     targets: dict[str, TargetReplica] = field(default_factory=dict)
     drafters: dict[str, Drafter] = field(default_factory=dict)
     servers: dict[str, GrpcServer] = field(default_factory=dict)
-    differences: list[Difference] = field(default_factory=list)  # that the router's audits found
+    differences: list[Difference] = field(default_factory=list)  # found by the router's audits
     _names: "count[int]" = field(default_factory=count)
 
     def generation(self, **changes: object) -> Generation:
-        """Returns a session of 40 greedy tokens, unless `changes` differ."""
+        """Returns a generation of 40 greedy tokens, with the given `changes`."""
         greedy = Sampling(temperature=0.0)
         return a_generation(**{"session": f"session-{next(self._names)}", "sampling": greedy, **changes})
 
@@ -78,7 +78,7 @@ class Cluster:
         self.pace.step_s = 0.0
 
     async def tokens(self, generation: Generation) -> list[int]:
-        """Returns all tokens that the session commits; fails unless it ends normally."""
+        """Returns all committed tokens of the session; fails unless it ends normally."""
         tokens: list[int] = []
         async for event in self.router.generate(generation):
             if isinstance(event, CommittedTokens):
@@ -89,12 +89,12 @@ class Cluster:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that the targets have accepted."""
+        """Returns the number of draft tokens that the targets have accepted."""
         return sum(target.scheduler.counts.accepted_tokens for target in self.targets.values())
 
 
 class WrappedEngine:
-    """Passes everything to another engine."""
+    """Engine that delegates to another engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -113,7 +113,7 @@ class WrappedEngine:
 
 
 class PacedEngine(WrappedEngine):
-    """Makes steps take as long as a real model's, until the cluster hurries."""
+    """Engine whose steps take as long as a real model's until the cluster hurries."""
 
     def __init__(self, engine: Engine, pace: "Pace") -> None:
         super().__init__(engine)
@@ -126,9 +126,9 @@ class PacedEngine(WrappedEngine):
 
 
 class AttendedEngine(WrappedEngine):
-    """Begins a step only once every session in it that wants drafts has had a drafter.
+    """Engine that starts a step only after a drafter has attached to each of its speculative sessions.
 
-    Otherwise it would depend on the machine how many tokens a session commits before its drafter attaches.
+    Otherwise the number of tokens committed before a drafter attaches would depend on the machine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -150,7 +150,7 @@ class AttendedEngine(WrappedEngine):
         replica.receive = tap  # type: ignore[method-assign]
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
-        with suppress(TimeoutError):  # without any drafter, the target goes on alone
+        with suppress(TimeoutError):  # without any drafter, the target continues alone
             async with asyncio.timeout(10):
                 while any(row.session in self._unattended for row in plan.rows):
                     await asyncio.sleep(0.001)
@@ -158,7 +158,7 @@ class AttendedEngine(WrappedEngine):
 
 
 def plain_greedy(prompt: tuple[int, ...], length: int, logits: Tensor = LOGITS) -> list[int]:
-    """Returns the expected text, computed without any of our loops."""
+    """Returns the expected text, computed independently of the schedulers."""
     tokens = list(prompt)
     for _ in range(length):
         tokens.append(int(logits[tokens[-1]].argmax()))
@@ -166,7 +166,7 @@ def plain_greedy(prompt: tuple[int, ...], length: int, logits: Tensor = LOGITS) 
 
 
 async def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Waits until a condition holds; fails after ten seconds."""
+    """Waits until the condition holds; fails after ten seconds."""
     try:
         async with asyncio.timeout(10):
             while not condition():
@@ -181,9 +181,9 @@ def a_draft_model(logits: Tensor, grammars: GrammarCompiler | None = None) -> Dr
 
 @dataclass(frozen=True)
 class StateReading:
-    """A target that captures hidden states, and drafters whose method reads them."""
+    """Setup of a target that captures hidden states, and of drafters that read them."""
 
-    runner: Callable[[int], Runner]  # of a target with this number of pages
+    runner: Callable[[int], Runner]  # creates a target's runner, given the number of pages
     method: Callable[[], DraftingMethod]
     bounds: StateBounds = NO_BOUNDS
 
@@ -198,8 +198,8 @@ CHECKED = StateReading(
 async def cluster(
     targets: int = 1,
     drafters: int = 1,
-    logits: Tensor = LOGITS,  # of the targets' model, by latest token
-    draft_logits: Tensor | None = None,  # of the drafters' model; default: the targets'
+    logits: Tensor = LOGITS,  # target model's logits, by latest token
+    draft_logits: Tensor | None = None,  # draft model's logits; default: the target model's
     context: int = CONTEXT,
     wrap_engine: Callable[[Engine], Engine] = lambda engine: engine,
     pages: int = PAGES,
@@ -208,17 +208,17 @@ async def cluster(
     audit: AuditConfig | None = None,
     target_runner: Callable[[int], Runner] | None = None,
     wrap_method: Callable[[DraftingMethod], DraftingMethod] = lambda method: method,
-    reading: StateReading | None = None,  # of the targets' hidden states, if the drafters' method reads them
+    reading: StateReading | None = None,  # if the drafters' method reads hidden states
     trust: TrustConfig | None = None,
-    dials_any: bool = True,  # whether drafters dial addresses that are no target's
+    dials_any: bool = True,  # whether drafters dial addresses other than targets'
     grammars: GrammarCompiler | None = None,  # over the vocabulary
-    sessions: int = SESSIONS,  # that each target and each drafter serves at once
-    tracer: Callable[[str], SessionSpans] = lambda _: NO_TRACING,  # of a service, by its name
-    examples: Callable[[Example], None] | None = None,  # takes sessions that drafts may learn from
+    sessions: int = SESSIONS,  # concurrent sessions per target and per drafter
+    tracer: Callable[[str], SessionSpans] = lambda _: NO_TRACING,  # by service name
+    examples: Callable[[Example], None] | None = None,  # receives sessions for training drafts
 ) -> AsyncIterator[Cluster]:
-    """Starts everything, and afterwards checks that nothing was left behind before stopping it.
+    """Runs a cluster; before it stops, asserts that no session or page remains.
 
-    In lock step every step waits for its drafts, however long they take, so acceptance does not depend on the machine.
+    In lock step, every step waits for its drafts, so acceptance does not depend on the machine's speed.
     """
     tasks: list[asyncio.Task[None]] = []
     replicas: dict[str, TargetReplica] = {}

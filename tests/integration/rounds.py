@@ -1,4 +1,4 @@
-"""Records a target engine's plans and outcomes by session; lets steps wait for a test's signal."""
+"""Records a target engine's plans and outcomes by session, and lets tests hold steps."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -14,22 +14,22 @@ from tests.integration.harness import Cluster, StateReading, WrappedEngine, clus
 
 @dataclass(frozen=True)
 class Round:
-    """A session's row of one step. Counts are of tokens."""
+    """Session's row in one step, in token counts."""
 
-    start: int  # in the cache before
-    known: int  # computed, other than draft tokens
+    start: int  # cached before the step
+    known: int  # computed in the step, excluding draft tokens
     drafted: int
     accepted: int
     decides: bool
 
     @property
     def end(self) -> int:
-        """Valid tokens in the cache afterwards."""
+        """Returns the number of valid cached tokens after the step."""
         return self.start + self.known + self.accepted
 
 
 class RecordedEngine(WrappedEngine):
-    """Makes and records each step once `may_step` returns True."""
+    """Engine that runs and records each step once `may_step` returns True."""
 
     def __init__(self) -> None:
         self.rounds: defaultdict[str, list[Round]] = defaultdict(list)  # by session
@@ -58,9 +58,9 @@ class RecordedEngine(WrappedEngine):
 
 @asynccontextmanager
 async def watched(reading: StateReading, **options: Any) -> AsyncIterator[tuple[Cluster, RecordedEngine]]:
-    """Yields a cluster of one target in lock step, and its recorded engine.
+    """Yields a cluster of one target in lock step, and its recording engine.
 
-    A step begins once all sessions have drafters, and these the hidden states sent before, so nothing depends on time.
+    A step begins once every session has a drafter with all hidden states sent so far, so nothing depends on time.
     """
     engine = RecordedEngine()
     async with cluster(reading=reading, lock_step=True, wrap_engine=engine.wrap, **options) as c:
@@ -86,10 +86,10 @@ def acceptance(rounds: Iterable[Round]) -> float:
 
 
 def computed(rounds: Iterable[Round]) -> int:
-    """Returns the number of tokens that became valid in the cache; recomputed tokens count again."""
+    """Returns the number of tokens added to the cache; recomputed tokens count again."""
     return sum(one.known + one.accepted for one in rounds)
 
 
 def resumed(rounds: list[Round]) -> list[int]:
-    """Returns the indices of rounds before which the session had lost some of its cache."""
+    """Returns the indices of rounds that follow a loss of cached tokens."""
     return [at for at in range(1, len(rounds)) if rounds[at].start < rounds[at - 1].end]

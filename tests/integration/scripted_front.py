@@ -1,4 +1,4 @@
-"""The API and the live page over a real socket, with a scripted generator and scripted samples behind them."""
+"""API and live page over a real socket, with a scripted generator and scripted samples."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ from tests.scripted_generator import Script, ScriptedGenerator
 
 @dataclass
 class Doorkeeper:
-    """Requires a key, if one is set, for everything except the page itself."""
+    """Access check that requires a key, if one is set, for everything except the page itself."""
 
     leads_to: ASGIApp
     key: str | None = None
@@ -42,7 +42,7 @@ class Doorkeeper:
 
 @dataclass
 class Front:
-    """A running server with scripted parts."""
+    """Running server with scripted parts."""
 
     url: str
     generator: ScriptedGenerator
@@ -59,7 +59,7 @@ class Front:
 
 @contextmanager
 def scripted_front() -> Iterator[Front]:
-    """Runs a server in its own thread, on a free port."""
+    """Runs a server in its own thread on a free port."""
     codec = byte_codec()
     generator = ScriptedGenerator()
     api = toy_api(generator, codec, further=page_routes(PageWatch("toy", samples)))
@@ -76,7 +76,7 @@ def scripted_front() -> Iterator[Front]:
 
 
 async def samples() -> Sequence[Sample]:
-    """Returns samples of a target that is busy half of the time at 80 tokens per second, and of its drafter."""
+    """Returns samples of a half-busy target at 80 tokens per second, and of its drafter."""
     now = time.monotonic()
     acceptance = AcceptanceCounts((100, 80, 40), (80, 40, 10))
     target = TargetSample(
@@ -108,7 +108,7 @@ async def samples() -> Sequence[Sample]:
 
 
 def _recording(role: str, name: str, now: float, events: tuple[str, str]) -> bytes:
-    """Twenty spans of 50 ms, one every 100 ms."""
+    """Returns twenty 50 ms spans, one every 100 ms."""
     at = [now - 2.0]
     timeline = Timeline(lambda: at[0])
     for _ in range(20):

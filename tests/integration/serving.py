@@ -1,4 +1,4 @@
-"""A served demo pair for tests: real Ray, real gRPC, real HTTP, the real models in float32."""
+"""Demo pair served for tests with real Ray, gRPC, HTTP and models in float32."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,12 @@ from serve_app.operations import deploying
 from serve_app.operations.local import serving
 
 EXACT = ("model.dtype=float32", "model.max_context=1024", "server.port=0")
-NEAR_TIE = 2e-3  # logits that differ by less may be ordered otherwise by another batch shape
+NEAR_TIE = 2e-3  # another batch shape may reorder logits with a smaller difference
 
 
 @dataclass(frozen=True)
 class Served:
-    """An endpoint and ways to look behind it."""
+    """Endpoint with access to its replicas' state."""
 
     url: str
     config: SlipstreamConfig
@@ -41,11 +41,11 @@ class Served:
 
     @property
     def async_client(self) -> AsyncOpenAI:
-        """A new one each time: connections belong to the event loop of the test that makes them."""
+        """Returns a new client, because connections belong to a test's event loop."""
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 
     def inspect(self, deployment: str) -> list[dict[str, Any]]:
-        """Returns the state of each replica of a deployment; empty if there is none."""
+        """Returns the state of each replica of a deployment, possibly none."""
         handle = serve.get_deployment_handle(deployment, self.application)
         try:
             return list(handle.broadcast("inspect").results(timeout_s=20))
@@ -64,7 +64,7 @@ def demo_served(*overrides: str) -> Iterator[Served]:
 
 @contextmanager
 def built_by(import_path: str) -> Iterator[None]:
-    """Makes `module:function` the builder of what is served, for parts that tests replace."""
+    """Replaces the builder of the served application by `module:function`."""
     application_schema = deploying.application_schema
 
     def built(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> ServeApplicationSchema:
@@ -76,7 +76,7 @@ def built_by(import_path: str) -> Iterator[None]:
 
 
 class Reference:
-    """Plain Hugging Face generation with the target, in this process."""
+    """Greedy generation by transformers with the target, in this process."""
 
     def __init__(self, folder: str) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -90,7 +90,7 @@ class Reference:
 
     @torch.inference_mode()
     def greedy(self, prompt: str, max_tokens: int, begun: Sequence[int] = ()) -> list[int]:
-        """The answer, `begun` included."""
+        """Returns the greedy answer, including the prefix `begun`."""
         ended = bool(begun) and begun[-1] == self._model.generation_config.eos_token_id
         if ended or len(begun) == max_tokens:
             return list(begun)
@@ -107,9 +107,9 @@ class Reference:
         return tokens
 
     def assert_greedy(self, prompt: str, max_tokens: int, text: str) -> int:
-        """All of `text` is the greedy answer, but that it may take the other side where two logits nearly tie.
+        """Asserts that `text` is the greedy answer, except at near-ties of two logits.
 
-        Returns how often it does; from there on it must be the greedy answer to what it took.
+        At a near-tie, the text may continue greedily from the second-best token. Returns the number of such places.
         """
         ties = 0
         asked = (prompt, max_tokens)
@@ -129,16 +129,16 @@ class Reference:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _parting(self, expected: Sequence[int], text: str) -> int:
-        """Index of the first token that the text does not have."""
+        """Returns the index of the first token that differs from the text."""
         for place in range(len(expected)):
-            so_far = self._text(expected[: place + 1]).rstrip("\ufffd")  # a character that is not whole yet
+            so_far = self._text(expected[: place + 1]).rstrip("\ufffd")  # an incomplete character
             if not text.startswith(so_far):
                 return place
         raise AssertionError(f"the text goes on beyond the reference: {text!r}")
 
     @torch.inference_mode()
     def _other_side(self, prompt: str, begun: Sequence[int]) -> int:
-        """The second best token after these, which must nearly tie with the best."""
+        """Returns the second-best next token; asserts that it nearly ties with the best."""
         logits = self._model(torch.tensor([[*self.prompt_ids(prompt), *begun]])).logits[0, -1]
         values, ids = logits.topk(2)
         lead = float(values[0] - values[1])

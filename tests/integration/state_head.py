@@ -1,7 +1,7 @@
-"""A target whose next token depends on the whole text, and a head that reads it from the target's hidden states.
+"""Target whose next token depends on the whole text, and a head that predicts it from the target's hidden states.
 
-Of the committed tokens, the head uses only the last one. Its draft tokens are right if all states are present and
-belong to the text; with a missing, stale or foreign state they are right once in `VOCABULARY` times.
+The head uses only the last committed token. Its draft tokens are right if all states are present and belong to the
+text; with a missing, stale or foreign state, they are right with probability 1 / `VOCABULARY`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,8 @@ from protos.messages import DraftRequest, Open, Shape, StatesFormat
 from tests.integration.harness import PAGE_SIZE, VOCABULARY, StateReading
 from tests.lossless.states import LAYOUT, MODULUS, RememberingRunner, state_after
 
-MIXED = 2  # element of a state
-TOTAL = 3  # the sum of all mixed ones so far
+MIXED = 2  # index of a state's mixed value
+TOTAL = 3  # index of the sum of all mixed values so far
 LOGITS = torch.randn(MODULUS, VOCABULARY, generator=torch.Generator().manual_seed(11))  # by total
 
 
@@ -34,7 +34,7 @@ def next_token(total: float) -> int:
 
 
 def continued(state: Sequence[float], position: int) -> Iterator[int]:
-    """Returns the target's greedy token after a position with this state."""
+    """Returns the target's greedy next token, given a position's state."""
     while True:
         token = next_token(state[TOTAL])
         yield token
@@ -43,7 +43,7 @@ def continued(state: Sequence[float], position: int) -> Iterator[int]:
 
 
 def text_after(prompt: Sequence[int], length: int) -> list[int]:
-    """The reference, without any of our loops."""
+    """Returns the reference text, computed independently of the schedulers."""
     state: list[float] | None = None
     for position, token in enumerate(prompt):
         state = state_after(state, token, position)
@@ -52,7 +52,7 @@ def text_after(prompt: Sequence[int], length: int) -> list[int]:
 
 
 class StateTarget(RememberingRunner):
-    """Its logits go by the total in its states, so they depend on every token of the text."""
+    """Target whose logits depend on the total in its states, and so on every token of the text."""
 
     def __init__(self, pages: int) -> None:
         super().__init__(torch.zeros(VOCABULARY, VOCABULARY), pages, PAGE_SIZE)
@@ -71,9 +71,9 @@ class StateTarget(RememberingRunner):
 
 
 class StateHead:
-    """Drafts after the sum of all states, or, where it `reads_latest` alone, after the sum that the latest one has.
+    """Head that drafts from the sum of all states, or with `reads_latest` from the total in the latest state.
 
-    It proposes nothing after its first `max_positions` positions.
+    It proposes nothing beyond `max_positions` positions.
     """
 
     shapes = frozenset({Shape.CHAIN})
@@ -123,7 +123,7 @@ class StateHead:
         return Proposal(request.session, request.base_len, request.prefix_hash, tree)
 
     def _state(self, session: str, position: int) -> list[float] | None:
-        """Returns the state at a position from the rows received; sums them unless only the latest are read."""
+        """Returns the state at a position: the sum of all received rows, or the latest row with `reads_latest`."""
         rows = self._rows[session]
         needed = range(position if self._reads_latest else 0, position + 1)
         if position < 0 or not rows.keys() >= set(needed):

@@ -1,4 +1,4 @@
-"""The HTTP front over a real socket, asked by OpenAI's own client, with a scripted generator behind it."""
+"""Tests the HTTP API over a real socket with OpenAI's client and a scripted generator."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from serve_app.api.text import TextCodec
 from tests.asgi_front import byte_codec, config_of
 from tests.scripted_generator import STALL, Script, ScriptedGenerator
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the one server
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the shared server's loop
 
 CONTEXT = 64
 MAX_BODY = 4096
@@ -39,7 +39,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class Front:
-    """A running server and its clients."""
+    """Running server with its clients."""
 
     url: str
     generator: ScriptedGenerator
@@ -59,11 +59,11 @@ class Front:
         return self.metrics.registry.get_sample_value(f"slipstream_{metric}", labels) or 0.0
 
     async def is_idle(self) -> None:
-        """Waits for the counters, which change just after an answer was sent."""
+        """Waits until no request is running; counters change just after an answer."""
         await until(lambda: self.count("running_requests") == 0)
 
     async def events(self, path: str, **fields: Any) -> list[str]:
-        """The data of all events of a stream."""
+        """Returns the data of all events of a stream."""
         async with self.http.stream("POST", path, json=fields | {"model": "toy", "stream": True}) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             lines = [line async for line in response.aiter_lines() if line]
@@ -72,7 +72,7 @@ class Front:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds."""
+    """Waits until the condition holds."""
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.01)
@@ -91,7 +91,7 @@ class Doorway:
 
 @dataclass
 class SharedServer:
-    """A listening socket and its clients, shared by all tests."""
+    """Listening socket with its clients, shared by all tests."""
 
     url: str
     doorway: Doorway
@@ -121,7 +121,7 @@ async def shared() -> AsyncIterator[SharedServer]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def front(shared: SharedServer) -> AsyncIterator[Front]:
-    """Yields a separate application; fails if a session is still running at the end."""
+    """Yields a new application; fails if a session still runs after the test."""
     bounds = {"max_body_bytes": MAX_BODY, "body_timeout_s": BODY_TIMEOUT_S}
     config = config_of(bounds, CONTEXT, speculation={"draft_tokens": MAX_DRAFT})
     codec = byte_codec()
@@ -209,7 +209,7 @@ async def test_every_chunk_has_the_usage_if_requested(front: Front) -> None:
 
 
 def told(front: Front, text: str) -> tuple[TokenScore, ...]:
-    """Returns scores for each token: half the maximal probability, with itself and "z" as the likeliest."""
+    """Returns each token's scores: probability 0.5, with itself and "z" as the likeliest tokens."""
     (other,) = front.codec.encode("z")
     return tuple(TokenScore(-0.5, 1, (token, other), (-0.5, -1.0)) for token in front.codec.encode(text))
 
@@ -304,7 +304,7 @@ async def test_a_stop_string_ends_and_cancels_the_session(front: Front, stream: 
         answer = await front.openai.completions.create(**fields)
         text = answer.choices[0].text
         reason = answer.choices[0].finish_reason
-        assert answer.usage.completion_tokens == 7  # what follows the stop string was not asked for
+        assert answer.usage.completion_tokens == 7  # tokens after the stop string do not count
     assert (text, reason) == ("one ", "stop")
     await asyncio.wait_for(front.generator.left.wait(), 5)
 
@@ -328,7 +328,7 @@ async def test_models_health_and_metrics(front: Front) -> None:
 
 
 async def refused(front: Front, path: str, content: Any, status: int, param: str | None) -> dict[str, Any]:
-    """Posts a bad body; the error it gets, in OpenAI's format."""
+    """Posts an invalid body; returns the error, in OpenAI's format."""
     response = await front.http.post(path, content=content)
     assert response.status_code == status
     error = response.json()["error"]

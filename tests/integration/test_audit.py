@@ -21,7 +21,7 @@ SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 
 class DamagedRunner:
-    """A model that zeroes the first cache page of every text longer than `length`."""
+    """Runner that zeroes the first cache page of every text longer than `length`."""
 
     def __init__(self, runner: ModelRunner, length: int) -> None:
         self.vocabulary = runner.vocabulary
@@ -43,7 +43,7 @@ class DamagedRunner:
 
 
 def a_runner() -> ModelRunner:
-    """Returns the same model each time, with a separate cache."""
+    """Returns a runner of the same model with its own cache."""
     torch.manual_seed(3)
     return ModelRunner(jittered(MODELS["llama"]()), PAGES, PAGE_SIZE)
 
@@ -97,7 +97,7 @@ async def test_rejection_sampled_answers_are_not_audited():
 
 
 async def test_an_audit_stops_for_a_request_and_resumes_afterwards():
-    """Audit steps are as long as others, so a request that waited for one would be seen beside it."""
+    """Audit steps take as long as others, so a request that waited for an audit would be visible."""
     async with cluster(audit=ALL) as c:
         (target,) = c.targets.values()
         running = target.scheduler.admission.running

@@ -1,4 +1,4 @@
-"""`slipstream chat`, `bench --url` and `status --watch` against a real server with a scripted generator behind it."""
+"""Runs `slipstream chat`, `bench --url` and `status --watch` against a real server with a scripted generator."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Sessions with a grammar over real streams: refused individually, unchanged by failures, and audited like others."""
+"""Over real streams, sessions with a grammar are refused individually, unchanged by failures, and audited."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ def written(tokens: list[int]) -> str:
 
 @pytest.mark.parametrize("lost", ["target", "drafter"])
 async def test_losing_a_replica_changes_no_token(lost):
-    """Replays the ledger's tokens through the grammar on the new target."""
+    """The new target replays the ledger's tokens through the grammar."""
     plain = await plainly(LONG)
     async with cluster(targets=2, drafters=2, grammars=GRAMMARS) as c:
         tokens: list[int] = []

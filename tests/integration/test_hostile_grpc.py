@@ -69,7 +69,7 @@ OPEN = Open("theirs", 1, (1, 2), 2, 20, (), Sampling(), 0, 0, 0, Acceptance.REJE
 
 @asynccontextmanager
 async def busy_cluster(**options: Any) -> AsyncIterator[Cluster]:
-    """Yields a cluster with a session under way, which must not be disturbed."""
+    """Yields a cluster with a running session, and asserts that the session is not disturbed."""
     async with cluster(**options) as c:
         running = asyncio.create_task(c.tokens(c.generation(max_len=303)))
         (target,) = c.targets.values()
@@ -130,7 +130,7 @@ async def test_messages_before_a_hello_are_refused(door, messages):
 
 @DOORS
 async def test_invalid_protobuf_ends_only_its_stream(door):
-    """Sends them as the first frame, and after a valid greeting."""
+    """Sends invalid bytes as the first frame, and after a valid greeting."""
     hello = encode(door.frame, [HELLO]).SerializeToString()
     async with busy_cluster() as c, grpc.aio.insecure_channel(door.address(c)) as channel:
         for greeting in ([], [hello]):
@@ -184,7 +184,7 @@ async def test_invalid_opens_are_refused_with_session_and_attempt(door):
 
 
 async def verify_as_assigned(target: TargetReplica, stream: Any, session: str) -> None:
-    """Makes the target accept this drafter's blocks for the session, as if its router had assigned it."""
+    """Makes the target accept this drafter's blocks, as if the session's router had assigned it."""
     key = target.scheduler.admission.running[session].open.token_key
     attach = Attach(session, 1, 1, None, issue(key, session, 99))
     await stream.write(encode(pb.DrafterToTarget, [attach]))
@@ -218,7 +218,7 @@ async def test_invalid_and_stale_blocks_are_counted_and_dropped():
 
 
 async def test_a_session_leaves_a_target_with_malformed_verdicts(monkeypatch):
-    """The session must also be closed at that target; the cluster checks that nothing remains."""
+    """The router must also close the session at that target; the cluster asserts that nothing remains."""
     async with cluster(targets=2) as c:
         tokens: list[int] = []
         garbled: TargetReplica | None = None
@@ -231,7 +231,7 @@ async def test_a_session_leaves_a_target_with_malformed_verdicts(monkeypatch):
 
 
 def alter(target: TargetReplica, altered: Callable[[Message], list[Message]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces each message that this target sends after a step or a read of hidden states."""
+    """Replaces each message of this target after a step or a read of hidden states."""
     for scheduler, name in ((target.scheduler, "apply"), (target.scheduler.feeds, "sent")):
         act = getattr(scheduler, name)
 
@@ -242,14 +242,14 @@ def alter(target: TargetReplica, altered: Callable[[Message], list[Message]], mo
 
 
 def without_tokens(message: Message) -> list[Message]:
-    """Makes verdicts invalid."""
+    """Removes the tokens of a verdict, which makes it invalid."""
     return [replace(message, tokens=()) if isinstance(message, Verdict) else message]
 
 
 async def test_wrong_hidden_states_cost_blocks_but_no_token(monkeypatch):
-    """Sends states of another text or layout, missing rows, and invalid bytes, from the session's target.
+    """The session's target sends states of another text or layout, with missing rows, or with invalid bytes.
 
-    The method of these drafters fails on any row that does not match its text.
+    These drafters' method fails on any row that does not match its text.
     """
     async with cluster(reading=CHECKED) as c:
         (target,) = c.targets.values()
@@ -294,7 +294,7 @@ async def test_a_stranger_receives_no_hidden_states():
 
 
 async def test_a_stranger_cannot_end_or_starve_a_session():
-    """Tries to close it, to claim it in a new Hello, and to fill its buffer with useless blocks."""
+    """A stranger tries to close the session, to claim it in a new Hello, and to fill its buffer with useless blocks."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify, greeted(c, DRIVE_TARGET) as drive:
         (target,) = c.targets.values()
         (running,) = target.scheduler.admission.running
@@ -310,7 +310,7 @@ async def test_a_stranger_cannot_end_or_starve_a_session():
 
 
 async def test_a_stranger_cannot_reopen_a_session():
-    """Tries at target and drafter; neither reveals more than the refusal."""
+    """The target and the drafter both refuse, and reveal nothing else."""
     async with busy_cluster() as c:
         (target,) = c.targets.values()
         (drafter,) = c.drafters.values()
@@ -325,7 +325,7 @@ async def test_a_stranger_cannot_reopen_a_session():
 
 
 async def test_a_stranger_cannot_take_a_session_whose_grammar_compiles(monkeypatch):
-    """Tries to open it, to close it, and to claim it in a new Hello."""
+    """A stranger tries to open the session, to close it, and to claim it in a new Hello."""
     compiled = asyncio.Event()
 
     async def prepare(engine: PacedEngine, grammar: str) -> str | None:
@@ -351,7 +351,7 @@ async def test_a_stranger_cannot_take_a_session_whose_grammar_compiles(monkeypat
 
 
 async def test_a_drafter_dials_only_known_targets(caplog):
-    """Prevents an impostor router from having the token sent anywhere."""
+    """This prevents an impostor router from redirecting the shared token."""
     dialled = asyncio.Event()
 
     def arrived(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -375,7 +375,7 @@ async def test_a_drafter_dials_only_known_targets(caplog):
 
 
 async def test_a_drafter_with_a_routers_name_takes_no_session():
-    """Drafters know router names; sessions belong to router streams."""
+    """Drafters know router names, but sessions belong to router streams."""
     async with busy_cluster() as c, stream_to(c, VERIFY) as verify:
         (target,) = c.targets.values()
         (running,) = target.scheduler.admission.running
@@ -394,7 +394,7 @@ async def test_a_second_hello_ends_only_its_stream(door):
 
 
 async def test_a_stranger_without_assignment_token_is_ignored():
-    """A client that knows the prompt and its hash, but has no assignment token from the session's router."""
+    """The stranger knows the prompt and its hash, but has no assignment token from the session's router."""
     async with busy_cluster() as c, greeted(c, VERIFY) as verify:
         (target,) = c.targets.values()
         (running,) = target.scheduler.admission.running
@@ -411,7 +411,7 @@ async def test_a_stranger_without_assignment_token_is_ignored():
 
 
 async def test_early_blocks_do_not_displace_another_drafters(caplog):
-    """A stranger guesses names of future sessions; its early blocks are limited, and logged once."""
+    """A stranger guesses names of future sessions; the target limits its early blocks and logs them once."""
     async with cluster(lock_step=True) as c, greeted(c, VERIFY) as verify:
         (target,) = c.targets.values()
         names = [f"session-{number}" for number in range(10)]
@@ -452,7 +452,7 @@ async def test_a_frame_with_too_many_messages_ends_only_its_stream():
 
 
 async def test_extreme_sampling_values_are_served():
-    """These values are legal and numerically the worst: nearly greedy, nearly nothing allowed, everything penalized."""
+    """The values are valid but numerically extreme: nearly greedy, nearly nothing allowed, everything penalized."""
     extremes = [
         Sampling(temperature=1e-39),
         Sampling(temperature=3e38),

@@ -1,4 +1,4 @@
-"""Tests consent by deployment, key and request, from the HTTP request to the files on disk."""
+"""Tests learning consent by deployment, key and request, from the HTTP request to the files on disk."""
 
 import hashlib
 from array import array
@@ -28,7 +28,7 @@ def opened(folder: Path) -> ExampleStore:
 
 @asynccontextmanager
 async def front(folder: Path, consent: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A server that learns with this consent; its examples are all written when it ends."""
+    """Runs a learning server with the given consent; on exit, all examples are written."""
     writer = ExampleWriter(lambda: opened(folder), "toy")
     async with cluster(logits=LOGITS, examples=writer.offer, lock_step=True) as c:
         c.hurry()
@@ -51,7 +51,7 @@ async def answer(client: httpx.AsyncClient, key: str, seed: int, learn: str | No
 
 
 async def served(client: httpx.AsyncClient) -> dict[tuple[str, str | None], str]:
-    """Texts by key and choice."""
+    """Returns stored texts by key and choice."""
     cases = [(key, learn) for key in ("open", "closed") for learn in (None, "true", "false")]
     return {case: await answer(client, case[0], seed, case[1]) for seed, case in enumerate(cases)}
 

@@ -1,4 +1,4 @@
-"""The live page's data over HTTP, from a real router, drafter and target over gRPC with toy models."""
+"""Tests the live page's data over HTTP, from a real router, drafter and target over gRPC with toy models."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ from tests.asgi_front import byte_codec, config_of, http_client, stream_events, 
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration.harness import CONTEXT, LOGITS, Cluster, cluster, plain_greedy
 
-# A draft that is right about some tokens: those that it thinks likeliest are another's after half of all tokens.
+# A partly right draft: its likeliest next token is wrong after half of all tokens.
 HALF_RIGHT = torch.where(torch.arange(len(LOGITS))[:, None] % 2 == 0, LOGITS, LOGITS.flip(1))
 
 
@@ -34,7 +34,7 @@ async def front(of: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def traced(client: httpx.AsyncClient, prompt: list[int], **speculation: Any) -> list[dict[str, Any]]:
-    """Returns what one streamed answer's events report about speculation."""
+    """Returns the speculation data in the events of a streamed answer."""
     body = {"model": "toy", "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
     answer = await client.post("/v1/completions", json=body | {"speculation": {"draft_tokens": 4} | speculation})
     assert answer.status_code == 200, answer.text
@@ -70,7 +70,7 @@ def chr_of(token: int) -> str:
 
 
 def text_of_draft() -> dict[str, str]:
-    """Returns the draft model's text after each token; the toys are greedy and look one token back."""
+    """Returns the draft model's greedy continuation of each token; toy models depend on one token."""
     return {chr_of(token): chr_of(int(HALF_RIGHT[token].argmax())) for token in range(len(LOGITS))}
 
 

@@ -1,11 +1,11 @@
-"""Planned moves over real gRPC: a leaving replica costs no request and no token, and ends once it is empty."""
+"""A leaving replica loses no request and no token over real gRPC, and ends once it is empty."""
 
 import asyncio
 
 from tests.integration.harness import Cluster, cluster, eventually, plain_greedy
 
 LONG = 200
-DEPARTURES = 4  # more than the lost targets that a session survives
+DEPARTURES = 4  # more than a session's limit of lost targets
 
 
 async def a_session_in_mid_stream(c: Cluster) -> "asyncio.Task[list[int]]":
@@ -15,7 +15,7 @@ async def a_session_in_mid_stream(c: Cluster) -> "asyncio.Task[list[int]]":
 
 
 def serving(c: Cluster) -> str:
-    """Returns the address of the target that has the session."""
+    """Returns the address of the session's target."""
     (address,) = [name for name, replica in c.targets.items() if replica.scheduler.load()["sessions"]]
     return address
 
@@ -43,7 +43,7 @@ async def test_the_only_target_finishes_its_sessions_before_leaving():
 
 
 async def test_sessions_left_after_the_drain_time_move_to_another_target():
-    """The other target is down for the router until the first has left."""
+    """For the router, the other target is down until the first has left."""
     async with cluster(targets=2) as c:
         running = await a_session_in_mid_stream(c)
         left = serving(c)

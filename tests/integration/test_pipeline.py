@@ -1,4 +1,4 @@
-"""The whole pipeline in one process over real gRPC: routes of blocks, overlap, and recovery from faults."""
+"""Tests the whole pipeline in one process over real gRPC: routes of blocks, overlap, and recovery from faults."""
 
 import asyncio
 
@@ -13,21 +13,21 @@ from protos.codec import Decoded
 from protos.messages import Acceptance, Block, Sampling, Verdict
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, WrappedEngine, cluster, eventually, plain_greedy
 
-SURE = 8 * LOGITS  # of a drafter that is right, and so sure of it that no token beside the first is likely
-UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # of one that is right as a rule
+SURE = 8 * LOGITS  # a drafter that is right and confident, so it drafts no sibling tokens
+UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # a drafter that is usually right
 
 
 @pytest.mark.parametrize("acceptance", list(Acceptance))
 async def test_many_concurrent_sessions_commit_the_greedy_text(acceptance):
     async with cluster() as c:
-        prompts = [(1 + i, 2) for i in range(24)]  # more than the target's cache holds at once
+        prompts = [(1 + i, 2) for i in range(24)]  # more than fit into the target's cache
         asked = [c.generation(prompt=p, max_len=len(p) + 40, acceptance=acceptance) for p in prompts]
         texts = await asyncio.gather(*(c.tokens(generation) for generation in asked))
         assert texts == [plain_greedy(prompt, 40) for prompt in prompts]
 
 
 async def test_blocks_take_the_drafters_own_stream():
-    """A tap on what each peer of the target sends: blocks come on a drafter's stream, never on a router's."""
+    """Records the messages of each peer of the target: blocks arrive only on drafters' streams, never on routers'."""
     async with cluster(lock_step=True) as c:
         (target,) = c.targets.values()
         (drafter,) = c.drafters.values()
@@ -47,7 +47,7 @@ async def test_blocks_take_the_drafters_own_stream():
 
 
 class GatedEngine(WrappedEngine):
-    """Holds steps that verify a block of session `held` until `gate` is set."""
+    """Engine that holds steps with a block of session `held` until `gate` is set."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -63,7 +63,7 @@ class GatedEngine(WrappedEngine):
 
 
 async def test_drafting_overlaps_the_verification_of_another_session():
-    """Enforces the order: the target's step with A's block ends only after B's draft."""
+    """The test enforces the order: the target's step with A's block ends only after B's draft."""
     gates: list[GatedEngine] = []
 
     def gated(engine: Engine) -> Engine:
@@ -77,7 +77,7 @@ async def test_drafting_overlaps_the_verification_of_another_session():
         second = c.generation(session="B")
         gates[0].held = "A"
         a = asyncio.create_task(c.tokens(first))
-        await gates[0].holding.wait()  # A's block is being verified
+        await gates[0].holding.wait()  # A's block is under verification
         b = asyncio.create_task(c.tokens(second))
         done = [e for e in drafter.timeline.events() if e.name == "drafted"]
         await eventually(
@@ -113,7 +113,7 @@ def _lose_next_verdict(c: Cluster) -> list[Verdict]:
 
 
 def _corrupt_draft_sequence(drafter: Drafter) -> None:
-    """Changes the latest token that the drafter holds for its only session."""
+    """Changes the latest token of the drafter's only session."""
     (held,) = drafter.scheduler.sessions.all.values()
     wrong = (held.prefix.tokens[-1] + 1) % VOCABULARY
     held.prefix.truncate(len(held.prefix) - 1)
@@ -124,14 +124,14 @@ def _corrupt_draft_sequence(drafter: Drafter) -> None:
     ("fault", "noticed"), [("lost verdict", ["verdict_gap"]), ("wrong token", ["verdict_mismatch", "resync"])]
 )
 async def test_a_drafter_recovers_from_a_fault_and_its_blocks_are_accepted_again(fault, noticed):
-    """The drafter catches up, or opens the session again from the ledger."""
+    """The drafter catches up, or reopens the session from the ledger."""
     async with cluster(draft_logits=SURE) as c:
         (drafter,) = c.drafters.values()
         counts = drafter.scheduler.counts
         lost = _lose_next_verdict(c) if fault == "lost verdict" else []
         tokens: list[int] = []
         rounds = 0
-        accepted: list[int] = []  # in each round since the drafter noticed
+        accepted: list[int] = []  # per round since the drafter noticed
         recovered = False
         async for event in c.router.generate(c.generation(max_len=503)):
             if not isinstance(event, CommittedTokens):
@@ -142,7 +142,7 @@ async def test_a_drafter_recovers_from_a_fault_and_its_blocks_are_accepted_again
                 _corrupt_draft_sequence(drafter)
             if any(counts[kind] for kind in noticed):
                 accepted.append(event.accepted)
-            if sum(accepted[-10:]) > 20:  # about four of each block
+            if sum(accepted[-10:]) > 20:  # about four per block
                 recovered = True
                 c.hurry()
         assert len(lost) == (fault == "lost verdict")
@@ -151,7 +151,7 @@ async def test_a_drafter_recovers_from_a_fault_and_its_blocks_are_accepted_again
 
 
 async def test_preemption_changes_no_token():
-    """The youngest give their pages up, and compute them again when there is room."""
+    """The youngest sessions give up their pages, and recompute them later."""
     async with cluster(pages=32) as c:
         prompts = [(1 + i, 2) for i in range(12)]
         asked = [c.generation(prompt=p, max_len=len(p) + 100) for p in prompts]
@@ -162,12 +162,12 @@ async def test_preemption_changes_no_token():
 
 
 async def test_drafting_ahead_covers_several_outcomes_and_hits_some():
-    """Right guesses are at the target before the verdict that they build on."""
+    """A block for the right outcome reaches the target before the verdict."""
     async with cluster(draft_logits=UNSURE) as c:
         prompt = (1, 2, 3)
         (drafter,) = c.drafters.values()
         counts = drafter.scheduler.counts
-        for _ in range(5):  # a busy machine may draft too late to be asked for much
+        for _ in range(5):  # on a busy machine, late drafts reduce requests
             assert await c.tokens(c.generation(prompt=prompt, max_len=203)) == plain_greedy(prompt, 200)
             if counts["guess_hit"] > 5:
                 break
@@ -214,6 +214,6 @@ async def test_losing_a_target_changes_no_token():
 
 
 def test_the_toy_is_not_trivial():
-    """The reference text must have several different tokens, or equality would show little."""
+    """The reference text must have several distinct tokens, otherwise equality would prove little."""
     assert len(set(plain_greedy((1, 2, 3), 40))) > 3
     assert torch.isfinite(LOGITS).all()

@@ -1,4 +1,4 @@
-"""The whole product through its front door: HTTP in, three kinds of processes behind, the target's own text out."""
+"""Tests a whole deployment over HTTP: router, drafter and target processes return the target's own text."""
 
 import asyncio
 import os
@@ -26,12 +26,12 @@ PROMPTS = (
     "Rewrite this sentence politely: give me the report now.",
 )
 
-PATIENCE = 20  # times to ask until something is drafted: pacing may have speculation rest for some hundred steps
+PATIENCE = 20  # attempts until a draft; the controller may pause speculation for several hundred steps
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """Two target replicas, so that one can be lost; afterwards nothing may be left on any actor."""
+    """Serves two target replicas, so that one can fail; afterwards asserts that no actor has leftovers."""
     ranks = "target.resources_per_rank.num_cpus=0.3"
     with demo_served("target.replicas={min: 2, max: 2}", ranks, "speculation.draft_tokens=4") as served:
         yield served
@@ -71,7 +71,7 @@ def ask(served: Served, prompt: str, max_tokens: int = 32, **options: object) ->
 
 
 def predictions(answer: ChatCompletion) -> tuple[int, int]:
-    """Draft tokens that were accepted and rejected."""
+    """Returns the numbers of accepted and rejected draft tokens."""
     details = answer.usage.completion_tokens_details
     return details.accepted_prediction_tokens or 0, details.rejected_prediction_tokens or 0
 
@@ -98,7 +98,7 @@ async def test_greedy_text_equals_generate(served: Served, reference: Reference)
 
 
 def test_a_seed_fixes_the_text_with_any_speculation(served: Served) -> None:
-    """Repeats the request until drafts are accepted; speculation may pause on a busy machine."""
+    """The test repeats the request until drafts are accepted, because speculation may pause on a busy machine."""
 
     def answer(**speculation: object) -> ChatCompletion:
         extra = {"extra_body": {"speculation": speculation}} if speculation else {}
@@ -118,7 +118,7 @@ def test_a_seed_fixes_the_text_with_any_speculation(served: Served) -> None:
 
 
 def test_an_answer_has_one_request_id_and_the_requested_id(served: Served) -> None:
-    """Serve's proxy names requests and answers itself."""
+    """Serve's proxy also sets request ids, on requests and on answers."""
     body = {"model": served.config.model.name, "prompt": "Hello", "max_tokens": 1, "request_id": "job-7"}
     for headers in ({}, {"X-Request-Id": "job-8"}):
         answer = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=120, trust_env=False)
@@ -128,7 +128,7 @@ def test_an_answer_has_one_request_id_and_the_requested_id(served: Served) -> No
 
 
 def test_proxy_errors_have_openais_form(served: Served) -> None:
-    """Serve lets a client say how long it waits; then the proxy answers, and the router never does."""
+    """A client can set Serve's timeout; the proxy then answers in place of the router."""
     waits = {"x-request-timeout-seconds": "0.5"}
     with pytest.raises(openai.APIStatusError) as failure:
         served.client.completions.create(
@@ -140,7 +140,7 @@ def test_proxy_errors_have_openais_form(served: Served) -> None:
 
 
 def test_ranks_drafter_target_and_router_are_separate_processes(served: Served) -> None:
-    """Ray titles each of its workers after the actor that lives in it."""
+    """Ray sets each worker's process title to its actor's name."""
     ranks = [pid for replica in served.inspect("Target") for pid in replica["rank_pids"]]
     replicas = {name: [r["pid"] for r in served.inspect(name)] for name in ("Router", "Drafter", "Target")}
     pids = [*ranks, *(pid for pids in replicas.values() for pid in pids)]
@@ -166,7 +166,7 @@ async def test_fifty_cancelled_requests_leave_nothing_behind(served: Served) -> 
 
 
 def _stream_and_disturb(served: Served, prompt: str, max_tokens: int, happenings: dict[int, Callable[[], None]]) -> str:
-    """Streams an answer, and calls each function once that number of pieces has arrived."""
+    """Streams an answer, and calls each function after the given number of chunks."""
     stream = served.client.chat.completions.create(
         model="SmolLM2-135M-Instruct",
         messages=[{"role": "user", "content": prompt}],
@@ -202,7 +202,7 @@ def _accepts(served: Served) -> bool:
 
 
 def test_a_stopped_and_resumed_target_commits_nothing(served: Served, reference: Reference) -> None:
-    """The stream moves to the other replica; the stopped one wakes up with verdicts that are void."""
+    """The stream moves to the other replica; verdicts of the resumed replica are void."""
     stopped: list[int] = []
 
     def stop_the_busy_one() -> None:
@@ -224,7 +224,7 @@ def test_a_killed_rank_changes_no_token(served: Served, reference: Reference) ->
         os.kill(busy["rank_pids"][0], signal.SIGKILL)
 
     text = _stream_and_disturb(served, PROMPTS[3], 64, {5: kill_the_busy_rank})
-    reference.assert_greedy(PROMPTS[3], 64, text)  # that the replica is replaced is awaited below, beside other tests
+    reference.assert_greedy(PROMPTS[3], 64, text)  # a later test awaits the replacement replica
 
 
 def test_replicas_report_their_costs(served: Served) -> None:
@@ -237,7 +237,7 @@ def test_replicas_report_their_costs(served: Served) -> None:
 
 
 def test_replica_counters_are_exported(served: Served) -> None:
-    """Reads `slipstream status`, and each node's metrics port as Prometheus does."""
+    """The test reads `slipstream status`, and each node's metrics port like Prometheus."""
     assert ask(served, PROMPTS[0])
     rows = replicas_table(served.inspect("Target"), served.inspect("Drafter")).columns
     shown = dict(zip(rows[0].cells, rows[1].cells, strict=True))
@@ -259,7 +259,7 @@ def test_replica_counters_are_exported(served: Served) -> None:
 
 
 def test_draining_finishes_running_requests_and_refuses_new_ones(served: Served) -> None:
-    """The last one: the router takes nothing any more."""
+    """This test comes last, because the router accepts no requests afterwards."""
     eventually(lambda: len(served.inspect("Target")) == 2, "Serve has replaced the replica of the killed rank", 120)
     refused: list[openai.APIStatusError] = []
 

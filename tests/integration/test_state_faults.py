@@ -1,6 +1,6 @@
-"""Faults with a head that reads the target's hidden states, over real gRPC: acceptance recovers after each.
+"""Acceptance of a head that reads hidden states recovers from each fault, over real gRPC.
 
-The head is right where it has the right states, and nearly never where it has not (`state_head.py`).
+The head (`state_head.py`) is right with the right states, and almost never right otherwise.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ both_heads = pytest.mark.parametrize("reading", [head_reading(), head_reading(re
 
 
 async def answered(c: Cluster, session: str, prompt: tuple[int, ...], new: int = NEW) -> None:
-    """Generates an answer, and checks that it is the target's own text."""
+    """Generates an answer, and asserts that it is the target's own text."""
     generation = c.generation(session=session, prompt=prompt, max_len=len(prompt) + new)
     assert await c.tokens(generation) == text_after(prompt, new)
 
 
 @both_heads
 async def test_a_killed_drafters_successor_drafts_within_two_rounds(reading):
-    """The drafter ends like a killed process: its streams break without a message. Nothing is computed again."""
+    """The drafter's streams break without a message, as for a killed process. The target recomputes nothing."""
     async with watched(reading, drafters=2) as (c, engine):
         (target,) = c.targets.values()
         engine.may_step = lambda: is_settled(target) and len(engine.decided("s")) < 6
@@ -42,7 +42,7 @@ async def test_a_killed_drafters_successor_drafts_within_two_rounds(reading):
         await killed.close()
         session = target.scheduler.admission.running["s"]
         await eventually(lambda: (session.drafter or "").startswith(successor.peer_id), "the successor attaches")
-        attached = len(engine.rounds["s"]) + 1  # the step under way was planned before
+        attached = len(engine.rounds["s"]) + 1  # the running step was planned before
         engine.may_step = lambda: is_settled(target)
         await running
         rounds = engine.rounds["s"]
@@ -69,13 +69,13 @@ async def test_drafts_after_a_prefix_hit_are_fully_accepted(reading):
 
 
 def _pages_of(tokens: int) -> int:
-    """Returns how many of the tokens fill whole pages."""
+    """Returns the number of tokens in whole pages."""
     return tokens // PAGE_SIZE * PAGE_SIZE
 
 
 @both_heads
 async def test_drafts_after_a_preemption_are_fully_accepted(reading):
-    """Four sessions need 72 pages; preempted ones are recomputed or found in the cache."""
+    """Four sessions need 72 pages; preempted pages are recomputed or found in the cache."""
     async with watched(reading, pages=50) as (c, engine):
         prompts = {f"s{n}": (n, *PROMPT) for n in range(4)}
         await asyncio.gather(*(answered(c, name, prompt) for name, prompt in prompts.items()))
@@ -110,9 +110,9 @@ async def test_sessions_beyond_the_heads_context_continue_without_drafts(reads_l
 
 
 async def test_stuck_states_of_one_prompt_delay_no_other_session(monkeypatch):
-    """Drafts and decides a whole answer while a drafter's stream for hidden states is stuck.
+    """A whole answer is drafted and decided while a drafter's stream for hidden states is stuck.
 
-    The long prompt's own answer continues without speculation meanwhile, and is drafted once its states arrive.
+    The long prompt's answer continues without speculation until its states arrive.
     """
     monkeypatch.setattr(hidden_state_sender, "RIDE_BYTES", 8 * LAYOUT.row_bytes)
     let_go = asyncio.Event()

@@ -1,4 +1,4 @@
-"""SIGTERM while requests run that outlast `server.drain_s`: each ends in OpenAI's form, and so does every path."""
+"""After SIGTERM, requests that outlast `server.drain_s` end with OpenAI-format errors, and every path returns one."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import httpx
 from tests.integration.serving import Served, demo_served
 
 DRAIN_S = 1.0
-SETTLES_S = 1.0  # until the routers have ended their requests
+SETTLES_S = 1.0  # time for routers to end their requests
 PATHS = ("/v1/models", "/health", "/health/ready", "/docs", "/nothing")
 ASKS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True, "temperature": 1.0}
 
@@ -37,7 +37,7 @@ def whole(served: Served) -> httpx.Response:
 
 
 def asked_until_nobody_answers(url: str) -> list[tuple[float, str, httpx.Response]]:
-    """Returns when each path was asked, and its answer."""
+    """Requests each path until the server is gone; returns the times and answers."""
     found = []
     with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
         while True:
@@ -51,7 +51,7 @@ def asked_until_nobody_answers(url: str) -> list[tuple[float, str, httpx.Respons
 
 
 def served_until_stopped(threads: ThreadPoolExecutor) -> tuple[list[Future[Any]], float]:
-    """Returns what two streams, a whole answer and one that asks all the time get, and when SIGTERM came."""
+    """Returns the results of two streams, a whole answer and a polling client, with the time of SIGTERM."""
     chat = {"messages": [{"role": "user", "content": "Tell me a long story."}], **ASKS}
     response = {"input": "Tell me a long story.", "max_output_tokens": 900, "ignore_eos": True}
     futures: list[Future[Any]] = []

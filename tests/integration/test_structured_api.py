@@ -1,6 +1,6 @@
-"""Structured output over HTTP: API, router, target and drafter over real streams.
+"""Tests structured output over HTTP: API, router, target and drafter over real streams.
 
-The models are random over single bytes, so only the grammar makes their output JSON.
+The models are random over single bytes, so only the grammar makes their output valid JSON.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 USER = [{"role": "user", "content": "x"}]
-# Many choices at once that no text meets, so each is worked on: the largest grammar that the server looks at.
+# A thousand optional properties, the most expensive grammar that the server tries to compile.
 BOMB = {"type": "object", "properties": {f"k{i}": {"type": "string", "pattern": "^[a-z]{1,30}$"} for i in range(1000)}}
 
 

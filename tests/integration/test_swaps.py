@@ -1,4 +1,4 @@
-"""Versions of the draft over real streams: texts stay as they are before, during and after every exchange."""
+"""Over real streams, exchanges of draft weights change no text before, during or afterwards."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from protos.messages import Acceptance, Block, Sampling
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, cluster, plain_greedy
 from tests.toys import ToyRunner
 
-UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # right as a rule, and unsure enough for trees
+UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # usually right, and unsure enough for trees
 USELESS = -4 * LOGITS  # its first choice is the least likely token
 TOKENS = 60
 GREEDY = Sampling(temperature=0.0)
@@ -40,7 +40,7 @@ def the_drafter(c: Cluster) -> tuple[Drafter, DraftModel]:
 
 
 def count_trees(c: Cluster) -> list[int]:
-    """Returns counts of received blocks: chains, and trees with branches."""
+    """Returns the counts of received blocks: chains, and trees with branches."""
     (target,) = c.targets.values()
     found = [0, 0]
     receive = target.receive
@@ -56,7 +56,7 @@ def count_trees(c: Cluster) -> list[int]:
 
 
 async def swap_until(done: Callable[[], bool], c: Cluster, period_s: float = 0.1) -> int:
-    """Exchanges good and useless weights in turn; returns how often."""
+    """Alternates good and useless weights; returns the number of exchanges."""
     drafter, method = the_drafter(c)
     swaps = 0
     while not done():
@@ -70,7 +70,7 @@ async def swap_until(done: Callable[[], bool], c: Cluster, period_s: float = 0.1
 @pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda rule: rule.name.lower())
 @pytest.mark.parametrize("lock_step", [False, True], ids=["adaptive", "lock step"])
 async def test_greedy_texts_are_the_same_while_weights_are_exchanged(acceptance: Acceptance, lock_step: bool) -> None:
-    """Under coupling there are trees and chains, under rejection sampling chains alone."""
+    """Coupling uses trees and chains; rejection sampling uses only chains."""
     async with cluster(draft_logits=UNSURE, lock_step=lock_step) as c:
         c.pace.step_s = 0.04
         blocks = count_trees(c)
@@ -136,7 +136,7 @@ def load(folder: Path) -> DraftWeights:
 
 
 async def test_a_bad_version_is_rolled_back_and_a_broken_one_refused_while_texts_stay(tmp_path: Path) -> None:
-    """Texts stay correct throughout; the low acceptance in service reveals the bad version."""
+    """Texts stay correct throughout; low acceptance in production reveals the bad version."""
     torch.save(UNSURE, tmp_path / "logits.pt")
     versions = VersionFolder(tmp_path)
     async with cluster(draft_logits=USELESS, lock_step=True) as c:
@@ -167,7 +167,7 @@ async def test_a_bad_version_is_rolled_back_and_a_broken_one_refused_while_texts
 
 
 async def eventually_checked(reload: DraftReload, serve: Callable[[], object], done: Callable[[], bool]) -> None:
-    """Serves until a look at the acceptance has the expected result; fails after twenty rounds."""
+    """Serves until the acceptance check has the expected result; fails after twenty rounds."""
     for _ in range(20):
         await reload.check()
         if done():

@@ -1,4 +1,4 @@
-"""Chat templates in a process of their own: what none of them can take, and that the next one is served."""
+"""A child process limits the time and memory of chat templates, and serves the next one after a failure."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from serve_app.api.template_process import TemplateProcess
 
 PLAIN = "{% for one in messages %}{{ one.role }}: {{ one.content }};{% endfor %}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-ONE_OPERATION = "{{ 9 ** (9 ** 9) }}"  # inside which no other thread of the process would run
+ONE_OPERATION = "{{ 9 ** (9 ** 9) }}"  # holds the GIL, so no other thread runs
 DOUBLING = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
 LIMIT = "more than 0.3 s of processor time"
 MEMORY = "more memory"
@@ -41,7 +41,7 @@ def test_the_rendered_text_equals_this_processs(process: TemplateProcess) -> Non
     [
         (ENDLESS, LIMIT),
         (ONE_OPERATION, LIMIT),
-        (DOUBLING, "of memory|more memory"),  # whichever it reaches first
+        (DOUBLING, "of memory|more memory"),  # depending on the limit reached first
         ("{{ 'a' * 10 ** 11 }}", MEMORY),
         ("{{ 'a' | center(10 ** 10) }}", MEMORY),
         ("{{ 'a' * 2 ** 21 }}", "2097152 characters"),

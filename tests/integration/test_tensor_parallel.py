@@ -1,4 +1,4 @@
-"""Two processes, one model: through gloo's sockets and through shared memory."""
+"""Two processes compute one model, over gloo's sockets and over shared memory."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ TOKENS = torch.tensor([[1, 5, 3, 7]])
 
 @torch.no_grad()
 def a_rank(rank: int, folder: Path) -> None:
-    """Loads its share and writes the logits it computes, once for each way to speak to the other."""
+    """Loads its shard, and writes the logits for each kind of process group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=RANKS)
     group = join(CPU)

@@ -1,6 +1,6 @@
-"""Required tool calls and structured output through OpenAI's client: API, router, target and drafter.
+"""Tests required tool calls and structured output with OpenAI's client, over API, router, target and drafter.
 
-The models are random over single bytes, so only the grammar makes their output calls.
+The models are random over single bytes, so only the grammar makes their output valid calls.
 """
 
 import json
@@ -33,7 +33,7 @@ USER: Any = [{"role": "user", "content": "x"}]
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
 NAMED: Any = {"type": "function", "function": {"name": "g"}}
 SEEDS = range(2)
-CONTEXT = 1024  # a byte a token makes the tools a long prompt
+CONTEXT = 1024  # one token per byte makes tool definitions a long prompt
 
 
 @asynccontextmanager

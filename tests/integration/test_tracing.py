@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of one request in HTTP, router, drafter and target, over real gRPC and OTLP."""
+"""Tests the OpenTelemetry spans of a request in HTTP, router, drafter and target, over real gRPC and OTLP."""
 
 import asyncio
 from typing import Any
@@ -22,7 +22,7 @@ def attributes(item: Any) -> dict[str, Any]:
 
 
 async def ask(c: Cluster, http: TracedService, headers: dict[str, str]) -> httpx.Response:
-    """Requests a completion of 40 tokens through the API in this process and the cluster's router."""
+    """Requests a 40-token completion through the in-process API and the cluster's router."""
     api = toy_api(c.router, byte_codec(), config_of({}, CONTEXT), tracer=http.tracer)
     body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     async with http_client(api) as client:

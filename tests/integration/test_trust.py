@@ -29,7 +29,7 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 @asynccontextmanager
 async def shown(c: Cluster, door: Door, folder: Path) -> AsyncIterator[Any]:
-    """A stream of somebody with the certificates in this folder."""
+    """Opens a stream with the certificates in this folder."""
     credentials = credentials_of(TrustConfig(certificates=str(folder)), PeerRole.ROUTER)
     async with credentials.dial(door.address(c), door.server) as channel:
         yield door.stub(channel)
@@ -78,14 +78,14 @@ async def test_callers_without_a_valid_certificate_fail_the_handshake(door, kind
 
 @pytest.mark.parametrize(("kind", "connections"), [("none", 3), ("expired", 3), ("foreign", 3), ("plain", 1)])
 async def test_failed_handshakes_are_counted_and_logged_once(kind, connections, tmp_path, monkeypatch, caplog):
-    """Plain channels share a connection that failed."""
+    """Channels without TLS share a failed connection."""
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
         issue_invalid(kind, tmp_path, authority, VERIFY.caller)
         (target,) = c.targets.values()
         await eventually(lambda: target._streams == 1, "the router is in")
-        c.servers[VERIFY.address(c)].interceptor.handshakes._look()  # at the router's
-        monkeypatch.setattr(auth_interceptor, "HANDSHAKE_TIMEOUT_S", 0)  # from here on nobody comes who belongs
+        c.servers[VERIFY.address(c)].interceptor.handshakes._look()  # the router's connection
+        monkeypatch.setattr(auth_interceptor, "HANDSHAKE_TIMEOUT_S", 0)  # all later callers are unauthorized
         for _ in range(3):
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
@@ -97,7 +97,7 @@ async def test_failed_handshakes_are_counted_and_logged_once(kind, connections, 
 
 
 async def test_successful_handshakes_are_not_counted_as_failures(tmp_path):
-    """Every handshake is looked at, here as soon as all have called."""
+    """The test runs the handshake checks as soon as all peers have made a call."""
     async with cluster(trust=Authority().issue_all(tmp_path)) as c:
         (target,) = c.targets.values()
         await eventually(lambda: target._streams == 1, "the router is in")
@@ -112,12 +112,12 @@ async def test_successful_handshakes_are_not_counted_as_failures(tmp_path):
 
 
 def issue_invalid(kind: str, folder: Path, authority: Authority, role: PeerRole) -> None:
-    """Returns the credentials of this kind of caller, with or without a certificate."""
+    """Writes an expired or foreign certificate for the role; other kinds need no files."""
     if kind == "expired":
         authority.issue(folder / kind, role, lasts=timedelta(days=-1))
     elif kind == "foreign":
         Authority().issue(folder / kind, role)
-        (folder / kind / "ca.crt").write_bytes(authority.pem)  # it believes us; we do not believe it
+        (folder / kind / "ca.crt").write_bytes(authority.pem)  # the caller trusts the server, but not vice versa
 
 
 @asynccontextmanager
@@ -171,7 +171,7 @@ async def test_a_refused_peer_is_logged_once(tmp_path, caplog):
 
 @pytest.mark.parametrize("holder", ["router", "drafter"])
 async def test_a_target_needs_a_targets_certificate(holder, tmp_path):
-    """Ends the handshake before a message is sent, since dialers present credentials only to the expected role."""
+    """The dialer aborts the handshake before any message, because it sends credentials only to the expected role."""
     authority = Authority()
     trust = authority.issue_all(tmp_path)
     heard: list[str] = []
@@ -199,7 +199,7 @@ async def test_a_target_needs_a_targets_certificate(holder, tmp_path):
 
 
 async def test_certificates_are_replaced_while_streams_run(tmp_path):
-    """Replaces the authority too, so that no trust in the old one can remain."""
+    """The test also replaces the authority, so no trust in the old one can remain."""
     old = tmp_path / "kept"
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
@@ -216,7 +216,7 @@ async def test_certificates_are_replaced_while_streams_run(tmp_path):
         assert not running.done(), "the session ended before anything was replaced"
         before = target._streams
         for link in (*c.router._targets.values(), *c.router._drafters.values()):
-            link._outbox._overflow.set()  # as any stream may break
+            link._outbox._overflow.set()  # breaks the stream
         await eventually(lambda: target._streams > before, "the router has come again")
         c.hurry()
         assert await running == plain_greedy((1, 2, 3), 200)
@@ -224,8 +224,8 @@ async def test_certificates_are_replaced_while_streams_run(tmp_path):
 
 
 async def test_certificates_rotate_under_load_without_a_failed_request(tmp_path, monkeypatch):
-    """Rotates certificates of one authority repeatedly, as cert-manager does, redialing a stream each time."""
-    monkeypatch.setattr(auth_interceptor, "HANDSHAKE_TIMEOUT_S", 300)  # drafters may hang up on targets at any time
+    """The test repeatedly rotates one authority's certificates, like cert-manager, and redials a stream each time."""
+    monkeypatch.setattr(auth_interceptor, "HANDSHAKE_TIMEOUT_S", 300)  # drafters may disconnect at any time
     authority = Authority()
     async with cluster(targets=2, drafters=2, trust=authority.issue_all(tmp_path)) as c:
         c.pace.step_s = 0.005
@@ -317,7 +317,7 @@ async def test_reflection_is_served_only_if_configured():
 
 
 async def test_streams_per_host_are_limited_and_released(caplog):
-    """One stream is the router's; drafters connect once there is a session."""
+    """The router holds one stream; drafters connect once a session exists."""
     async with cluster(trust=TrustConfig(max_streams_per_host=3)) as c:
         streams_of = c.servers[VERIFY.address(c)].interceptor.streams
         async with stream_to(c, VERIFY) as one, stream_to(c, VERIFY):

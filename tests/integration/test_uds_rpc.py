@@ -1,4 +1,4 @@
-"""The coordinator's way to its leading rank: a real socket between two threads."""
+"""Tests the coordinator's RPC to its leading rank over a real socket between two threads."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from actors.engine.tensor_parallel import StepCaller, StepListener
 
 
 class Answering:
-    """A listener that serves on a thread of its own."""
+    """Listener that serves on its own thread."""
 
     def __init__(self, answer: Any) -> None:
         self.raised: BaseException | None = None

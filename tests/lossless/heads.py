@@ -1,6 +1,6 @@
-"""Heads over toy states, and worlds whose drafters ask them: each kind of method that reads what the target computes.
+"""Heads over toy states, and worlds whose drafters use them: every kind of method that reads hidden states.
 
-Each head knows the toy target by heart, and reads all that it knows of a text from the states that reach it.
+Each head has memorized the toy target, but knows a text only through the received states.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,12 +44,12 @@ class ToyConfig:
 
 
 class ByPlace:
-    """A head like Medusa's: predicts each later position from the target's state of a token."""
+    """Head like Medusa's: predicts each later position from the target's state of a token."""
 
     config = ToyConfig(recurs=False)
 
     def __init__(self, logits: Tensor) -> None:
-        self._next = (3 * logits).softmax(dim=-1)  # of each token the chances of what follows, surer than they are
+        self._next = (3 * logits).softmax(dim=-1)  # probabilities after each token, sharpened
 
     def predict_next(self, states: Tensor, tokens: Sequence[int], depth: int) -> ForwardOutput:
         likely = torch.linalg.matrix_power(self._next, depth + 2)
@@ -57,7 +57,7 @@ class ByPlace:
 
 
 class ByToken:
-    """A head like an MLP speculator: its state starts from the target's and includes the tokens chosen after it."""
+    """Head like an MLPSpeculator: its state starts from the target's and includes the tokens drafted after it."""
 
     config = ToyConfig(recurs=True)
 
@@ -72,9 +72,9 @@ class ByToken:
 
 
 class BesideToken(ToyRunner):
-    """A head like EAGLE: from a token and the state before it, it predicts the next token and the token's own state.
+    """Head like EAGLE: from a token and the state before it, predicts the next token and the token's own state.
 
-    Where texts may begin in the middle, a state's position counts from the start of its row.
+    If texts may begin in the middle, a state's position counts from the start of its row.
     """
 
     def __init__(self, logits: Tensor, begins_late: bool = False) -> None:
@@ -95,7 +95,7 @@ class BesideToken(ToyRunner):
         return super().forward(rows, copies)._replace(hidden=torch.cat(wanted))
 
     def _states_after(self, row: InputRow) -> Tensor:
-        """The target's own states, (tokens, width), each of which is made of the one before."""
+        """Returns the target's states, (tokens, width), each computed from the previous state."""
         assert row.states is not None, "a token comes with the state before it"
         fed = row.states.tolist()
         first = int(fed[0][1]) if self._begins_late else row.start
@@ -108,7 +108,7 @@ class BesideToken(ToyRunner):
 
 
 class HeadReading(ReadingMethod):
-    """Holds the states against the text, and passes them on."""
+    """Checks the states against the text, and passes them on."""
 
     def states(self, session: str, first: int, rows: bytes) -> None:
         if self._known[session] == 0:
@@ -124,7 +124,7 @@ class HeadReading(ReadingMethod):
 
 
 class HeadWorld(World):
-    """Its drafters ask a head, which may be another for every test."""
+    """World whose drafters use a head that each subclass defines."""
 
     def _new_drafter(self) -> ToyDrafter:
         drafter = super()._new_drafter()
@@ -146,7 +146,7 @@ class HeadWorld(World):
 
 
 class _LastStateWorld(HeadWorld):
-    """Its heads read one state a round."""
+    """World whose heads read one state per round."""
 
     made_of: type[ByPlace] | type[ByToken]
 
@@ -158,19 +158,19 @@ class _LastStateWorld(HeadWorld):
 
 
 class PlacesWorld(_LastStateWorld):
-    """Ahead of a verdict, a head goes on from the target's state that it has, as far as its places go."""
+    """World whose head drafts ahead from the last received target state, up to its maximum position."""
 
     made_of = ByPlace
 
 
 class TokensWorld(_LastStateWorld):
-    """Ahead of a verdict, a head goes on from states of its own."""
+    """World whose head drafts ahead from its own states."""
 
     made_of = ByToken
 
 
 class EagleWorld(HeadWorld):
-    """Ahead of a verdict, a head goes on from states of its own, and reads again what they were replaced by."""
+    """World whose head drafts ahead from its own states, and later reads the target's states in their place."""
 
     def _head_method(self) -> DraftModel:
         return DraftModel(

@@ -1,4 +1,4 @@
-"""A language model whose next token depends on all tokens before, read out of its pages: a wrong one anywhere shows."""
+"""Language model whose next token depends on all earlier tokens in its pages, so any wrong page changes the text."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ NextLogits = Callable[[tuple[int, ...]], Tensor]
 
 
 def drawn_by_history(vocabulary: int, seed: int, scale: float) -> NextLogits:
-    """Gaussian logits that look like chance, each text's own."""
+    """Returns pseudorandom Gaussian logits for each text."""
     known: dict[tuple[int, ...], Tensor] = {}
 
     def after(tokens: tuple[int, ...]) -> Tensor:
@@ -33,12 +33,12 @@ def drawn_by_history(vocabulary: int, seed: int, scale: float) -> NextLogits:
 
 
 def disturbed(model: NextLogits, by: NextLogits) -> NextLogits:
-    """A draft of it."""
+    """Returns the draft model's logits: the target's with noise."""
     return lambda tokens: model(tokens) + by(tokens)
 
 
 class HistoryRunner:
-    """Runs such a model over pages that hold tokens in the place of keys and values."""
+    """Runner of such a model over pages that store tokens instead of keys and values."""
 
     def __init__(self, model: NextLogits, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -54,7 +54,7 @@ class HistoryRunner:
     ) -> ForwardOutput:
         if moves:
             self._memory.move(moves)
-        self._memory.copy(copies)  # before anything is computed, as a model does that is interrupted between its layers
+        self._memory.copy(copies)  # first, as in a model that can be interrupted between layers
         if interrupted():
             raise Interrupted
         for row in rows:
@@ -66,7 +66,7 @@ class HistoryRunner:
         raise AssertionError("a history has no hidden states, and nobody reads any")
 
     def _seen(self, row: InputRow) -> list[Tensor]:
-        """Logits at the last places of the row; a node of a tree sees its own path alone."""
+        """Returns the logits at the last places of the row; a tree node sees only its own path."""
         whole = self._memory.read(row.end, row.pages)
         texts = [whole[: place + 1] for place in range(row.start, row.tree_start)]
         stem = whole[: row.tree_start]

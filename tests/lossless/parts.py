@@ -1,4 +1,4 @@
-"""Parts of lossless worlds: an experiment's setting, and the real components it configures."""
+"""Parts of lossless worlds: the setting of an experiment, and the real components it configures."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from tests.toys import ToyRunner, a_generation, toy_draft_model
 
 PAGE_SIZE = 2
 EOS = 0
-LATER_S = 3600.0  # when everything that waited for something has expired
+LATER_S = 3600.0  # after all timeouts
 
 Schedule = Callable[[Message, random.Random], list[float]]
 """Delays after which a message between drafter and target arrives: none when it is lost, two when it is doubled."""
@@ -37,7 +37,7 @@ Schedule = Callable[[Message, random.Random], list[float]]
 
 @dataclass(frozen=True)
 class Setting:
-    """One experiment: models, rule, schedule."""
+    """Setting of an experiment: models, acceptance rule and schedule."""
 
     target_logits: Tensor  # (vocabulary, vocabulary)
     draft_logits: Tensor
@@ -47,22 +47,22 @@ class Setting:
     new_tokens: int = 3
     sampling: Sampling = Sampling()
     prompt: tuple[int, ...] = (1,)
-    ahead: int = 100  # sessions drafted ahead for at once; few: for several outcomes each
-    interruption: float = 0.0  # chance, before every forward ahead, that something is wanted for sure
-    pages: int = 4096  # of the target's cache
-    weight_scale: int = 60_000  # of draft_probs: how finely they are rounded
-    width: int = 1  # tokens that the draft names in one forward, the further ones whatever came before
-    recurrent: int = 1  # the same, the further ones by a head that thinks otherwise than the draft
-    step_cost: ForwardCost | None = None  # of the target, if it knows it from a profile: then drafts are not for free
-    altered: Callable[[Block, random.Random], Block] | None = None  # what becomes of a drafter's block
+    ahead: int = 100  # sessions per lookahead pass; few sessions get several outcomes each
+    interruption: float = 0.0  # probability that a request interrupts drafting before a lookahead pass
+    pages: int = 4096  # in the target's cache
+    weight_scale: int = 60_000  # resolution of rounded draft_probs
+    width: int = 1  # tokens per forward pass; further tokens ignore those before them
+    recurrent: int = 1  # tokens per forward pass; a recurrent head unlike the draft predicts further tokens
+    step_cost: ForwardCost | None = None  # profiled target step cost, which makes drafts expensive
+    altered: Callable[[Block, random.Random], Block] | None = None  # changes a drafter's block in transit
     reads_states: bool = False  # whether the method reads the target's hidden states
-    keeps_states: bool = True  # whether the target keeps them beside its cache
-    enough_states: int | None = None  # of a text's latest, to begin with where earlier ones would be computed again
-    grammar: str = ""  # of every text
+    keeps_states: bool = True  # whether the target stores them with its cache
+    enough_states: int | None = None  # latest states that suffice if earlier ones would need recomputation
+    grammar: str = ""  # for every text
     grammars: GrammarCompiler | None = None  # over the vocabulary
-    masks_drafts: bool = True  # whether the drafter knows of the grammar
+    masks_drafts: bool = True  # whether the drafter applies the grammar
     rules: TokenRules = NO_RULES
-    lock_step: bool = False  # the executable specification: draft for all, verify all, and nothing ahead
+    lock_step: bool = False  # reference loop: draft for all sessions, verify all, never draft ahead
 
     @property
     def vocabulary(self) -> int:
@@ -74,7 +74,7 @@ class Setting:
 
 
 class ToyDraft(ToyRunner):
-    """Can be interrupted."""
+    """Drafting method over a toy model that can be interrupted."""
 
     def forward(
         self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
@@ -86,14 +86,14 @@ class ToyDraft(ToyRunner):
 
 
 class Flatter:
-    """A recurrent head: the draft's own logits, halved."""
+    """Recurrent head with half of the draft's logits."""
 
     def __init__(self, logits: Tensor, width: int) -> None:
         self.width = width
         self._logits = logits / 2
 
     def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
-        """It needs no states."""
+        """Returns the logits after each token; ignores the states."""
         return ForwardOutput(self._logits[torch.tensor(tokens)], states)
 
 
@@ -162,9 +162,9 @@ def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -
 
 @torch.inference_mode()
 def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[CommittedTokens]:
-    """Yields what the reference loop commits for one session, round by round; checks that nothing remains."""
+    """Yields the reference loop's commits for one session, round by round; asserts that nothing remains."""
     alone = replace(setting, lock_step=True)
-    method = a_draft_model(alone, 8, clock=lambda: 0.0)  # with room for a whole text
+    method = a_draft_model(alone, 8, clock=lambda: 0.0)  # cache for a whole text
     verification = a_verification_scheduler(alone, 1)
     drafting = a_draft_scheduler(alone, 1)
     executor = an_executor(alone)
@@ -177,7 +177,7 @@ def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[Co
 
 
 def texts_in_lock_step(setting: Setting, sessions: int, seed: int) -> list[tuple[int, ...]]:
-    """Returns what the reference loop commits for the sessions of `World(setting, sessions, seed)`."""
+    """Returns the reference loop's texts for the sessions of `World(setting, sessions, seed)`."""
     return [
         tuple(token for emit in rounds_in_lock_step(setting, generation) for token in emit.tokens)
         for generation in generations(setting, sessions, random.Random(seed))

@@ -1,7 +1,7 @@
-"""Several targets and drafters that are lost in mid-sentence, and come back: the text must not show it.
+"""Worlds whose targets and drafters fail in the middle of a text and return, which must not change the text.
 
-Who is lost either hangs, goes on with what it has and is heard late, or dies and comes back empty. The ledgers, the
-schedulers, the methods and the acceptance are the real ones; where a session goes next is simply the next peer.
+A failed peer either hangs, keeps its sessions and answers late, or dies and returns empty. Ledgers, schedulers, methods
+and acceptance are real; a session simply moves to the next peer.
 """
 
 from collections import Counter
@@ -23,24 +23,24 @@ from tests.toys import toy_draft_model
 TARGETS = ("target:1", "target:2")
 DRAFTERS = ("drafter1#1", "drafter2#1")
 HANG_S = 3 * STEP_S
-HORIZON_S = 5 * STEP_S  # in which peers are lost
+HORIZON_S = 5 * STEP_S  # period of peer failures
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Settings of the pools."""
+    """Sizes and failures of the pools."""
 
     target: NextLogits
     draft: NextLogits
-    lost_targets: int = 0  # a session is given up with its third
+    lost_targets: int = 0  # the third loss ends a session
     lost_drafters: int = 0
-    planned_moves: int = 0  # off a target that leaves, of which a session survives any number
+    planned_moves: int = 0  # from leaving targets; a session survives any number
     hybrid: bool = False
     lookup_alone: bool = False
 
 
 class PoolWorld(World):
-    """A world with pools, of which peers are lost at random times."""
+    """World with pools whose peers fail at random times."""
 
     def __init__(self, setting: Setting, pools: Pools, sessions: int, seed: int) -> None:
         self._pools = pools
@@ -78,7 +78,7 @@ class PoolWorld(World):
     # ------------------------------------------------------------ losses
 
     def _lose_target(self) -> None:
-        """Its sessions go to the other one, under a new attempt."""
+        """Fails a target; its sessions move to the other target with a new attempt."""
         lost = self._rng.choice(TARGETS)
         (other,) = set(TARGETS) - {lost}
         if self._rng.random() < 0.5:
@@ -94,7 +94,7 @@ class PoolWorld(World):
         self._after(HANG_S, lambda: self._greet(lost))
 
     def _leave_target(self) -> None:
-        """It goes on with what it is computing until it hears that its sessions have been taken away."""
+        """Moves sessions off a leaving target, which continues until it receives their Close."""
         left = self._rng.choice(TARGETS)
         (other,) = set(TARGETS) - {left}
         for session in self.sessions.values():
@@ -104,7 +104,7 @@ class PoolWorld(World):
                 self.counts["moved as planned"] += 1
 
     def _lose_drafter(self) -> None:
-        """Its sessions go to the other one; the targets go on alone until that has a block."""
+        """Fails a drafter; its sessions move to the other drafter, and targets continue without blocks until then."""
         lost = self._rng.choice(DRAFTERS)
         (other,) = set(DRAFTERS) - {lost}
         if self._rng.random() < 0.5:
@@ -119,12 +119,12 @@ class PoolWorld(World):
         self._after(HANG_S, lambda: self._greet(lost))
 
     def _greet(self, peer: str) -> None:
-        """The router reaches it again, and says which sessions it still has there."""
+        """Reconnects the router to a peer; its Hello lists the remaining sessions."""
         live = [s for s in self.sessions.values() if s.phase is Phase.RUNNING and peer in (s.target, s.drafter)]
         hello = Hello("router", "", "", tuple(LiveSession(s.generation.session, s.attempt) for s in live))
         self._deliver(peer, ROUTER, [hello])
 
-    # ------------------------------------------------------------ what was seen
+    # ------------------------------------------------------------ observed events
 
     def _route(self, sender: str, sends: list[Send]) -> None:
         for _, message in sends:
@@ -132,7 +132,7 @@ class PoolWorld(World):
         super()._route(sender, sends)
 
     def _note(self, message: Message) -> None:
-        """Records the events a test must have seen to be meaningful."""
+        """Records the events that a meaningful test requires."""
         if isinstance(message, DraftRequest):
             self.counts["likely tokens asked for"] += message.least_chance > 0.05
         elif isinstance(message, Block):

@@ -1,4 +1,4 @@
-"""A target whose hidden states say which text they are of, and a method that holds each of them against its own."""
+"""Target whose hidden states identify their text, and a drafting method that checks them against its own text."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,23 +17,23 @@ from tests.toys import ToyRunner
 
 LAYOUT = StatesFormat(width=4, dtype=StateDtype.BFLOAT16)
 CPU = torch.device("cpu")
-MODULUS = 251  # whatever is below is exact in bfloat16
+MODULUS = 251  # smaller integers are exact in bfloat16
 
 
 def after(mixed: int, token: int) -> int:
-    """Tells nearly all texts apart that end with the same token."""
+    """Returns the hash after a token, which distinguishes nearly all texts with the same last token."""
     return (mixed * 31 + token + 7) % MODULUS
 
 
 def state_after(before: Sequence[float] | None, token: int, position: int) -> list[float]:
-    """Returns a token's state from the one before it: token, position, hash of the text, and their sum."""
+    """Returns a token's state, computed from the previous state: token, position, hash of the text, and their sum."""
     mixed = after(0 if before is None else int(before[2]), token)
     total = (0 if before is None else int(before[3])) + mixed
     return [float(token), float(position % MODULUS), float(mixed), float(total % MODULUS)]
 
 
 def expected_rows(tokens: Sequence[int], first: int) -> list[list[float]]:
-    """The states at positions `first`, `first` + 1, ... of a text."""
+    """Returns a text's states from position `first` on."""
     rows: list[list[float]] = []
     for position, token in enumerate(tokens):
         rows.append(state_after(rows[-1] if rows else None, token, position))
@@ -41,7 +41,7 @@ def expected_rows(tokens: Sequence[int], first: int) -> list[list[float]]:
 
 
 class RememberingRunner(ToyRunner):
-    """Its states lie in pages as a real target's do, and each is made of the one before, wherever that lies."""
+    """Runner that stores states in pages like a real target, each computed from the previous state in its page."""
 
     def __init__(self, table: torch.Tensor, pages: int, page_size: int, keeps: bool = True) -> None:
         super().__init__(table)
@@ -68,7 +68,7 @@ class RememberingRunner(ToyRunner):
         return self._cache.read(slots) if self._latest is None else self._latest.read(slots)
 
     def _feed(self, row: InputRow) -> list[int]:
-        """The places that it is written to."""
+        """Writes the row's states; returns their slots."""
         for index, token in enumerate(row.tokens):
             node = index - (len(row.tokens) - len(row.parents))
             before = row.start + index - 1 if node < 0 else self._place_before(row, node)
@@ -78,7 +78,7 @@ class RememberingRunner(ToyRunner):
         return [self._place(row, row.start + index) for index in range(len(row.tokens))]
 
     def _state(self, row: InputRow, position: int) -> list[float]:
-        """Returns what is stored at a position's slot."""
+        """Returns the state stored at a position's slot."""
         found: list[float] = decode_rows(self._cache.read([self._place(row, position)]), LAYOUT)[0].tolist()
         return found
 
@@ -90,19 +90,19 @@ class RememberingRunner(ToyRunner):
 
 
 class ReadingMethod:
-    """Drafts as its model does, once it has the states of all that the target has read, each as it has to be.
+    """Drafting method that drafts only with correct states for all tokens that the target has processed.
 
-    With `enough` they may begin in mid-text, before the last so many of what was open to be read.
+    With `enough`, states may begin in the middle of a text, if at least the last `enough` are present.
     """
 
     def __init__(self, model: DraftModel, enough: int | None = None) -> None:
         self.rows_read = 0
-        self.begun_late = 0  # sessions whose states began in mid-text
+        self.begun_late = 0  # sessions whose states began in the middle of the text
         self._enough = enough
         self._begin_by: dict[str, int] = {}
         self._model = model
         self._texts: dict[str, SessionText] = {}
-        self._known: dict[str, int] = {}  # positions whose states are here
+        self._known: dict[str, int] = {}  # number of positions with received states
 
     @property
     def shapes(self) -> frozenset[Shape]:

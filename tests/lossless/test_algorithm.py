@@ -1,4 +1,4 @@
-"""Holds the algorithm's reference to the target's distribution, and the engine to the reference."""
+"""Compares the reference algorithm with the target's distribution, and the engine with the reference."""
 
 import functools
 from itertools import chain
@@ -25,7 +25,7 @@ PROMPT = "Write one sentence about the sea."
 
 
 def table(logits: Tensor) -> Model:
-    """A model whose next token depends on the last one alone."""
+    """Returns a model whose next token depends only on the last token."""
     return lambda tokens: logits[tokens]
 
 
@@ -35,7 +35,7 @@ def text(draft: Tensor, how: Decoding, target: Tensor = TARGET) -> tuple[int, ..
 
 @pytest.mark.parametrize("draft", DRAFTERS)
 def test_rejection_sampling_follows_the_targets_distribution(draft: str) -> None:
-    """Chi-square over all continuations of three tokens; false alarms once in 100,000 changes of seeds."""
+    """Chi-square test over all three-token continuations, with a false-alarm rate of 1e-5."""
     samples = []
     for seed in range(SEQUENCES):
         how = Decoding(NEW_TOKENS, 2, Acceptance.REJECTION, 1.0, seed, seed + SEQUENCES, (EOS,))
@@ -63,12 +63,12 @@ def test_nothing_follows_a_stop_token() -> None:
     assert text(always_eos, Decoding(8, 3, temperature=0.0, stop_ids=(EOS,)), target=always_eos) == (EOS,)
 
 
-# ---------------------------------------------------------------- the engine, on the demo's pair
+# ---------------------------------------------------------------- the engine, with the demo pair
 
 
 @functools.cache
 def transformers_model(folder: Path) -> Model:
-    """The whole text through transformers' own forward, every time."""
+    """Returns a model that runs transformers' forward pass over the whole text on each call."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
@@ -80,7 +80,7 @@ def transformers_model(folder: Path) -> Model:
 
 
 def folders() -> tuple[Path, Path]:
-    """The demo's target and draft."""
+    """Returns the folders of the demo's target and draft."""
     config = demo_config()
     assert config.draft.model is not None, "the demo has a draft model"
     return Path(config.model.target).expanduser(), Path(config.draft.model).expanduser()

@@ -1,9 +1,9 @@
 """The committed text follows the target's distribution exactly, for every drafter and schedule.
 
-Under rejection sampling, chi-square over all continuations of a few tokens shows it. Each such test has a false-alarm
-rate of 1e-5, and seeds are fixed, so a failure is a bug or, once in 100 000 changes of seeds, bad luck. Under Gumbel
-coupling the text equals that of non-speculative decoding, which has the distribution. Equality detects a single wrong
-token, so it needs fewer sessions.
+Under rejection sampling, chi-square tests cover all continuations of a few tokens. Each test has a false-alarm rate of
+1e-5, and seeds are fixed, so a failure is a bug or, after one in 100 000 changes of seeds, chance. Under Gumbel
+coupling, the text equals that of non-speculative decoding, which follows the distribution. Equality detects a single
+wrong token, so it needs fewer sessions.
 """
 
 import functools
@@ -23,8 +23,8 @@ from tests.lossless.world import World, calm, near_patience, only_with_eos_in_ti
 VOCABULARY = 4
 SESSIONS = 1000
 FALSE_ALARM = 1e-5
-EQUAL_SESSIONS = 300  # where texts are compared with those of plain decoding
-FEW = 8  # sessions in a world, and how many such worlds; `tests/exhaustive` has more
+EQUAL_SESSIONS = 300  # for equality with non-speculative texts
+FEW = 8  # sessions per world, and number of worlds; `tests/exhaustive` has more
 FEW_WORLDS = 40
 EQUAL_WORLDS = 15
 TARGET = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(7)) * 1.5
@@ -45,7 +45,7 @@ DRAFTERS = {
 
 
 def exact_distribution(setting: Setting) -> dict[tuple[int, ...], float]:
-    """Probability of each continuation that plain decoding can give; it ends at EOS or at the length limit."""
+    """Returns the probability of each non-speculative continuation, up to EOS or the length limit."""
     probs = torch.softmax(setting.target_logits.double(), dim=-1)
     exact: dict[tuple[int, ...], float] = {}
     for tokens in itertools.product(range(VOCABULARY), repeat=setting.new_tokens):
@@ -64,10 +64,10 @@ def p_value(setting: Setting, samples: list[tuple[int, ...]]) -> float:
 
 
 def p_value_of(exact: Mapping[tuple[int, ...], float], samples: list[tuple[int, ...]]) -> float:
-    """Returns the p-value of the samples, if `exact` is the probability of each text."""
+    """Returns the p-value of the samples under the exact probability of each text."""
     assert set(samples) <= exact.keys(), "a continuation that plain decoding cannot give"
     seen = Counter(samples)
-    # Rare continuations share a cell, so that every expected count is at least 5. There is none where none is rare.
+    # Rare continuations share a cell, so that every expected count is at least 5.
     cells: list[tuple[float, int]] = []
     rare_expected = 0.0
     rare_seen = 0
@@ -81,7 +81,7 @@ def p_value_of(exact: Mapping[tuple[int, ...], float], samples: list[tuple[int, 
     if rare_expected:
         cells.append((rare_expected, rare_seen))
     elif rare_seen:
-        return 0.0  # what cannot be was seen
+        return 0.0  # an impossible text occurred
     return float(chisquare([count for _, count in cells], [expected for expected, _ in cells]).pvalue)
 
 
@@ -110,7 +110,7 @@ def plainly(new_tokens: int) -> Setting:
 
 @functools.cache
 def plain_texts(new_tokens: int, sessions: int, seed: int) -> list[tuple[int, ...]]:
-    """Returns the target's own texts for the sessions of such a world."""
+    """Returns the non-speculative texts of a world's sessions."""
     return World(plainly(new_tokens), sessions, seed).run()
 
 
@@ -137,9 +137,9 @@ def test_speculation_keeps_the_joint_distribution(acceptance, drafter, schedule)
 
 @pytest.mark.parametrize("weight_scale", [2, 3])
 def test_a_drafter_draws_from_the_rounded_probabilities_that_it_sends(weight_scale):
-    """Rounding nearly doubles the probability of all but the likeliest token, and the target agrees with what is sent.
+    """Rounding nearly doubles the probability of all but the likeliest token, and the target equals the rounded draft.
 
-    So whole blocks are accepted, and the text shows which distribution they were drawn from.
+    The target therefore accepts whole blocks, and the text reveals the distribution of the draft.
     """
     likeliest = torch.eye(VOCABULARY).roll(1, dims=1)
     sent = (likeliest * weight_scale).clamp_min(1.0).log()
@@ -160,14 +160,14 @@ WAYS_TO_DRAFT_AHEAD = (
 
 
 def in_all_ways(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test of `drafting_ahead` with everything that it may be asked."""
+    """Parametrizes a test of `drafting_ahead` with all parameters."""
     for mark in WAYS_TO_DRAFT_AHEAD:
         test = mark(test)
     return test
 
 
 def drafted_ahead(setting: Setting, seeds: range) -> list[tuple[int, ...]]:
-    """Returns the texts of a world for each seed; guesses must have mattered."""
+    """Returns the texts of a world for each seed; asserts that lookahead blocks were used."""
     samples: list[tuple[int, ...]] = []
     counts: Counter[str] = Counter()
     for seed in seeds:
@@ -181,10 +181,10 @@ def drafted_ahead(setting: Setting, seeds: range) -> list[tuple[int, ...]]:
 
 
 def drafting_ahead(acceptance: Acceptance, schedule: Schedule, pages: int, several: dict[str, int]) -> Setting:
-    """Interrupted at random; and where the target's pages are few, in the middle of being preempted.
+    """Configures random interruptions, and preemption if the target has few pages.
 
-    A draft that names several tokens at a time finds others for a position than a forward of its own would, and
-    which of the two a position has depends on where its block begins.
+    A draft with several tokens per forward pass may predict another token at a position than a separate forward pass;
+    the result depends on the start of the block.
     """
     return Setting(
         TARGET,
@@ -212,13 +212,13 @@ def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(acceptance, 
 
 
 def with_best_two_swapped(logits: Tensor) -> Tensor:
-    """A drafter whose second choice is the target's first."""
+    """Returns the logits of a drafter whose second choice is the target's first."""
     best = logits.topk(2, dim=-1)
     return logits.scatter(-1, best.indices, best.values.flip(-1))
 
 
 def test_a_schedule_that_depends_on_tokens_breaks_rejection_sampling():
-    """The control: the tests above can fail."""
+    """This control shows that the other tests can fail."""
     setting = Setting(TARGET, TARGET, Acceptance.REJECTION, only_with_eos_in_time)
     assert p_value(setting, World(setting, SESSIONS, seed=12).run()) < FALSE_ALARM
 
@@ -234,7 +234,7 @@ def test_the_same_schedule_does_not_break_gumbel_coupling():
     "sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7)], ids=["greedy", "temperature 0.7"]
 )
 def test_coupled_and_greedy_texts_do_not_depend_on_drafter_schedule_or_draft_length(acceptance, sampling):
-    """The text is a function of prefix, parameters and seed alone."""
+    """The text depends only on prefix, parameters and seed."""
     if acceptance is Acceptance.REJECTION and not sampling.greedy:
         pytest.skip("sampled text may depend on the drafter; only its distribution is fixed")
 

@@ -1,7 +1,7 @@
-"""Weights exchanged while sessions go on, at any moment between two passes, leave every text as it is.
+"""An exchange of weights between any two passes of running sessions changes no text.
 
-Under rejection sampling, chi-square over all continuations shows it; each such test has a false-alarm rate of 1e-5.
-Elsewhere the texts equal those of plain decoding.
+Under rejection sampling, chi-square tests cover all continuations, each with a false-alarm rate of 1e-5. Otherwise,
+texts equal those of non-speculative decoding.
 """
 
 import random
@@ -32,7 +32,7 @@ VARIANTS = {
 
 
 class ExchangingWorld(World):
-    """Exchanges the draft's weights between passes, at random."""
+    """World that exchanges the draft's weights at random between passes."""
 
     def __init__(self, setting: Setting, sessions: int, seed: int, versions: list[Tensor]) -> None:
         super().__init__(setting, sessions, seed)
@@ -68,7 +68,7 @@ def test_under_rejection_sampling_the_distribution_is_the_targets(variant: str, 
 
 
 def test_probabilities_of_other_weights_than_the_tokens_would_show() -> None:
-    """A block that mixed two versions: the tokens of one, and the probabilities of the other."""
+    """The test mixes two versions in a block: the tokens of one, and the probabilities of the other."""
     probs = torch.softmax(VERSIONS[1], dim=-1)
 
     def mixed(block: Block, _: random.Random) -> Block:

@@ -1,4 +1,4 @@
-"""Texts under a grammar are those of non-speculative decoding, or have its distribution, for any drafter."""
+"""Texts under a grammar equal those of non-speculative decoding, or follow its distribution, for any drafter."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ LISTS = LLMatcher.grammar_from_lark('start: list\nlist: "(" item ("," item){2,} 
 WORDS = r"(a{1,2}|b){2,4}"
 WORLDS = 3
 AT_ONCE = 4
-FEW_PAGES = 15  # of all sessions together, where one may need 14
+FEW_PAGES = 15  # shared by all sessions; one session may need 14
 
 
 class _Alphabet:
@@ -75,7 +75,7 @@ def without_drafts(sampling: Sampling) -> list[tuple[int, ...]]:
 
 
 def keeps_to_lists(text: tuple[int, ...]) -> bool:
-    """Returns whether a text is a list, or the beginning of one cut off at its length limit."""
+    """Returns whether a text is a list, possibly truncated at the length limit."""
     written = "".join(LETTERS[token] for token in text if token != EOS)
     while (shorter := re.sub(r"\((\[\]|[abc]{1,3})(,(\[\]|[abc]{1,3}))*\)", "[]", written)) != written:
         written = shorter
@@ -107,7 +107,7 @@ def test_chains_and_trees_give_the_text_of_non_speculative_decoding(sampling, sc
     assert texts(made) == without_drafts(sampling)
     assert accepted(made) > 10, "too few drafts, so this proves nothing"
     preempted = sum(world.verification.admission.preempted for world in made)
-    assert preempted or pages > FEW_PAGES or sampling.greedy  # whose texts are all short
+    assert preempted or pages > FEW_PAGES or sampling.greedy  # greedy texts are short
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -125,7 +125,7 @@ def test_a_drafter_that_knows_the_grammar_has_more_tokens_accepted(sampling):
 
 
 def masked_distribution(setting: Setting) -> dict[tuple[int, ...], float]:
-    """Probability of each continuation: each token's among those that the grammar allows there."""
+    """Returns the probability of each continuation, renormalised over the allowed tokens at each position."""
     found: dict[tuple[int, ...], float] = {}
     for tokens in itertools.product(range(setting.vocabulary), repeat=setting.new_tokens):
         end = tokens.index(EOS) + 1 if EOS in tokens else len(tokens)

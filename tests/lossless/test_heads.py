@@ -44,7 +44,7 @@ PENALISED = Sampling(temperature=1.0, frequency_penalty=0.5)
 def test_blocks_of_heads_give_the_text_of_non_speculative_decoding(
     sampling: Sampling, schedule: Any, keeps: bool, kind: Any
 ) -> None:
-    """Includes trees and blocks drafted ahead, on every schedule, with interrupted passes."""
+    """The cases include trees and lookahead blocks, on every schedule, with interrupted passes."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
     drafted = replace(plain, schedule=schedule, draft_tokens=BLOCK_LEN, interruption=0.1, pages=64)
     setting = replace(drafted, reads_states=True, keeps_states=keeps)
@@ -58,7 +58,7 @@ def test_blocks_of_heads_give_the_text_of_non_speculative_decoding(
 @EACH_KIND
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 def test_heads_that_begin_late_give_the_text_of_non_speculative_decoding(sampling: Sampling, kind: Any) -> None:
-    """Messages are lost, so drafters receive sessions late."""
+    """Lost messages delay the drafters' sessions."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
     drafted = replace(plain, schedule=stormy, draft_tokens=BLOCK_LEN, interruption=0.1, pages=64)
     worlds = worlds_of(kind, replace(drafted, reads_states=True, keeps_states=False, enough_states=2))
@@ -74,7 +74,7 @@ def test_heads_that_begin_late_give_the_text_of_non_speculative_decoding(samplin
 def test_under_rejection_sampling_blocks_ahead_of_heads_keep_the_distribution(
     new_tokens: int, interruption: float, kind: Any
 ) -> None:
-    """Tests all texts by chi-square, with a false-alarm rate of 1e-5 per case."""
+    """Chi-square tests over all texts have a false-alarm rate of 1e-5 per case."""
     setting = Setting(
         FEW_TOKENS,
         DRAFTERS["good"],

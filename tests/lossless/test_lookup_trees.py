@@ -1,6 +1,6 @@
 """Trees of a text's own continuations, alone and merged with a draft model's, change no text.
 
-The models' texts mostly repeat themselves, so that a text holds several continuations.
+The models mostly repeat themselves, so a text contains several continuations.
 """
 
 from dataclasses import replace
@@ -18,12 +18,12 @@ from tests.lossless.test_pools import AT_ONCE, DEAR, UNUSED, VOCABULARY, WORLDS,
 from tests.lossless.world import accepted, calm, near_patience, run_worlds, stormy
 
 NEW_TOKENS = 40
-NEW_TOKENS_ALONE = 60  # a text has to repeat itself before anything is drafted
+NEW_TOKENS_ALONE = 60  # lookup drafts only after a repetition
 NODES = 6
 
 
 def repeating(vocabulary: int, seed: int) -> NextLogits:
-    """Returns logits that depend on the last token, and slightly on all earlier ones, so that a wrong page shows."""
+    """Returns logits that depend on the last token, and slightly on all earlier tokens, so wrong pages change texts."""
     mostly = drawn_by_history(vocabulary, seed, scale=2.0)
     rest = drawn_by_history(vocabulary, seed + 1, scale=0.5)
     never = torch.zeros(vocabulary)
@@ -42,7 +42,7 @@ SAMPLINGS = {
 
 
 def worlds(setting: Setting, pools: Pools) -> list[PoolWorld]:
-    """Runs worlds whose texts must be those of non-speculative decoding."""
+    """Runs worlds, and asserts that texts equal those of non-speculative decoding."""
     prompts = [(1, 2, 3 + seed) for seed in range(WORLDS)]
     made = run_worlds(setting, AT_ONCE, prompts, lambda setting, count, seed: PoolWorld(setting, pools, count, seed))
     for world in made:

@@ -1,6 +1,6 @@
-"""Speculation gives the text of a simple non-speculative reference, with each sampling parameter and each pair.
+"""Speculation gives the text of a simple non-speculative reference, for each sampling parameter and each pair.
 
-The reference changes one row of logits at a time, in Python loops.
+The reference processes one row of logits at a time in Python loops.
 """
 
 import itertools
@@ -49,7 +49,7 @@ PAIRS = [*[(name,) for name in PARAMETERS], *itertools.combinations(PARAMETERS, 
 
 
 def changed_logits(logits: list[float], generation: Generation, generated: tuple[int, ...]) -> list[float]:
-    """Masks, then bias, then penalties, as vLLM has them."""
+    """Applies masks, then bias, then penalties, in vLLM's order."""
     rules = generation.rules
     sampling = generation.sampling
     bias = dict(rules.logit_bias)
@@ -76,7 +76,7 @@ def changed_logits(logits: list[float], generation: Generation, generated: tuple
 
 
 def plainly(generation: Generation, target: NextLogits) -> tuple[int, ...]:
-    """One token after the other."""
+    """Decodes one token after another with the reference."""
     generated: tuple[int, ...] = ()
     while len(generation.prompt) + len(generated) < generation.max_len and EOS not in generated:
         logits = target((*generation.prompt, *generated)).tolist()
@@ -94,7 +94,7 @@ def setting_of(names: tuple[str, ...], base: Sampling) -> Setting:
     for name in names:
         sampling |= PARAMETERS[name].get("sampling", {})
         rules |= PARAMETERS[name].get("rules", {})
-    unused = torch.zeros(MANY, MANY)  # these models are no tables
+    unused = torch.zeros(MANY, MANY)  # these models are not tables
     return Setting(
         unused,
         unused,
@@ -123,7 +123,7 @@ def test_each_parameter_gives_the_greedy_text_of_the_reference(names):
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in ("top_k", "top_p", "min_p")])
 def test_each_parameter_changes_texts_and_the_drafter_applies_it_too(name):
-    """A drafter that ignored it would be rejected more often."""
+    """A drafter that ignored the parameter would have a lower acceptance rate."""
     texts: dict[bool, list[tuple[int, ...]]] = {}
     counts: Counter[str] = Counter()
     for is_set in (True, False):
@@ -141,7 +141,7 @@ FEW_SAMPLING = Sampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_
 
 
 def restricted(logits: list[float], sampling: Sampling) -> list[float]:
-    """Probabilities: temperature, then top-k, top-p and min-p, each of what the one before left."""
+    """Returns probabilities after temperature, then top-k, top-p and min-p, each applied to the previous result."""
     scaled = [value / sampling.temperature for value in logits]
     ranked = sorted(range(len(scaled)), key=lambda token: -scaled[token])
     kept = ranked[: sampling.top_k] if sampling.top_k else ranked
@@ -155,7 +155,7 @@ def restricted(logits: list[float], sampling: Sampling) -> list[float]:
 
 
 def exact_distribution(generation: Generation) -> dict[tuple[int, ...], float]:
-    """Probability of each text that plain decoding gives, by the reference."""
+    """Returns the reference's probability of each non-speculative text."""
     exact: dict[tuple[int, ...], float] = {}
     ahead: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while ahead:
@@ -173,7 +173,7 @@ def exact_distribution(generation: Generation) -> dict[tuple[int, ...], float]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Texts of three tokens, without a seed."""
+    """Texts of three tokens, drawn without a seed."""
 
     exact: dict[tuple[int, ...], float]
     samples: list[tuple[int, ...]]
@@ -222,5 +222,5 @@ def drawn(
 @pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("rule", Acceptance, ids=lambda rule: rule.name.lower())
 def test_unseeded_texts_follow_the_processed_distribution(rule, schedule):
-    """Chi-square over all texts of three tokens; false-alarm rate 1e-5 each."""
+    """Chi-square tests over all three-token texts, each with a false-alarm rate of 1e-5."""
     assert drawn(rule, schedule, FEW_SAMPLING, FEW_RULES, FEW_WORLDS).p_value > FALSE_ALARM

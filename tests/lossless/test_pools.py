@@ -1,4 +1,4 @@
-"""Losses, second drafters, lookups and expensive verification change no token; models depend on the whole text."""
+"""Failures, second drafters, lookups and expensive verification change no token; models depend on the whole text."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,10 +22,10 @@ VOCABULARY = 12
 NEW_TOKENS = 24
 AT_ONCE = 6
 WORLDS = 2
-UNUSED = torch.zeros(VOCABULARY, VOCABULARY)  # these models are no tables
+UNUSED = torch.zeros(VOCABULARY, VOCABULARY)  # these models are not tables
 TARGET = drawn_by_history(VOCABULARY, seed=1, scale=2.0)
 DRAFT = disturbed(TARGET, drawn_by_history(VOCABULARY, seed=2, scale=0.5))
-DEAR = ForwardCost.linear(0.010, per_token_s=0.001)  # steps for which not every draft token is worth its verification
+DEAR = ForwardCost.linear(0.010, per_token_s=0.001)  # makes verification of some draft tokens too expensive
 CASES = {
     "targets lost": (Pools(TARGET, DRAFT, lost_targets=2), None),
     "drafters lost": (Pools(TARGET, DRAFT, lost_drafters=3), None),
@@ -34,7 +34,7 @@ CASES = {
     "expensive verification": (Pools(TARGET, DRAFT), DEAR),
     "all of it": (Pools(TARGET, DRAFT, lost_targets=2, lost_drafters=3, planned_moves=4, hybrid=True), DEAR),
 }
-FEW = 4  # tokens, for texts that can be counted
+FEW = 4  # vocabulary size, small enough to enumerate texts
 FEW_NEW = 3
 FEW_PROMPT = (1, 2, 1)
 FEW_AT_ONCE = 8
@@ -44,7 +44,7 @@ FEW_DRAFT = disturbed(FEW_TARGET, drawn_by_history(FEW, seed=4, scale=0.5))
 
 
 def plainly(generation: Generation, target: NextLogits = TARGET) -> tuple[int, ...]:
-    """The target's own text, one token after the other, with no scheduler."""
+    """Decodes the target's text token by token, without a scheduler."""
     tokens = list(generation.prompt)
     while len(tokens) < generation.max_len and (tokens[-1] != EOS or len(tokens) == len(generation.prompt)):
         generated = tokens[len(generation.prompt) :]
@@ -62,7 +62,7 @@ def plainly(generation: Generation, target: NextLogits = TARGET) -> tuple[int, .
         pytest.param(case, schedule, id=f"{case}, {schedule.__name__}")
         for case in CASES
         for schedule in (calm, stormy, near_patience)
-        if case == "all of it" or schedule is stormy  # one fault at a time meets the hardest schedule
+        if case == "all of it" or schedule is stormy  # single faults run only on the hardest schedule
     ],
 )
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7)], ids=["greedy", "coupled"])
@@ -83,7 +83,7 @@ def test_no_loss_and_no_drafter_changes_a_token(sampling, case, schedule):
 
 
 def exact_distribution(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    """Probability of each text of a few of the tokens after the prompt, which plain decoding at temperature 1 gives."""
+    """Returns the probability of each short continuation under non-speculative decoding at temperature 1."""
     exact: dict[tuple[int, ...], float] = {}
     ahead: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while ahead:
@@ -99,7 +99,7 @@ def exact_distribution(prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 
 
 def texts_with_losses(schedule: Schedule, worlds: int) -> list[tuple[int, ...]]:
-    """Returns texts of worlds with losses. Lookup drafts are point masses, and losses depend on no drawn token."""
+    """Returns texts of worlds with failures. Lookup drafts are point masses, and failures depend on no drawn token."""
     pools = Pools(FEW_TARGET, FEW_DRAFT, lost_targets=2, lost_drafters=2, planned_moves=2, hybrid=True)
     setting = Setting(
         torch.zeros(FEW, FEW),

@@ -1,7 +1,7 @@
-"""The overlapped loop against the reference loop, its executable specification: draft, verify, commit, one cohort.
+"""Compares the overlapped loop with the reference loop, its executable specification: draft, verify, commit.
 
-The same sessions run under both. Greedy and coupled texts must be equal. Under rejection sampling the text may depend
-on the blocks, so the distribution is compared.
+The same sessions run under both loops. Greedy and coupled texts must be equal. Under rejection sampling, the text may
+depend on the blocks, so the tests compare distributions.
 """
 
 import functools
@@ -29,7 +29,7 @@ SCHEDULES = [calm, stormy, near_patience]
 
 def logits(seed: int, scale: float) -> torch.Tensor:
     drawn = scale * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
-    drawn[:, EOS] -= 2.0  # otherwise most texts end before anything is drafted
+    drawn[:, EOS] -= 2.0  # otherwise most texts end before the first draft
     return drawn
 
 
@@ -49,7 +49,7 @@ def without_drafts(sampling: Sampling) -> list[tuple[int, ...]]:
 
 @functools.cache
 def specified(acceptance: Acceptance, sampling: Sampling) -> list[tuple[int, ...]]:
-    """Returns what `cluster.reference_loop` commits for the same sessions, without any schedule."""
+    """Returns the texts of `cluster.reference_loop` for the same sessions, without a schedule."""
     setting = Setting(TARGET, DRAFT, acceptance, calm, BLOCK_LEN, NEW_TOKENS, sampling)
     return [
         text
@@ -63,7 +63,7 @@ def counts(found: list[World]) -> Counter[str]:
 
 
 def rows_without_block(world: World) -> int:
-    """Counts rows that could hold a block and do not, except in the first step, which precedes all drafters."""
+    """Counts rows that lack a possible block, except in the first step, which precedes all drafters."""
     longest = 1 + NEW_TOKENS
     rows = (row for step in world.steps[1:] for row in step)
     return sum(not row.drafted and row.base_len + 1 < longest for row in rows)
@@ -97,7 +97,7 @@ def test_the_reference_loop_drafts_for_all_sessions_and_verifies_all(schedule):
     setting = Setting(TARGET, DRAFT, Acceptance.COUPLED, schedule, BLOCK_LEN, NEW_TOKENS, Sampling(temperature=0.7))
     for world in worlds(replace(setting, lock_step=True)):
         assert rows_without_block(world) == 0, "a session did not wait for its block"
-        # The first step begins as soon as one session is there.
+        # The first step begins as soon as one session is open.
         cohorts = [{row.session for row in step} for step in world.steps[1:]]
         assert all(later <= earlier for earlier, later in pairwise(cohorts)), "a session stayed out of a step"
     assert all(rows_without_block(world) > 0 for world in worlds(setting)), (

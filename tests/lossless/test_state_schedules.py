@@ -1,8 +1,8 @@
-"""Hidden states that arrive late, twice, out of order or never, while all other messages arrive in time.
+"""Hidden states may arrive late, twice, out of order or never, while all other messages arrive in time.
 
-States sent with a verdict are separated from its frame here, so they may arrive long after it or be lost alone. The
-text remains that of non-speculative decoding, and a block is drafted from the right states or not at all:
-`ReadingMethod` and the heads fail at a state that is missing, repeated, or of another text.
+These tests separate states from their verdict's frame, so states may arrive long after the verdict or be lost alone.
+The text remains that of non-speculative decoding, and every block uses the right states: `ReadingMethod` and the heads
+fail on a missing, repeated or foreign state.
 """
 
 import functools
@@ -22,18 +22,18 @@ from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, NEW_TOKENS, T
 from tests.lossless.world import HOP_S, STEP_S, World, accepted, calm
 
 WORLDS = 2
-IN_TIME_S = HOP_S / 2  # shortly before the verdict that brings their tokens
+IN_TIME_S = HOP_S / 2  # shortly before the verdict with their tokens
 GREEDY = Sampling(temperature=0.0)
 COUPLED = Sampling(temperature=0.7)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which states arrive. `happens` lists the events that must be seen, and no others may be."""
+    """Delivery of states; `happens` lists exactly the events that must occur."""
 
-    delays: Callable[[random.Random], list[float]]  # of each copy of a message
+    delays: Callable[[random.Random], list[float]]  # delay of each copy of a message
     happens: frozenset[str]
-    keeps_order: bool = False  # whether those of one session wait for each other, as on a stream
+    keeps_order: bool = False  # whether messages of a session keep their order, as on a stream
 
 
 def _late(rng: random.Random) -> list[float]:
@@ -60,13 +60,13 @@ NEVER = Way(lambda rng: [], frozenset({"lost"}))
 
 
 class WayWorld(World):
-    """Sends states by a way of their own, and counts what becomes of them."""
+    """World with a separate delivery of states, which counts their outcomes."""
 
     def __init__(self, way: Way, setting: Setting, sessions: int, seed: int) -> None:
         self._way = way
-        self._decided: Counter[str] = Counter()  # verdicts that left for the drafter, by session
-        self._latest: dict[str, float] = {}  # arrival so far, by session
-        self._arrived: dict[str, list[int]] = {}  # numbers of messages, by session
+        self._decided: Counter[str] = Counter()  # verdicts sent to the drafter, by session
+        self._latest: dict[str, float] = {}  # latest arrival time, by session
+        self._arrived: dict[str, list[int]] = {}  # numbers of arrived messages, by session
         self.sent = 0
         self.sent_by_way: Counter[str] = Counter()
         self.became: Counter[str] = Counter()
@@ -109,13 +109,13 @@ class WayWorld(World):
         if number in before:
             self.became["doubled"] += 1
         else:
-            self.became["late"] += self._decided[session] > decided  # a further step was over before they came
+            self.became["late"] += self._decided[session] > decided  # a later step ended before they arrived
             self.became["overtaken"] += bool(before) and number < max(before)
         before.append(number)
 
 
 class ReadingOnWays(WayWorld):
-    """Drafts as the toy target would, by `ReadingMethod`."""
+    """Variant with `ReadingMethod`, which drafts like the toy target."""
 
 
 class PlacesOnWays(WayWorld, PlacesWorld):
@@ -131,7 +131,7 @@ class EagleOnWays(WayWorld, EagleWorld):
 
 
 def settings(setting: Setting) -> list[Setting]:
-    """Prompts of different lengths, which end within pages and at their ends."""
+    """Returns settings with prompts that end within pages and at page boundaries."""
     return [replace(setting, prompt=tuple(range(1, 8 + seed))) for seed in range(WORLDS)]
 
 
@@ -151,7 +151,7 @@ KEPT_OR_NOT = pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not 
 
 
 def run_on(way: Way, kind: type[WayWorld], sampling: Sampling, keeps: bool) -> Sequence[WayWorld]:
-    """Worlds that have run. Their texts are right, and on the way happened what was to happen, and nothing else."""
+    """Runs worlds; asserts correct texts, and exactly the expected events."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
     setting = replace(plain, draft_tokens=BLOCK_LEN, reads_states=True, keeps_states=keeps)
     worlds = [kind(way, each, AT_ONCE, seed) for seed, each in enumerate(settings(setting))]
@@ -176,7 +176,7 @@ def run_on(way: Way, kind: type[WayWorld], sampling: Sampling, keeps: bool) -> S
 def test_states_that_arrive_badly_change_no_token(
     way: Way, least: float, keeps: bool, sampling: Sampling, kind: type[WayWorld]
 ) -> None:
-    """`least` is a share of the messages with states."""
+    """`least` is the minimum share of affected messages with states."""
     worlds = run_on(way, kind, sampling, keeps)
     sent = sum(world.sent for world in worlds)
     for what in way.happens:

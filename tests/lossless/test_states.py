@@ -1,4 +1,4 @@
-"""A method that reads hidden states gets those of its own text or none, whatever is lost; it checks them itself."""
+"""A method that reads hidden states receives only states of its own text, whatever is lost; it checks each state."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Suffix lookup changes no text while it learns from each.
+"""Suffix lookup learns from every text but changes none.
 
-One method serves several worlds, so that its drafts come from other sessions' answers too.
+One method serves several worlds, so its drafts also come from other sessions' answers.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tests.lossless.world import ToyDrafter, World, accepted, calm, near_patienc
 
 
 class SuffixWorld(World):
-    """Drafts with an existing lookup."""
+    """World that drafts with an existing lookup."""
 
     def __init__(self, method: SuffixLookup, setting: Setting, sessions: int, seed: int) -> None:
         self._method = method

@@ -1,7 +1,6 @@
 """Random trees give the text of non-speculative decoding, on every schedule and with preemption.
 
-Every block of a drafter becomes a tree of the target's likely tokens in transit, also if it is drafted ahead, late or
-repeated.
+In transit, every block becomes a tree of the target's likely tokens, including lookahead, late and repeated blocks.
 """
 
 import functools
@@ -18,7 +17,7 @@ from tests.lossless.test_reference_loop import AT_ONCE, DRAFT, NEW_TOKENS, TARGE
 from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
 
 BLOCK_LEN = 6
-FEW_PAGES = 18  # of all sessions together, where one may need 14
+FEW_PAGES = 18  # shared by all sessions; one session may need 14
 LIKELY = TARGET.topk(2, dim=-1).indices.tolist()  # after each token
 
 

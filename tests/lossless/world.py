@@ -1,6 +1,6 @@
-"""Router, drafter and target in one process under a virtual clock: the real ledger, schedulers, methods and acceptance.
+"""Router, drafter and target in one process with a virtual clock, and with real ledgers, schedulers and methods.
 
-Only time and transport are simulated: a schedule decides when each block and verdict arrives, and how often.
+Only time and transport are simulated: a schedule sets the arrival times and copies of each block and verdict.
 """
 
 import heapq
@@ -49,34 +49,34 @@ def calm(message: Message, rng: random.Random) -> list[float]:
 
 
 def stormy(message: Message, rng: random.Random) -> list[float]:
-    """Loses, doubles, delays and so reorders; the delays straddle the target's patience."""
+    """Loses, duplicates, delays and reorders messages; delays are above and below the target's wait limit."""
     copies = rng.choices((0, 1, 2), weights=(20, 60, 20))[0]
     return [rng.uniform(0.0, 1.2 * STEP_S) for _ in range(copies)]
 
 
 def near_patience(message: Message, rng: random.Random) -> list[float]:
-    """Blocks arrive just before or just after the target stops waiting."""
+    """Delivers blocks just before or just after the target stops waiting."""
     return [rng.uniform(0.0, 2 * STEP_S)] if isinstance(message, Block) else [HOP_S]
 
 
 def only_with_eos_in_time(message: Message, rng: random.Random) -> list[float]:
-    """Violates the rules: whether a block is used depends on the block's own tokens."""
+    """Violates the rules: the use of a block depends on the block's own tokens."""
     late = isinstance(message, Block) and EOS not in message.tree.tokens
     return [100 * STEP_S] if late else [HOP_S]
 
 
 @dataclass(eq=False)
 class ToyTarget:
-    """One life of a target replica, beside a memory that says what its cache holds."""
+    """Target replica from start to failure, with a simulated cache."""
 
     scheduler: VerificationScheduler
     executor: StepExecutor
     is_busy: bool = False
     _memory: TokenMemory = field(default_factory=lambda: TokenMemory(PAGE_SIZE))
-    _texts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # committed tokens that were fed, by session
+    _texts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # committed tokens fed so far, by session
 
     def step(self, plan: StepPlan) -> list[Outcome]:
-        """Fails where a row's pages hold another text than its session's."""
+        """Runs a step; fails if a row's pages contain another session's text."""
         for name in plan.closes:
             del self._texts[name]
         self._texts |= {request.session: request.tokens for request in plan.opens}
@@ -98,7 +98,7 @@ class ToyTarget:
 
 @dataclass(eq=False)
 class ToyDrafter:
-    """One life of a drafter; its method asks the model."""
+    """Drafter replica from start to failure."""
 
     scheduler: DraftScheduler
     method: DraftingMethod
@@ -107,7 +107,7 @@ class ToyDrafter:
 
 
 class World:
-    """Runs `sessions` seeded sessions at once and collects what the ledgers committed: one target, one drafter."""
+    """Runs `sessions` concurrent seeded sessions on one target and one drafter, and collects the committed tokens."""
 
     def __init__(
         self,
@@ -124,16 +124,16 @@ class World:
         self._now = 0.0
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._alarms: set[float] = set()  # times at which somebody looks whether something has become due
-        self.branches_accepted = 0  # paths that a chain would not have had
-        self.steps: list[tuple[Row, ...]] = []  # the targets'
+        self._alarms: set[float] = set()  # times at which timeouts are checked
+        self.branches_accepted = 0  # accepted paths outside the main path
+        self.steps: list[tuple[Row, ...]] = []  # rows of every target step
         self.sessions = {g.session: Session(g, TOKEN_KEY) for g in generations(setting, sessions, self._rng)}
         self.targets = {address: self._new_target() for address in targets}
         self.drafters = {address: self._new_drafter() for address in drafters}
 
     @torch.inference_mode()
     def run(self) -> list[tuple[int, ...]]:
-        """Everything, until nothing happens any more; then nobody may hold anything."""
+        """Runs all events; asserts that no session, page or message remains."""
         for index, session in enumerate(self.sessions.values()):
             self._do(session.assign_target(list(self.targets)[index % len(self.targets)]))
             if session.wants_drafter:
@@ -150,23 +150,23 @@ class World:
 
     @property
     def accepted(self) -> int:
-        """Accepted draft tokens of all sessions."""
+        """Returns the number of accepted draft tokens in all sessions."""
         return sum(session.counts.accepted for session in self.sessions.values())
 
     @property
     def drafted(self) -> int:
-        """Verified draft tokens of all sessions."""
+        """Returns the number of verified draft tokens in all sessions."""
         return sum(session.counts.drafted for session in self.sessions.values())
 
     @property
     def verification(self) -> VerificationScheduler:
-        """The only target's scheduler."""
+        """Returns the only target's scheduler."""
         (target,) = self.targets.values()
         return target.scheduler
 
     @property
     def drafting(self) -> DraftScheduler:
-        """The only drafter's scheduler."""
+        """Returns the only drafter's scheduler."""
         (drafter,) = self.drafters.values()
         return drafter.scheduler
 
@@ -200,7 +200,7 @@ class World:
         plan = target.scheduler.plan(self._now)
         if plan is None:
             if (due := target.scheduler.next_due()) is not None and due not in self._alarms:
-                self._alarms.add(due)  # once: each event until then would set another
+                self._alarms.add(due)  # once; otherwise each earlier event would set another alarm
                 self._at(due, lambda: None)
             return
         target.is_busy = True
@@ -241,7 +241,7 @@ class World:
         self._after(PASS_S, end)
 
     def _is_interrupted(self) -> bool:
-        """Interrupts at random, independently of the drafted tokens."""
+        """Draws whether to interrupt, independently of the drafted tokens."""
         return self._chance.random() < self._setting.interruption
 
     # ------------------------------------------------------------ transport
@@ -260,9 +260,9 @@ class World:
                 assert isinstance(command, CommittedTokens | Ended)
 
     def _route(self, sender: str, sends: list[Send]) -> None:
-        """Router links are reliable; what drafter and target say to each other is up to the schedule.
+        """Delivers a message: router links are reliable; the schedule controls links between drafter and target.
 
-        A verdict, the states of its tokens and what is wanted after it are one frame: they come or are lost together.
+        A verdict, the states of its tokens and the next request share a frame, so they arrive or are lost together.
         """
         frames: list[tuple[str, list[Message]]] = []
         for receiver, message in sends:
@@ -298,7 +298,7 @@ class World:
             self._after(STEP_S, lambda: self._seek_drafter(session))
 
     def _seek_drafter(self, session: Session) -> None:
-        """It may be the one that gave the session up."""
+        """Assigns a drafter to the session, possibly the previous one."""
         if session.wants_drafter:
             self._do(session.assign_drafter(self._rng.choice(list(self.drafters))))
 
@@ -312,7 +312,7 @@ def run_worlds(
     prompts: Iterable[Sequence[int]],
     kind: Callable[[Setting, int, int], W] = World,  # type: ignore[assignment]
 ) -> list[W]:
-    """Runs a world for each prompt, each with its own seed and `at_once` sessions."""
+    """Runs a world of `at_once` sessions for each prompt, each with its own seed."""
     worlds = [kind(replace(setting, prompt=tuple(prompt)), at_once, seed) for seed, prompt in enumerate(prompts)]
     for world in worlds:
         world.run()
@@ -325,5 +325,5 @@ def texts(worlds: Iterable[World]) -> list[tuple[int, ...]]:
 
 
 def accepted(worlds: Iterable[World]) -> int:
-    """Returns the number of accepted draft tokens."""
+    """Returns the number of accepted draft tokens of all worlds."""
     return sum(world.accepted for world in worlds)

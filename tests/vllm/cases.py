@@ -1,4 +1,4 @@
-"""Requests of every kind that a vLLM target takes, for the tiny model, and the own engine beside it to compare."""
+"""Requests of every kind that a vLLM target supports, for the tiny model, with Slipstream's own engine as reference."""
 
 import random
 from collections.abc import Mapping

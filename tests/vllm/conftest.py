@@ -1,4 +1,4 @@
-"""These tests need vLLM, which has an environment of its own: `make test-vllm` makes it."""
+"""These tests need vLLM in its own environment, created by `make test-vllm`."""
 
 import os
 from pathlib import Path
@@ -23,12 +23,12 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two random layers whose logits are far apart, so that rounding decides nothing."""
+    """Creates a random two-layer model with well-separated logits, so rounding changes no token."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=264,  # five more than the tokenizer has
+        vocab_size=264,  # five more than the tokenizer's
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -37,7 +37,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=32,
         max_position_embeddings=512,
         initializer_range=0.3,
-        eos_token_id=256,  # the tokenizer's
+        eos_token_id=256,  # same as the tokenizer's
     )
     folder = tmp_path_factory.mktemp("tiny_llama")
     LlamaForCausalLM(config).float().save_pretrained(folder)
@@ -55,5 +55,5 @@ def own_lives(tiny_llama: Path) -> dict[str, Life]:
 
 @pytest.fixture(scope="session")
 def whole(own_lives: dict[str, Life]) -> dict[str, list[int]]:
-    """Prompts and texts, by the project's own engine without any draft."""
+    """Returns texts with their prompts, from Slipstream's own engine without drafts."""
     return {session: life.prefix.tokens for session, life in own_lives.items()}

@@ -1,8 +1,8 @@
-"""An EAGLE-3 head that is right about some texts by construction: of each state the next one, by least squares.
+"""EAGLE-3 head that is right on given texts by construction: least squares maps each state to the next one.
 
-Its decoder layer adds nothing, so that what it projects of the target's states goes straight to the LM head. There are
-fewer places in the texts than the states have elements, so there is a projection that is right at all of them; after a
-missing, a stale or another place's state it is as good as random. It knows nothing of a token after the next one.
+Its decoder layer outputs zero, so the projected states go straight to the LM head. The texts have fewer places than the
+states have elements, so an exact projection exists for all places; with a missing, stale or foreign state, the head
+guesses at random. It predicts only one token.
 """
 
 import json
@@ -18,19 +18,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and its answer."""
+    """Prompt with its answer."""
 
     tokens: list[int]
     prompt_len: int
 
 
-RIDGE = 1e-6  # of the mean square of what is read
-NARROW = 64  # a layer that adds nothing need not be wide
+RIDGE = 1e-6  # relative to the mean square of the inputs
+NARROW = 64  # width of the layer that outputs zero
 
 
 @torch.inference_mode()
 def right_head(target: Path, texts: Sequence[Text], layers: Sequence[int], folder: Path) -> Path:
-    """Written in SafeAILab's layout; right about the second token after each place of what the texts answer."""
+    """Writes a head in SafeAILab's layout that predicts the second token after each place of the answers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
@@ -38,7 +38,7 @@ def right_head(target: Path, texts: Sequence[Text], layers: Sequence[int], folde
     made: list[Tensor] = []
     for text in texts:
         streams = model.model(input_ids=torch.tensor([text.tokens]), output_hidden_states=True).hidden_states
-        first = text.prompt_len - 2  # after it, and the prompt's last token, comes the answer
+        first = text.prompt_len - 2  # the answer follows this position and the prompt's last token
         read.append(torch.cat([streams[layer][0, first:-1] for layer in layers], dim=-1))
         made.append(streams[-1][0, first + 1 :])
     sizes = model.config
@@ -68,7 +68,7 @@ def right_head(target: Path, texts: Sequence[Text], layers: Sequence[int], folde
 
 
 def _least_squares(read: Tensor, made: Tensor) -> Tensor:
-    """The smallest matrix by which what is read, (n, inputs), becomes what is made, (n, outputs)."""
+    """Returns the smallest matrix that maps inputs, (n, inputs), to outputs, (n, outputs)."""
     wide = read.double()
     among = wide @ wide.T
     ridge = RIDGE * among.diagonal().mean() * torch.eye(len(wide), dtype=torch.float64)

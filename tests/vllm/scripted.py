@@ -1,4 +1,4 @@
-"""A target's sessions without peers: the real scheduler and a real engine, and blocks from a script."""
+"""Target sessions without peers: a real scheduler and engine, with scripted blocks."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -13,17 +13,17 @@ from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Block, Close, Open, Sampling, TokenScore, Verdict
 from protos.prefix import Prefix
 
-LONGEST = 6  # tokens of a block
+LONGEST = 6  # maximum tokens per block
 VOCABULARY = 259
 CONTEXT = 256
-STEP_TOKENS = 64  # that a step feeds
+STEP_TOKENS = 64  # maximum tokens per step
 Script = Callable[[str, Prefix], Iterable[Block]]
 """Messages that drafters send for a session once it reaches a prefix."""
 
 
 @dataclass
 class Life:
-    """A session as its router has it."""
+    """Router's view of a session."""
 
     open: Open
     prefix: Prefix
@@ -40,7 +40,7 @@ class Life:
 
 @dataclass
 class ScriptedTarget:
-    """Runs sessions to their end."""
+    """Target that runs sessions to their end."""
 
     step: Callable[[StepPlan], list[Outcome]]
     limits: VerificationLimits
@@ -62,7 +62,7 @@ class ScriptedTarget:
         self.scheduler.receive("router#1", Close(session, life.open.attempt), self.now)
 
     def run(self, script: Script, each_step: Callable[[int], None] = lambda step: None) -> None:
-        """Runs until every session is over and the engine has forgotten it."""
+        """Runs until every session has ended and the engine has released it."""
         while not all(life.is_over for life in self.lives.values()):
             for session, life in self.lives.items():
                 for block in () if life.is_over else script(session, life.prefix):
@@ -118,7 +118,7 @@ def block(session: str, prefix: Prefix, tokens: Iterable[int]) -> list[Block]:
 
 
 class Scripts:
-    """Whole text of each session, prompt included."""
+    """Scripted blocks from the whole text of each session, including the prompt."""
 
     def __init__(self, whole: dict[str, list[int]], seed: int = 0) -> None:
         self._whole = whole
@@ -142,7 +142,7 @@ class Scripts:
         return self._right(session, prefix, self._random.randrange(LONGEST + 1))
 
     def mixed(self, session: str, prefix: Prefix) -> list[Block]:
-        """Mostly right, doubled, late, for another text, or not at all."""
+        """Returns mostly right blocks; some are doubled, late, for another text, or missing."""
         late = Prefix(99, prefix.tokens[: -self._random.randrange(1, 3)])
         elsewhere = Prefix(99, [*prefix.tokens[:-1], (prefix.tokens[-1] + 1) % VOCABULARY])
         tokens = [
@@ -162,7 +162,7 @@ class Scripts:
         return block(session, prefix, self._ahead(session, prefix, length))
 
     def _ahead(self, session: str, prefix: Prefix, length: int) -> list[int]:
-        """Returns what follows, except for the last token, which needs no block."""
+        """Returns the following tokens, except the last token, which needs no block."""
         return self._whole[session][prefix.length : prefix.length + length][
             : len(self._whole[session]) - prefix.length - 1
         ]

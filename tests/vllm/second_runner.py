@@ -1,7 +1,7 @@
-"""vLLM's second model runner on a CPU: its kernels in Triton's interpreter, with their meaning and not their speed.
+"""Runs vLLM's second model runner on a CPU, with its kernels in Triton's slow but exact interpreter.
 
-`TRITON_INTERPRET=1 pytest tests/vllm/test_core.py`, with a Triton to be found. Triton reads the variable when it is
-first imported, so it is to be set before Python begins.
+`TRITON_INTERPRET=1 pytest tests/vllm/test_core.py` requires Triton. Triton reads the variable on its first import, so
+set it before Python starts.
 """
 
 import os
@@ -10,8 +10,8 @@ IS_ASKED_FOR = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def interpret_kernels() -> None:
-    """Runs before vLLM is imported, which chooses the second runner if it finds a Triton for its device."""
+    """Enables the interpreter; call it before importing vLLM, which selects its second runner if it finds Triton."""
     from triton.backends import backends
 
-    # Nobody asks it for anything: the interpreter compiles nothing.
+    # A stub suffices, because the interpreter compiles nothing.
     backends.setdefault("cpu", next(iter(backends.values())))

@@ -1,6 +1,6 @@
-"""vLLM behind the verification scheduler says what the project's own engine says, whatever blocks come.
+"""vLLM behind the verification scheduler gives the same texts as Slipstream's own engine, for any blocks.
 
-The model is random, in float32: two layers, 256 tokens.
+The model is random, in float32, with two layers and 256 tokens.
 """
 
 import random
@@ -19,7 +19,7 @@ from tests.vllm.scripted import LONGEST, STEP_TOKENS, VOCABULARY, Life, Script, 
 
 @pytest.fixture(scope="module")
 def core(tiny_llama: Path) -> Iterator[object]:
-    """Few pages, so that sessions lose theirs: eight sessions at their longest would need three times as many."""
+    """Starts a core with few pages, so sessions are preempted: eight long sessions would need three times as many."""
     from actors.vllm_engine.core import start_core
 
     started = start_core(config(tiny_llama, num_gpu_blocks_override=14), str(tiny_llama), VOCABULARY)
@@ -50,8 +50,8 @@ def test_texts_are_the_own_engines_whatever_blocks_come(
 def test_a_block_after_the_one_token_left_of_a_prompt_is_verified_whole_or_waits(
     core: object, tiny_llama: Path, name: str
 ) -> None:
-    """The first step feeds all of the prompt but one token, and there is a right block for its end already."""
-    first = len(name)  # a prompt of its own, of which nothing is in the cache
+    """The first step feeds all but one token of the prompt, and a right block for the next position already exists."""
+    first = len(name)  # a separate prompt without cached pages
     opened = asked(name, list(range(first, first + STEP_TOKENS + 1)))
     own = on_own_engine(tiny_llama)
     own.open(opened)
@@ -77,7 +77,7 @@ def test_a_block_after_the_one_token_left_of_a_prompt_is_verified_whole_or_waits
 
 @pytest.mark.parametrize("seed", range(4))
 def test_aborts_preemption_and_bad_timing_change_no_text(core: object, whole: dict[str, list[int]], seed: int) -> None:
-    """Sessions come in a random order, some are closed in mid-stream, and come back from what was committed."""
+    """Sessions open in random order; some are closed early and reopened from their committed tokens."""
     chooser = random.Random(seed)
     target = on_vllm(core)
     waiting = list(prompts().items())
@@ -125,7 +125,7 @@ def test_the_self_test_passes_and_sees_an_engine_that_takes_no_drafts(core: obje
     check_engine(core.step, core.memory.fed, VOCABULARY, LONGEST)
 
     def deaf(plan: StepPlan) -> list[Outcome]:
-        """Verifies nothing: whatever was drafted, it is wrong."""
+        """Steps the core, but accepts no draft token."""
         return [
             Outcome(outcome.session, (), plan.rows[0].draft.tokens[0]) if plan.rows[0].drafted else outcome
             for outcome in core.step(plan)

@@ -1,6 +1,6 @@
-"""A head that reads the states of a vLLM target is as right as it is of any target, and changes no text.
+"""A head that reads a vLLM target's states is as accurate as with any target, and changes no text.
 
-Its second model runner alone tells states: `TRITON_INTERPRET=1 pytest tests/vllm/test_heads.py`.
+Only vLLM's second model runner exposes states: `TRITON_INTERPRET=1 pytest tests/vllm/test_heads.py`.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from tests.vllm.scripted import CONTEXT, VOCABULARY, Scripts, request
 from tests.vllm.second_runner import IS_ASKED_FOR
 
 IDENTITY = Identity("tiny-vocabulary", "tiny-target")
-READ = (0, 1)  # the embeddings, and the output of the first layer
+READ = (0, 1)  # embeddings and output of the first layer
 HIDDEN = 64
 NEW_TOKENS = 24
 LONG = [int(token) for token in torch.randint(3, 250, (150,), generator=torch.Generator().manual_seed(3))]
@@ -47,7 +47,7 @@ PROMPTS = {"short-0": [7, 50, 3, 91, 12], "short-1": [200, 9, 9, 31], "long": LO
 
 @pytest.fixture(scope="module")
 def texts(tiny_llama: Path) -> dict[str, Text]:
-    """Greedy, by the own engine without any draft."""
+    """Returns greedy texts of Slipstream's own engine without drafts."""
     own = on_own_engine(tiny_llama)
     for name, prompt in PROMPTS.items():
         own.open(request(name, Sampling(temperature=0.0), prompt, NEW_TOKENS))
@@ -75,7 +75,7 @@ def core(tiny_llama: Path, asked: SlipstreamConfig) -> Iterator[object]:
 
 
 def method_of(asked: SlipstreamConfig, folder: Path) -> tuple[DraftingMethod, DrafterLimits]:
-    """Creates the method as a drafter does."""
+    """Creates the drafting method like a drafter."""
     layout = states_format(asked.draft, folder)
     setup = DraftSetup("float32", CONTEXT, asked.speculation.draft_tokens, vocabulary(folder), str(folder), layout)
     bounds = DrafterLimits(VOCABULARY, CONTEXT, 8, layout, state_bounds(asked.draft, folder))
@@ -83,7 +83,7 @@ def method_of(asked: SlipstreamConfig, folder: Path) -> tuple[DraftingMethod, Dr
 
 
 def generation(name: str, text: Text) -> Generation:
-    """Returns a generation with one draft token a round, since the head knows no more."""
+    """Returns a generation with one draft token per round, the head's maximum."""
     return Generation(
         session=name,
         prompt=tuple(text.tokens[: text.prompt_len]),
@@ -112,7 +112,7 @@ def test_in_lock_step_every_draft_of_a_right_head_is_accepted(
     text = texts[name]
     emits = list(lock_step(Session(generation(name, text)), drafter, method, target, core))
     assert [token for emit in emits for token in emit.tokens] == text.tokens[text.prompt_len :]
-    # The first round has no states yet; from then on each block's one token is right.
+    # The first round has no states yet; after it, every block's single token is right.
     assert (target.counts.accepted_tokens, target.counts.wasted_tokens) == ((NEW_TOKENS - 1) // 2, 0)
     last = target.plan(1e9)
     assert last is not None
@@ -121,7 +121,7 @@ def test_in_lock_step_every_draft_of_a_right_head_is_accepted(
 
 
 class Watched:
-    """The core, and how many draft tokens it was fed that were wrong."""
+    """Core that counts wrong draft tokens."""
 
     def __init__(self, core: Any) -> None:
         self.rejected = 0
@@ -141,7 +141,7 @@ class Watched:
 async def pair(
     core: Watched, asked: SlipstreamConfig, folder: Path
 ) -> AsyncIterator[tuple[Router, TargetReplica, Drafter]]:
-    """One target and one drafter, over real gRPC, in lock step."""
+    """Runs a target and a drafter over real gRPC in lock step."""
     method, bounds = method_of(asked, folder)
     taken = limits(core.memory.pages, core.memory.page_size, bounds.states)
     engine = ThreadEngine(core)
@@ -183,7 +183,7 @@ async def extra_results(router: Router, name: str, text: Text) -> list[int]:
 async def test_prompts_and_what_is_decoded_reach_the_head_on_streams_of_their_own(
     core: object, asked: SlipstreamConfig, tiny_llama: Path, texts: dict[str, Text]
 ) -> None:
-    """A prompt of several pieces, one that vLLM finds in its cache, and two texts beside them."""
+    """The sessions are a chunked prompt, a prompt in vLLM's cache, and two other texts."""
     watched = Watched(core)
     async with pair(watched, asked, tiny_llama) as (router, replica, drafter):
         found = {"long": await extra_results(router, "long", texts["long"])}
@@ -192,7 +192,7 @@ async def test_prompts_and_what_is_decoded_reach_the_head_on_streams_of_their_ow
         found |= dict(zip(others, answers, strict=True))
         assert found == {name: text.tokens[text.prompt_len :] for name, text in texts.items()}
         scheduler = replica.scheduler
-        # Of what was verified: a block that came late, or to a session that was over, says nothing of states.
+        # Counts only verified blocks: a block that arrives late or after the end does not depend on states.
         assert watched.rejected == 0, "a draft was wrong, so a state was"
         assert scheduler.counts.accepted_tokens > len(texts) * NEW_TOKENS / 3
         assert scheduler.feeds.rows["apart"] > 0

@@ -1,6 +1,6 @@
-"""The demo's pair by `serve`, with one vLLM target and one of the project's own: whichever goes, no token changes.
+"""A deployment with a vLLM target and a target with Slipstream's engine changes no token if either is lost.
 
-Real Ray, HTTP and drafter, and `generate` as the reference.
+Uses the demo pair on real Ray and HTTP with a real drafter, and `generate` as the reference.
 """
 
 import os
@@ -56,7 +56,7 @@ def test_both_engines_serve_and_greedy_text_equals_generate(served: Served, refe
 
 @pytest.mark.parametrize("lost", ENGINES)
 def test_the_streams_of_either_engine_go_on_with_the_other(served: Served, reference: Reference, lost: str) -> None:
-    """All streams have begun when one replica is killed; those that it had are handed over."""
+    """One replica is killed after all streams have started; the other takes over its streams."""
     prompts = bench_prompts()[:AT_ONCE]
     before = _handed_over(served)
     struck = Barrier(AT_ONCE, action=lambda: os.kill(_busy(served, lost), signal.SIGKILL))

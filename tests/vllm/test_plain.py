@@ -1,4 +1,4 @@
-"""vLLM by itself, with nothing of this project in it, says what it says as a target: greedy texts are the same."""
+"""Unmodified vLLM gives the same greedy texts as a vLLM target."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from tests.vllm.cases import SAMPLINGS, prompts
 from tests.vllm.scripted import CONTEXT, VOCABULARY
 
 NEW_TOKENS = 40
-GREEDY = ("greedy", "greedy_penalised", "repetitive")  # nothing is drawn, so noise has no say
+GREEDY = ("greedy", "greedy_penalised", "repetitive")  # greedy, so independent of sampling noise
 
 
 def test_plain_vllm_says_the_same(tiny_llama: Path, whole: dict[str, list[int]]) -> None:
-    """`test_core` has `whole` equal to what comes of vLLM with every kind of block."""
+    """`test_core` compares `whole` with a vLLM target for every kind of block."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -31,7 +31,7 @@ def test_plain_vllm_says_the_same(tiny_llama: Path, whole: dict[str, list[int]])
                 temperature=0,
                 max_tokens=NEW_TOKENS,
                 ignore_eos=True,
-                allowed_token_ids=list(range(VOCABULARY)),  # those that the tokenizer has
+                allowed_token_ids=list(range(VOCABULARY)),  # the tokenizer's tokens
                 frequency_penalty=sampling.frequency_penalty,
                 presence_penalty=sampling.presence_penalty,
                 repetition_penalty=sampling.repetition_penalty,

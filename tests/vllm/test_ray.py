@@ -1,4 +1,4 @@
-"""The demo's pair by `serve`, with two vLLM targets: real Ray, HTTP and drafter, and `generate` as the reference."""
+"""Tests a deployment of the demo pair with two vLLM targets on real Ray and HTTP, with `generate` as the reference."""
 
 import json
 import os
@@ -26,7 +26,7 @@ VLLM = (
     "target.replicas={min: 2, max: 2}",
     "target.resources_per_rank.num_cpus=0.3",
     "speculation.draft_tokens=4",
-    "draft.resources.background=false",  # two targets take all of two cores: nothing would ever be drafted
+    "draft.resources.background=false",  # two targets occupy both cores, so a background drafter would never run
 )
 
 
@@ -67,7 +67,7 @@ def ask(served: Served, prompt: str, **options: object) -> str:
 
 
 def stream_and_disturb(served: Served, prompt: str, after: int, happening: Callable[[], None]) -> str:
-    """The whole answer; so many pieces of it are there when something happens."""
+    """Returns the whole answer; runs a disturbance after the given number of chunks."""
     pieces: list[str] = []
     answer = served.client.chat.completions.create(
         model=MODEL,

@@ -1,6 +1,6 @@
-"""Hidden states in vLLM's pages are those of the text, whatever blocks came and whoever lost pages.
+"""Hidden states in vLLM's pages belong to the text, for any blocks and after any preemption.
 
-Its second model runner alone tells them: `TRITON_INTERPRET=1 pytest tests/vllm/test_states.py`.
+Only vLLM's second model runner exposes states: `TRITON_INTERPRET=1 pytest tests/vllm/test_states.py`.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tests.vllm.cases import config, on_own_engine, on_vllm
 from tests.vllm.scripted import LONGEST, VOCABULARY, ScriptedTarget, Scripts, request
 from tests.vllm.second_runner import IS_ASKED_FOR
 
-LAYERS = (0, 1, 2)  # the embeddings, the output of a layer, and what the last norm makes
+LAYERS = (0, 1, 2)  # embeddings, output of the first layer, and output of the last norm
 HIDDEN = 64
 SPEC = CaptureSpec(LAYERS, StatesFormat(len(LAYERS) * HIDDEN, StateDtype.BFLOAT16))
 SHARED = [int(token) for token in torch.randint(3, 250, (70,), generator=torch.Generator().manual_seed(3))]
@@ -29,13 +29,13 @@ PROMPTS = {
     "short-1": [77, 5, 5, 120, 43],
     "long-2": [*SHARED, 11, 22],
 }
-NEW_TOKENS = 40  # long texts need two pages each beside the two that they share, short ones two: more than there are
-ROUNDED = 2.0**-7  # of bfloat16, with room for how sums are ordered
+NEW_TOKENS = 40  # long texts need two pages besides two shared ones, short texts two: more than available
+ROUNDED = 2.0**-7  # bfloat16 rounding, with a margin for the order of sums
 
 
 @pytest.fixture(scope="module")
 def core(tiny_llama: Path) -> Iterator[object]:
-    """Few pages, so that sessions lose theirs."""
+    """Starts a core with few pages, so sessions are preempted."""
     if not IS_ASKED_FOR:
         pytest.skip("the second runner is not asked for")
     from actors.vllm_engine.core import start_core
@@ -47,7 +47,7 @@ def core(tiny_llama: Path) -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def whole(tiny_llama: Path) -> dict[str, list[int]]:
-    """Returns the own engine's texts without drafts."""
+    """Returns the texts of Slipstream's own engine without drafts."""
     own = on_own_engine(tiny_llama)
     _open_all(own)
     own.run(Scripts({}).none)

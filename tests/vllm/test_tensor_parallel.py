@@ -1,4 +1,4 @@
-"""Two ranks of vLLM's, in processes of their own, say what one rank of the own engine says."""
+"""Two vLLM ranks in separate processes give the same texts as one rank of Slipstream's own engine."""
 
 from pathlib import Path
 
