@@ -1,11 +1,12 @@
-"""Drafts ahead of verdicts: one block for each likely outcome of the current verification, until its verdict is due.
+"""Lookahead: drafts one block per likely outcome of the current verification until the verdict is due.
 
-The likeliest outcomes come first (a speculation cache: Kumar et al. 2026, arXiv 2603.03251). A method extends branches
-and the caller passes the time in, so drafters of any method and the simulator run the same search.
+The search drafts for the likeliest outcomes first, which resembles a speculation cache (Kumar et al. 2026, arXiv
+2603.03251). The drafting method extends branches and the caller passes in the time, so all methods and the simulator
+share the search.
 
-`PendingPositions` keeps predictions for positions that the target has not decided yet, to calibrate them later.
-`ForwardTime` fits the duration of forward passes to the rows they feed. `DraftTiming` scales a startup profile of whole
-passes by measured passes, because other work on the machine slows drafting down. Pure arithmetic.
+`PendingPositions` stores predictions for undecided positions for later calibration. `ForwardTime` fits the duration of
+a forward pass to its number of rows. `DraftTiming` scales the startup profile by measured passes, because other work on
+the machine slows drafting. Pure arithmetic.
 """
 
 from collections import defaultdict
@@ -24,7 +25,7 @@ FORWARD_MEMORY = 0.02  # weight of the latest forward pass in the fit
 
 
 class ForwardTime:
-    """Duration of a forward pass as a linear function of its rows, fitted to recent passes."""
+    """Linear model of a forward pass's duration over its rows, fitted to recent passes."""
 
     def __init__(self) -> None:
         self._line = Pairs()
@@ -33,7 +34,9 @@ class ForwardTime:
         self._line = self._line.after(rows, seconds, FORWARD_MEMORY)
 
     def max_rows(self, limit: int, seconds: float) -> int:
-        """Returns the most rows, up to `limit`, that a forward pass feeds in `seconds`; `limit` if nothing is known."""
+        """Returns the maximum number of rows, up to `limit`, for a forward pass of at most `seconds`; `limit` without
+        measurements.
+        """
         slope = self._line.slope
         if not slope:  # rows have no measurable cost
             return limit if self._line.base <= seconds else 0
@@ -41,7 +44,7 @@ class ForwardTime:
 
 
 TextPosition = tuple[int, tuple[int, ...]]
-"""Number of committed tokens, and the tokens assumed to follow them."""
+"""(number of committed tokens, tokens assumed after them)."""
 
 T = TypeVar("T")
 
@@ -53,13 +56,13 @@ class PendingPositions(Generic[T]):
         self._open: defaultdict[str, dict[TextPosition, T]] = defaultdict(dict)
 
     def note(self, session: str, position: TextPosition, prediction: T) -> None:
-        """Stores a prediction; replaces an earlier one for the same position."""
+        """Stores a prediction; replaces an earlier prediction for the same position."""
         self._open[session][position] = prediction
 
     def resolve(self, session: str, tokens: Sequence[int]) -> list[tuple[T, int]]:
-        """Returns the predictions for positions that are now decided, each with the token decided there.
+        """Returns the predictions for newly decided positions, each with the decided token.
 
-        `tokens` is the session's whole committed text. Predictions whose path the text contradicts are dropped.
+        `tokens` is the session's whole committed text. Predictions on a path that contradicts it are dropped.
         """
         resolved = []
         still_open = {}
@@ -82,16 +85,16 @@ class PendingPositions(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class DraftTiming:
-    """Measured timing of one drafter's passes."""
+    """Measured timing of a drafter's passes."""
 
     profile: DraftCost
-    pace: Mean = Mean()  # recent pass times, as a multiple of the profile
-    read: frozenset[str] = frozenset()  # sessions whose prompts were fed in an earlier pass
+    pace: Mean = Mean()  # recent pass times relative to the profile
+    read: frozenset[str] = frozenset()  # sessions whose prompts have been fed
 
     def after(self, sessions: Sequence[str], tokens: int, seconds: float) -> "DraftTiming":
-        """Returns the timing updated by a pass for these sessions, whose longest block had `tokens` tokens.
+        """Returns the timing after a pass for `sessions`; `tokens` is the length of the longest block.
 
-        A pass that fed a prompt is not counted, because it does not measure drafting.
+        Ignores passes that fed a prompt, because they do not measure drafting.
         """
         expected_s = self.profile.seconds(len(sessions), tokens)
         is_decoding = self.read.issuperset(sessions)
@@ -99,55 +102,55 @@ class DraftTiming:
         return replace(self, pace=pace, read=self.read | frozenset(sessions))
 
     def without(self, sessions: Collection[str]) -> "DraftTiming":
-        """Returns the timing without these sessions, which have ended or whose prompts are fed again."""
+        """Returns the timing without these sessions, which have ended or must feed their prompts again."""
         return replace(self, read=self.read - frozenset(sessions))
 
     @property
     def cost(self) -> DraftCost:
-        """Current cost of a pass: the profile, scaled by the measured pace."""
+        """Current cost of a pass: the profile scaled by the measured pace."""
         return self.profile.times(self.pace.value) if self.pace.count else self.profile
 
 
-MIN_ROW_LIMIT = 8  # most rows of a forward pass: the larger of this and ROWS_PER_SESSION per session
+MIN_ROW_LIMIT = 8  # lower bound of the row limit, which is ROWS_PER_SESSION per session
 ROWS_PER_SESSION = 2
-MAX_OUTCOMES = 8  # most outcomes drafted for after a rejection; as many again after full acceptance
-SIBLING_URGENCY = 0.5  # urgency of reading a token off the main path under verification; that of the main path is 1
-MAX_SIBLINGS_READ = 4  # most tokens off the main path whose continuations are drafted ahead
-MIN_OUTCOME_CHANCE = 0.01  # least probability of an outcome to draft for
+MAX_OUTCOMES = 8  # maximum number of outcomes with a rejection, and likewise with full acceptance
+SIBLING_URGENCY = 0.5  # urgency of reading an off-path token under verification; 1 on the main path
+MAX_SIBLINGS_READ = 4  # maximum number of off-path tokens with lookahead
+MIN_OUTCOME_CHANCE = 0.01  # minimum probability of an outcome worth drafting for
 
 D = TypeVar("D", bound=BlockDraft)
 
 
 class BranchingMethod(Protocol[D]):
-    """Interface that the search requires of a drafting method."""
+    """Interface of drafting methods that support the lookahead search."""
 
     @property
     def outcomes(self) -> int:
-        """Most outcomes to draft for, each time that a root reveals outcomes."""
+        """Maximum number of outcomes to draft for whenever a root reveals outcomes."""
         ...
 
     def roots(self, request: LookaheadRequest) -> list[D]:
-        """Returns the roots to read for the step under way, that of its block first."""
+        """Returns the roots to read for the current step, starting with the root of the step's block."""
         ...
 
     def fork(self, root: D, outcome: tuple[int, ...], chance: float, max_tokens: int) -> D | None:
-        """Returns a block of up to `max_tokens` after an outcome.
+        """Returns an empty block of up to `max_tokens` tokens after an outcome.
 
-        Returns None if the root has not read all tokens before the outcome's last one.
+        Returns None if the root has not read all tokens before the outcome's last token.
         """
         ...
 
     def preview(self, drafts: Sequence[D], interrupted: Callable[[], bool]) -> None:
-        """Drafts the tokens that need no forward pass."""
+        """Drafts tokens that need no forward pass."""
         ...
 
     def extend(self, drafts: Sequence[D], interrupted: Callable[[], bool]) -> list[D]:
-        """Runs one forward pass for all `drafts`; returns those that gained tokens or are done."""
+        """Runs one forward pass over `drafts`; returns the drafts that gained tokens or are done."""
         ...
 
 
 class LookaheadSearch(Generic[D]):
-    """One lookahead pass: the caller alternates `choose` and `extended` until nothing is chosen."""
+    """One lookahead pass: the caller alternates `choose` and `extended` until `choose` returns no drafts."""
 
     def __init__(
         self,
@@ -160,15 +163,13 @@ class LookaheadSearch(Generic[D]):
         self._forward_time = forward_time
         self._interrupted = interrupted
         self._max_rows = max(MIN_ROW_LIMIT, ROWS_PER_SESSION * len(requests))
-        self._took_s = 0.0  # duration of the latest forward pass, taken as the estimate for the next
+        self._took_s = 0.0  # duration of the latest forward pass, used as estimate for the next
         self._begun = [draft for request in requests for draft in self._begin(request)]
         self._open = list(self._begun)
         method.preview(self._begun, interrupted)
 
     def choose(self, now: float) -> list[D]:
-        """Returns the drafts that the next forward pass extends: the most urgent whose verdicts are not due before its
-        end.
-        """
+        """Returns the drafts for the next forward pass: the most urgent drafts with verdicts due after its end."""
         due = now + self._took_s
         in_time = [draft for draft in self._open if due <= draft.lookahead.until]
         self._open = sorted(in_time, key=lambda draft: -draft.urgency)
@@ -180,7 +181,7 @@ class LookaheadSearch(Generic[D]):
         return chosen
 
     def extended(self, chosen: Sequence[D], advanced: Sequence[D], seconds: float) -> None:
-        """Records a forward pass over `chosen` that extended `advanced`; roots among them branch out."""
+        """Records a forward pass over `chosen` that extended `advanced`; extended roots branch out."""
         self._took_s = seconds
         if advanced:
             self._forward_time.learn(len(chosen), seconds)
@@ -193,27 +194,28 @@ class LookaheadSearch(Generic[D]):
 
     @property
     def drafts(self) -> list[D]:
-        """All blocks drafted so far, without the roots."""
+        """All drafted blocks, excluding roots."""
         return [draft for draft in self._begun if not draft.is_root]
 
     @property
     def may_leave(self) -> list[D]:
-        """Blocks that may be sent before the pass ends.
+        """Blocks that may be sent during the pass.
 
-        Under rejection sampling an incomplete block must wait, because only one version of it may be sent.
+        Under rejection sampling, an incomplete block must wait, because only one version of a block may be sent.
         """
         return [draft for draft in self.drafts if draft.is_done or not draft.sends_probs]
 
     def _rows(self, left_s: float) -> int:
-        """Returns the rows of the next forward pass: few enough for two passes in the time left, if possible.
+        """Returns the number of rows for the next forward pass: if possible, few enough for two passes in the remaining
+        time.
 
-        Two passes of few rows finish the likeliest blocks sooner, and extend them further, than one of many rows.
+        Two passes with few rows extend the likeliest blocks sooner and further than one pass with many rows.
         """
         twice = self._forward_time.max_rows(self._max_rows, left_s / 2)
         return twice or self._forward_time.max_rows(self._max_rows, left_s) or 1
 
     def _begin(self, request: LookaheadRequest) -> list[D]:
-        """Returns the roots, and blocks for rejections if the alternatives to the block's tokens are known already."""
+        """Returns the roots, plus blocks for rejections if the alternatives to the block's tokens are already known."""
         roots = self._method.roots(request)
         root = roots[0]
         if root.tells_all:
@@ -222,10 +224,10 @@ class LookaheadSearch(Generic[D]):
         return [*roots, *self._branch_out(root, outcomes)]
 
     def _branch_out(self, root: D, outcomes: list[Outcome]) -> list[D]:
-        """Returns a block for each of the root's likeliest outcomes."""
+        """Returns one block for each of the likeliest outcomes."""
         request = root.request
         session = root.text.open
-        stops = frozenset(session.stop_ids)  # no block follows a stop id
+        stops = frozenset(session.stop_ids)  # no block can follow a stop id
         branches = []
         for outcome, chance in sorted(outcomes, key=lambda outcome: -outcome[1])[: self._method.outcomes]:
             longest = min(request.max_tokens, max_draft_tokens(session, request.base_len + len(outcome)))
@@ -245,7 +247,7 @@ def draft_ahead(
     interrupted: Callable[[], bool],
     early: Early,
 ) -> list[D]:
-    """Drafts blocks for possible verdicts; calls `early` after each forward pass with the blocks that may be sent."""
+    """Drafts blocks for likely verdicts; after each forward pass, calls `early` with the blocks that may be sent."""
     search = LookaheadSearch(method, requests, forward_time, interrupted)
     while not interrupted():
         began = clock()
@@ -265,10 +267,10 @@ def proposals(drafts: Sequence[BlockDraft]) -> list[Proposal]:
 
 
 def _outcomes(root: BlockDraft) -> list[Outcome]:
-    """Returns the outcomes that the root's latest forward pass revealed."""
+    """Returns the outcomes revealed by the root's latest forward pass."""
     block = root.unverified or ()
     if len(root.choices) <= len(block):
-        return []  # some logits of the root were not finite
+        return []  # the root had non-finite logits
     (*there, after) = root.choices
     if root.main is not None:
         choices = root.main.choices[: len(block)]

@@ -1,4 +1,4 @@
-"""Interface of drafting methods, live or simulated, and one drafting pass of a method."""
+"""Interface of drafting methods, and the drafting pass."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,95 +9,94 @@ from protos.frozen import value
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
 
 Early = Callable[[list[Proposal]], None]
-"""Callback that receives proposals while further ones, or better ones for the same outcomes, are being made."""
+"""Callback for intermediate proposals; later calls may add proposals or improve earlier ones."""
 
 
 def dismiss(proposals: list[Proposal]) -> None:
-    """Ignores early proposals, for callers that want only the final result."""
+    """Discards early proposals, for callers that need only the final result."""
 
 
 class DraftingMethod(Protocol):
-    """A source of candidate tokens. It is called from one thread, one call at a time.
+    """A source of draft tokens, used from a single thread.
 
-    Under rejection sampling, a token may depend only on its prefix and the session's seed, and a block's length must
-    not depend on any drawn token.
+    Under rejection sampling, a token must depend only on its prefix and the session's seed, and a block's length must
+    not depend on drawn tokens.
     """
 
     @property
     def shapes(self) -> frozenset[Shape]:
-        """Block shapes that the method can make."""
+        """Block shapes supported by the method."""
         ...
 
     @property
     def tokens_per_forward(self) -> int:
-        """Tokens that one forward pass predicts after each prefix; the cost of drafting grows with forward passes."""
+        """Number of tokens predicted per forward pass; drafting cost grows with the number of forward passes."""
         ...
 
     def open(self, request: Open) -> None:
-        """Starts a session with the tokens decided so far; an earlier session of that name has been closed."""
+        """Starts a session with its committed tokens. An earlier session of the same name must be closed first."""
         ...
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
-        """Appends tokens from verdicts; they follow all tokens known so far."""
+        """Appends newly committed tokens to a session."""
         ...
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Returns one proposal for each request; each request is for the whole committed text of its session."""
+        """Returns one proposal per request; each proposal continues the session's whole committed text."""
         ...
 
     def draft_ahead(
         self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """Returns any number of proposals for each request.
+        """Returns any number of proposals per request.
 
-        The method calls `early` with the proposals so far, because the verdict may arrive at any time. Once
-        `interrupted` returns True, a block is wanted now: the method returns its proposals so far. Under rejection
-        sampling, a block that is cut short by an interruption or by the time of its verdict is sent with the tokens
-        drafted so far.
+        Calls `early` with the current proposals, because a verdict may arrive at any time. Once `interrupted` returns
+        True, a target is waiting for a block, and the method returns its current proposals. Under rejection sampling, a
+        block cut short by an interruption or its deadline is returned with the tokens drafted so far.
         """
         ...
 
     def close(self, sessions: Sequence[str]) -> None:
-        """Forgets sessions; ignores unknown ones."""
+        """Closes sessions; ignores unknown sessions."""
         ...
 
 
 @runtime_checkable
 class ReadsStates(Protocol):
-    """Additional methods of a `DraftingMethod` that reads the target's hidden states."""
+    """Additional interface of a `DraftingMethod` that reads the target's hidden states."""
 
     @property
     def states_format(self) -> StatesFormat:
-        """Row format, set by the deployment's setup."""
+        """Format of hidden-state rows."""
         ...
 
     def states(self, session: str, first: int, rows: bytes) -> None:
-        """Adds the target's encoded states at positions `first`, `first` + 1, ... of the session's committed text.
+        """Adds the target's encoded hidden states from position `first` of the session's committed text on.
 
-        The states of a session arrive in order, each once, and may begin in mid-text. A block is requested only if the
-        method has the states of all tokens from there on except the last, which the target may not have read yet. The
-        method may have the last token's states too.
+        Each state of a session arrives once, in order; the first may be in the middle of the text. A block is requested
+        only if states are complete from there on. Only the last token's state may be absent, because the target may not
+        have read that token yet.
         """
         ...
 
 
 @runtime_checkable
 class ExchangesWeights(Protocol):
-    """Additional method of a `DraftingMethod` whose weights can be exchanged while sessions are open."""
+    """Additional interface of a `DraftingMethod` that can exchange its weights while sessions are open."""
 
     def prepare_weights(self, folder: Path) -> Callable[[], object]:
-        """Loads and checks the checkpoint in `folder`. Any thread but the drafting thread may call it during a pass.
+        """Loads and checks the checkpoint in `folder`. Other threads may call this during a pass.
 
-        Returns a function that exchanges the weights, to be called on the drafting thread between two passes. It takes
-        well under a millisecond and returns the objects of the earlier weights, to be freed elsewhere. Raises
-        ModelError if the checkpoint cannot replace the one in use, which then stays in use.
+        Returns a function that swaps the weights; call it on the drafting thread between two passes. It takes well
+        under a millisecond and returns the old weights, so that another thread can free them. Raises ModelError,
+        without effect, if the checkpoint cannot replace the current one.
         """
         ...
 
 
 @value
 class DraftingPass:
-    """Session changes for a method to apply, then its requests: blocks wanted now, or else blocks ahead of verdicts."""
+    """Input of one drafting pass: session updates, and requests for blocks needed now or ahead of verdicts."""
 
     updates: SessionUpdates
     requests: tuple[DraftRequest, ...] = ()
@@ -109,12 +108,12 @@ class DraftingPass:
 
     @property
     def sessions(self) -> list[str]:
-        """Names of the sessions that the pass drafts for."""
+        """Names of the sessions with a request."""
         return [request.session for request in self.requests or self.lookahead]
 
 
 def apply_updates(method: DraftingMethod, updates: SessionUpdates) -> None:
-    """Applies session changes to a method; required before the method drafts."""
+    """Applies session updates to a method; call this before drafting."""
     if updates.closed:
         method.close(tuple(updates.closed))
     for request in updates.opened.values():
@@ -122,14 +121,14 @@ def apply_updates(method: DraftingMethod, updates: SessionUpdates) -> None:
     for session, tokens in updates.committed.items():
         method.committed(session, tokens)
     for session, (first, rows) in updates.states.items():
-        assert isinstance(method, ReadsStates), "states reach only a method that reads them"
+        assert isinstance(method, ReadsStates), "this method does not read hidden states"
         method.states(session, first, b"".join(rows))
 
 
 def make_pass(
     method: DraftingMethod, drafting: DraftingPass, interrupted: Callable[[], bool], early: Early = dismiss
 ) -> list[Proposal]:
-    """Applies the pass's changes to the method and returns the method's proposals."""
+    """Applies the session updates to the method, then returns its proposals for the requests."""
     apply_updates(method, drafting.updates)
     if drafting.requests:
         return method.draft(drafting.requests)

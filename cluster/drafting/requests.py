@@ -1,10 +1,10 @@
-"""Values exchanged with a drafting method: requests, proposals, and changes to sessions.
+"""Values exchanged with a drafting method: requests, proposals, and session updates.
 
-The target's own `protos.messages.DraftRequest` requests a block that is needed now; a `LookaheadRequest` requests
-blocks for the likely outcomes of a verdict. The method answers both with a `Proposal` per block.
+The target's `protos.messages.DraftRequest` requests a block that is needed now; a `LookaheadRequest` requests blocks
+for likely verdicts. The method returns one `Proposal` per block.
 
-A method runs on its own thread and keeps its own copy of every text (`SessionText`). Each pass starts by applying the
-changes since the previous one (`SessionUpdates`).
+A method runs on its own thread with its own copy of every session's text (`SessionText`). Each pass first applies the
+updates since the previous pass (`SessionUpdates`).
 """
 
 import math
@@ -18,25 +18,26 @@ from protos.messages import Open, Shape
 
 @value
 class LookaheadRequest:
-    """Requests blocks ahead of the verdict on a session's current step, which verifies `unverified`, possibly empty.
+    """Requests blocks ahead of the verdict on a session's current step. The step verifies `unverified`, which may be
+    empty.
 
-    The method drafts one block for each likely outcome of the step, and finishes by `until`. It omits tokens whose
-    cumulative acceptance probability, by its own estimate, is below `least_chance`. Under rejection sampling it omits
-    none, because there a block's length must not depend on its tokens.
+    The method drafts one block per likely outcome of the step, and finishes by `until`. It omits tokens with an
+    estimated cumulative acceptance probability below `least_chance`. Under rejection sampling it ignores
+    `least_chance`, because a block's length must not depend on its tokens.
     """
 
     session: str
     base_len: int  # number of tokens before the step
     prefix_hash: int  # hash of the tokens before the step
-    max_tokens: int  # most draft tokens per block
+    max_tokens: int  # maximum number of draft tokens per block
     unverified: DraftTree
     until: float = math.inf
     least_chance: float = 0.0
-    shape: Shape = Shape.CHAIN  # block shape that the target can verify
-    chances: tuple[float, ...] = field(default=(), compare=False)  # cumulative acceptance probability per draft token
+    shape: Shape = Shape.CHAIN  # block shape supported by the target
+    chances: tuple[float, ...] = field(default=(), compare=False)  # cumulative, per node of `unverified`
 
     def claim(self, path: tuple[int, ...]) -> float:
-        """Returns the drafter's probability of the path's last token given the tokens before it; 0 if unknown."""
+        """Returns the drafter's conditional probability of the path's last token; 0 if unknown."""
         nodes = self.unverified.along(path)
         if not self.chances or len(nodes) < len(path):
             return 0.0
@@ -46,10 +47,10 @@ class LookaheadRequest:
 
 @value
 class Proposal:
-    """A block that follows `base_len` tokens; empty if the method has nothing to offer.
+    """A block that continues the first `base_len` tokens; may be empty.
 
-    A block with an `outcome` was drafted ahead: it is usable only if the pending verdict commits exactly these tokens.
-    `base_len` and `prefix_hash` include them.
+    A block with an `outcome` was drafted ahead. It is usable only if the pending verdict commits exactly these tokens,
+    which `base_len` and `prefix_hash` include.
     """
 
     session: str
@@ -57,56 +58,56 @@ class Proposal:
     prefix_hash: int
     tree: DraftTree
     outcome: tuple[int, ...] = ()
-    is_at_once: bool = False  # made without a forward pass, so its time does not measure drafting cost
+    is_at_once: bool = False  # drafted without a forward pass; its time does not measure drafting cost
     confidence: float | None = field(
         default=None, compare=False
-    )  # probability of the first token, if it can be compared with the target's decision
+    )  # probability of the first token, if comparable with the target's decision
     chances: tuple[float, ...] = field(
         default=(), compare=False
     )  # cumulative acceptance probability per token; empty under rejection sampling
-    chance: float = field(default=1.0, compare=False)  # estimated probability of the outcome
+    chance: float = field(default=1.0, compare=False)  # estimated probability of `outcome`
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens offered."""
+        """All draft tokens."""
         return self.tree.tokens
 
 
 def nothing_ahead(requests: Sequence[LookaheadRequest]) -> list[Proposal]:
-    """Returns the empty proposals of a method that has no blocks ahead of these verdicts.
+    """Returns empty proposals for the requests that need an answer although the method has no block.
 
-    A target that continues without a block is answered with an empty proposal, or it would count the drafter as silent.
-    A target that is verifying a block has had an answer already.
+    If the target's step has no block, an empty proposal keeps the target from counting the drafter as silent. A step
+    that verifies a block has its answer already.
     """
     waiting = [request for request in requests if not len(request.unverified)]
     return [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
 
 
 def with_empty(proposals: list[Proposal], requests: Sequence[LookaheadRequest]) -> list[Proposal]:
-    """Returns the proposals, followed by those of `nothing_ahead` for sessions without any."""
+    """Appends the `nothing_ahead` proposals of sessions without a proposal."""
     served = {proposal.session for proposal in proposals}
     return proposals + nothing_ahead([request for request in requests if request.session not in served])
 
 
 def max_draft_tokens(request: Open, length: int) -> int:
-    """Returns the length of the longest useful block after `length` tokens.
+    """Returns the maximum useful block length after `length` tokens.
 
-    A verdict may commit one token more than the block, so the last position needs no draft.
+    A verdict can commit one token more than the block, so the last position needs no draft.
     """
     return min(request.draft_tokens, request.max_len - length - 1)
 
 
 @dataclass(slots=True)
 class SessionUpdates:
-    """Changes to sessions since the previous pass, to be applied in this order: closed, opened, committed, states.
+    """Session updates since the previous pass, to be applied in this order: closed, opened, committed, states.
 
-    The scheduler adds changes until a pass takes them.
+    The scheduler accumulates updates until the next pass.
     """
 
-    closed: dict[str, None] = field(default_factory=dict)  # session names; an ordered set
+    closed: dict[str, None] = field(default_factory=dict)  # session names (ordered set)
     opened: dict[str, Open] = field(default_factory=dict)
     committed: dict[str, list[int]] = field(default_factory=dict)  # new tokens by session
-    states: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # position of the first row, and the rows
+    states: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # (first position, rows) by session
 
     def open(self, request: Open) -> None:
         self.opened[request.session] = request
@@ -115,18 +116,18 @@ class SessionUpdates:
         self.committed.setdefault(session, []).extend(tokens)
 
     def add_states(self, session: str, first: int, rows: bytes) -> None:
-        """Adds hidden states that follow the session's previous ones; `first` is the position of the first row."""
+        """Adds hidden states that continue the session's earlier ones; `first` is the position of the first row."""
         self.states.setdefault(session, (first, []))[1].append(rows)
 
     def close(self, session: str) -> None:
-        """Records that a session ended and drops its other pending changes."""
+        """Records the end of a session and drops its other pending updates."""
         self.opened.pop(session, None)
         self.committed.pop(session, None)
         self.states.pop(session, None)
         self.closed[session] = None
 
     def take(self) -> "SessionUpdates":
-        """Returns all pending changes and clears them."""
+        """Returns and clears all pending updates."""
         pending = replace(self)
         self.closed, self.opened, self.committed, self.states = {}, {}, {}, {}
         return pending
@@ -134,7 +135,7 @@ class SessionUpdates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionText:
-    """One session's committed text; it grows in place."""
+    """The committed text of a session; it grows in place."""
 
     open: Open
     tokens: list[int]  # committed tokens, prompt included

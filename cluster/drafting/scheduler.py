@@ -1,7 +1,7 @@
-"""The draft scheduler: selects the sessions to draft for, now or ahead of verdicts, and the blocks to send.
+"""Draft scheduler: selects the sessions for each drafting pass, and the blocks to send.
 
-`DraftScheduler` forwards messages to the `SessionTable`, builds passes for the drafting method, and sends the proposed
-blocks that no verdict has overtaken. `DraftReporter` accumulates the load figures that size the draft pool.
+`DraftScheduler` forwards messages to the `SessionTable`, builds passes for the drafting method, and sends proposed
+blocks unless a newer verdict has made them obsolete. `DraftReporter` collects load metrics for autoscaling.
 """
 
 import logging
@@ -31,14 +31,14 @@ class DraftScheduler:
         limits: DrafterLimits,
         draft_ahead: bool = True,
         shapes: frozenset[Shape] = frozenset(Shape),
-        published_acceptance: float | None = None,  # acceptance of first tokens, if the draft's publisher states it
-        known_targets: Callable[[], frozenset[str]] | None = None,  # current addresses; None: any target is accepted
-        version: int = 0,  # version of a learned draft; 0: the configured draft
+        published_acceptance: float | None = None,  # published acceptance rate of first tokens, if known
+        known_targets: Callable[[], frozenset[str]] | None = None,  # current target addresses; None: accept any target
+        version: int = 0,  # version of the learned draft; 0: the configured draft
     ) -> None:
-        self.counts: Counter[str] = Counter()  # counts by event; `passes` are those for blocks wanted now
+        self.counts: Counter[str] = Counter()  # counts by event; `passes` excludes lookahead passes
         self.refusals = Refusals(log)
         self._draft_ahead = draft_ahead
-        self._shapes = shapes  # shapes that the method can make
+        self._shapes = shapes  # shapes supported by the method
         self._known_targets = known_targets
         self.sessions = SessionTable(
             limits, draft_ahead, self.counts, LoadCheck(published_acceptance), VersionWatch(version)
@@ -47,51 +47,52 @@ class DraftScheduler:
     # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Handles a message from a router's stream or a target's address; returns the messages to send in response.
+        """Handles a message from a router (stream name) or target (address); returns the messages to send.
 
-        Refuses an Open of another router's session and one that names an unknown target.
+        Refuses an Open for another router's session or with an unknown target.
         """
         if isinstance(message, Open) and self._is_anothers(peer, message.session):
             self.refusals.note(peer, "an Open of another router's session", message.session)
             return [(peer, not_permitted(message))]
         if isinstance(message, Open) and not self._is_known(message.target_address):
-            self.refusals.note(peer, "an Open that names no known target", message.target_address)
+            self.refusals.note(peer, "an Open with an unknown target", message.target_address)
             return [(peer, _not_known(message))]
         return self.sessions.receive(peer, message, now)
 
     def connected(self, target: str) -> list[Send]:
-        """Handles a new stream to `target`: attaches every session that is verified there."""
+        """Handles a new stream to `target`: attaches all sessions of that target."""
         return self.sessions.connected(target)
 
     def gone(self, peer: str) -> None:
         """Handles a broken stream.
 
-        A router's sessions are forgotten. A target's sessions wait until the target is back or they are moved.
+        Drops the sessions of a lost router. Sessions of a lost target wait until the target returns or their router
+        moves them.
         """
         self.sessions.gone(peer)
 
     def leave(self) -> list[Send]:
-        """Stops accepting sessions; continues to draft for the existing ones until their routers have moved them."""
+        """Stops accepting sessions; drafts for existing ones until their routers have moved them."""
         return self.sessions.leave()
 
     def exchanged(self, version: int, published_acceptance: float | None) -> None:
-        """Records that the method's weights were exchanged for `version`, with its own published acceptance."""
+        """Records that the method's weights were replaced with `version`, and its published acceptance rate."""
         self.sessions.exchanged(version, LoadCheck(published_acceptance))
 
     # ------------------------------------------------------------ the drafting pass
 
     def next_pass(self, limit: int, lookahead_limit: int) -> DraftingPass:
-        """Returns a pass: up to `limit` sessions that want a block now, or else up to `lookahead_limit` ahead."""
+        """Returns the next pass: up to `limit` sessions that need a block now, or else up to `lookahead_limit` for
+        lookahead.
+        """
         requests = self.requests(limit)
         lookahead = () if requests else self.lookahead_requests(lookahead_limit)
         pending = self.sessions.updates
-        is_due = (
-            requests or lookahead or pending.closed or pending.states
-        )  # there are caches to free, or states to process while idle
+        is_due = requests or lookahead or pending.closed or pending.states  # work, caches to free, or states to process
         return DraftingPass(pending.take() if is_due else SessionUpdates(), requests, lookahead)
 
     def requests(self, limit: int) -> tuple[DraftRequest, ...]:
-        """Returns requests for up to `limit` sessions without a block for their length, longest unserved first."""
+        """Returns requests for up to `limit` sessions that need a block now, longest unserved first."""
         requests: list[DraftRequest] = []
         for name, session in list(self.sessions.all.items()):
             if len(requests) == limit:
@@ -104,9 +105,9 @@ class DraftScheduler:
         return tuple(requests)
 
     def lookahead_requests(self, limit: int) -> tuple[LookaheadRequest, ...]:
-        """Returns requests for up to `limit` sessions in a step that nothing was drafted beyond yet.
+        """Returns lookahead requests for up to `limit` sessions whose current step has none yet.
 
-        Call it only when no session wants a block now: a block ahead may not be needed, so it comes last.
+        Call this only when no session needs a block now, because lookahead blocks may turn out useless.
         """
         requests: list[LookaheadRequest] = []
         for session in self.sessions.all.values() if self._draft_ahead else ():
@@ -121,16 +122,16 @@ class DraftScheduler:
 
     @property
     def has_requests(self) -> bool:
-        """True if some session wants a block for its current length."""
+        """True if a session needs a block for its current length."""
         return any(session.wants_block for session in self.sessions.all.values())
 
     @property
     def is_lookahead_stale(self) -> bool:
-        """True once every verdict that the latest requests anticipate has arrived."""
+        """True once all verdicts awaited by the latest lookahead requests have arrived."""
         return not self.sessions.lookahead
 
     def proposed(self, proposals: Sequence[Proposal], now: float) -> list[Send]:
-        """Returns the blocks to send, without those that a verdict overtook while they were drafted."""
+        """Returns the blocks to send; drops blocks made obsolete by a verdict during drafting."""
         sends: list[Send] = []
         for proposal in proposals:
             session = self.sessions.all.get(proposal.session)
@@ -152,21 +153,21 @@ class DraftScheduler:
 
     @property
     def targets(self) -> frozenset[str]:
-        """Addresses of the targets that verify this drafter's sessions."""
+        """Addresses of the targets of this drafter's sessions."""
         return frozenset(session.target for session in self.sessions.all.values())
 
     @property
     def is_idle(self) -> bool:
-        """True if the drafter holds no sessions and no caches to free."""
+        """True if there are no sessions and no caches to free."""
         return not self.sessions.all and not self.sessions.updates.closed
 
     @property
     def has_left(self) -> bool:
-        """True if the drafter is leaving and every session has been moved."""
+        """True if the drafter is leaving and all sessions have been moved."""
         return self.sessions.is_leaving and not self.sessions.all
 
     def load(self) -> dict[str, float]:
-        """Returns the number of sessions drafted for."""
+        """Returns the number of sessions."""
         return {"sessions": float(len(self.sessions.all))}
 
     # ------------------------------------------------------------ helpers
@@ -176,15 +177,14 @@ class DraftScheduler:
         return sequence is not None and sequence.router != router
 
     def _is_known(self, target: str) -> bool:
-        """Returns True for a listed target and for one that this drafter's sessions already use.
+        """Returns True for a listed target and for targets of existing sessions.
 
-        A target that shuts down serves its sessions for a while after it is no longer listed; drafting for them
-        continues.
+        A target that is shutting down serves its sessions for a while after it is removed from the list.
         """
         return self._known_targets is None or target in self._known_targets() or target in self.targets
 
     def _request(self, session: DraftSequence) -> DraftRequest:
-        """Returns the target's request, bounded by the session's remaining length."""
+        """Returns the target's request, limited to the session's remaining length."""
         length = session.prefix.length
         return DraftRequest(
             session=session.open.session,
@@ -213,7 +213,7 @@ class DraftScheduler:
         return session.shape if session.shape in self._shapes else Shape.CHAIN
 
     def _send_lookahead(self, session: DraftSequence, proposal: Proposal) -> list[Send]:
-        """Sends a block drafted ahead, unless another outcome was decided or the same block was sent before."""
+        """Sends a block drafted ahead, unless it was already sent or a verdict with another outcome has arrived."""
         address = (proposal.base_len, proposal.prefix_hash)
         if session.guesses.get(address) == proposal:
             return []
@@ -223,7 +223,7 @@ class DraftScheduler:
                 return []
             self.sessions.hit(session, proposal)
         elif session.prefix.length > proposal.base_len - len(proposal.outcome):
-            return []  # the verdict has arrived with another outcome
+            return []  # a verdict with another outcome has arrived
         else:
             session.guesses[address] = proposal
         return [self._block(session, proposal)]
@@ -237,20 +237,20 @@ class DraftScheduler:
 
 
 def _not_known(request: Open) -> Refusal:
-    """Refuses an Open as OVERLOADED: the router may learn of a target first and should retry, here or elsewhere."""
-    why = "the target that it names is not known here"
+    """Refuses an Open as OVERLOADED, so that the router retries: it may have learned of a new target first."""
+    why = "target_address is not known here yet; retry later"
     return Refusal(request.session, request.attempt, RefusalReason.OVERLOADED, why)
 
 
 def _no_draft(session: DraftSequence, proposal: Proposal) -> list[Send]:
-    """Reports to the target that there is no block. Sends nothing for a draft ahead, which may be requested again."""
+    """Returns a NoDraft for the target; none for lookahead, because the block can still be requested."""
     if proposal.outcome:
         return []
     return [(session.target, NoDraft(proposal.session, proposal.base_len, proposal.prefix_hash))]
 
 
 class DraftReporter:
-    """Accumulates a drafter's pass times and block counts between reports."""
+    """Collects a drafter's pass times and block counts between autoscaling reports."""
 
     def __init__(self, profile: DraftCost) -> None:
         self._profile = profile
@@ -258,19 +258,19 @@ class DraftReporter:
         self._shared_s = 0.0
 
     def pass_made(self, sessions: int, tokens: int, seconds: float) -> None:
-        """Records a requested pass for `sessions` sessions whose longest block had `tokens` tokens.
+        """Records a requested pass for `sessions` sessions; `tokens` is the length of the longest block.
 
-        Counts only the time beyond a pass for a single session, because another drafter could save no more. Without a
-        profile, all sessions are assumed to take the same time.
+        Counts only the time in excess of a single-session pass, because more drafters could save no more than that.
+        Without a profile, assumes equal time per session.
         """
         whole_s = self._profile.seconds(sessions, tokens)
         alone = self._profile.seconds(1, tokens) / whole_s if whole_s else 1 / sessions
         self._shared_s += seconds * max(0.0, 1 - alone)
 
     def report(self, blocks: int, late: int, now: float) -> DraftReport:
-        """Returns the report on the time since the previous one.
+        """Returns the report for the time since the previous one.
 
-        `blocks` and `late` are totals so far; `now` is in seconds.
+        `blocks` and `late` are cumulative counts; `now` is in seconds.
         """
         grown = self._growth.of(now=now, shared=self._shared_s, blocks=blocks, late=late)
         return DraftReport(share(grown["shared"], grown["now"]), share(grown["late"], grown["blocks"]))

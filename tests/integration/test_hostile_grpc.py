@@ -370,7 +370,7 @@ async def test_a_drafter_dials_only_known_targets(caplog):
             assert (refusal.session, refusal.attempt, refusal.reason) == ("theirs", attempt, RefusalReason.OVERLOADED)
         with pytest.raises(TimeoutError):
             await within(0.2, dialled.wait())
-        assert drafter.scheduler.refusals.counts["an Open that names no known target"] == 2
+        assert drafter.scheduler.refusals.counts["an Open with an unknown target"] == 2
         assert len([record for record in caplog.records if "no known target" in record.getMessage()]) == 1
 
 
