@@ -272,9 +272,9 @@ def test_a_session_at_an_unknown_target_is_refused_until_the_target_is_known(cap
         router#1: Open a 1,2 -> t1 <- Attach a 1,2
         # The drafter's membership may lag behind the router's, so the router may retry.
         router#1: Open b 1,2 target_address=t2
-            router#1 <- Refusal b attempt=1 overloaded "target_address is not known here yet; retry later"
+            router#1 <- Refusal b attempt=1 overloaded "target_address is not known yet; retry later"
         router#1: Open b 1,2 target_address=t2 attempt=2
-            router#1 <- Refusal b attempt=2 overloaded "target_address is not known here yet; retry later"
+            router#1 <- Refusal b attempt=2 overloaded "target_address is not known yet; retry later"
         show targets -> targets=t1
     """)
     assert drafter.scheduler.refusals.counts == {"an Open with an unknown target": 2}
@@ -296,7 +296,7 @@ def test_a_target_that_is_no_longer_listed_is_drafted_for_while_it_serves():
     drafter.run("""
         router#1: Open a 1,2 attempt=2 -> t1 <- Attach a 1,2
         router#1: Close a attempt=2 -> t1 <- Detach a
-        router#1: Open b 1,2 -> router#1 <- Refusal b attempt=1 overloaded "target_address is not known here yet; retry later"
+        router#1: Open b 1,2 -> router#1 <- Refusal b attempt=1 overloaded "target_address is not known yet; retry later"
     """)
 
 
