@@ -238,7 +238,7 @@ class DraftScheduler:
 
 def _not_known(request: Open) -> Refusal:
     """Refuses an Open as OVERLOADED, so that the router retries: it may have learned of a new target first."""
-    why = "target_address is not known yet; retry later"
+    why = "target_address is not known yet; retry"
     return Refusal(request.session, request.attempt, RefusalReason.OVERLOADED, why)
 
 

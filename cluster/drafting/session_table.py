@@ -1,11 +1,11 @@
-"""The sessions of one drafter, kept in step with their targets and routers.
+"""Keeps a drafter's sessions synchronized with their targets and routers.
 
-A session begins with an Open and follows its target's verdicts and draft requests until it ends. After a gap, the
-drafter asks the target for the missing tokens. After a contradiction, it asks the router for the ledger.
+A session starts with an Open and follows its target's verdicts and draft requests. After a gap, the drafter requests
+the missing tokens from the target. After a contradiction, it requests the ledger from the router.
 
-`Capacity` limits the number of sessions. It shrinks by a quarter when most blocks of a window are late and grows slowly
-while few are (additive increase, multiplicative decrease). `StepIntervalEstimate` predicts when a verdict is due; a
-block drafted ahead is of little use after that. Pure: callers pass times in.
+`Capacity` limits the number of sessions: the limit drops by a quarter when most blocks of a window are late, and grows
+slowly while few are. `StepIntervalEstimate` predicts when a verdict is due; lookahead blocks lose their value after
+that time. Pure: callers pass times in.
 """
 
 import logging
@@ -41,12 +41,12 @@ from protos.messages import (
 )
 from protos.prefix import Prefix
 
-WINDOW_BLOCKS = 8  # blocks per session in a window: enough to distinguish LATE_SHARE from IN_TIME_SHARE
-MIN_WINDOW_BLOCKS = 64  # least blocks in a window, over all sessions
-LATE_SHARE = 0.5  # share of late blocks above which there are too many sessions: most blocks are wasted
-IN_TIME_SHARE = 0.125  # share of late blocks below which more sessions fit
-SHED_SHARE = 0.25  # share of sessions to give up when most blocks are late
-GROWTH_SHARE = 0.125  # share of sessions to add: smaller than SHED_SHARE, or the number would oscillate
+WINDOW_BLOCKS = 8  # blocks per session and window; enough to distinguish LATE_SHARE from IN_TIME_SHARE
+MIN_WINDOW_BLOCKS = 64  # minimum blocks per window, over all sessions
+LATE_SHARE = 0.5  # share of late blocks above which the drafter gives up sessions
+IN_TIME_SHARE = 0.125  # share of late blocks below which the limit grows
+SHED_SHARE = 0.25  # share of sessions to give up
+GROWTH_SHARE = 0.125  # growth of the limit; smaller than SHED_SHARE to avoid oscillation
 
 
 class Capacity:
@@ -55,10 +55,10 @@ class Capacity:
     def __init__(self, most: int) -> None:
         self.sessions = most
         self._most = most
-        self._blocks = self._late = 0  # counts of the current window
+        self._blocks = self._late = 0  # counts in the current window
 
     def note(self, late: bool, sessions: int) -> int:
-        """Records a drafted block, late or in time; returns how many of the current `sessions` to give up now."""
+        """Records a block, late or in time; returns the number of current `sessions` to give up now."""
         self._blocks += 1
         self._late += late
         if self._blocks < max(MIN_WINDOW_BLOCKS, WINDOW_BLOCKS * sessions):
@@ -73,15 +73,15 @@ class Capacity:
         return 0
 
 
-INTERVAL_MEMORY = 0.125  # weight of the latest step, as in the round-trip times of TCP (RFC 6298)
+INTERVAL_MEMORY = 0.125  # weight of the latest step, as for TCP round-trip times (RFC 6298)
 
 
 @value
 class StepIntervalEstimate:
-    """Duration of one target's steps as a drafter sees them: from the event that begins a step to its verdict."""
+    """Drafter-side estimate of one target's step duration, from the start of a step to the arrival of its verdict."""
 
-    mean_s: float = 0.0  # 0: no step was measured yet
-    deviation_s: float = 0.0  # mean absolute deviation; rises slowly, since a wasted draft costs little
+    mean_s: float = 0.0  # 0: no measurement yet
+    deviation_s: float = 0.0  # mean absolute deviation
 
     def after(self, seconds: float) -> "StepIntervalEstimate":
         if not self.mean_s:
@@ -93,7 +93,7 @@ class StepIntervalEstimate:
 
     @property
     def earliest_s(self) -> float | None:
-        """Shortest time that a step is likely to take, in seconds; None before any measurement."""
+        """Likely minimum duration of a step, in seconds; None before the first measurement."""
         return max(0.0, self.mean_s - self.deviation_s) if self.mean_s else None
 
 
@@ -107,12 +107,12 @@ class DrafterLimits:
     vocabulary: int
     max_context: int
     max_sessions: int
-    states: StatesFormat | None = None  # format of the target's hidden states, if the method reads them
+    states: StatesFormat | None = None  # format of hidden states, if the method reads them
     state_bounds: StateBounds = NO_BOUNDS
 
 
 class SessionTable:
-    """All sessions of one drafter; `counts` counts events."""
+    """All sessions of one drafter; counts events in `counts`."""
 
     def __init__(
         self,
@@ -122,24 +122,24 @@ class SessionTable:
         load_check: LoadCheck,
         version_watch: VersionWatch,
     ) -> None:
-        self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # session longest without a block first
-        self.updates = SessionUpdates()  # changes for the drafting method's next pass
-        self.lookahead: set[str] = set()  # sessions in the latest pass ahead whose verdict is still pending
+        self.all: OrderedDict[str, DraftSequence] = OrderedDict()  # longest unserved first
+        self.updates = SessionUpdates()  # updates for the method's next pass
+        self.lookahead: set[str] = set()  # sessions of the latest lookahead pass with a pending verdict
         self.load_check = load_check
         self.version_watch = version_watch
-        self.is_leaving = False  # if True, new sessions are refused
+        self.is_leaving = False  # True: refuse new sessions
         self._limits = limits
         self._draft_ahead = draft_ahead
         self._counts = counts
         self._states = HiddenStateReceiver(limits.states, limits.state_bounds, self.all, self.updates, counts)
         self._capacity = Capacity(limits.max_sessions)
         self._step_intervals: dict[str, StepIntervalEstimate] = {}  # estimates by target
-        self._resting: set[str] = set()  # targets whose latest request was for no tokens
+        self._resting: set[str] = set()  # targets whose latest request was for 0 tokens
 
     # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Handles a message from a router's stream or a target's address; returns the messages to send in response."""
+        """Handles a message from a router (stream name) or target (address); returns the messages to send."""
         match message:
             case Verdict():
                 return self._verdict(peer, message, now)
@@ -155,16 +155,17 @@ class SessionTable:
                 return self._on_resync(peer, message)
             case Hello():
                 return self._hello(peer, message)
-        raise AssertionError(f"nobody sends a drafter a {type(message).__name__}")
+        raise AssertionError(f"a drafter never receives a {type(message).__name__}")
 
     def connected(self, target: str) -> list[Send]:
-        """Handles a new stream to `target`: attaches every session that is verified there."""
+        """Handles a new stream to `target`: attaches all sessions of that target."""
         return [self._attach(session) for session in self.all.values() if session.target == target]
 
     def gone(self, peer: str) -> None:
         """Handles a broken stream.
 
-        A router's sessions are forgotten. A target's sessions wait until the target is back or they are moved.
+        Drops the sessions of a lost router. Sessions of a lost target wait until the target returns or their router
+        moves them.
         """
         self._resting.discard(peer)
         for name, session in list(self.all.items()):
@@ -181,7 +182,7 @@ class SessionTable:
     # ------------------------------------------------------------ routers
 
     def _hello(self, router: str, hello: Hello) -> list[Send]:
-        """Handles a router's new stream: drops the sessions of its earlier streams that the Hello does not list."""
+        """Handles a router's new stream: drops the router's sessions that the Hello does not list."""
         live = {item.session for item in hello.live}
         for name, session in list(self.all.items()):
             if peer_of(session.router) != peer_of(router):
@@ -192,7 +193,7 @@ class SessionTable:
         return []
 
     def _open(self, router: str, request: Open) -> list[Send]:
-        """Starts drafting for a session from its ledger; replaces an open session unless the request is older.
+        """Opens or reopens a session; ignores an Open of an older attempt.
 
         Returns the Attach for the session's target, or a Refusal for the router.
         """
@@ -202,20 +203,20 @@ class SessionTable:
         if existing is not None and existing.open.attempt > request.attempt:
             return []
         if existing is not None:
-            self.updates.close(request.session)  # the method's copy may be the wrong one
+            self.updates.close(request.session)  # the method's copy may be wrong
         session = DraftSequence(request, router, Prefix(request.hash_key, request.tokens))
         self._states.opened(session)
         if request.target_address in self._resting:
-            # Nothing is drafted until the target answers the Attach: reading a prompt takes long and may be wasted.
+            # Do not draft until the target answers the Attach, because prefilling the prompt may be wasted work.
             session.requested_tokens = 0
         self.all[request.session] = session
         self.updates.open(request)
         return [self._attach(session)]
 
     def _close(self, router: str, close: Close) -> list[Send]:
-        """Forgets a session, unless it is unknown, another router's, or a newer attempt.
+        """Closes a session; ignores unknown sessions, other routers' sessions, and older attempts.
 
-        Returns the Detach for the session's target, which may continue with the session.
+        Returns the Detach for the session's target, which may still serve the session.
         """
         session = self.all.get(close.session)
         if session is None or session.router != router or session.open.attempt > close.attempt:
@@ -228,7 +229,8 @@ class SessionTable:
     def _verdict(self, target: str, verdict: Verdict, now: float) -> list[Send]:
         """Applies a target's verdict.
 
-        After a gap, requests the missing tokens from the target; after a contradiction, the ledger from the router.
+        After a gap, requests the missing tokens from the target. After a contradiction, requests the ledger from the
+        router.
         """
         session = self._session_at(target, verdict)
         if session is None:
@@ -242,7 +244,7 @@ class SessionTable:
             return [_resync(session)]
         new = verdict.tokens[session.prefix.length - verdict.base_len :]
         if not new and verdict.finish is Finish.NONE:
-            return []  # a repeated verdict: all its tokens are known
+            return []  # duplicate verdict
         if new and max(new) >= self._limits.vocabulary:
             self._counts["verdict_invalid"] += 1
             self._forget(verdict.session)
@@ -262,7 +264,7 @@ class SessionTable:
         return sends
 
     def _follow(self, session: DraftSequence, tokens: tuple[int, ...], now: float) -> None:
-        """Applies a verdict's tokens; a block sent ahead may already be at the target."""
+        """Applies a verdict's tokens, and detects whether a block sent ahead fits them."""
         self.lookahead.discard(session.open.session)
         if session.step_began_s is not None:
             interval = self._step_interval(session.target)
@@ -278,27 +280,27 @@ class SessionTable:
             self._counts["guess_miss"] += 1
 
     def _note_first(self, drafted: int, confidence: float, decided: int) -> None:
-        """Updates the load check with a first token, which counts as accepted if the target decided the same one."""
+        """Updates the load check with a block's first token; it counts as accepted if it equals the decided token."""
         was_over = self.load_check.is_over
         self.load_check = self.load_check.after(confidence, drafted == decided)
         if self.load_check.warning is not None and not was_over:
-            log.warning("this drafter is of little use: %s", self.load_check.warning)
+            log.warning("low acceptance of this drafter: %s", self.load_check.warning)
 
     def _draft_request(self, target: str, request: DraftRequest) -> list[Send]:
         """Applies a target's draft request.
 
-        Ignores a request for another prefix: it is too late, or its verdict was lost.
+        Ignores a request for another prefix, which is outdated or follows a lost verdict.
         """
         session = self._session_at(target, request)
         if session is not None and session.address == (request.base_len, request.prefix_hash):
             session.take(request, drafts_ahead=self._draft_ahead)
             (self._resting.discard if session.requested_tokens else self._resting.add)(target)
-            if session.lacks_states and session.lacks_block:  # the target must not wait for missing states
+            if session.lacks_states and session.lacks_block:  # the target must not wait for its own missing states
                 return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
         return []
 
     def _on_states(self, peer: str, states: States) -> list[Send]:
-        """Handles states from a target's address, or from its states stream; acknowledges those from the stream."""
+        """Handles hidden states from a target's address or states stream; acknowledges states from the stream."""
         session = self.all.get(states.session)
         if session is None or peer not in (session.target, states_stream(session.target)):
             self._counts["states_unknown"] += 1
@@ -306,7 +308,7 @@ class SessionTable:
         return self._keep_states(session, [states], acks=peer != session.target)
 
     def _keep_states(self, session: DraftSequence, arrived: list[States], acks: bool) -> list[Send]:
-        """Keeps a session's states; gives the session up if they exceed the bound, and requests missing ones."""
+        """Stores hidden states and requests missing ones; gives the session up if they exceed the limit."""
         gaps = [states for states in arrived if self._states.receive(session, states)]
         if why := self._states.no_room():
             return self._give_up(session, why)
@@ -317,7 +319,7 @@ class SessionTable:
         return [(states_stream(session.target), StatesAck(session.open.session, session.states_len))]
 
     def _on_resync(self, target: str, resync: Resync) -> list[Send]:
-        """Handles the target's report that its tokens differ: requests the ledger from the router."""
+        """Handles a target's report of different tokens: requests the ledger from the router."""
         session = self.all.get(resync.session)
         if session is None or session.target != target:
             return []
@@ -326,7 +328,7 @@ class SessionTable:
         return [_resync(session)]
 
     def exchanged(self, version: int, load_check: LoadCheck) -> None:
-        """Counts the acceptance of the new weights separately, from their first blocks on."""
+        """Starts separate acceptance counts for the new weights."""
         self.load_check = load_check
         self.version_watch.exchanged(version)
         for session in self.all.values():
@@ -335,33 +337,33 @@ class SessionTable:
     # ------------------------------------------------------------ results of passes
 
     def verdict_due(self, session: DraftSequence) -> float:
-        """Returns the earliest likely time of the pending verdict; infinity while nothing is known."""
+        """Returns the earliest likely arrival of the pending verdict; infinity if unknown."""
         earliest_s = self._step_interval(session.target).earliest_s
         return math.inf if earliest_s is None or session.step_began_s is None else session.step_began_s + earliest_s
 
     def hit(self, session: DraftSequence, proposal: Proposal) -> None:
-        """Records that a block drafted ahead fits the current prefix."""
+        """Records that a lookahead block fits the current prefix."""
         self._counts["guess_hit"] += 1
         self.all.move_to_end(proposal.session)
         session.sent(proposal)
 
     def note_block(self, late: bool) -> list[Send]:
-        """Records a block, late or in time; while most are late, gives up sessions, longest unserved first.
+        """Records a block, late or in time. Gives up sessions, longest unserved first, when most blocks are late.
 
-        Keeps sessions without requested tokens, because they take no drafting time.
+        Keeps sessions without requested tokens, because they cost no drafting time.
         """
         self._counts["blocks_late" if late else "blocks_in_time"] += 1
         excess = self._capacity.note(late, len(self.all))
         drafted_for = [session for session in self.all.values() if session.requested_tokens] if excess else []
-        why = "blocks come too late for so many sessions"
+        why = "most blocks are late; this drafter has too many sessions"
         return [send for session in drafted_for[:excess] for send in self._give_up(session, why)]
 
     # ------------------------------------------------------------ helpers
 
     def _session_at(self, target: str, message: Verdict | DraftRequest) -> DraftSequence | None:
-        """Returns the session that a target's message refers to.
+        """Looks up the session of a target's message.
 
-        Returns None if the session is unknown, has another target, or the message is from an earlier attempt.
+        Returns None if the session is unknown or has another target, or if the message belongs to an older attempt.
         """
         session = self.all.get(message.session)
         if session is None or session.target != target or message.attempt < session.open.attempt:
@@ -381,21 +383,21 @@ class SessionTable:
         if max(request.tokens) >= limits.vocabulary:
             why = f"token id {max(request.tokens)} is outside the vocabulary of {limits.vocabulary}"
         elif request.max_len > limits.max_context:
-            why = f"max_len is {request.max_len}, the drafter's context holds {limits.max_context} tokens"
+            why = f"max_len is {request.max_len}, expected at most {limits.max_context}, the drafter's context"
         elif not request.target_address:
             why = "target_address is empty"
         elif self.is_leaving:
             reason = RefusalReason.OVERLOADED
-            why = "this drafter is stopping"
+            why = "this drafter is shutting down"
         elif len(self.all) >= self._capacity.sessions and request.session not in self.all:
             reason = RefusalReason.OVERLOADED
-            why = f"{len(self.all)} sessions are drafted for already"
+            why = f"this drafter is full with {len(self.all)} sessions"
         elif why := self._states.no_room(len(request.tokens), request.session):
             reason = RefusalReason.OVERLOADED
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _give_up(self, session: DraftSequence, why: str) -> list[Send]:
-        """Refuses a session that another drafter may have capacity for."""
+        """Drops a session with a refusal, so that its router can choose another drafter."""
         self._counts["given_up"] += 1
         name = session.open.session
         self._forget(name)

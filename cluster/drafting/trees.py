@@ -1,13 +1,12 @@
-"""Candidate tokens and their probabilities: verdict outcomes, growth of draft trees, and merging of two trees.
+"""Selects draft-tree nodes by probability: enumerates verdict outcomes, grows trees, and merges two trees.
 
-An outcome is the tokens that a verdict may commit: some tokens of the block followed by one that differs from the
-block's next, or the whole block and one token after it.
+An outcome is a possible sequence of committed tokens: an accepted part of the block followed by one other token.
 
-A node's probability is that of its path, so the likeliest nodes form a tree. In falling order of probability, the first
-n nodes are the best tree of n nodes, for every n (EAGLE-2: Li et al. 2024, arXiv 2406.16858).
+A node's probability is the probability of its path, so the likeliest nodes form a tree. For every n, the n likeliest
+nodes are the best tree of n nodes (EAGLE-2: Li et al. 2024, arXiv 2406.16858).
 
-`merged` joins the blocks of two methods. Their errors are assumed independent, so a token that both propose has the
-probability 1 - (1 - a)(1 - b). If the probabilities at one position add up to more than 1, they are scaled down. Pure.
+`merged` merges the blocks of two methods. It assumes independent errors: a token proposed by both with probabilities a
+and b has probability 1 - (1 - a)(1 - b). Probabilities that sum to more than 1 at a position are scaled down. Pure.
 """
 
 import math
@@ -23,7 +22,7 @@ from protos.frozen import value
 
 @value
 class Choices:
-    """Candidate tokens at a position with the draft model's probability of each; likeliest first."""
+    """Candidate tokens at a position with the draft model's probabilities; likeliest first."""
 
     tokens: Sequence[int]
     chances: Sequence[float]
@@ -33,7 +32,7 @@ class Choices:
         return self.chances[self.tokens.index(token)] if token in self.tokens else 0.0
 
     def including(self, token: int, chance: float) -> "Choices":
-        """Returns the choices with `token` added, at a probability from another source."""
+        """Returns the choices with `token` added; `chance` comes from another source."""
         if token in self.tokens or not chance:
             return self
         return Choices((*self.tokens, token), (*self.chances, chance))
@@ -44,22 +43,22 @@ class Choices:
 
 NO_CHOICES = Choices((), ())
 
-Outcome = tuple[tuple[int, ...], float]  # verdict tokens and their probability
+Outcome = tuple[tuple[int, ...], float]  # (verdict tokens, probability)
 
 
 def accepted_chance(block: Sequence[int], choices: Sequence[Choices]) -> float:
-    """Returns the probability that the whole block is accepted.
+    """Returns the acceptance probability of the whole block.
 
-    `choices` lists the choices at the block's positions. Positions after the end of `choices` are ignored; an empty
+    `choices` contains the choices at the block's positions. Ignores positions beyond the end of `choices`; an empty
     entry makes the result 0.
     """
     return math.prod(there.chance_of(token) for token, there in zip(block, choices, strict=False))
 
 
 def rejections(block: DraftTree, choices: Sequence[Choices]) -> list[Outcome]:
-    """Returns the outcomes that reject a token of the main path, by the `choices` at its positions.
+    """Returns the outcomes that reject a token of the main path; `choices` are the candidates at its positions.
 
-    Each outcome ends with a choice that no branch of the block contains at that position.
+    The last token of each outcome is not in the block at that position.
     """
     outcomes = []
     reached = 1.0
@@ -74,22 +73,22 @@ def rejections(block: DraftTree, choices: Sequence[Choices]) -> list[Outcome]:
 
 
 def continuations(block: Sequence[int], accepted: float, after: Choices) -> list[Outcome]:
-    """Returns the outcomes that accept the whole block, with probability `accepted`, followed by one of `after`."""
+    """Returns the outcomes that accept the whole block, given its probability and the candidates after it."""
     return [((*block, token), accepted * chance) for token, chance in after]
 
 
-CHILD_CHANCE = 0.5  # approximate probability of the token after a likely one
-MAX_BRANCHES = 3  # most branches of a block that are begun at once
-MAX_SIBLINGS = 4  # choices considered per position: even the fourth is the target's token at only 2 of 100 positions
+CHILD_CHANCE = 0.5  # approximate probability of the token after a likely token
+MAX_BRANCHES = 3  # maximum number of branches started at once
+MAX_SIBLINGS = 4  # choices per position; the fourth is the target's token at only 2 % of positions
 
 TokenPath = tuple[int, ...]
 
 
 @value
 class Branch:
-    """A branch of a growing tree: the tokens after the path `stem`, which has the probability `chance`.
+    """A branch of a growing tree: tokens after the path `stem`, which has probability `chance`.
 
-    `choices` holds, for each of `tokens`, the candidates from which it was chosen.
+    `choices[i]` contains the candidates at the position of `tokens[i]`.
     """
 
     stem: TokenPath
@@ -99,13 +98,13 @@ class Branch:
 
 
 def tree_of(paths: Sequence[tuple[TokenPath, float]]) -> DraftTree:
-    """Returns the tree with these paths as its nodes, in this order; each path must come after its parent."""
+    """Returns the tree with these paths as nodes, in the same order; parents must precede their children."""
     nodes = {path: node for node, (path, _) in enumerate(paths)} | {(): -1}
     return DraftTree(tuple([path[-1] for path, _ in paths]), tuple([nodes[path[:-1]] for path, _ in paths]))
 
 
 def likeliest_paths(branches: Iterable[Branch], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
-    """Returns at most `most` paths with their probabilities, in falling order."""
+    """Returns up to `most` paths with their probabilities, likeliest first."""
     chances: dict[TokenPath, float] = {}
     for branch in branches:
         path = branch.stem
@@ -119,16 +118,16 @@ def likeliest_paths(branches: Iterable[Branch], most: int, least_chance: float) 
 
 
 def likeliest_of(chances: Mapping[TokenPath, float], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
-    """Selects the likeliest paths; no path may be likelier than its parent."""
+    """Selects the likeliest paths; a path must not be likelier than its parent."""
     ranked = sorted(chances.items(), key=lambda node: (-node[1], len(node[0])))[:most]
     return [node for rank, node in enumerate(ranked) if rank == 0 or node[1] >= least_chance]
 
 
 def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[tuple[TokenPath, float]]:
-    """Returns the likeliest paths when the continuations of any path are known without a forward pass.
+    """Returns the likeliest paths if continuations of any path are known without a forward pass.
 
-    All have at least the probability `least_chance`. The likeliest path is expanded first, so `after` is called at most
-    `most` times, and for a path only after all of its prefixes.
+    All returned paths have a probability of at least `least_chance`. Paths are expanded in order of probability, so
+    `after` is called at most `most` times, and for a path only after its prefixes.
     """
     paths: list[tuple[TokenPath, float]] = []
     frontier: list[tuple[float, int, TokenPath]] = []  # (negated probability, depth, path)
@@ -148,9 +147,9 @@ def grown_paths(after: Callable[[TokenPath], Choices], most: int, least_chance: 
 
 
 def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance: float) -> list[Branch]:
-    """Returns the result of `grown_paths` as branches, each with the possible tokens after one path.
+    """Returns the result of `grown_paths` as branches, one per expanded path.
 
-    The first branch is kept even if its tokens are unlikely.
+    Always keeps the first branch, even if its tokens are unlikely.
     """
     choices: dict[TokenPath, Choices] = {}
 
@@ -167,21 +166,21 @@ def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance
 
 
 def branches_by_depth(choices: Sequence[Choices], most: int, least_chance: float) -> list[Branch]:
-    """Returns the branches of a block in which the choices at a position do not depend on the tokens before it."""
+    """Returns the branches of a block whose choices depend only on the position, not on earlier tokens."""
     return grow_branches(
         lambda path: choices[len(path)] if len(path) < len(choices) else NO_CHOICES, most, least_chance
     )
 
 
 def threshold_of(paths: Sequence[tuple[TokenPath, float]], most: int) -> float:
-    """Returns the least probability of a further node among the likeliest `most`; 0 while there are fewer paths."""
+    """Returns the minimum probability for a new node among the likeliest `most`; 0 while there are fewer paths."""
     return paths[-1][1] if len(paths) == most else 0.0
 
 
 def worth_branching(
     paths: Sequence[tuple[TokenPath, float]], main_path: TokenPath, least: float
 ) -> list[tuple[TokenPath, float]]:
-    """Returns the paths that leave the main path with their last node and whose children may reach `least`."""
+    """Returns the paths that leave the main path at their last token and may have children of probability `least`."""
     return [
         (path, chance)
         for path, chance in paths
@@ -190,11 +189,11 @@ def worth_branching(
 
 
 def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Proposal:
-    """Returns at most `most` nodes from two blocks for the same prefix, in falling order of probability.
+    """Merges two blocks for the same prefix into up to `most` nodes, likeliest first.
 
-    The first node is kept even if it is below `least_chance`, as in any block.
+    Always keeps the first node, even below `least_chance`.
     """
-    assert (one.base_len, one.prefix_hash) == (other.base_len, other.prefix_hash), "they are for different prefixes"
+    assert (one.base_len, one.prefix_hash) == (other.base_len, other.prefix_hash), "prefixes differ"
     if not (one.tokens and other.tokens):
         return one if one.tokens else other
     paths = likeliest_of(combined(_given(one), _given(other)), most, least_chance)
@@ -210,12 +209,12 @@ def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Pr
 
 
 def combined(one: Mapping[TokenPath, float], other: Mapping[TokenPath, float]) -> dict[TokenPath, float]:
-    """Returns cumulative path probabilities from two methods' conditional ones.
+    """Combines the conditional probabilities of two methods into cumulative path probabilities.
 
-    The inputs give, for each path, the probability of its last token given the tokens before it.
+    The inputs map each path to the conditional probability of its last token.
     """
     given = {path: 1 - (1 - one.get(path, 0.0)) * (1 - other.get(path, 0.0)) for path in {**one, **other}}
-    totals: defaultdict[TokenPath, float] = defaultdict(float)  # sum over the tokens that follow each path
+    totals: defaultdict[TokenPath, float] = defaultdict(float)  # sum over the tokens after each path
     for path, chance in given.items():
         totals[path[:-1]] += chance
     reached: dict[TokenPath, float] = {(): 1.0}
@@ -227,8 +226,8 @@ def combined(one: Mapping[TokenPath, float], other: Mapping[TokenPath, float]) -
 
 
 def _given(proposal: Proposal) -> dict[TokenPath, float]:
-    """Returns, for each path, the probability of its last token given the tokens before it."""
-    assert len(proposal.chances) == len(proposal.tokens), "this method gave no chances"
+    """Returns the conditional probability of each path's last token."""
+    assert len(proposal.chances) == len(proposal.tokens), "the proposal has no probabilities"
     tree = proposal.tree
     chances = proposal.chances
     return {

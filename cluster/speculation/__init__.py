@@ -1,10 +1,10 @@
-"""Decisions about speculation: each session's draft length, the wait for blocks, and whether speculation pays at all.
+"""Speculation control: each session's draft length, the wait for blocks, and whether to speculate at all.
 
-Input: measured times of steps and blocks, and which nodes of each block were accepted. Output: a `DraftingDecision` for
-each session after each verdict, the time that a step may wait for blocks, and the drafters that can be relied on. Pure;
-callers pass times in.
+Inputs are measured durations of steps and blocks, and the accepted nodes of each block. Outputs are a
+`DraftingDecision` per session after each verdict, the maximum wait of a step for blocks, and the state of each
+drafter's circuit breaker. Pure; callers pass times in.
 
-Start with `controller`. A target's leader calls `SpeculationController`, which holds the measurements; `Adaptive` is
-the policy, and `KillSwitch` turns speculation off where it was measured to lose. `estimators` estimates acceptance and
-step cost, and `circuit_breaker` has the breakers for silent or overloaded drafters.
+Start with `controller`. The verification scheduler calls `SpeculationController`, which collects the measurements.
+`Adaptive` is the policy, and `KillSwitch` turns speculation off where it measurably loses. `estimators` estimates
+acceptance and step cost, and `circuit_breaker` handles silent, overloaded and bad drafters.
 """

@@ -1,7 +1,7 @@
-"""Circuit breakers for drafters that are silent or overloaded, or whose blocks became bad.
+"""Circuit breakers for silent, overloaded and bad drafters.
 
-A target notices silence first, step by step, and stops waiting; a mistake there is cheap. A router moves sessions,
-which costs the next drafter a prefill of their prompts, so it waits longer. Callers pass times in.
+A target notices silence within a few steps and stops waiting; a false alarm there is cheap. A router waits longer
+before it moves sessions, because each move costs the new drafter a prefill. Callers pass times in.
 """
 
 from collections import Counter, defaultdict
@@ -9,50 +9,50 @@ from collections.abc import Iterable
 
 from protos.messages import DraftAnswer
 
-SILENT_STEPS = 3  # missed steps in a row after which a target stops waiting: single late blocks prove nothing
-PROBE_STEPS = 32  # steps until the target waits once more; doubles each time, so a dead drafter costs little
-MAX_MISSES = 8  # missed blocks before a router moves sessions, whose prompts another drafter must read
-MAX_COLLAPSES = 3  # sessions in a row whose blocks became bad before a drafter is given up
-FIRST_PAUSE_S = 1.0  # pause before a router tries a drafter again; doubles with each failed try
+SILENT_STEPS = 3  # consecutive missed steps after which a target stops waiting; single late blocks prove nothing
+PROBE_STEPS = 32  # steps until the first probe; doubles after each, so a dead drafter costs little
+MAX_MISSES = 8  # consecutive missed blocks before a router moves sessions
+MAX_COLLAPSES = 3  # consecutive collapsed sessions before a drafter is given up
+FIRST_PAUSE_S = 1.0  # pause before a router retries a drafter; doubles after each failed retry
 MAX_PAUSE_S = 30.0
-SILENT_S = 2.0  # silence after which a drafter that has drafted for the session is given up
-FIRST_BLOCK_S = 10.0  # silence after which one that may still be reading the session's prompt is given up
+SILENT_S = 2.0  # silence after which a drafter is given up if it has drafted for the session
+FIRST_BLOCK_S = 10.0  # the same limit while the drafter may still be prefilling the session's prompt
 
 
 class CircuitBreaker:
     """A router's circuit breaker for one drafter.
 
-    While closed, the drafter is used. It opens when blocks are missed for too long, when the drafter reports overload,
-    or when its blocks became bad in several sessions. After a pause it is half-open, and one session passes as a probe:
-    a block for it closes the breaker, silence opens it for longer. A drafter that was silent is trusted again at its
-    first block. One whose blocks became bad keeps sending blocks, so its breaker closes only when a session ends well.
+    A closed breaker lets sessions through. The breaker opens when the drafter is silent for too long, reports overload,
+    or has several collapsed sessions. After a pause it is half-open and passes one session as a probe: a block closes
+    the breaker, silence reopens it for longer. After silence, any block closes the breaker. After collapses, only a
+    session that ends with good acceptance closes it, because a bad drafter keeps sending blocks.
     """
 
     def __init__(self) -> None:
-        self._pause_s = FIRST_PAUSE_S  # length of the next pause
-        self._open_until: float | None = None  # end of the pause, after which the breaker is half-open; None: closed
-        self._was_silent = False  # cause of the latest opening
+        self._pause_s = FIRST_PAUSE_S  # next pause
+        self._open_until: float | None = None  # end of the pause, when the breaker becomes half-open; None: closed
+        self._was_silent = False  # True if the breaker opened because of silence
         self._was_bad = False
-        self._probe: str | None = None  # the session that passes in the half-open state
+        self._probe: str | None = None  # probe session in the half-open state
         self._probe_until = 0.0
-        self._misses = 0  # since the last block in time
-        self._silent_since = 0.0  # time of the first of these misses
-        self._collapses = 0  # sessions whose blocks became bad since a session ended well
+        self._misses = 0  # number of misses since the last block in time
+        self._silent_since = 0.0  # time of the first miss
+        self._collapses = 0  # number of collapsed sessions since a good session
 
     def takes(self, now: float) -> bool:
-        """Returns True if a session may be given to the drafter."""
+        """Returns True if the drafter may get a session."""
         if self._open_until is None:
             return True
         return now >= self._open_until and (self._probe is None or now >= self._probe_until)
 
     def placed(self, session: str, now: float) -> None:
-        """Records that a session was given to the drafter; in the half-open state it becomes the probe."""
+        """Records an assignment; in the half-open state, the session becomes the probe."""
         if self._open_until is not None:
             self._probe = session
             self._probe_until = now + FIRST_BLOCK_S
 
     def answered(self, session: str) -> None:
-        """Records a block in time, or the drafter's answer that it has none."""
+        """Records a block or NoDraft that arrived in time."""
         self._misses = 0
         if not self._was_bad and (session == self._probe or self._was_silent):
             self._close()
@@ -60,7 +60,7 @@ class CircuitBreaker:
     def missed(self, now: float, silence_s: float) -> bool:
         """Records a missed block.
 
-        Returns True if the breaker opens now, because no block was in time for `silence_s` seconds.
+        Returns True if the breaker opens now because no block has arrived in time for `silence_s` seconds.
         """
         if self._misses == 0:
             self._silent_since = now
@@ -72,7 +72,7 @@ class CircuitBreaker:
         return True
 
     def collapsed(self, now: float) -> bool:
-        """Records that blocks became bad in a session even after a resync; returns True if the breaker opens now."""
+        """Records a collapse in a session that was already resynchronized; returns True if the breaker opens now."""
         self._collapses += 1
         if self._collapses < MAX_COLLAPSES:
             return False
@@ -81,13 +81,13 @@ class CircuitBreaker:
         return True
 
     def ended_well(self) -> None:
-        """Records a session that ended with well accepted blocks of the drafter."""
+        """Records a session that ended with good acceptance of the drafter's blocks."""
         self._collapses = 0
         if self._was_bad:
             self._close()
 
     def refused(self, now: float) -> None:
-        """Opens the breaker: the drafter reported that it is overloaded."""
+        """Opens the breaker after the drafter reported overload."""
         self._open(now)
 
     def _close(self) -> None:
@@ -98,57 +98,58 @@ class CircuitBreaker:
         self._pause_s = max(FIRST_PAUSE_S, self._pause_s / 2)
 
     def _open(self, now: float) -> None:
-        """Opens the breaker for a pause."""
+        """Opens the breaker and starts a pause."""
         self._misses = 0
-        if self._open_until is None or now >= self._open_until:  # further refusals during a pause do not extend it
+        if self._open_until is None or now >= self._open_until:  # events during a pause do not extend it
             self._open_until = now + self._pause_s
             self._probe = None
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
 
 class SilentDrafters:
-    """Drafters that a target has stopped waiting for, because they answered no request for several steps in a row."""
+    """Tracks drafters that a target no longer waits for after several consecutive unanswered requests."""
 
     def __init__(self) -> None:
-        self._missed: Counter[str] = Counter()  # missed steps in a row, by drafter
+        self._missed: Counter[str] = Counter()  # consecutive missed steps, by drafter
 
     def missed(self, drafters: Iterable[str]) -> None:
-        """Records that these drafters answered no request for the step just made."""
+        """Records that these drafters did not answer a request for the latest step."""
         self._missed.update(drafters)
 
     def on_message(self, drafter: str) -> None:
-        """Records that the drafter sent a message, or is gone."""
+        """Records a drafter's message, or the loss of its stream."""
         self._missed.pop(drafter, None)
 
     def is_silent(self, drafter: str) -> bool:
-        """Returns True if the target should not wait for the drafter, probes aside."""
+        """Returns True if the target should wait for the drafter only as a probe."""
         return self._missed[drafter] >= SILENT_STEPS
 
     def is_probed(self, drafter: str) -> bool:
-        """Returns True if the target waits for a silent drafter in this step."""
+        """Returns True if the current step probes a silent drafter."""
         steps, rest = divmod(self._missed[drafter] - SILENT_STEPS + 1, PROBE_STEPS)
         return rest == 0 and (steps + 1).bit_count() == 1 and self.is_silent(drafter)
 
 
 class CircuitBreakers:
-    """A router's breakers, by drafter address."""
+    """A router's circuit breakers, by drafter address."""
 
     def __init__(self) -> None:
-        self.opened: Counter[tuple[str, str]] = Counter()  # number of openings, by address and cause
+        self.opened: Counter[tuple[str, str]] = Counter()  # number of openings, by (address, cause)
         self._breakers: defaultdict[str, CircuitBreaker] = defaultdict(CircuitBreaker)
 
     def takes(self, address: str, now: float) -> bool:
-        """Returns True if a session may be given to the drafter."""
+        """Returns True if the drafter may get a session."""
         return self._breakers[address].takes(now)
 
     def placed(self, address: str, session: str, now: float) -> None:
-        """Records that a session was given to the drafter."""
+        """Records the assignment of a session to the drafter."""
         self._breakers[address].placed(session, now)
 
     def note(self, address: str, session: str, answer: DraftAnswer, has_drafted: bool, now: float) -> bool:
-        """Records a drafter's answer for a session; `has_drafted` is False until the drafter's first answer for it.
+        """Records the outcome of a draft request; `has_drafted` is False before the drafter's first answer in this
+        session.
 
-        Returns True if the drafter is given up as silent now; the router then moves its sessions.
+        Returns True if the drafter is given up as silent now; the router must then move its sessions.
         """
         if answer is DraftAnswer.MISSED:
             opens = self._breakers[address].missed(now, SILENT_S if has_drafted else FIRST_BLOCK_S)
@@ -159,12 +160,12 @@ class CircuitBreakers:
         return False
 
     def refused(self, address: str, now: float) -> None:
-        """Records that the drafter reported overload."""
+        """Records a drafter's report of overload."""
         self.opened[address, "overloaded"] += self._breakers[address].takes(now)
         self._breakers[address].refused(now)
 
     def collapsed(self, address: str, now: float) -> bool:
-        """Records that blocks became bad in a session even after a resync.
+        """Records a collapse in a session that was already resynchronized.
 
         Returns True if the drafter is given up now.
         """
@@ -173,13 +174,13 @@ class CircuitBreakers:
         return opens
 
     def are_open(self, now: float) -> dict[str, bool]:
-        """Returns, by address, whether the drafter is given no sessions."""
+        """Returns, by address, True if the drafter gets no sessions now."""
         return {address: not breaker.takes(now) for address, breaker in dict(self._breakers).items()}
 
     def ended_well(self, address: str) -> None:
-        """Records a session that ended with well accepted blocks of the drafter."""
+        """Records a session that ended with good acceptance of the drafter's blocks."""
         self._breakers[address].ended_well()
 
     def forget(self, address: str) -> None:
-        """Drops a drafter whose stream broke; a reconnected drafter starts with a closed breaker."""
+        """Drops the breaker of a lost drafter; a reconnected drafter starts with a closed breaker."""
         self._breakers.pop(address, None)

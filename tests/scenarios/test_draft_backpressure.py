@@ -32,12 +32,12 @@ def test_a_drafter_whose_blocks_are_all_overtaken_gives_up_a_session_and_accepts
     drafter = opened("a", "b", "c")
     refusal, detach = overtaken(drafter, "a", "b", "c")
     session = refusal.split()[3]
-    why = '"blocks come too late for so many sessions"'
+    why = '"most blocks are late; this drafter has too many sessions"'
     assert refusal == f"router#1 <- Refusal {session} attempt=1 overloaded {why}"
     assert detach == f"t1 <- Detach {session}"
     drafter.run(f"""
         router#1: Open {session} 1,2
-            router#1 <- Refusal {session} attempt=1 overloaded "2 sessions are drafted for already"
+            router#1 <- Refusal {session} attempt=1 overloaded "this drafter is full with 2 sessions"
         show sessions -> sessions=2
     """)
 

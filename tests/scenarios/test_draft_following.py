@@ -254,10 +254,10 @@ def test_refusals_give_the_reason():
         router#1: Open s0 1,2 -> t1 <- Attach s0 1,2
         router#1: Open s1 1,2 -> t1 <- Attach s1 1,2
         router#1: Open s2 1,2 -> t1 <- Attach s2 1,2
-        router#1: Open new 1,2 -> router#1 <- Refusal new attempt=1 overloaded "3 sessions are drafted for already"
+        router#1: Open new 1,2 -> router#1 <- Refusal new attempt=1 overloaded "this drafter is full with 3 sessions"
         router#1: Open new 50 -> router#1 <- Refusal new attempt=1 invalid "token id 50 is outside the vocabulary of 50"
         router#1: Open new 1,2 max_len=101
-            router#1 <- Refusal new attempt=1 invalid "max_len is 101, the drafter's context holds 100 tokens"
+            router#1 <- Refusal new attempt=1 invalid "max_len is 101, expected at most 100, the drafter's context"
         router#1: Open new 1,2 target_address=
             router#1 <- Refusal new attempt=1 invalid "target_address is empty"
         # A full drafter still reopens its own sessions.
@@ -272,9 +272,9 @@ def test_a_session_at_an_unknown_target_is_refused_until_the_target_is_known(cap
         router#1: Open a 1,2 -> t1 <- Attach a 1,2
         # The drafter's membership may lag behind the router's, so the router may retry.
         router#1: Open b 1,2 target_address=t2
-            router#1 <- Refusal b attempt=1 overloaded "target_address is not known yet; retry later"
+            router#1 <- Refusal b attempt=1 overloaded "target_address is not known yet; retry"
         router#1: Open b 1,2 target_address=t2 attempt=2
-            router#1 <- Refusal b attempt=2 overloaded "target_address is not known yet; retry later"
+            router#1 <- Refusal b attempt=2 overloaded "target_address is not known yet; retry"
         show targets -> targets=t1
     """)
     assert drafter.scheduler.refusals.counts == {"an Open with an unknown target": 2}
@@ -296,7 +296,7 @@ def test_a_target_that_is_no_longer_listed_is_drafted_for_while_it_serves():
     drafter.run("""
         router#1: Open a 1,2 attempt=2 -> t1 <- Attach a 1,2
         router#1: Close a attempt=2 -> t1 <- Detach a
-        router#1: Open b 1,2 -> router#1 <- Refusal b attempt=1 overloaded "target_address is not known yet; retry later"
+        router#1: Open b 1,2 -> router#1 <- Refusal b attempt=1 overloaded "target_address is not known yet; retry"
     """)
 
 
