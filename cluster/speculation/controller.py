@@ -1,13 +1,13 @@
-"""Speculation control of one target replica: from measured steps and blocks to each session's next draft request.
+"""Speculation controller of one target replica: computes draft requests from measured steps and blocks.
 
-The policy chooses draft lengths and waits by the value of a second. At its best, a replica commits `rate` tokens per
-second, so a second is worth `rate` tokens, and time is spent only where it brings more (Dinkelbach's method for
-maximising a ratio). It decides from measured costs (`load`) and from the results of past blocks (`stats`).
+The policy chooses draft lengths and waits by the value of time. A replica commits up to `rate` tokens per second, so a
+second is worth `rate` tokens. The policy spends time only where it gains more tokens than that (Dinkelbach's method for
+maximizing a ratio). Its inputs are measured costs (`load`) and the results of past blocks (`stats`).
 
-Unknown costs, such as drafters that share memory, cores or network with the target, show only in the measured
-throughput. Where speculation was slower than non-speculative decoding at a load, the kill switch turns it off for a
-while, even if the estimates favour it. All trials against the estimates are charged to one budget, `TRIAL_SHARE`. Pure,
-without a clock.
+The estimates miss some costs, such as contention with drafters on the same machine, but measured throughput includes
+them. At loads where speculation was slower than non-speculative decoding, the kill switch turns speculation off for a
+while, whatever the estimates. Trials against the estimates share one budget, `TRIAL_SHARE`. Pure; the module reads no
+clock.
 """
 
 from collections import Counter, defaultdict
@@ -19,60 +19,58 @@ from cluster.costs import ForwardCost
 from cluster.speculation.estimators import AcceptanceCounts, Chances, Load, Pairs, ReplicaStats, SessionStats, StepCost
 from protos.frozen import value
 
-TRIAL_TOKENS = 2  # draft length of a trial: cheap, and enough to see whether blocks have become good
-MIN_LOOKAHEAD_GAIN = (
-    0.02  # tokens per round that drafting ahead must bring, since a verdict and a block per round cost time
-)
-RESUME_RATIO = 1.15  # hysteresis: value over cost at which drafting resumes; without it, noise would toggle drafting
+TRIAL_TOKENS = 2  # draft length of a trial: cheap, but long enough to detect better acceptance
+MIN_LOOKAHEAD_GAIN = 0.02  # minimum gain of drafting ahead, in tokens per round
+RESUME_RATIO = 1.15  # hysteresis: ratio of value to cost at which drafting resumes
 
 
 @value
 class DraftingDecision:
-    """The request to a drafter after a verdict, and its expected value."""
+    """The draft request after a verdict, and its expected value."""
 
     tokens: int = 0  # draft length; 0: no block is requested
-    worth: float = 0.0  # tokens that the block is expected to bring, less the cost of its verification
-    least_chance: float = 0.0  # acceptance probability below which a token is not worth verifying
-    hold_step: bool = False  # True: a step may wait for the block; False: it is used only if in time
-    skip_for_s: float = 0.0  # seconds for which the session skips steps while others continue
-    is_trial: bool = False  # True: the block or the wait is not expected to pay and is requested to measure it
+    worth: float = 0.0  # expected gain of the block minus its verification cost, in tokens
+    least_chance: float = 0.0  # minimum acceptance probability of a token worth verifying
+    hold_step: bool = False  # True: a step may wait for the block; False: the block is used only if it arrives in time
+    skip_for_s: float = 0.0  # time for which the session may skip steps of other sessions
+    is_trial: bool = False  # True: requested for measurement, without an expected gain
 
 
 @value
 class Awaited:
-    """A block that a step could wait for."""
+    """A block that the next step could wait for."""
 
-    worth: float  # tokens that the block is expected to bring
-    in_s: float  # seconds from the earliest start of the step to the block's expected arrival
+    worth: float  # expected gain, in tokens
+    in_s: float  # expected arrival, in seconds after the earliest start of the step
 
 
 class PacingPolicy(Protocol):
-    """Interface of pacing policies, which decide draft lengths and waits of a target."""
+    """Interface of policies for a target's draft lengths and waits."""
 
     def decide(
         self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
     ) -> DraftingDecision:
-        """Returns the request for the session's next block, at most `limit` tokens.
+        """Returns the request for the session's next block, of at most `limit` tokens.
 
-        `may_try` allows a trial: a request that is not expected to pay.
+        `may_try` permits a trial, which is a request without an expected gain.
         """
         ...
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
-        """Returns how long a step that could begin waits for further blocks, in seconds."""
+        """Returns the maximum wait of a step that could start now, in seconds."""
         ...
 
 
 class Adaptive:
-    """Requests drafts, and waits for them, where they bring more tokens than the time is worth."""
+    """Requests drafts, and waits for them, where the expected gain exceeds the value of the time."""
 
     def decide(
         self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
     ) -> DraftingDecision:
-        """Extends the draft while each further token pays; requests none if the whole block does not pay.
+        """Extends the draft while each further token pays; requests no block if the block as a whole does not pay.
 
-        With `may_try`, a session without drafts tries a few tokens, and a session that does not wait for its blocks
-        waits once, to measure their delay.
+        With `may_try`, a session without drafts tries a short block, and a session that does not wait for blocks waits
+        once to measure their delay.
         """
         if not load.speculates:
             return DraftingDecision()
@@ -82,16 +80,16 @@ class Adaptive:
         if decision.tokens:
             return DraftingDecision(decision.tokens, decision.worth, decision.least_chance, True, is_trial=True)
         if not stats.is_left_off:
-            return decision  # it stopped drafting only now, so a trial is too early
+            return decision  # drafting stops just now; too early for a trial
         tokens = min(TRIAL_TOKENS, limit)
         hopes = [chance + bonus for chance, bonus, _ in stats.chances.outlook(replica.chances, tokens)]
         return DraftingDecision(tokens, sum(hopes), hold_step=True, is_trial=True)
 
     def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
-        """Waits while the time of all sessions costs less than the blocks worth waiting for bring.
+        """Returns the longest wait whose cost does not exceed the gain from the awaited blocks.
 
-        Those are the first blocks to arrive, as many as maximise the gain. If they do not arrive when expected, the
-        wait costs at most as much as they would have brought.
+        The awaited blocks are the earliest ones, up to the number with the largest net gain. If they are late, the wait
+        costs at most their expected gain.
         """
         best = worth = total = 0.0
         for block in sorted(awaited, key=lambda block: block.in_s):
@@ -100,13 +98,13 @@ class Adaptive:
             if gain > best:
                 best = gain
                 worth = total
-        return worth / load.rate if load.rate else 0.0  # before the first measured step, a second has no value
+        return worth / load.rate if load.rate else 0.0  # the value of time is unknown before the first step
 
     def _paying(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> DraftingDecision:
-        """Returns the request that pays best: a block that the next step waits for, or one used only if it is in time.
+        """Returns the most valuable request: an awaited block, or a block used only if it arrives in time.
 
-        Each token brings its acceptance probability and costs its part of the step. Waiting sessions share the cost of
-        a wait.
+        Each token gains its acceptance probability and costs its share of the step. Sessions that wait at the same time
+        share the cost.
         """
         draft_token_s = replica.delay.slope
         second = load.rate * (RESUME_RATIO if stats.is_left_off else 1.0)  # value of a second, in tokens
@@ -139,10 +137,11 @@ class Adaptive:
     def _awaited(
         self, tokens: int, worth: float, least_chance: float, stats: SessionStats, load: Load
     ) -> DraftingDecision:
-        """Returns a request that the step waits for. Each round without any block halves the expected worth.
+        """Returns a request with a wait. Each round without a block halves the expected gain, so a dead drafter costs
+        little.
 
-        A dead drafter therefore costs little. A session that skips a step loses a token now, but one that joins without
-        a block may have none after it either. It skips while its own time is worth less than the block brings.
+        A session that skips a step loses a token. A session that joins without a block may lack one after the step too.
+        The session therefore skips while its own time is worth less than the block's gain.
         """
         worth *= 0.5**stats.missed_rounds
         skips = load.rate > 0 and (1 - stats.hits) * worth > 1
@@ -152,9 +151,9 @@ class Adaptive:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLoop:
-    """The executable specification: draft for all sessions, verify all, commit, with one fixed draft length.
+    """Lock-step policy with a fixed draft length: drafts for all sessions, then verifies all.
 
-    `patience` bounds the wait for the blocks of a lost drafter, in seconds.
+    `patience` is the maximum wait for the blocks of a lost drafter, in seconds.
     """
 
     patience: float = 2.0
@@ -169,38 +168,37 @@ class ReferenceLoop:
         return self.patience if any(block.worth for block in awaited) else 0.0
 
 
-TRIAL_SHARE = (
-    0.01  # approximate share of time spent on losing trials, and on non-speculative steps where speculation wins
-)
-GAIN_MEMORY = 0.02  # weight of the latest step: about fifty show a gain of 1.25 although single steps differ by 0.8
-MIN_ERROR_SHARE = 0.5  # share of the error kept at full memory: without it, gains of 5 % were often taken for losses
-MIN_LOSS_STEPS = 12  # decayed steps before a loss is accepted: a short benchmark at 16 sessions has a hundred steps
-LOOK_STEPS = 8  # non-speculative steps of one look at their current cost; the first look follows as many others
-MIN_LOOKS = 2  # looks before a loss is accepted: eight lucky steps once turned speculation off for half a run
-MAX_PAUSE_STEPS = 8192  # some minutes of steps: after that the drafters or the load may have changed
+TRIAL_SHARE = 0.01  # approximate share of time for losing trials, and for non-speculative steps where speculation wins
+GAIN_MEMORY = 0.02  # weight of the latest step: about 50 steps reveal a gain of 1.25 despite deviations of 0.8
+MIN_ERROR_SHARE = 0.5  # share of the error kept at full memory; without it, gains of 5 % were often mistaken for losses
+MIN_LOSS_STEPS = 12  # minimum decayed steps before a loss counts; a short benchmark of 16 sessions has 100 steps
+LOOK_STEPS = 8  # non-speculative steps per look, which measures their current cost
+MIN_LOOKS = 2  # minimum looks before a loss counts: eight lucky steps once turned speculation off for half a run
+MAX_PAUSE_STEPS = 8192  # a few minutes; drafters or load may change in that time
 
 
 def octave(count: int) -> int:
-    """Returns log2 of `count`, rounded to the nearest integer: 3 to 5, 6 to 11 and 12 to 22 are equal."""
+    """Returns log2 of `count`, rounded to the nearest integer: 3 to 5, 6 to 11, and 12 to 22 form groups."""
     return (count * count).bit_length() // 2
 
 
 @dataclass(slots=True)
 class _AtLoad:
-    """Measured gain of speculation at one load, and the schedule of non-speculative steps there."""
+    """Measured speculation gain at one load, and its schedule of non-speculative steps."""
 
-    brought: Pairs = Pairs()  # seconds of speculative steps, and of non-speculative decoding for the same tokens
-    steps: int = 0  # speculative steps since the last look
-    looks: int = 0  # looks at the cost of non-speculative steps
-    off_for: int = 0  # remaining steps to make without speculation
-    pause: int = 0  # steps of the latest pause; 0: no recent loss
+    brought: Pairs = Pairs()  # (seconds with speculation, seconds without) for the same tokens
+    steps: int = 0  # speculative steps since the latest look
+    looks: int = 0  # number of looks
+    off_for: int = 0  # remaining non-speculative steps
+    pause: int = 0  # length of the latest pause, in steps; 0: no recent loss
 
     @property
     def best_gain(self) -> float:
-        """Upper estimate of the gain: the measured gain plus its error, or twice its error without a recent loss.
+        """Optimistic estimate of the gain: the measured gain plus one standard error after a recent loss, otherwise
+        plus two.
 
-        The margin shrinks as the memory fills. With a fixed margin, a loss of 4 %, about the error of fifty steps,
-        persisted for a third of six hundred steps.
+        The margin shrinks as the memory fills. With a fixed margin, a loss of 4 % (about the standard error of 50
+        steps) persisted for a third of 600 steps.
         """
         errors = (1 if self.pause else 2) * max(MIN_ERROR_SHARE, 1 - GAIN_MEMORY * self.brought.weight)
         return self.brought.ratio + errors * self.brought.ratio_error
@@ -211,44 +209,43 @@ class _AtLoad:
 
     @property
     def looks_after(self) -> float:
-        """Speculative steps before the next look at non-speculative ones, so that looks cost about `TRIAL_SHARE`.
+        """Number of speculative steps before the next look, so that looks cost about `TRIAL_SHARE` of the time.
 
-        A look costs the gain that speculation would have brought. So looks are frequent when the gain is near 1, and
-        immediate at an apparent loss. The first looks come sooner, because the pace of the first steps is not typical.
+        A look forgoes the gain of speculation. Looks are therefore frequent at a gain near 1, and immediate at an
+        apparent loss. The first looks come sooner, because the first steps are not typical.
         """
         spared = min(float(LOOK_STEPS) ** min(self.looks, 3), 1 / TRIAL_SHARE)
         return max(LOOK_STEPS, LOOK_STEPS * (self.best_gain - 1) * spared)
 
     @property
     def next_pause(self) -> int:
-        """Steps to leave speculation off, so that the cost of its trial is `TRIAL_SHARE` of them.
+        """Number of steps to leave speculation off, so that its next trial costs `TRIAL_SHARE` of them.
 
-        The pause at least doubles each time speculation loses again, since it is then less likely to have begun to pay.
-        A trial costs several percent more than its steps show, because drafters have to read the tokens that they
-        missed.
+        The pause at least doubles after each further loss. A trial costs several percent more than its steps show,
+        because drafters must first read the tokens that they missed.
         """
-        lost = self.brought.weight * (1 - self.brought.ratio)  # measured in non-speculative steps
+        lost = self.brought.weight * (1 - self.brought.ratio)  # in non-speculative steps
         return int(min(max(lost / TRIAL_SHARE, 2 * self.pause, LOOK_STEPS), MAX_PAUSE_STEPS))
 
     def rest(self, steps: int) -> None:
-        """Schedules `steps` non-speculative steps, which also measure the current cost of such steps."""
+        """Schedules `steps` non-speculative steps, which also measure their current cost."""
         self.off_for = steps
         self.steps = 0
         self.looks += 1
 
 
 class KillSwitch:
-    """Turns speculation on and off by load: the number of concurrent sessions, in octaves.
+    """Turns speculation on and off by load, measured as the octave of the number of concurrent sessions.
 
-    Trials of single sessions share one budget.
+    All sessions share one budget for trials.
     """
 
     def __init__(self) -> None:
         self._loads: defaultdict[int, _AtLoad] = defaultdict(_AtLoad)
-        self._owed = 0.0  # decisions, of any sessions, until the latest trials are paid for
+        self._owed = 0.0  # number of decisions until the latest trials are paid for
 
     def is_on(self, sessions: int) -> bool:
-        """Returns True if drafts should be requested at this load."""
+        """Returns True if speculation is on at this load."""
         return self._at(sessions).off_for == 0
 
     def gain(self, sessions: int) -> float:
@@ -257,23 +254,23 @@ class KillSwitch:
 
     @property
     def may_try(self) -> bool:
-        """True if a session may start a trial of blocks that are not expected to pay."""
+        """True if the budget permits a trial."""
         return self._owed <= 0
 
     def round(self, sessions: int, is_trial: bool) -> None:
-        """Records a decision about one of `sessions` sessions.
+        """Records a decision for one of `sessions` sessions.
 
-        A trial is charged to all of them, because their step waits and takes longer.
+        All of them pay for a trial, because it delays their common step.
         """
         self._owed = max(0.0, self._owed - 1) + is_trial * sessions / TRIAL_SHARE
 
     def non_speculative_step(self, sessions: int) -> None:
-        """Records a step without drafts whose requests allowed them."""
+        """Records a step without drafts in which drafts were allowed."""
         at = self._at(sessions)
         at.off_for = max(0, at.off_for - 1)
 
     def step(self, sessions: int, non_speculative_s: float, seconds: float) -> None:
-        """Records a speculative step of `seconds`, for tokens that take `non_speculative_s` without speculation."""
+        """Records a speculative step of `seconds`; its tokens would take `non_speculative_s` without speculation."""
         at = self._at(sessions)
         at.steps += 1
         if at.looks:
@@ -286,57 +283,57 @@ class KillSwitch:
             if at.looks < MIN_LOOKS:
                 at.brought = Pairs()
             if at.brought.weight >= MIN_LOSS_STEPS:
-                at.pause //= 2  # speculation has not lost since the latest look
+                at.pause //= 2  # no loss since the latest look
             at.rest(LOOK_STEPS)
 
     def _at(self, sessions: int) -> _AtLoad:
         return self._loads[octave(sessions)]
 
 
-DELAY_MEMORY = 0.01  # weight of the latest block's delay: delays are noisy, and those of all sessions count
-# Rounds after which a session waits for a block once: otherwise blocks that were slow once would be
-# taken to be slow forever. Waiting in one of a hundred rounds held every sixth step of sixteen sessions and lost 4 %.
+DELAY_MEMORY = 0.01  # weight of the latest block's delay; delays are noisy, and all sessions contribute
+# Every 64 rounds, a session waits once to refresh the delay estimate. Without this, a drafter that was slow once would
+# count as slow forever. With waits in 1 % of the rounds, 16 sessions delayed every sixth step and lost 4 %.
 MAX_UNAWAITED_ROUNDS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Properties of a step that its duration depends on."""
+    """Shape of a step, which determines its duration."""
 
     rows: int
-    tokens: int  # tokens over all rows
-    decoding: int  # sessions past their prompts, whether in the step or waiting
-    prompts: int = 0  # rows that feed prompts
-    prompt_tokens: int = 0  # tokens of those rows
-    is_drafted_for: bool = False  # True if drafters were asked for blocks for this step
-    is_open_to_drafts: bool = False  # True if any of its sessions allows drafts
+    tokens: int  # number of tokens over all rows
+    decoding: int  # number of sessions past their prompts, including waiting ones
+    prompts: int = 0  # number of rows that feed prompts
+    prompt_tokens: int = 0  # number of tokens in those rows
+    is_drafted_for: bool = False  # True if blocks were requested for this step
+    is_open_to_drafts: bool = False  # True if a session in the step allows drafts
 
 
 class SpeculationController:
-    """Learns from steps, blocks and answers; decides the request to each session's drafter."""
+    """Learns from steps, blocks and answers; decides each session's draft request."""
 
     def __init__(self, policy: PacingPolicy, profile: ForwardCost | None) -> None:
         self.load = Load(StepCost.profiled(profile))
-        self.acceptance = AcceptanceCounts()  # counts over all blocks since startup
+        self.acceptance = AcceptanceCounts()  # counts of all blocks since startup
         self.chosen: Counter[int] = Counter()  # number of draft requests, by draft length
-        self.blocks_timed = 0  # number of blocks that arrived after their request
-        self.block_delay_s = 0.0  # sum of their delays since the requesting verdicts, in seconds
+        self.blocks_timed = 0  # number of blocks with a measured delay
+        self.block_delay_s = 0.0  # total delay of these blocks after their verdicts, in seconds
         self._policy = policy
         self._gate = KillSwitch()
-        self._chances = Chances()  # counts over all sessions' blocks
-        # block delay (s) over tokens, by octave of the number of sessions, which are drafted for together
+        self._chances = Chances()  # counts of all sessions' blocks
+        # Block delay in seconds over the number of tokens, by octave of the number of sessions.
         self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
-        self._was_drafted_for = False  # whether drafters were asked for blocks for the latest step
+        self._was_drafted_for = False  # True if blocks were requested for the latest step
 
     def step_made(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
-        """Records a step that computed for `seconds` and committed `committed` tokens of sessions past their prompts.
+        """Records a step of `seconds` that committed `committed` tokens of sessions past their prompts.
 
-        `took_s` starts when the step could have begun, so it includes the wait before the step. A step after one that
-        was drafted for counts as speculative too, because drafters may still be at work.
+        `took_s` also includes the wait before the step. The step after a speculative step counts as speculative too,
+        because drafters may still be running.
         """
         speculates = step.is_drafted_for or self._was_drafted_for
         self._was_drafted_for = step.is_drafted_for
-        took_s = took_s or seconds  # a coarse clock may have measured 0
+        took_s = took_s or seconds  # a coarse clock may measure 0
         if step.decoding and speculates:
             self._speculated(step, committed, seconds, took_s)
         elif step.decoding:
@@ -345,22 +342,22 @@ class SpeculationController:
             self._gate.non_speculative_step(self.load.sessions)
 
     def block_verified(self, requested: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
-        """Records the accepted nodes of a block with `drafted` of the `requested` nodes.
+        """Records a verified block: `requested` and `drafted` nodes, and the indices of the accepted nodes.
 
-        `room` is the number of draft tokens that the session's length limit allowed.
+        `room` is the maximum block length under the session's length limit.
         """
         self._chances = self._chances.after(requested, drafted, accepted)
         self.acceptance = self.acceptance.after(min(requested, room), len(accepted))
 
     def block_arrived(self, tokens: int, delay_s: float) -> None:
-        """Records a block of `tokens` tokens that arrived `delay_s` seconds after the verdict that requested it."""
+        """Records a block of `tokens` tokens that arrived `delay_s` seconds after its verdict."""
         self.blocks_timed += 1
         self.block_delay_s += delay_s
         at = octave(self.load.sessions)
         self._delays[at] = self._delays[at].after(tokens, delay_s, DELAY_MEMORY)
 
     def decide(self, stats: SessionStats, limit: int, sessions: int) -> DraftingDecision:
-        """Returns the request for the next block of one of `sessions` sessions, at most `limit` tokens."""
+        """Returns the request for the next block, of at most `limit` tokens, for one of `sessions` sessions."""
         gain = self._gate.gain(sessions)
         speculates = self._gate.is_on(sessions)
         if (sessions, gain, speculates) != (self.load.sessions, self.load.gain, self.load.speculates):
@@ -376,7 +373,9 @@ class SpeculationController:
         return decision
 
     def _speculated(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
-        """Reports to the kill switch a speculative step's whole time and the non-speculative time for the same work."""
+        """Reports a speculative step's duration to the kill switch, with the non-speculative duration for the same
+        work.
+        """
         load = self.load
         cost = load.step
         token_s = cost.non_speculative_s(step.decoding) / step.decoding
@@ -394,7 +393,7 @@ class SpeculationController:
         self.load = replace(self.load, step=cost)
 
     def _non_speculative_s(self, step: StepShape) -> float:
-        """Returns the duration of a non-speculative step over the same prompts plus one token per other session.
+        """Returns the duration of a non-speculative step with the same prompts and one token per other session.
 
         Returns 0 if it is unknown.
         """

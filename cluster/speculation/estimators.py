@@ -1,17 +1,16 @@
-"""Estimators for speculation control: acceptance of blocks by node, cost of steps, and weighted means.
+"""Estimators for speculation control: acceptance by node, step cost, and weighted means.
 
-A block's nodes come in falling order of probability, so node k of any tree is its k-th likeliest, and its acceptance
-rate is the value of a k-th token. In a chain, k is the position. The statistics are kept three times: per session, over
-some tens of blocks; per replica, for sessions with few blocks; and as the replica's counts since startup, for planning
-a fleet.
+The nodes of a block are sorted by probability, so the acceptance rate of node k is the value of a k-th draft token. In
+a chain, k is the position. There are three sets of statistics: per session, over tens of blocks; per replica, for
+sessions with few blocks; and the replica's totals since startup, for capacity planning.
 
-A profile at startup gives the shape of step cost over rows and tokens; live steps give its scale. Live steps are much
-alike, so a curve fitted to them alone would not predict other sizes, in particular the non-speculative steps that
-speculation is compared with. Those are rare where speculation pays, and a machine's pace drifts between them, so their
-estimate is kept relative to the pace of the speculative steps around them.
+A startup profile gives the shape of step cost over rows and tokens; live steps give its scale. Live steps have similar
+sizes, so a curve fitted to them alone would not predict other sizes, such as non-speculative steps. Where speculation
+pays, non-speculative steps are rare and the machine's pace drifts between them. Their cost is therefore estimated
+relative to the pace of the surrounding speculative steps.
 
-All estimators are immutable; each measurement makes a new value. `memory` is the weight of the latest measurement, so
-about 1 / memory of them count. Pure arithmetic; callers pass times in.
+Estimators are immutable; each measurement creates a new value. `memory` is the weight of the latest measurement, so the
+effective window is about 1 / memory measurements. Pure arithmetic; callers pass times in.
 """
 
 import math
@@ -23,7 +22,7 @@ from itertools import islice, pairwise, zip_longest
 from cluster.costs import ForwardCost
 from protos.frozen import value
 
-MIN_SPREAD = 1e-6  # spread of x relative to its squares; below it, all x were the same up to rounding
+MIN_SPREAD = 1e-6  # relative spread of x below which all x are equal up to rounding
 
 
 def blend(old: float, new: float, memory: float) -> float:
@@ -32,7 +31,7 @@ def blend(old: float, new: float, memory: float) -> float:
 
 @value
 class Mean:
-    """A mean with equal weights until a measurement weighs only `memory`, and exponentially weighted after that."""
+    """An exponentially weighted mean that starts as a plain average of the first 1 / memory measurements."""
 
     count: int = 0
     value: float = 0.0
@@ -43,7 +42,7 @@ class Mean:
 
 @value
 class Pairs:
-    """Statistics of paired measurements x and y: decayed sums, their ratio, and a least-squares line."""
+    """Statistics of paired measurements (x, y): decayed sums, their ratio, and a least-squares line."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -65,21 +64,21 @@ class Pairs:
 
     @property
     def ratio(self) -> float:
-        """Ratio of the sums, y over x; 1 before any measurement."""
+        """Ratio of the sums, y over x; 1 without measurements."""
         return self.y / self.x if self.x else 1.0
 
     @property
     def ratio_error(self) -> float:
-        """Standard error of the ratio, if the pairs are independent."""
+        """Standard error of the ratio for independent pairs."""
         ratio = self.ratio
         squares = self.y_squares - 2 * ratio * self.products + ratio * ratio * self.x_squares
         return math.sqrt(max(0.0, squares)) / self.x if self.x else 0.0
 
     @property
     def slope(self) -> float:
-        """Slope of the least-squares line, clamped so that neither it nor the value at x = 0 is negative.
+        """Slope of the least-squares line, clamped so that slope and intercept are non-negative.
 
-        Durations neither fall with x nor start below 0. The slope is 0 while all x are the same.
+        Durations neither decrease with x nor start below 0. The slope is 0 while all x are equal.
         """
         spread = self.weight * self.x_squares - self.x**2
         if spread <= MIN_SPREAD * self.x_squares:
@@ -89,36 +88,33 @@ class Pairs:
 
     @property
     def base(self) -> float:
-        """Value of the line at x = 0."""
+        """Intercept of the line."""
         return max(0.0, self.y - self.slope * self.x) / self.weight if self.weight else 0.0
 
 
-MAX_POSITIONS = 16  # most nodes of a block that are counted separately; requests are no longer
-ACCEPTANCE_MEMORY = 0.06  # weight of the latest block: a text is as predictable as its last paragraph
-REPLICA_STRENGTH = 3.0  # weight of PRIOR in blocks: a replica's first blocks soon outweigh it
-SESSION_STRENGTH = 8.0  # weight of other sessions in blocks: with half of all blocks good, four bad ones prove nothing
-PRIOR = tuple(
-    0.5**position for position in range(1, MAX_POSITIONS + 1)
-)  # optimistic acceptance, so that blocks are tried
-MIN_REACHED = 32  # blocks that must reach a position before its rate is published: an error below 0.09
+MAX_POSITIONS = 16  # maximum number of nodes counted per block, and maximum requested length
+ACCEPTANCE_MEMORY = 0.06  # weight of the latest block; predictability varies by paragraph
+REPLICA_STRENGTH = 3.0  # weight of PRIOR, in blocks; a replica's first blocks soon outweigh it
+SESSION_STRENGTH = 8.0  # weight of other sessions, in blocks; four bad blocks prove nothing at a usual rate of 0.5
+PRIOR = tuple(0.5**position for position in range(1, MAX_POSITIONS + 1))  # optimistic prior, so that blocks are tried
+MIN_REACHED = 32  # minimum blocks before a position's rate is published: standard error below 0.09
 
 
 @value
 class Chances:
-    """Decayed counts of how often each node of a block was requested, drafted and accepted.
+    """Decayed counts of requested, drafted and accepted nodes, by node index.
 
-    The counts extend to the longest block requested, a few nodes for most sessions. A block may end early when the
-    drafter is in doubt.
+    The counts are as long as the longest requested block. A drafter may end a block early.
     """
 
     requested: tuple[float, ...] = ()
-    drafted: tuple[float, ...] = ()  # for the same nodes as `requested`, like `accepted`
+    drafted: tuple[float, ...] = ()  # same length as `requested`
     accepted: tuple[float, ...] = ()
 
     def after(self, requested: int, drafted: int, accepted: Container[int]) -> "Chances":
-        """Returns the counts after a verified block with these nodes accepted.
+        """Returns the counts after a verified block; `accepted` contains the indices of accepted nodes.
 
-        Counts of nodes that are not requested for long decay, so these nodes are tried again.
+        Counts of nodes that are not requested decay, so that these nodes are tried again.
         """
         new = (0.0,) * (min(requested, MAX_POSITIONS) - len(self.requested))
         return Chances(
@@ -128,11 +124,11 @@ class Chances:
         )
 
     def outlook(self, others: "Chances", positions: int) -> list[tuple[float, float, float]]:
-        """Returns expectations for the first nodes of the next block, one triple for each node.
+        """Returns one triple of expectations for each of the first `positions` nodes of the next block.
 
-        The triple holds the cumulative acceptance probability, its standard error (an exploration bonus, since a few
-        rejections in a row prove nothing), and the probability that the node is drafted at all. `others` holds the
-        counts over all sessions, which stand in while this session has few blocks.
+        A triple contains the cumulative acceptance probability, its standard error (an exploration bonus), and the
+        probability that the node is drafted. `others` contains the counts of all sessions; they dominate while this
+        session has few blocks.
         """
         counts = others.requested, others.drafted, others.accepted, self.requested, self.drafted, self.accepted
         seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, MAX_POSITIONS))
@@ -156,20 +152,20 @@ class ReplicaStats:
     """Statistics over all sessions of a replica."""
 
     chances: Chances = Chances()
-    delay: Pairs = Pairs()  # seconds from a verdict to its block over the block's tokens, blocks sent ahead excluded
+    delay: Pairs = Pairs()  # block delay in seconds over the number of tokens, without lookahead blocks
 
 
 @dataclass(slots=True)
 class SessionStats:
-    """Results of a session's blocks, their delays, and whether the session goes without drafts."""
+    """Statistics of a session's blocks and their delays, and its speculation state."""
 
     chances: Chances = Chances()
-    delay_s: float = 0.0  # seconds from a verdict to the next block, without hits; decayed
-    hits: float = 0.5  # share of verdicts whose next block had already arrived; decayed
-    missed_rounds: int = 0  # rounds without a block since the latest one
-    unawaited: int = 0  # rounds in a row whose block was not worth a wait
-    is_left_off: bool = False  # True: no blocks are requested, because they did not pay
-    is_on_trial: bool = False  # True: blocks are tried nevertheless, and may be tried once more
+    delay_s: float = 0.0  # decayed mean delay from a verdict to its block, in seconds, without hits
+    hits: float = 0.5  # decayed share of verdicts whose next block had already arrived
+    missed_rounds: int = 0  # number of rounds since the latest block
+    unawaited: int = 0  # consecutive rounds whose block was not worth a wait
+    is_left_off: bool = False  # True: no blocks are requested because they did not pay
+    is_on_trial: bool = False  # True: a trial is in progress and may continue
 
     def block_verified(self, requested: int, drafted: int, accepted: Sequence[int]) -> None:
         """Records the accepted nodes of a block with `drafted` of the `requested` nodes."""
@@ -178,29 +174,29 @@ class SessionStats:
             self.is_on_trial = self.is_left_off
 
     def nothing_drafted(self, requested: int) -> None:
-        """Records that the drafter had no block: counts as a requested block without any node."""
+        """Records a NoDraft, which counts as a requested block without nodes."""
         self.chances = self.chances.after(requested, 0, ())
 
     def block_arrived(self, delay_s: float) -> None:
-        """Records a block, or the drafter's answer that it has none; either shows that the drafter is alive."""
+        """Records a block or NoDraft; both show that the drafter is alive."""
         self.delay_s = blend(self.delay_s, delay_s, ACCEPTANCE_MEMORY)
         self.missed_rounds = 0
 
     def verdict_sent(self, hit: bool) -> None:
-        """Records a verdict that requested a block; `hit`: the block had already arrived."""
+        """Records a verdict with a draft request; `hit` is True if the block had already arrived."""
         self.hits = blend(self.hits, hit, ACCEPTANCE_MEMORY)
         if hit:
             self.missed_rounds = 0
 
     def non_speculative_round(self) -> None:
-        """Records that the target continued without a block."""
+        """Records a round without a block."""
         self.missed_rounds += 1
 
     def request_sent(self, is_sent: bool, is_awaited: bool, is_trial: bool) -> None:
-        """Records whether a block is requested now, whether it is worth a wait, and whether the request is a trial.
+        """Records a decision: whether a block is requested, whether it is worth a wait, and whether it is a trial.
 
-        A trial has two blocks, because the drafter may not be ready for the first. It continues while blocks are
-        accepted.
+        A trial has two blocks, because the drafter may not be ready for the first. It continues while blocks have
+        accepted tokens.
         """
         if is_sent:
             self.unawaited = 0 if is_awaited else self.unawaited + 1
@@ -213,17 +209,15 @@ class SessionStats:
 
 @value
 class AcceptanceCounts:
-    """Block counts per draft position since startup, up to the longest draft requested so far (at most MAX_POSITIONS
-    positions).
-    """
+    """Block counts by draft position since startup, up to the longest requested draft (at most MAX_POSITIONS)."""
 
-    reached: tuple[int, ...] = ()  # blocks requested to this position or further, with all positions before it accepted
-    accepted: tuple[int, ...] = ()  # blocks among `reached` with this position accepted too
+    reached: tuple[int, ...] = ()  # number of blocks requested up to this position with all earlier positions accepted
+    accepted: tuple[int, ...] = ()  # number of blocks among `reached` with this position accepted
 
     def after(self, requested: int, accepted: int) -> "AcceptanceCounts":
         """Returns the counts after a verified block.
 
-        A block that the drafter ended early counts as rejected where it ended.
+        A block that ended early counts as rejected at its end.
         """
         positions = range(min(requested, MAX_POSITIONS))
         reached = tuple([int(position <= accepted) for position in positions])
@@ -231,11 +225,11 @@ class AcceptanceCounts:
         return self + AcceptanceCounts(reached, stood)
 
     def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
-        """Returns the sums of two replicas' counts, or of earlier and later blocks."""
+        """Returns the sum of two counts."""
         return AcceptanceCounts(_sums(self.reached, other.reached), _sums(self.accepted, other.accepted))
 
     def by_position(self) -> tuple[float, ...]:
-        """Returns each position's acceptance probability given earlier ones, up to the first with too few blocks."""
+        """Returns the conditional acceptance rate of each position; stops at the first position with too few blocks."""
         rates: list[float] = []
         for reached, accepted in zip(self.reached, self.accepted, strict=True):
             if reached < MIN_REACHED:
@@ -248,38 +242,38 @@ def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([a + b for a, b in zip_longest(one, other, fillvalue=0)])
 
 
-COST_MEMORY = 0.05  # weight of the latest step: about twenty steps count, or one second
-# Weight of the latest non-speculative step: the steps of one look outweigh all earlier ones. The cost of drafters on
-# the target's own machine changes within seconds; with older looks, a loss of 5 % was taken for a gain of 5 %.
+COST_MEMORY = 0.05  # weight of the latest step; about 20 steps count, or one second
+# Weight of the latest non-speculative step: one look outweighs all earlier looks. The cost of drafters on the same
+# machine changes within seconds; with more weight on older looks, a loss of 5 % appeared as a gain of 5 %.
 NON_SPECULATIVE_MEMORY = 0.15
-COMPARED_STEPS = 8  # non-speculative steps in a row compared with the speculative ones before; later ones set the pace
-UNPROFILED_COST = ForwardCost(by_tokens=((1, 1.0),))  # without a profile, further tokens are assumed to cost nothing
+COMPARED_STEPS = 8  # consecutive non-speculative steps to compare with the speculative pace; later steps set the pace
+UNPROFILED_COST = ForwardCost(by_tokens=((1, 1.0),))  # without a profile, additional tokens are assumed to be free
 
 
 def pace_after(pace: Mean, ratio: float, memory: float = COST_MEMORY) -> Mean:
-    """Returns the pace, as a multiple of the profile's shape, after one more step or pass.
+    """Returns the pace, relative to the profile, after another step or pass.
 
-    A measurement counts for at most twice the current pace, so a hanging step has little effect.
+    Measurements are capped at twice the current pace, so a stalled step has little effect.
     """
     return pace.after(min(ratio, 2 * pace.value or ratio), memory)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Duration of a step, in seconds, by its rows and tokens; 0 while unknown."""
+    """Step duration in seconds by rows and tokens; 0 while unknown."""
 
     shape: ForwardCost
-    pace: Mean  # speculative steps as a multiple of the shape, without the wait before them
-    plain: Mean = Mean()  # non-speculative steps as a multiple of `pace`, from one step's end to the next
-    prompts: Mean = Mean()  # the same for non-speculative steps with prompts, since a profile has short rows
-    non_speculative_run: int = COMPARED_STEPS  # non-speculative steps since the last speculative one
+    pace: Mean  # speculative steps relative to `shape`, without the wait before them
+    plain: Mean = Mean()  # non-speculative steps relative to `pace`, measured from step end to step end
+    prompts: Mean = Mean()  # the same for non-speculative steps with prompts
+    non_speculative_run: int = COMPARED_STEPS  # number of non-speculative steps since the latest speculative step
 
     @classmethod
     def profiled(cls, profile: ForwardCost | None) -> "StepCost":
         return cls(profile or UNPROFILED_COST, Mean(0, float(profile is not None)))
 
     def after_non_speculative(self, rows: int, seconds: float) -> "StepCost":
-        """Records a step without drafts for which none were requested."""
+        """Records a non-speculative step without prompts."""
         ratio = seconds / self.shape.seconds(rows, rows)
         run = self.non_speculative_run + 1
         if run > COMPARED_STEPS:
@@ -290,28 +284,28 @@ class StepCost:
         return replace(self, plain=plain, non_speculative_run=run)
 
     def after_prompts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
-        """Records a step without drafts in which some rows feed prompts."""
+        """Records a non-speculative step that also feeds prompts."""
         if not self.pace.value:
-            return self  # no pace yet to compare with
+            return self  # no pace for comparison yet
         ratio = seconds / self.shape.seconds(rows, tokens) / self.pace.value
         return replace(self, prompts=pace_after(self.prompts, ratio))
 
     def after_drafts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
-        """Records a step made while drafters were at work."""
+        """Records a step during which drafters were running."""
         return replace(
             self, pace=pace_after(self.pace, seconds / self.shape.seconds(rows, tokens)), non_speculative_run=0
         )
 
     def non_speculative_s(self, rows: int) -> float:
-        """Returns the seconds of a step of one token per row while no drafter works."""
+        """Returns the duration of a step of one token per row while no drafter runs, in seconds."""
         return self._non_speculative_scale * self.pace.value * self.shape.seconds(rows, rows)
 
     def prompts_s(self, rows: int, tokens: int) -> float:
-        """Returns the seconds of a step that also feeds prompts while no drafter works; 0 before any such step."""
+        """Returns the duration of a step with prompts while no drafter runs, in seconds; 0 while unknown."""
         return self.prompts.value * self.pace.value * self.shape.seconds(rows, tokens)
 
     def drafts_s(self, rows: int, tokens: float) -> float:
-        """Returns the seconds of a step of `tokens` tokens in all, drafts among them."""
+        """Returns the duration of a speculative step in seconds; `tokens` includes draft tokens."""
         return self.pace.value * self.shape.seconds(rows, tokens)
 
     @property
@@ -321,9 +315,9 @@ class StepCost:
 
     @property
     def non_speculative_cost(self) -> ForwardCost | None:
-        """Current cost of steps of one token per row while no drafter works, including the time between steps.
+        """Current cost of steps of one token per row while no drafter runs, including the time between steps.
 
-        None until such a step has been compared with speculative ones.
+        None until such a step has been compared with speculative steps.
         """
         return self.shape.times(self._non_speculative_scale * self.pace.value) if self.plain.count else None
 
@@ -337,24 +331,24 @@ class Load:
     """The replica's current load and the value of a second."""
 
     step: StepCost = field(default_factory=lambda: StepCost.profiled(None))
-    sessions: int = 1  # number of sessions that are decoding
-    gain: float = 1.0  # recent throughput as a multiple of that of non-speculative decoding
-    speculates: bool = True  # False while speculation is known to lose
+    sessions: int = 1  # number of decoding sessions
+    gain: float = 1.0  # recent throughput relative to non-speculative decoding
+    speculates: bool = True  # False while speculation is switched off
 
     @cached_property
     def non_speculative_rate(self) -> float:
-        """Tokens per second without speculation; 0 while unknown."""
+        """Throughput without speculation, in tokens per second; 0 while unknown."""
         step_s = self.step.non_speculative_s(self.sessions)
         return self.sessions / step_s if step_s else 0.0
 
     @cached_property
     def rate(self) -> float:
-        """Tokens per second with or without speculation, whichever is faster: the value of a second."""
+        """Throughput of the faster mode, in tokens per second, which is the value of a second."""
         return max(1.0, self.gain) * self.non_speculative_rate
 
     @cached_property
     def token_s(self) -> tuple[float, ...]:
-        """Seconds that the first, second, ... draft token of each session adds to a step."""
+        """Seconds added to a step by each session's k-th draft token, by k."""
         rows = self.sessions
         steps = [self.step.drafts_s(rows, rows * (1 + length)) for length in range(MAX_POSITIONS + 1)]
         return tuple([max(0.0, later - earlier) / rows for earlier, later in pairwise(steps)])
