@@ -1,4 +1,4 @@
-"""Restrictions of unit tests, and hypothesis' profile."""
+"""Restrictions of unit tests, and the hypothesis profile."""
 
 import socket
 import time
@@ -9,14 +9,14 @@ import pytest
 import ray
 from hypothesis import settings
 
-# The same examples on every run, no deadline on a busy machine, and no folder of earlier failures.
+# Deterministic examples, no deadlines on a busy machine, and no database of earlier failures.
 settings.register_profile("unit", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("unit")
 
 
 @pytest.fixture(autouse=True)
 def _no_ray_no_sleep_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A unit test needs no cluster, no waiting and no peer; one that does belongs to `integration`."""
+    """Fails unit tests that use Ray, sleep or sockets; such tests belong to `integration`."""
 
     def forbidden(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a unit test may not start Ray, sleep or connect")

@@ -29,14 +29,14 @@ every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path:
 
 
 def anchors(path: Path) -> set[str]:
-    """The headings of a page as GitHub addresses them."""
+    """Returns GitHub's anchors of a page's headings."""
     prose = FENCE.sub("", path.read_text())
     headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def commands(document: Path) -> Iterator[list[str]]:
-    """Every line of the shell blocks, continued lines joined, comments left out."""
+    """Yields the lines of shell blocks, with continuation lines joined and without comments."""
     for language, block in FENCE.findall(document.read_text()):
         if language in {"sh", "bash"}:
             for line in block.replace("\\\n", " ").splitlines():
@@ -95,7 +95,7 @@ def test_the_page_of_benchmarks_names_every_script_that_documents_its_usage() ->
 def test_every_slipstream_command_and_option_exists(document: Path) -> None:
     for words in commands(document):
         if words[:1] == ["slipstream"]:
-            command: Any = typer.main.get_command(app)  # of the click that typer brings
+            command: Any = typer.main.get_command(app)  # typer's bundled click type
             names = words[1:]
             while hasattr(command, "commands") and names and not names[0].startswith("-"):
                 assert names[0] in command.commands, words

@@ -1,4 +1,4 @@
-"""Import rules: packages import in one direction, and no two folders import each other in a circle."""
+"""Import rules: packages import in one direction, and folders have no import cycles."""
 
 import ast
 import graphlib
@@ -15,7 +15,7 @@ from protos.regenerate import stale_stubs
 ROOT = Path(__file__).parents[2]
 LAYERS = ("protos", "cluster", "actors", "serve_app", "tools")
 GENERATED = {"speculation_pb2.py", "speculation_pb2_grpc.py"}
-FORBIDDEN = {  # by package: what none of its modules may import, though it is installed
+FORBIDDEN = {  # forbidden imports by package
     "protos": {"torch", "transformers", "ray", "fastapi", "starlette", "pydantic", "pickle"},
     "cluster": {"torch", "transformers", "fastapi", "starlette", "httpx", "grpc", "ray", "pickle"},
     "actors": {"fastapi", "starlette", "httpx"},
@@ -25,7 +25,7 @@ MAY = {Path("cluster/routing/ray_membership.py"): {"ray"}}  # the one adapter
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Top-level names of everything a module imports, wherever in it."""
+    """Returns the top-level names of all imports in a module, including nested ones."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -49,13 +49,13 @@ def test_imports_go_one_way(package):
 
 
 def test_the_one_adapter_is_still_needed():
-    """An exception that nothing uses any more is a door left open."""
+    """An unused exception to the rules must be removed."""
     for path, allowed in MAY.items():
         assert allowed <= set(imported(ROOT / path))
 
 
 def room_of(dotted: str) -> str:
-    """The folder that a module or a name in it is in; a module at the top of a package is a room of its own."""
+    """Returns the folder of a module or of a name in it; a top-level module of a package counts as a folder."""
     parts = dotted.split(".")
     while not (ROOT.joinpath(*parts).is_dir() or ROOT.joinpath(*parts).with_suffix(".py").is_file()):
         parts.pop()
@@ -77,7 +77,7 @@ def rooms_imported() -> dict[str, set[str]]:
 
 
 def test_no_two_rooms_import_each_other_in_a_circle():
-    graphlib.TopologicalSorter(rooms_imported()).prepare()  # raises CycleError, which names the circle
+    graphlib.TopologicalSorter(rooms_imported()).prepare()  # raises CycleError, which names the cycle
 
 
 @pytest.mark.parametrize("package", LAYERS)
@@ -87,7 +87,7 @@ def test_every_module_says_what_it_is_for(package):
 
 
 def test_light_packages_import_nothing_heavy():
-    """The mind must be importable where there is no torch; only a process of its own shows it."""
+    """Light packages must import without torch; only a separate process can show this."""
     code = (
         "import importlib, sys\n"
         "names = 'actors protos.codec cluster.config cluster.routing.ledger'\n"

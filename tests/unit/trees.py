@@ -1,4 +1,4 @@
-"""Random trees of draft tokens, for tests of whatever takes any tree."""
+"""Random trees of draft tokens."""
 
 from random import Random
 
@@ -8,7 +8,7 @@ from protos.draft_tree import DraftTree
 
 
 def grown(rng: Random, nodes: int, vocabulary: int) -> DraftTree:
-    """A tree of at most so many nodes; no two siblings have the same token."""
+    """Returns a random tree of at most `most` nodes; siblings have distinct tokens."""
     tokens: list[int] = []
     parents: list[int] = []
     taken: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""Groups of ranks inside one process: threads that meet at a barrier, and ranks that never communicate."""
+"""Groups of ranks inside one process: threads with a barrier, and ranks that never communicate."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass
 class Planned:
-    """A rank whose layers are inspected but never called."""
+    """Rank whose layers are inspected but never called."""
 
     rank: int
     size: int

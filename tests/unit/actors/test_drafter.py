@@ -1,4 +1,4 @@
-"""The drafter's loop, without its streams."""
+"""Tests the drafter's loop without its streams."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ LIMITS = DrafterLimits(VOCABULARY, 100, SESSIONS)
 
 
 class InterruptedMethod(DraftModel):
-    """Lets the test send something to the drafter while pages are being returned."""
+    """Method that lets the test send messages to the drafter while it frees pages."""
 
     def __init__(self) -> None:
         runner = ToyRunner(torch.eye(VOCABULARY))
@@ -57,7 +57,7 @@ class InterruptedMethod(DraftModel):
 
 
 class Nowhere:
-    """Credentials with which every target is dialed for ever."""
+    """Credentials that let every dial to a target hang."""
 
     metadata = ()
 
@@ -84,7 +84,7 @@ def a_drafter(
 
 @asynccontextmanager
 async def drafting(drafter: Drafter) -> AsyncIterator[tuple[str, Outbox]]:
-    """The drafter's loop runs; yields the stream of its router and what is due on it."""
+    """Runs the drafter's loop; yields its router's stream and the pending messages on it."""
     loop = asyncio.create_task(drafter.run())
     yield drafter.router_up(Hello("router", "v", "m"))
     loop.cancel()
@@ -103,7 +103,7 @@ async def until(condition: Any) -> None:
 
 
 async def test_sessions_that_change_while_pages_come_back_find_some():
-    """A full drafter whose sessions are all replaced at once still has pages for the new ones' whole blocks."""
+    """A full drafter whose sessions are all replaced at once still has pages for the new sessions' whole blocks."""
     method = InterruptedMethod()
     drafter = a_drafter(method)
     async with drafting(drafter) as (stream, _):
@@ -143,7 +143,7 @@ async def test_a_malformed_open_is_counted_and_refused_under_its_attempt():
 
 
 class Stateless:
-    """Needs to know nothing of sessions."""
+    """Method without state per session."""
 
     shapes = frozenset(Shape)
     tokens_per_forward = 1
@@ -156,7 +156,7 @@ class Stateless:
 
 
 class OneToken(Stateless):
-    """Drafts a token for each request, at once or by a forward."""
+    """Method that drafts one token per request, immediately or in a forward pass."""
 
     def __init__(self, at_once: bool = False) -> None:
         self.passes: list[tuple[str, ...]] = []
@@ -174,7 +174,7 @@ class OneToken(Stateless):
 
 
 class EndlessMethod(OneToken):
-    """Drafts ahead until it is interrupted."""
+    """Method that drafts ahead until interrupted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class EndlessMethod(OneToken):
 
 
 class EarlyMethod(OneToken):
-    """Sends a block while its passes ahead go on, until the test stops them."""
+    """Method that sends a block during its lookahead passes, until the test stops them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class EarlyMethod(OneToken):
 
 
 class Astray(OneToken):
-    """Its blocks are for a session that is not there."""
+    """Method whose blocks belong to an unknown session."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         return [replace(proposal, session="unknown") for proposal in super().draft(requests)]

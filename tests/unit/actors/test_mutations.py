@@ -1,6 +1,6 @@
-"""A few thousand mutated frames at each service: nobody falls, honest sessions go on, and nothing is left behind.
+"""A few thousand mutated frames crash no service, disturb no honest session and leak nothing.
 
-`tests/exhaustive/test_mutations.py` does the same with a hundred thousand.
+`tests/exhaustive/test_mutations.py` uses a hundred thousand frames.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from tests.mutations import (
     unlogged,
 )
 
-FRAMES = 12  # of an example
+FRAMES = 12  # per example
 SERVICES = pytest.mark.parametrize(
     ("frames", "service"),
     [(TO_TARGET, at_target), (TO_DRAFTER, at_drafter), (TO_ROUTER, at_router)],
@@ -43,7 +43,7 @@ def test_mutated_frames_cost_nobody_else_anything(frames: dict[type, str], servi
 
 @SERVICES
 def test_what_mutations_are_made_of_is_taken_too(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
-    """Each as it is, and all of them one after the other, so that the mutated ones have something to hit."""
+    """The unmutated frames are valid, separately and in sequence, so mutated frames reach the services' logic."""
     everything = [Sent(frame, data) for frame in frames for data in SENSIBLE[frame]]
     with unlogged():
         service(everything)

@@ -1,4 +1,4 @@
-"""Loops report a step or a pass that hangs, by an injected clock; and leave in time."""
+"""Loops report hanging steps and passes, by an injected clock, and end in time."""
 
 import asyncio
 import threading
@@ -21,9 +21,9 @@ from protos.prefix import Prefix
 from tests.unit.actors.test_drafter import InterruptedMethod, a_drafter, drafting, to_open, until
 from tests.unit.cluster.samples import KEY, an_open
 
-PASS_S = 1.0  # that a drafting pass is known to take
+PASS_S = 1.0  # known duration of a drafting pass
 STEP_S = 1.0
-PROMPT_S = TimeoutPolicy().limit_s(PASS_S + PASS_S / 4)  # limit of a pass that reads a prompt too
+PROMPT_S = TimeoutPolicy().limit_s(PASS_S + PASS_S / 4)  # limit of a pass that also reads a prompt
 
 
 class Clock:
@@ -35,7 +35,7 @@ class Clock:
 
 
 class HangingMethod(InterruptedMethod):
-    """Its forwards go on only when they are let."""
+    """Method whose forward passes block until released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class HangingMethod(InterruptedMethod):
 async def hanging(
     method: HangingMethod, clock: Clock, working_clock: Clock | None = None
 ) -> AsyncIterator[tuple[Drafter, str]]:
-    """A drafter in its first pass, and its router's stream."""
+    """Returns a drafter in its first pass, with its router's stream."""
     figures = MethodFigures(cost=DraftCost(forward=ForwardCost.linear(PASS_S / 4)))
     drafter = a_drafter(method, clock=clock, thread=DraftingThread(clock=working_clock), figures=figures)
     async with drafting(drafter) as (stream, _):
@@ -114,7 +114,7 @@ async def test_a_drafter_has_left_as_soon_as_its_sessions_are_moved():
 
 
 class HangingEngine:
-    """Makes one step, which hangs."""
+    """Engine whose only step hangs."""
 
     def __init__(self) -> None:
         self.stepping = asyncio.Event()
@@ -155,7 +155,7 @@ async def test_a_step_has_a_multiple_of_what_steps_were_measured_to_take(cost_s:
 
 
 async def test_a_step_that_hangs_ends_the_replica() -> None:
-    """Ends at once with a limit of zero on the event loop's clock."""
+    """A limit of zero ends the replica immediately, on the event loop's clock."""
     replica, _ = a_target(Clock(), step_timeout_s=0.0, step_cost=ForwardCost.linear(STEP_S))
     stream, _ = replica.router_up(Hello("router", "v", "m"))
     replica.receive(stream, Decoded((an_open("a"),)))

@@ -1,4 +1,4 @@
-"""Architectures with tiny random weights."""
+"""Tiny random models of several architectures."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,12 +33,12 @@ SIZES: dict[str, Any] = {
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
-    "qwen2": lambda: Qwen2ForCausalLM(  # biases of queries, keys and values alone
+    "qwen2": lambda: Qwen2ForCausalLM(  # biases only for queries, keys and values
         Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, layer_types=LAYERS)
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),  # norms on queries and keys
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW)),
-    "gemma3": lambda: Gemma3ForCausalLM(  # windows and full attention by turns, and a scale of its own
+    "gemma3": lambda: Gemma3ForCausalLM(  # alternates windows and full attention; custom scale
         Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=LAYERS, query_pre_attn_scalar=16)
     ),
 }
@@ -50,7 +50,7 @@ def tokens_of(seed: int, count: int) -> tuple[int, ...]:
 
 
 def jittered(model: PreTrainedModel) -> PreTrainedModel:
-    """The initial weights are so small that attention hardly shows, norms are ones and biases noughts."""
+    """Randomizes weights; initial weights hide attention, norms start at 1 and biases at 0."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -60,7 +60,7 @@ def jittered(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def twins(make: Callable[[], PreTrainedModel], seed: int) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Returns two models of the same weights: one to be run by transformers, and one by our runner."""
+    """Returns two models with equal weights, one for transformers and one for our runner."""
     torch.manual_seed(seed)
     model = jittered(make())
     twin = make()

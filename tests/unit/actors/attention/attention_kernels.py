@@ -1,6 +1,6 @@
-"""The libraries' attention kernels as their documentation describes them, slowly and on any device.
+"""Slow reference versions of the libraries' documented attention kernels, for any device.
 
-They refuse what the real ones would, so that a wrong argument shows here and not on a GPU.
+They reject the same arguments as the real kernels, so wrong arguments show without a GPU.
 """
 
 import inspect
@@ -20,10 +20,10 @@ def attend_to_pages(
     pages: Tensor,
     length: int,
     scale: float | None,
-    window_left: int,  # keys before the query's own that it sees; -1: all
-    mask: Tensor | None = None,  # (queries, keys) which of them a query sees, in the place of the above
+    window_left: int,  # visible keys before the query's own; -1: all
+    mask: Tensor | None = None,  # (queries, keys): visible keys, instead of causality and window
 ) -> Tensor:
-    """One row, aligned at the lower right: its last query sees its last key."""
+    """Computes one row's attention, aligned at the lower right: the last query sees the last key."""
     repeat = query.shape[1] // keys.shape[2]
     own_keys, own_values = (
         part[pages.long()].flatten(0, 1)[:length].repeat_interleave(repeat, dim=1) for part in (keys, values)
@@ -43,7 +43,7 @@ def check_integers(*tensors: Tensor) -> None:
 
 
 def varlen(*arguments: Any, **more: Any) -> Tensor:
-    """torch.nn.attention.varlen.varlen_attn with a block table."""
+    """Reference of torch.nn.attention.varlen.varlen_attn with a block table."""
     given = inspect.signature(varlen_attn).bind(*arguments, **more).arguments
     query = given["query"]
     keys = given["key"]
@@ -65,7 +65,7 @@ def varlen(*arguments: Any, **more: Any) -> Tensor:
 
 
 class PagedPrefill:
-    """flashinfer.BatchPrefillWithPagedKVCacheWrapper."""
+    """Reference of flashinfer.BatchPrefillWithPagedKVCacheWrapper."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         assert float_workspace_buffer.dtype is torch.uint8

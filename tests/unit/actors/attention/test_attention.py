@@ -1,6 +1,6 @@
-"""Attention over pages, below any model: every backend gives what plain attention over each row alone gives.
+"""Every paged attention backend equals plain attention over each separate row.
 
-The libraries that need a GPU are represented by their documented behaviour (`attention_kernels.py`).
+GPU libraries are replaced by reference kernels (`attention_kernels.py`).
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 
 
 def a_cache(pages: int = 12) -> PagedCache:
-    """Empty memory may hold anything; this holds large numbers, which would show."""
+    """Returns a cache filled with large numbers, which reveal reads of unwritten memory."""
     cache = PagedCache(pages, PAGE_SIZE, torch.float32, CPU)
     cache.layer(0, KV_HEADS, HEAD_DIM)[: cache.nowhere] = 1e3
     return cache
@@ -53,21 +53,21 @@ def a_row(pages: tuple[int, ...], start: int, count: int) -> InputRow:
 
 
 def a_plan(rows: list[InputRow], cache: PagedCache) -> SdpaGatherPlan:
-    """Returns the gathering backend's plan, on the device."""
+    """Returns the gathering backend's plan on the device."""
     plan = SdpaGatherPlan(rows, cache)
     plan.place([torch.tensor(part, dtype=torch.int64) for part in plan.integers])
     return plan
 
 
 def random_input(seed: int, total: int) -> tuple[Tensor, Tensor]:
-    """Queries, and keys before values."""
+    """Returns random queries, and keys followed by values."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(total, HEADS, HEAD_DIM, generator=generator)
     return query, torch.randn(total, 2 * KV_HEADS, HEAD_DIM, generator=generator)
 
 
 def plain_attention(query: Tensor, key_value: Tensor, window: int | None = None) -> Tensor:
-    """Computes one whole sequence without a cache and returns its last queries; (queries, heads x head dim)."""
+    """Computes a whole sequence without a cache; returns the last queries' output, (queries, heads x head dim)."""
     keys, values = key_value.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(0, 1).chunk(2)
     at = torch.arange(len(key_value))[-len(query) :].unsqueeze(1)
     key_at = torch.arange(len(key_value))
@@ -78,8 +78,10 @@ def plain_attention(query: Tensor, key_value: Tensor, window: int | None = None)
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 def test_every_backend_attends_each_row_to_its_own_text(backend, window):
-    """Prompts longer than a block of queries, single tokens, shared pages, pages that end where a row ends; a second
-    layer may have another window, and a second step reads what the first wrote."""
+    """Cases are long prompts, single tokens, shared pages and full last pages.
+
+    The second layer may have another window, and the second step reads the first step's pages.
+    """
     shared = (30, 4, 17)
     tables = [tuple(range(40, 100)), (*shared, 3, 110), (*shared, 8, 111), (119, 1, 112), (2, 7)]
     starts = (12, 13, 15, 0, 3)
@@ -100,19 +102,19 @@ def test_every_backend_attends_each_row_to_its_own_text(backend, window):
 
 
 def pages_of_row(pool: Tensor, table: tuple[int, ...]) -> Tensor:
-    """Returns keys before values at each position of a row, (positions, 2 x kv heads, head dim)."""
+    """Returns keys followed by values at each position of a row, (positions, 2 x kv heads, head dim)."""
     return pool[: len(pool) // PAGE_SIZE * PAGE_SIZE].unflatten(0, (-1, PAGE_SIZE))[list(table)].flatten(0, 1)
 
 
 def a_tree_row(pages: tuple[int, ...], start: int, known: int, tree: DraftTree) -> InputRow:
-    """Decided tokens, then a tree."""
+    """Returns a row of decided tokens followed by a tree."""
     return InputRow((1,) * known + tree.tokens, start, 1, pages, tree.parents)
 
 
 def plain_tree_attention(
     row: InputRow, query: Tensor, old: Tensor, new: Tensor, window: int | None = None
 ) -> list[Tensor]:
-    """Computes each token of the row over what precedes it: one after another, then each node over its own path."""
+    """Computes attention token by token: decided tokens over all earlier ones, each node over its own path."""
     known = len(row.tokens) - len(row.parents)
     lines = [tuple(range(known - at)) for at in range(known - 1, -1, -1)]
     lines += [(*range(known), *[known + node for node in path]) for path in row.tree.paths]
@@ -124,7 +126,7 @@ def plain_tree_attention(
 @pytest.mark.parametrize("window", [None, 1, 2, 4])
 @pytest.mark.parametrize("name", ["gathered", "flashinfer", "flex"])
 def test_a_node_of_a_tree_sees_its_path_and_what_is_before_the_tree(name, window):
-    """Compares with separate paths, beside other rows and over page borders."""
+    """The test compares with separate paths, next to other rows and across page boundaries."""
     backend = BACKENDS[name]()
     for seed in range(6):
         cache = a_cache(pages=24)
@@ -152,7 +154,7 @@ def test_positions_of_a_tree_are_by_depth_and_a_chain_is_no_exception():
 
 @pytest.mark.parametrize("name", ["gathered", "flashinfer", "flex"])
 def test_as_many_nodes_as_a_block_may_have(name):
-    """A mask finds any node number."""
+    """The mask supports every node number."""
     cache = a_cache(pages=40)
     tree = grown(Random(1), MAX_BLOCK_TOKENS, 10**6)
     assert len(tree) == MAX_BLOCK_TOKENS
@@ -163,7 +165,7 @@ def test_as_many_nodes_as_a_block_may_have(name):
 
 
 def test_nothing_of_another_sessions_memory_reaches_a_row_not_even_nan():
-    """A mask gives a weight of nought, and nought times NaN is NaN: one session's overflow would end all others."""
+    """A masked weight is 0, and 0 times NaN is NaN, so one session's overflow could fail all others."""
     cache = a_cache(pages=6)
     query, new = random_input(3, 24)
     poison = torch.full_like(new, torch.nan)
@@ -199,7 +201,7 @@ def test_a_mask_is_made_once_for_all_layers_and_not_at_all_where_everything_is_s
 
 
 def test_what_flex_reads_behind_a_rows_end_is_nought_and_nothing_else_is_touched():
-    """Its kernel multiplies what is hidden by a weight of nought, and nought times NaN is NaN."""
+    """The kernel multiplies masked values by 0, and 0 times NaN is NaN."""
     cache = a_cache(pages=6)
     query, new = random_input(7, 3 + 4)
     RaggedBatch([a_row((5, 2), 3, 3), a_row((4,), 0, 4)], cache, Flex(flex_attention)).attend(0, query, new, None, None)
@@ -211,7 +213,7 @@ def test_what_flex_reads_behind_a_rows_end_is_nought_and_nothing_else_is_touched
 
 
 def test_keys_and_values_of_a_pool_are_views():
-    """Libraries take strides; a copy of a whole pool each layer would be the end of any speed."""
+    """Libraries accept strides; copying the whole pool in each layer would be far too slow."""
     pool = a_cache().layer(0, KV_HEADS, HEAD_DIM)
     keys, values = pages_of(pool, PAGE_SIZE)
     assert keys.shape == values.shape == (13, PAGE_SIZE, KV_HEADS, HEAD_DIM)

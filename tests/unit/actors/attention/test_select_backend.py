@@ -1,4 +1,4 @@
-"""The fastest correct attention is chosen, with the reasons against the others."""
+"""Selects the fastest correct attention backend, and reports why others were rejected."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ SHAPE = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=8, page_size=16, 
 
 
 class Clock:
-    """Time passes only as backends are made to take it."""
+    """Clock that only simulated backends advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -44,7 +44,7 @@ class Clock:
 
 
 class Paced:
-    """Gathers, takes these seconds in each layer, and changes the result."""
+    """Gathering backend with a simulated duration per layer and a changed result."""
 
     takes_trees = True
 
@@ -68,7 +68,7 @@ class Paced:
 
 
 def getting_faster() -> Callable[[], float]:
-    """A clock by which each step takes less time than the one before."""
+    """Returns a clock on which every step is faster than the previous one."""
     looks = accumulate(1 / look**2 for look in count(1))
     return lambda: next(looks)
 
@@ -112,7 +112,7 @@ def test_an_error_that_is_no_refusal_is_not_swallowed():
 
 
 def test_a_backend_that_is_wrong_about_trees_serves_without_them():
-    """Else blocks that are trees would be decided by wrong logits; and a kernel is worth having for chains alone."""
+    """Wrong logits must not decide trees, but such a kernel is still useful for chains."""
 
     class Blind(Flex):
         name = "blind"
@@ -127,7 +127,7 @@ def test_a_backend_that_is_wrong_about_trees_serves_without_them():
 
 @pytest.mark.parametrize("name", ["flashinfer", "varlen"])
 def test_the_trial_finds_documented_kernels_right_and_which_of_them_take_trees(name):
-    """Although other memory holds NaN."""
+    """Other memory contains NaN during the trial."""
     backend = {"flashinfer": lambda: FlashInfer(FLASHINFER, CPU), "varlen": lambda: Varlen(varlen)}[name]
     _, report = fastest({name: backend}, Trial(SHAPE, CPU), 1e-4, getting_faster())
     assert [tried.refused for tried in report.tried] == ["", ""]
@@ -144,7 +144,7 @@ def test_the_trial_notices_a_window_that_is_one_too_long():
 
 
 def test_a_model_without_windows_is_tried_without_them():
-    """Kernels are built by window or none, and each takes its time."""
+    """Each window setting requires building a separate kernel, which takes time."""
 
     def windowless(*arguments, window_size, **more):
         assert window_size[0] < 0, "a window"
@@ -175,7 +175,7 @@ def test_on_a_cpu_there_is_nothing_to_choose():
 
 
 def test_flex_on_a_cpu_is_refused_for_it_reads_the_whole_pool():
-    """Uncompiled it multiplies all of the pool, and what others left there with it."""
+    """Uncompiled flex attention multiplies the whole pool, including other sessions' values."""
     _, report = fastest({"flex": lambda: Flex(flex_attention)}, Trial(SHAPE, CPU), 1e-4, Clock())
     assert "off by nan" in report.tried[1].refused
 
@@ -192,7 +192,7 @@ def steps_of_a_server() -> list[list[InputRow]]:
 
 
 def test_what_flex_builds_is_built_before_anything_is_served(monkeypatch):
-    """A kernel takes seconds to build, in which all of a replica's sessions would wait."""
+    """A kernel takes seconds to build, which would delay all sessions of a replica."""
     torch.compiler.reset()
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
     built = CompileCounter()

@@ -1,4 +1,4 @@
-"""Ranks that share memory see each other's tensors, whole, in order and never a moment too early."""
+"""Ranks with shared memory exchange whole tensors in order, and never read them too early."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +11,8 @@ from torch import Tensor
 from actors.compute.collectives import Group, HostGroup, SingleRank
 from tests.unit.actors.groups import at_once
 
-pytestmark = pytest.mark.timeout(60)  # ranks that misunderstand each other wait for ever
-LARGE = 1_000_003  # more than one piece
+pytestmark = pytest.mark.timeout(60)  # inconsistent ranks wait forever
+LARGE = 1_000_003  # spans several chunks
 
 
 def host_groups(folder: Path, size: int) -> list[HostGroup]:
@@ -50,7 +50,7 @@ def test_sums_and_gathers(tmp_path, size, shape, dtype):
 
 @pytest.mark.parametrize("work", [0, 20_000], ids=["awake", "asleep"])
 def test_a_thousand_exchanges_in_a_row_are_never_mixed_up(tmp_path, work):
-    """Waiting awake, and, for a rank that works between some of them, asleep."""
+    """Ranks wait by spinning, and by sleeping for a rank that works between exchanges."""
 
     def chain(group: Group) -> Tensor:
         sums = []

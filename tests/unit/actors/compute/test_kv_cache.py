@@ -1,4 +1,4 @@
-"""Pages as memory, and numbers for the device in one tensor."""
+"""Tests cache pages, and the packing of indices for the device into one tensor."""
 
 import torch
 
@@ -26,7 +26,7 @@ def test_whole_pages_are_copied_in_all_layers_and_nothing_else_is_touched():
     for index, layer in enumerate(layers):
         layer.copy_(torch.arange(layer.numel()).view_as(layer) + 1000 * index)
     before = [layer.clone().view(-1, PAGE_SIZE, *layer.shape[1:]) for layer in layers]
-    cache.copy([PageCopy(1, 4), PageCopy(1, 0), PageCopy(3, 1)])  # the last writes what the others were copied from
+    cache.copy([PageCopy(1, 4), PageCopy(1, 0), PageCopy(3, 1)])  # the last copy overwrites the source of the others
     for layer, old in zip(layers, before, strict=True):
         new = layer.view_as(old)
         for page, source in enumerate([1, 3, 2, 3, 1]):
@@ -35,7 +35,7 @@ def test_whole_pages_are_copied_in_all_layers_and_nothing_else_is_touched():
 
 
 def test_places_are_moved_all_at_once_in_all_layers():
-    """A path's nodes go to consecutive places, some of which were others' until then."""
+    """A path's nodes move to consecutive slots, some of which other nodes occupied."""
     cache = a_cache(pages=3)
     layers = [cache.layer(index, 1, 2) for index in range(2)]
     for index, layer in enumerate(layers):

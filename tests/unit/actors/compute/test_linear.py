@@ -1,4 +1,4 @@
-"""Packed products give what `F.linear` gives; those in 8 bits nearly."""
+"""Packed products equal `F.linear`, and 8-bit products nearly do."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_packed_is_multiplied_plainly(with_bias):
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_a_product_in_eight_bits_is_off_by_their_rounding(rows, with_bias):
-    """Each factor is off by at most half a step: 1/254 of the largest of its row, 1/127 with 7 bits."""
+    """Each factor's error is at most half a step: 1/254 of its row's maximum, or 1/127 with 7 bits."""
     if not can_round(torch.device("cpu")):
         pytest.skip("this build of torch has no products in 8 bits")
     torch.manual_seed(1)
@@ -99,7 +99,7 @@ def test_rows_and_weights_of_zeros_give_zeros():
 
 
 class Special(nn.Linear):
-    """A layer that does something of its own."""
+    """Layer with its own forward method."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return -super().forward(x)

@@ -1,4 +1,4 @@
-"""Hidden states as bytes: what comes back, to which precision, and what becomes of bytes that nobody should send."""
+"""Tests the encoding of hidden states: round trips, precision and invalid bytes."""
 
 import struct
 
@@ -15,7 +15,7 @@ WIDTH = 48
 
 def some_rows(seed: int, count: int, scale: float) -> torch.Tensor:
     drawn = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
-    drawn[:, 3] *= 40  # as in real streams, a few elements are far larger than the others
+    drawn[:, 3] *= 40  # as in real states, a few elements are far larger
     return scale * drawn
 
 
@@ -54,7 +54,7 @@ def test_a_row_of_noughts_stays_one():
 
 
 def test_bytes_are_little_endian_with_the_scale_last():
-    """The wire's contract, read without torch."""
+    """Checks the wire format without torch."""
     data = encode_rows(torch.tensor([[1.0, -448.0]]), StateDtype.FLOAT8).numpy().tobytes()
     assert data == bytes([0x38, 0xFE]) + struct.pack("<f", 1.0)
     assert encode_rows(torch.tensor([[1.0, -2.0]]), StateDtype.BFLOAT16).numpy().tobytes() == bytes(

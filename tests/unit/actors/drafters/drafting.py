@@ -1,4 +1,4 @@
-"""Builders for tests of drafting methods: wants, toy models over a checked cache, and published heads."""
+"""Builders for tests of drafting methods: requests, toy models over a checked cache, and published heads."""
 
 import dataclasses
 import math
@@ -58,7 +58,7 @@ SAMPLINGS = pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", 
 
 @value
 class Want:
-    """A session's text, and the block requested after it; with `unverified`, blocks ahead of a step over that tree."""
+    """Session's text and requested block; with `unverified`, requests lookahead blocks for a step over that tree."""
 
     open: Open
     tokens: tuple[int, ...]
@@ -98,12 +98,12 @@ class Want:
         )
 
     def after(self, *tokens: int, **changes: Any) -> "Want":
-        """The want for a block once a verdict has brought these tokens."""
+        """Returns the request for a block after a verdict with these tokens."""
         whole = (*self.tokens, *tokens)
         return replace(self, tokens=whole, prefix_hash=Prefix(KEY, whole).hash, unverified=None, **changes)
 
     def under(self, tree: DraftTree | Sequence[int], **changes: Any) -> "Want":
-        """The want for blocks of any length while this block, a tree or a chain, is verified."""
+        """Returns the lookahead request during the verification of this chain or tree."""
         unverified = tree if isinstance(tree, DraftTree) else DraftTree.chain(tuple(tree))
         return replace(self, **{"max_tokens": self.open.draft_tokens, "unverified": unverified} | changes)
 
@@ -112,7 +112,7 @@ OWN_FIELDS = {field.name for field in dataclasses.fields(Want)}
 
 
 def a_want(tokens: Sequence[int], max_tokens: int = 3, session: str = "s", **changes: Any) -> Want:
-    """`changes` are fields of a want, or else of its Open; all but the first token were generated."""
+    """Returns a request with `changes` to its fields or its Open; all but the first token were generated."""
     own = {name: changes.pop(name) for name in OWN_FIELDS & changes.keys()}
     opened = an_open(session, **{"sampling": GREEDY, "tokens": (1,)} | changes)
     return Want(opened, tuple(tokens), Prefix(KEY, tuple(tokens)).hash, max_tokens, **own)
@@ -121,7 +121,7 @@ def a_want(tokens: Sequence[int], max_tokens: int = 3, session: str = "s", **cha
 def propose(
     method: DraftingMethod, wants: Sequence[Want], interrupted: Callable[[], bool] = never, early: Early = dismiss
 ) -> list[Proposal]:
-    """Opens the sessions with their texts; what is cached of them stays. Blocks wanted now come before those ahead."""
+    """Opens the sessions, keeping cached tokens, and drafts; regular blocks precede lookahead blocks."""
     for want in wants:
         method.open(replace(want.open, tokens=want.tokens))
     requests = [want.request for want in wants if want.unverified is None]
@@ -136,7 +136,7 @@ def block_of(method: DraftingMethod, want: Want) -> Proposal:
 
 
 def after_checks(count: int) -> Callable[[], bool]:
-    """Interrupts at the check after these."""
+    """Returns a function that interrupts after the given number of checks."""
     checks = iter(range(count))
     return lambda: next(checks, None) is None
 
@@ -147,7 +147,7 @@ def first(proposal: Proposal, tokens: int) -> Proposal:
 
 
 def are_beginnings(found: Sequence[Proposal], whole: Sequence[Proposal]) -> bool:
-    """Returns whether each of `found` is the beginning of the block of `whole` for its outcome."""
+    """Returns whether each block in `found` is a prefix of the block in `whole` for the same outcome."""
     by_outcome = {guess.outcome: guess for guess in whole}
     return list(found) == [first(by_outcome[guess.outcome], len(guess.tokens)) for guess in found]
 
@@ -168,12 +168,12 @@ def greedy(last: int, count: int) -> tuple[int, ...]:
 
 
 class SpyRunner(ToyRunner):
-    """Remembers what it was fed, and reads all of every row's pages."""
+    """Runner that records its input, and reads all pages of every row."""
 
     def __init__(self, logits: Tensor = LOGITS) -> None:
         super().__init__(logits)
         self.fed: list[list[InputRow]] = []
-        self.read: list[tuple[int, ...]] = []  # all tokens up to the end of every row fed
+        self.read: list[tuple[int, ...]] = []  # all tokens up to the end of every fed row
         self.interrupted: Callable[[], bool] = never  # as passed to the latest forward
         self.memory = TokenMemory(PAGE_SIZE)
 
@@ -190,16 +190,16 @@ class SpyRunner(ToyRunner):
         return ForwardOutput(self.logits(rows, whole), self.hidden(rows))
 
     def logits(self, rows: Sequence[InputRow], whole: list[tuple[int, ...]]) -> Tensor:
-        """Returns the last token's logits; `whole` are all tokens of each row."""
+        """Returns the last token's logits; `whole` contains all tokens of each row."""
         return super().forward(rows).logits
 
     def hidden(self, rows: Sequence[InputRow]) -> Tensor:
-        """The token itself, at each wanted place."""
+        """Returns the token itself as the state of each wanted place."""
         return torch.tensor([[token] for row in rows for token in row.tokens[-row.logits :]])
 
 
 class PrefixRunner(SpyRunner):
-    """A runner whose output depends on every earlier token, so that any fault of the cache shows."""
+    """Runner whose output depends on every earlier token, so any cache fault shows."""
 
     def __init__(self, scale: float = 2.0) -> None:
         super().__init__()
@@ -214,15 +214,15 @@ class PrefixRunner(SpyRunner):
         return self.scale * torch.tensor([drawn.gauss(0, 1) for _ in range(VOCABULARY)])
 
 
-MASK = VOCABULARY  # an id that no text has
+MASK = VOCABULARY  # an id outside all texts
 
 
 class MaskRunner(SpyRunner):
-    """A mask token predicts what follows the last real token before it, one place further on."""
+    """Runner for mask tokens: the nth mask after a real token predicts the nth further token."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.masks_read = 0  # that a row found cached before its own tokens
+        self.masks_read = 0  # masks in the cache before a row's own tokens
 
     def logits(self, rows: Sequence[InputRow], whole: list[tuple[int, ...]]) -> Tensor:
         found = []
@@ -235,14 +235,14 @@ class MaskRunner(SpyRunner):
 
 
 class Following:
-    """A recurrent head over the same table of logits, so that blocks are those of a forward for each token.
+    """Recurrent head over the same logits table, so blocks equal those of one forward pass per token.
 
-    A state is the token that its logits were read after.
+    A state is the token after which its logits were read.
     """
 
     def __init__(self, width: int = 3) -> None:
         self.width = width
-        self.asked: list[list[int]] = []  # states, of each call
+        self.asked: list[list[int]] = []  # states by call
 
     def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
         self.asked.append(states[:, 0].tolist())
@@ -253,7 +253,7 @@ class Following:
 
 
 class Trusting(Calibration):
-    """Takes the draft for one that is never wrong: the target's draw is its log probability plus all of the noise."""
+    """Calibration for a perfect draft: the target's draw is the log probability plus the full noise."""
 
     def chances(self, kind: DraftKind, candidates: Candidates) -> Any:
         return candidates.chances(np.array((1.0, 1.0, -9.0, 0.0)))
@@ -269,7 +269,7 @@ def a_method(
     calibration: Calibration | None = None,
     **limits: Any,
 ) -> DraftModel:
-    """`kept` are the ids whose logits the runner's columns are; `masks` are the tokens that a forward predicts."""
+    """Returns a method; `kept` holds the ids of the runner's columns, `masks` the tokens per forward pass."""
     return DraftModel(
         runner,
         torch.tensor(list(kept)),
@@ -301,7 +301,7 @@ def head_method(
     pass_tokens: int = 2048,
     overrides: EagleOverrides = NO_OVERRIDES,
 ) -> Any:
-    """A method over the head in a folder, for the fixtures' target; it takes rows of states as float32 tensors."""
+    """Returns a method with the head in a folder, for the fixtures' target; it takes float32 state rows."""
     limits = DraftingLimits(TOP_K, pass_tokens=pass_tokens)
     if kind == "eagle":
         head = loaded(folder, overrides, product=product)
@@ -314,7 +314,7 @@ def head_method(
 
 
 def a_draft(kind: str, folder: Path, project: str = "drafter", **changes: Any) -> DraftPool:
-    """The configuration of the head in a folder, with changes of its method's options."""
+    """Returns the configuration of the head in a folder, with changed method options."""
     options: Any = {kind: {"draft_probs_top_k": TOP_K} | changes, "states": {"project": project}}
     return DraftPool(method=kind, model=str(folder), **options)  # type: ignore[arg-type]
 
@@ -325,7 +325,7 @@ def a_setup(draft: DraftPool, target: Path = TARGET) -> DraftSetup:
 
 
 def deployed_method(kind: str, folder: Path, project: str = "drafter", **changes: Any) -> DecodedStates:
-    """Returns the method as the registry makes it; it takes encoded rows in bfloat16."""
+    """Returns the registry's method, which takes encoded bfloat16 rows."""
     draft = a_draft(kind, folder, project, **changes)
     method = create_method(draft, a_setup(draft))
     assert isinstance(method, DecodedStates)
@@ -333,17 +333,17 @@ def deployed_method(kind: str, folder: Path, project: str = "drafter", **changes
 
 
 def encoded(rows: Tensor, method: DecodedStates) -> bytes:
-    """Returns rows of states as they travel to a method."""
+    """Returns state rows in their wire encoding."""
     return encode_rows(rows, method.states_format.dtype).numpy().tobytes()
 
 
 def decided(known: Case, next_token: str = "next_token") -> tuple[int, ...]:
-    """The fixture's prompt and the token after it."""
+    """Returns the fixture's prompt and the token after it."""
     return (*known["input_ids"].tolist(), int(known[next_token if next_token in known else "anchor"]))
 
 
 def drafted(method: Any, want: Want, rows: Any, at: int = 0) -> Proposal:
-    """Drafts for a session that is opened, given rows of states from position `at` on, and closed."""
+    """Opens a session, passes state rows from position `at` on, drafts, and closes the session."""
     method.open(replace(want.open, tokens=want.tokens))
     method.states(want.open.session, at, rows)
     (proposal,) = method.draft([want.request])

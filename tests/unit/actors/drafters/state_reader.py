@@ -1,4 +1,4 @@
-"""A drafting method's module that reads the target's hidden states, as the registry would find it."""
+"""Module of a drafting method that reads hidden states, in the registry's format."""
 
 from pathlib import Path
 from typing import Any
@@ -27,4 +27,4 @@ def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.de
 
 
 def create(*_: Any) -> None:
-    """It is never asked to draft."""
+    """Placeholder; tests never draft with this method."""

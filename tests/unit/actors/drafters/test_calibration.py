@@ -1,4 +1,4 @@
-"""The fit of a draft's chances: it finds what a made-up target does, and learns only from what was decided."""
+"""Tests acceptance calibration: it fits a simulated target, and learns only from decided tokens."""
 
 import math
 from functools import cache
@@ -20,7 +20,7 @@ def some_candidates(rng: np.random.Generator) -> Candidates:
 
 
 def target_token(rng: np.random.Generator, candidates: Candidates, error: float) -> int:
-    """Drawn with the same noise from what the draft would be without its errors."""
+    """Draws the target's token with the same noise, from the draft's logits without errors."""
     wrong = rng.normal(scale=error, size=COUNT)
     return int(candidates.ids[(candidates.log_probs + wrong + candidates.noise).argmax()])
 
@@ -38,7 +38,7 @@ def fitted(error: float) -> Calibration:
 
 @pytest.mark.parametrize("error", [1.5, 4.0])
 def test_chances_are_as_often_right_as_they_say(error):
-    """Allows five standard errors over 2000 positions, a false alarm in a million runs; the seed is fixed."""
+    """The limit is five standard errors over 2000 positions, or one false alarm in a million; the seed is fixed."""
     calibration = fitted(error)
     rng = np.random.default_rng(4)
     claimed = []
@@ -104,7 +104,7 @@ def test_kinds_are_fitted_apart_and_begin_with_less_belief_at_low_temperatures()
 
 
 def test_hopeless_candidates_do_not_end_the_learning():
-    """A model that computes nonsense gives log probabilities as low as can be."""
+    """A broken model gives extremely low log probabilities."""
     candidates = Candidates(np.arange(2), np.array([-0.1, -30.0]), np.zeros(2), math.log(0.1))
     calibration = Calibration()
     for _ in range(50):

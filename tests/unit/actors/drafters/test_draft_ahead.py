@@ -1,6 +1,6 @@
-"""Drafting ahead of verdicts with a model: which outcomes, what is fed for them, and when it ends.
+"""Tests drafting ahead with a model: the outcomes drafted for, the fed tokens, and interruptions.
 
-`test_methods.py` has what holds for every method.
+`test_methods.py` covers behavior common to all methods.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def new_method(**options: object) -> DraftModel:
 def drafted_ahead(
     method: DraftModel, want: Want, interrupted: Callable[[], bool] = never
 ) -> tuple[Proposal, list[Proposal]]:
-    """The block for a want, and those for what may come of it."""
+    """Returns the block for a request, and the lookahead blocks for its outcomes."""
     block = block_of(method, want)
     return block, propose(method, [want.under(block.tree)], interrupted)
 
@@ -80,12 +80,12 @@ def test_behind_a_token_that_was_not_among_the_choices_nothing_is_likely():
     assert accepted_chance((5, 6), known) == 0.0
 
 
-# ---------------------------------------------------------------- which are drafted for
+# ---------------------------------------------------------------- choice of outcomes
 
 
 @RULES
 def test_each_likely_outcome_gets_a_whole_block(acceptance, sampling):
-    """After each rejection, and after none; the number of outcomes is bounded."""
+    """Outcomes are each possible rejection and full acceptance, up to a limit."""
     lengths: set[int] = set()
     for prefix in PREFIXES:
         want = a_want(prefix, sampling=sampling, acceptance=acceptance)
@@ -97,14 +97,14 @@ def test_each_likely_outcome_gets_a_whole_block(acceptance, sampling):
 
 
 def test_an_unlikely_outcome_is_not_drafted_for():
-    """A model that is sure of itself: one block, for full acceptance."""
+    """A confident model drafts one block, for full acceptance."""
     block, guesses = drafted_ahead(a_method(SpyRunner(20 * LOGITS)), a_want(PREFIX))
     (best,) = guesses
     assert best.outcome[:-1] == block.tokens
 
 
 def test_more_sessions_share_wider_forwards():
-    """All forwards but the last are full, and a session's share of them never falls below a row or two."""
+    """All forward passes except the last are full, and each session has at least one or two rows in them."""
     widths = []
     for sessions in (3, 30):
         runner = PrefixRunner(scale=1.0)
@@ -127,7 +127,7 @@ def test_nothing_is_drafted_past_the_end():
 
 
 def test_nothing_is_drafted_behind_a_stop_id():
-    """The session would be over; but other outcomes are."""
+    """That outcome ends the session; other outcomes get blocks."""
     block, guesses = drafted_ahead(new_method(), a_want(PREFIX))
     stop = guesses[0].outcome[-1]
     same, others = drafted_ahead(new_method(), a_want(PREFIX, stop_ids=(stop,)))
@@ -138,7 +138,7 @@ def test_nothing_is_drafted_behind_a_stop_id():
 
 @RULES
 def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(acceptance, sampling):
-    """It was looked up in the text: what the model would rather have at its places is found while it is read."""
+    """The block comes from a lookup; reading it yields the model's alternatives at its positions."""
     want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
     block, guesses = drafted_ahead(new_method(), want)
     runner = PrefixRunner(scale=1.0)
@@ -149,7 +149,7 @@ def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(accep
 
 
 def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is_read():
-    """Simulates a merge: tokens of the other method keep the probabilities that it gave."""
+    """The test simulates a merge; the other method's tokens keep their probabilities."""
     runner = SpyRunner()
     method = a_method(runner)
     want = a_want((1, 2))
@@ -167,19 +167,19 @@ def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is
 
 
 def test_a_block_of_which_the_model_could_only_read_the_end_is_guessed_on_from_there():
-    """All before it is cached, the logits are gone."""
+    """The earlier tokens are cached, but their logits are gone."""
     method = a_method(PrefixRunner())
     block_of(method, a_want((*PREFIX, 3), 1))
     guesses = propose(method, [a_want(PREFIX).under((7, 7), max_tokens=3)])
     assert {guess.outcome[:1] for guess in guesses} == {(7,)}, "nothing else is known for its first place"
 
 
-# ---------------------------------------------------------------- what is fed
+# ---------------------------------------------------------------- fed tokens
 
 
 @RULES
 def test_branches_are_fed_only_what_is_new(acceptance, sampling):
-    """The end of the block once, for what may come after it; each outcome's own last token and its drafts."""
+    """The block's last token is fed once for all outcomes; each outcome adds its own last token and drafts."""
     runner = PrefixRunner(scale=1.0)
     block, guesses = drafted_ahead(a_method(runner), a_want(PREFIX, sampling=sampling, acceptance=acceptance))
     fed = [(row.start, row.tokens) for rows in runner.fed[3:] for row in rows]
@@ -203,7 +203,7 @@ def test_outcomes_that_are_known_do_not_wait_for_the_end_of_the_block_to_be_read
 
 @RULES
 def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
-    """The branch that guessed right goes on, and drafting ahead with it."""
+    """The right branch continues, and lookahead drafting continues from it."""
     runner = PrefixRunner(scale=1.0)
     method = a_method(runner)
     want = a_want((1, 2, 3, 4, 5), sampling=sampling, acceptance=acceptance)
@@ -225,7 +225,7 @@ def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
 @RULES
 @pytest.mark.parametrize("passes", [0, 1, 2])
 def test_an_interruption_ends_after_the_forward_under_way(acceptance, sampling, passes):
-    """Holds under rejection sampling too, because the interruption does not depend on a block's own tokens."""
+    """This also holds under rejection sampling, because the interruption does not depend on a block's own tokens."""
     runner = PrefixRunner(scale=1.0)
     want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
     _, found = drafted_ahead(a_method(runner), want, after_checks(passes))
@@ -234,7 +234,7 @@ def test_an_interruption_ends_after_the_forward_under_way(acceptance, sampling, 
 
 
 class Ticking:
-    """A clock on which every look takes a second."""
+    """Clock that advances one second per reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -246,7 +246,7 @@ class Ticking:
 
 @RULES
 def test_a_forward_that_would_end_after_the_verdict_is_not_begun(acceptance, sampling):
-    """The likelier outcomes get further."""
+    """Likelier outcomes get longer blocks."""
     want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
     _, whole = drafted_ahead(new_method(), want)
     tokens = []
@@ -257,7 +257,7 @@ def test_a_forward_that_would_end_after_the_verdict_is_not_begun(acceptance, sam
         found = propose(method, [want.under(block.tree, until=clock.now + until)])
         assert are_beginnings(found, whole)
         tokens.append(sum(len(guess.tokens) for guess in found))
-        if acceptance is REJECTION:  # by the outcome alone; those after all of the block are begun later
+        if acceptance is REJECTION:  # depends only on the outcome; blocks after full acceptance start later
             for is_last in (False, True):
                 lengths = [len(guess.tokens) for guess in found if (len(guess.outcome) == 4) == is_last]
                 assert lengths == sorted(lengths, reverse=True)
@@ -285,7 +285,7 @@ def test_blocks_that_are_wanted_now_are_never_interrupted():
 
 
 class GivingUp(PrefixRunner):
-    """Gives forwards up when it has copied and written, as a model does that is interrupted at a later layer."""
+    """Runner that interrupts forward passes after writing the cache, like a model interrupted at a later layer."""
 
     def logits(self, rows: Sequence[InputRow], whole: list[tuple[int, ...]]) -> Tensor:
         if self.interrupted():
@@ -296,7 +296,7 @@ class GivingUp(PrefixRunner):
 @RULES
 @pytest.mark.parametrize("forwards", range(4))
 def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwards):
-    """Earlier drafts stay, and later requests give the same blocks as without it."""
+    """Earlier drafts stay, and later requests give the same blocks as without the interruption."""
     want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
     method = a_method(GivingUp(scale=1.0))
     block, guesses = drafted_ahead(method, want, after_checks(2 * forwards + 1))
@@ -310,7 +310,7 @@ def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwar
 
 @RULES
 def test_blocks_so_far_are_reported_after_each_forward(acceptance, sampling):
-    """Sends only final blocks under rejection sampling, because the first version to arrive counts."""
+    """Rejection sampling sends only final blocks, because the first version to arrive counts."""
     want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
     reports: list[list[Proposal]] = []
     method = a_method(runner := PrefixRunner(scale=1.0))
@@ -346,7 +346,7 @@ def test_a_pool_too_small_for_all_branches_gives_fewer_blocks_and_no_wrong_ones(
 
 
 def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
-    """Its block's choices are remembered, but its tokens are no longer cached."""
+    """The choices for its block remain, but its tokens are no longer cached."""
     method = new_method(pages=3)
     wants = [a_want((9,) * 9, 2, session="other"), a_want((1, 2, 3, 4, 5), 2, session="lost")]
     lost, other = (block_of(method, want) for want in reversed(wants))
@@ -361,7 +361,7 @@ def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
 
 @SAMPLINGS
 def test_what_follows_a_token_beside_the_first_is_guessed_and_right(sampling):
-    """And never that it is rejected. Tokens are those of an undisturbed model; the memory checks every page read."""
+    """No outcome assumes its rejection. Tokens equal those of an undisturbed model, and every read page is checked."""
     seen = 0
     for prefix in PREFIXES:
         want = a_want(prefix, 4, sampling=sampling, shape=Shape.TREE)
@@ -384,7 +384,7 @@ def test_what_follows_a_token_beside_the_first_is_guessed_and_right(sampling):
 @RULES
 @pytest.mark.parametrize("token", range(VOCABULARY))
 def test_nonfinite_logits_after_any_token_end_blocks_ahead_there_and_nothing_else(acceptance, sampling, token):
-    """Wherever it is: in the step under way, or in a block that is drafted for an outcome of it."""
+    """The token may be in the running step, or in a block for one of its outcomes."""
     table = LOGITS.clone()
     table[token, 3] = torch.nan
     for shape in Shape if acceptance is COUPLED else (Shape.CHAIN,):

@@ -1,4 +1,4 @@
-"""A draft model's cache and the states that a head is fed: branches of sessions, which can be recomputed."""
+"""Tests a draft model's cache and a head's input states, for sessions and their branches."""
 
 from collections.abc import Sequence
 
@@ -19,14 +19,14 @@ PAGE_SIZE = 4
 
 
 class Desk:
-    """A cache whose pages are memory, read whole at every feed."""
+    """Cache over simulated pages, which every feed reads in full."""
 
     def __init__(self, pages: int = 16) -> None:
         self.cache = DraftCache(pages, PAGE_SIZE)
         self.memory = TokenMemory(PAGE_SIZE)
 
     def feed(self, branch: CacheBranch, *tokens: int, busy: Sequence[str] = ()) -> bool:
-        """Returns whether there was room; checks that the branch's pages hold its tokens."""
+        """Returns whether the cache had space; asserts that the branch's pages hold its tokens."""
         fed = self.cache.feed(branch, tokens, {branch.session, *busy})
         if fed is None:
             return False
@@ -39,7 +39,7 @@ class Desk:
         return True
 
     def opened(self, session: str, tokens: Sequence[int]) -> CacheBranch:
-        """A session with all of `tokens` cached."""
+        """Returns a session with all of `tokens` cached."""
         branch = self.cache.resume(session, tokens)
         assert self.feed(branch, *tokens[len(branch.tokens) :])
         return branch
@@ -55,7 +55,7 @@ def test_a_session_resumes_where_it_agrees_and_the_last_token_is_always_fed():
 
 
 def test_a_text_that_begins_in_its_middle_takes_places_from_there_on():
-    """Also after it was forgotten; the token that it begins with is not fed."""
+    """This also holds after eviction; the text's first token is not fed."""
     cache = DraftCache(8, PAGE_SIZE, unfed=1)
     tokens = [9, 9, 9, 1, 2, 3, 4]
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_published_pages_serve_sessions_that_begin_alike_even_when_their_owner_i
 
 
 def test_what_is_not_cached_is_not_published():
-    """A block may end before its session's decided tokens are all fed."""
+    """A block may end before all of its session's decided tokens are fed."""
     desk = Desk()
     branch = desk.opened("s", tuple(range(6)))
     desk.cache.publish(branch, 12)
@@ -150,7 +150,7 @@ def test_every_branch_reads_its_own_tokens_whatever_is_done(data):
     `Desk` reads every branch at every feed.
     """
     desk = Desk(pages=data.draw(st.integers(2, 8)))
-    token = st.integers(0, 1)  # few, so that texts agree for long
+    token = st.integers(0, 1)  # few, so that texts have long common prefixes
     for _ in range(8):
         busy = sorted(data.draw(st.sets(st.sampled_from("abc"), min_size=1, max_size=2)))
         branches = {
@@ -180,7 +180,7 @@ def test_every_branch_reads_its_own_tokens_whatever_is_done(data):
 
 
 def rows(*values: float) -> Tensor:
-    """A row (1,) for each; a true state is the number of its position, a predicted one has a fraction."""
+    """Returns a row (1,) per position; a true state equals its position, a predicted state has a fraction."""
     return torch.tensor(values).unsqueeze(1)
 
 
@@ -216,14 +216,14 @@ def test_rows_that_begin_in_mid_text_are_found_by_position_too() -> None:
     assert (known.missing_from(5), known.rows(6, 8).flatten().tolist()) == (8, [6, 7])
 
 
-# ---------------------------------------------------------------- what branches are fed
+# ---------------------------------------------------------------- states fed to branches
 
 
 class FedDesk:
-    """A cache and a feed, over one session."""
+    """Cache and feed of one session."""
 
     def __init__(self) -> None:
-        self.projected: list[int] = []  # rows each time
+        self.projected: list[int] = []  # rows per call
         self.cache = DraftCache(16, 4, unfed=1)
         self.feed = FedStates(StatesNeeded((3,), 1), self.project, 100)
         self.feed.open("s")
@@ -233,7 +233,7 @@ class FedDesk:
         return raw
 
     def read(self, branch: CacheBranch, tokens: Sequence[int], predicted: Tensor) -> list[float]:
-        """The states that `tokens` are fed with; at the last places of them, others are predicted."""
+        """Returns the states fed with `tokens`; predicts further states at the last places."""
         draft = self.draft(branch, tokens)
         assert self.feed.feedable(draft, len(tokens)) == len(tokens)
         start = len(branch.tokens)
@@ -254,7 +254,7 @@ def desk() -> FedDesk:
 
 
 def drafted(desk: FedDesk) -> CacheBranch:
-    """Five tokens with true states, and two that were drafted after them."""
+    """Returns five tokens with true states, and two tokens drafted after them."""
     desk.feed.put("s", 0, rows(0, 1, 2, 3))
     branch = desk.cache.resume("s", range(10, 15))
     assert desk.read(branch, range(10, 15), rows(4.5)) == [0, 1, 2, 3]
@@ -298,7 +298,7 @@ def test_a_fork_goes_on_with_what_its_parent_predicted_and_changes_nothing_of_it
 
 
 def test_what_was_predicted_of_another_text_is_forgotten(desk: FedDesk) -> None:
-    """The state before the first token that differs was predicted from tokens that stand; later ones were not."""
+    """Only the state before the first differing token was predicted from the new text."""
     branch = drafted(desk)
     resumed = desk.cache.resume("s", [*range(10, 15), 20, 21, 22])
     assert resumed is branch

@@ -1,6 +1,6 @@
-"""Drafting with a model: what is fed, what is proposed, and what a proposal may depend on.
+"""Tests drafting with a model: fed tokens, proposals, and the inputs that a proposal may depend on.
 
-`test_methods.py` has what holds for every method.
+`test_methods.py` covers behavior common to all methods.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ ACCEPTANCES = pytest.mark.parametrize("acceptance", list(Acceptance))
 
 
 def test_after_a_verdict_only_what_is_new_is_fed():
-    """One token after a rejection; two after full acceptance, for the last draft token was never fed."""
+    """One token is fed after a rejection, and two after full acceptance, because the last draft token was not fed."""
     runner = SpyRunner()
     method = a_method(runner)
     block = block_of(method, a_want((1, 2)))
@@ -79,7 +79,7 @@ def test_sessions_are_drafted_together_and_leave_as_their_blocks_end(options, ro
 
 
 def test_a_session_that_finds_no_page_gets_no_block_and_others_do():
-    """All are busy: the one with most to read goes without this time."""
+    """All sessions are busy, so the one with the most tokens to read gets no block in this pass."""
     method = a_method(SpyRunner(), pages=3)
     wants = [a_want((1,) * 7, session="a"), a_want((2, 3), session="b"), a_want((4,), session="c")]
     assert [block.tokens for block in propose(method, wants)] == [(), greedy(3, 3), greedy(4, 3)]
@@ -92,7 +92,7 @@ def test_a_session_that_finds_no_page_gets_no_block_and_others_do():
     [(1, 3, 3), (1, 5, 3), (1, 6, 2), (1, 7, 1), (1, 8, 0), (1, 20, 0), (3, 5, 3), (3, 6, 2), (3, 7, 1), (3, 8, 0)],
 )
 def test_a_block_ends_at_the_model_s_positions(masks, length, drafted):
-    """The token at the last position predicts one more: 7 positions reach a text of 8 tokens."""
+    """The token at the last position predicts one more token: 7 positions reach a text of 8 tokens."""
     runner = MaskRunner() if masks > 1 else SpyRunner()
     method = a_method(runner, max_positions=7, masks=masks)
     block, other = propose(method, [a_want((1,) * length), a_want((4,), session="short")])
@@ -117,7 +117,7 @@ def test_a_session_that_outgrows_the_model_s_positions_gets_no_more_blocks():
 
 
 def test_a_prompt_that_another_session_has_decided_is_not_fed_again():
-    """Whole pages of it: drafts are never shared, for they may be wrong."""
+    """Sessions share whole pages of decided tokens, but never drafts, which may be wrong."""
     runner = SpyRunner()
     method = a_method(runner)
     prompt = tuple(i % VOCABULARY for i in range(2 * PAGE_SIZE + 2))
@@ -127,7 +127,7 @@ def test_a_prompt_that_another_session_has_decided_is_not_fed_again():
     (row,) = runner.fed[fed]
     assert (row.start, row.tokens) == (2 * PAGE_SIZE, prompt[2 * PAGE_SIZE :])
     assert block.tokens == greedy(prompt[-1], 3)
-    drafted = runner.read[fed - 1]  # all that a has cached, drafts too
+    drafted = runner.read[fed - 1]  # all cached tokens of a, including drafts
     block_of(method, a_want((*drafted, 1), session="c"))
     assert runner.fed[-3][0].start == 2 * PAGE_SIZE
 
@@ -142,12 +142,12 @@ def test_a_long_prompt_is_read_over_several_passes_and_delays_no_other_session(h
     assert max(sum(len(row.tokens) for row in rows) for rows in runner.fed) <= 8
 
 
-# ---------------------------------------------------------------- what is proposed
+# ---------------------------------------------------------------- proposals
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["model", "head"])
 def test_coupled_drafts_are_the_targets_draws_when_the_models_agree(head):
-    """Same noise at the same address: any slip in seed, choice or position costs acceptance, not correctness."""
+    """Both use the same noise; a wrong seed, choice or position would reduce acceptance but not correctness."""
     for seed in range(20):
         method = a_method(SpyRunner(), head=Following() if head else None, calibration=Trusting())
         block = block_of(method, a_want((1, 2, 3), 4, sampling=DRAWN, seed=seed, choice=seed % 3))
@@ -157,7 +157,7 @@ def test_coupled_drafts_are_the_targets_draws_when_the_models_agree(head):
 
 
 def test_penalties_count_generated_and_drafted_tokens_but_not_the_prompt():
-    """The drafter penalises as the target will: otherwise its drafts are rejected one after another."""
+    """The drafter applies the target's penalties; otherwise the target would reject its drafts."""
     sampling = Sampling(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0)
     block = block_of(a_method(SpyRunner()), a_want((1, 2, 2), 5, prompt_len=2, sampling=sampling))
     generated = [2]
@@ -170,7 +170,7 @@ def test_penalties_count_generated_and_drafted_tokens_but_not_the_prompt():
 @ACCEPTANCES
 @SAMPLINGS
 def test_masked_ids_are_never_proposed_and_carry_no_weight(acceptance, sampling):
-    """Ids that the target lacks, however much the draft model likes them."""
+    """Masked ids are missing in the target's vocabulary, even if the draft model prefers them."""
     liked = LOGITS.clone()
     liked[:, [3, 9]] = 50.0
     kept = [0, 1, 2, 4, 5, 6, 7, 8]
@@ -200,7 +200,7 @@ def test_doubt_ends_a_block_early_but_never_before_its_first_token(acceptance, s
 
 
 def test_with_rejection_sampling_doubt_shortens_no_block():
-    """Dropping a drawn token for its value biases the text."""
+    """Dropping a drawn token because of its value would bias the text."""
     for seed in range(30):
         want = a_want((1,), 4, sampling=DRAWN, seed=seed, acceptance=REJECTION)
         assert len(block_of(a_method(SpyRunner(), min_confidence=0.9), want).tokens) == 4
@@ -209,7 +209,7 @@ def test_with_rejection_sampling_doubt_shortens_no_block():
 @ACCEPTANCES
 @SAMPLINGS
 def test_a_text_with_tokens_that_are_never_proposed_can_be_penalised(acceptance, sampling):
-    """The target may decide for ids above all that this draft knows: its penalties must not be looked up there."""
+    """The target may choose ids beyond the draft's vocabulary, and penalties must not index them."""
     penalised = replace(sampling, presence_penalty=2.0)
     want = a_want((1, 9, 9), 3, prompt_len=1, sampling=penalised, acceptance=acceptance)
     block = block_of(a_method(SpyRunner(LOGITS[:, :5]), range(5)), want)
@@ -218,7 +218,7 @@ def test_a_text_with_tokens_that_are_never_proposed_can_be_penalised(acceptance,
 
 
 def test_draft_probs_have_the_agreed_width_even_when_less_is_allowed():
-    """A request's own top_k below the drafter's leaves fewer entries: padding must carry no weight."""
+    """A request's smaller top_k leaves fewer entries, and padding must have no weight."""
     block = block_of(a_method(SpyRunner()), a_want((1,), 2, sampling=Sampling(top_k=2), acceptance=REJECTION))
     for ids, weights in zip(block.tree.probs.token_ids, block.tree.probs.weights, strict=True):
         assert len(ids) == len(weights) == 4
@@ -231,13 +231,13 @@ def test_draft_probs_have_the_agreed_width_even_when_less_is_allowed():
 
 @ACCEPTANCES
 def test_a_temperature_near_zero_does_not_end_the_drafter(acceptance):
-    """One such request used to end the drafting loop, on one drafter after another."""
+    """A single such request must not end the drafting loop."""
     want = a_want((1,), 3, sampling=Sampling(temperature=1e-39), acceptance=acceptance)
     assert block_of(a_method(SpyRunner()), want).tokens == greedy(1, 3)
 
 
 def broken_after(token: int, value: float = torch.nan) -> SpyRunner:
-    """Its logits after one token are not finite."""
+    """Returns a model with nonfinite logits after one token."""
     table = LOGITS.clone()
     table[token, 3] = value
     return SpyRunner(table)
@@ -246,7 +246,7 @@ def broken_after(token: int, value: float = torch.nan) -> SpyRunner:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @RULES
 def test_nothing_is_proposed_after_nonfinite_logits(acceptance, sampling, value, caplog):
-    """Not even by a session whose rules allow tokens that the model has logits for; others go on, also in its pass."""
+    """This includes sessions whose rules allow only finite logits; other sessions of the pass continue."""
     rules = {"sampling": sampling, "acceptance": acceptance}
     wants = [
         a_want((1, 2), session="bad", **rules),
@@ -272,7 +272,7 @@ def test_a_block_ends_where_its_logits_are_not_finite(acceptance, sampling):
 
 @SAMPLINGS
 def test_a_tree_goes_on_from_tokens_beside_its_main_path_as_the_model_would(sampling):
-    """A node with children has the model's favorite among them; branches share the forwards of a chain."""
+    """A node's children include the model's top token; branches share the forward passes of a chain."""
     deep = 0
     for seed in range(12):
         want = a_want((1, 2), 8, sampling=sampling, seed=seed)

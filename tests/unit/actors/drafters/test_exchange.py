@@ -1,4 +1,4 @@
-"""Exchanged weights: open sessions go on, and nothing that the earlier weights computed is used again."""
+"""After a weight exchange, open sessions continue without any results of the earlier weights."""
 
 import math
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def other_weights(logits: Tensor = OTHER) -> DraftWeights:
 @pytest.mark.parametrize("acceptance", Acceptance)
 @pytest.mark.parametrize("shape", Shape)
 def test_an_exchanged_method_drafts_as_a_new_one(acceptance: Acceptance, shape: Shape) -> None:
-    """Exchanges weights in the middle of a text, on request and ahead of a verdict."""
+    """The exchange happens in the middle of a text, between regular and lookahead blocks."""
     runner = PrefixRunner(scale=4.0)
     method = a_method(SpyRunner())
     new = a_method(PrefixRunner(scale=4.0))

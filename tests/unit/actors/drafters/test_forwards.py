@@ -1,4 +1,4 @@
-"""Forwards of a draft model: several tokens at a time by mask tokens, and a head over frequent tokens."""
+"""Tests forward passes of a draft model with mask tokens, and with an LM head over frequent tokens."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ from tests.unit.cluster.samples import GREEDY
 
 
 def named(last: int, count: int) -> tuple[int, ...]:
-    """Returns the model's greedy tokens after this token, three at a time."""
+    """Returns the model's greedy tokens after this token, three per forward pass."""
     tokens = [last]
     while len(tokens) <= count:
         known = tokens[-1]
@@ -51,7 +51,7 @@ def test_a_block_takes_a_forward_for_each_group_of_its_tokens(length, forwards):
 
 
 def test_masks_are_fed_for_what_is_still_missing_and_forgotten_after():
-    """Tokens predicted by masks were never fed themselves, so they come with what follows."""
+    """Tokens predicted by masks have not been fed, so the next forward pass feeds them."""
     runner = MaskRunner()
     method = a_method(runner, masks=3)
     block = block_of(method, a_want((1, 2), 5))
@@ -85,7 +85,7 @@ def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(acceptan
     assert runner.masks_read == 0
 
 
-# ---------------------------------------------------------------- what a checkpoint configures
+# ---------------------------------------------------------------- checkpoint configuration
 
 
 def a_config(**extra: Any) -> LlamaConfig:
@@ -154,7 +154,7 @@ def test_a_bias_goes_with_its_tokens() -> None:
 
 
 def test_a_tied_embedding_is_left_whole() -> None:
-    """Tokens that are never proposed are still fed."""
+    """Tokens that are never proposed may still be fed."""
     model = a_model(tied=True)
     before = model.get_input_embeddings().weight.clone()
     reduce_head(model, torch.tensor([0, 3]))

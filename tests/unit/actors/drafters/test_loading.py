@@ -1,4 +1,4 @@
-"""A draft's folder as a drafting method: with and without what may lie beside the model, and in 8 bits."""
+"""Tests loading a draft folder, with and without optional files, and in 8 bits."""
 
 import json
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def test_it_drafts_the_model_s_likeliest_tokens(folder: Path) -> None:
 
 @pytest.mark.parametrize("with_head", [False, True], ids=["model", "with head"])
 def test_in_eight_bits_it_drafts_the_same_where_nothing_is_near(folder: Path, with_head: bool) -> None:
-    """Random logits this large differ by far more than their rounding."""
+    """Large random logits differ by far more than the rounding error."""
     if with_head:
         add_head(folder)
     method = load(folder, int8=True)
@@ -116,7 +116,7 @@ def test_a_recurrent_head_chooses_among_the_most_frequent_tokens(tmp_path: Path)
 def test_a_draft_with_learned_positions_drafts_up_to_its_last_one(
     tmp_path: Path, acceptance: Acceptance, shape: Shape
 ) -> None:
-    """Its table has no row for the next position."""
+    """The position table has no row for the next position."""
     sizes = {"vocab_size": VOCABULARY, "n_positions": 8, "n_embd": HIDDEN, "n_layer": 1, "n_head": 2}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
     method = load(tmp_path)
@@ -145,7 +145,7 @@ WEIGHTS = "model.safetensors"
 
 
 def a_version(folder: Path, **changes: Any) -> Path:
-    """Another checkpoint, by default of the same shape."""
+    """Writes another checkpoint, by default of the same shape."""
     return a_model(folder / "0001", seed=5, **changes)
 
 

@@ -1,7 +1,7 @@
 """Tests the behavior that all drafting methods share: open, draft, follow verdicts, draft ahead, yield, and close.
 
-Blocks are compared with a teacher-forced reference: the logits after a committed text and the draft tokens after it,
-computed from scratch for each. A lookup's reference has one possible token.
+The reference is teacher-forced: it computes the logits after a committed text and its draft tokens from scratch. A
+lookup's reference allows only one token.
 """
 
 import operator
@@ -62,21 +62,21 @@ from tests.unit.cluster.samples import GREEDY, KEY
 
 Tokens = tuple[int, ...]
 EXACT = {"sampling": DRAWN, "acceptance": REJECTION}
-LENGTH = 4  # of most blocks
+LENGTH = 4  # of most test blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A way to draft, and its reference."""
+    """Kind of drafting method, with its reference."""
 
     make: Callable[..., Any]  # takes `pages` if `tight` is set
     logits: Callable[[Tokens, Tokens], Tensor]  # (vocabulary,), after a committed text and draft tokens
     text: Tokens
-    width: int = 64  # most tokens of a block
-    states: int = 0  # width of the target's states that it reads
-    tight: int = 0  # pages that suffice for one session and not for two
+    width: int = 64  # maximum tokens per block
+    states: int = 0  # width of the target states it reads
+    tight: int = 0  # pages that suffice for only one session
     looks_up: bool = False
-    foresees: bool = True  # a right guess is the block that would be drafted after the verdict
+    foresees: bool = True  # whether a right lookahead block equals the block drafted after the verdict
 
     def greedy(self, text: Tokens, count: int) -> Tokens:
         found: Tokens = ()
@@ -88,7 +88,7 @@ class Kind:
         return found
 
     def rows(self, text: Tokens) -> Tensor:
-        """Returns the target's states of all tokens but the last; each is a function of the text up to it."""
+        """Returns the target's states of all tokens except the last; each depends on the text up to its token."""
         seeds = [Prefix(KEY, text[: end + 1]).hash % (1 << 31) for end in range(len(text) - 1)]
         return torch.stack([2 * torch.randn(self.states, generator=torch.Generator().manual_seed(s)) for s in seeds])
 
@@ -107,7 +107,7 @@ def one_hot(tokens: Tokens, place: int) -> Tensor:
 
 
 def in_groups(text: Tokens, further: Tokens) -> Tensor:
-    """The mask runner's logits: a token and two masks after it at a time."""
+    """Returns the mask runner's logits for a token followed by two masks."""
     at = len(further) % 3
     known = (*text, *further)[len(text) + len(further) - at - 1]
     return LOGITS[(known + at) % VOCABULARY]
@@ -146,7 +146,7 @@ def hybrid() -> Kind:
         found = look_up(text, 9, 4, 3)
         return one_hot(found, len(further)) if found else by_prefix(text, further)
 
-    return Kind(make=make, logits=logits, text=TOY_TEXT, tight=5, foresees=False)  # the text may know more by then
+    return Kind(make=make, logits=logits, text=TOY_TEXT, tight=5, foresees=False)  # matches may change
 
 
 def suffix() -> Kind:
@@ -187,7 +187,7 @@ def dflash() -> Kind:
 
 
 def fed_states(head: EagleHead) -> Kind:
-    """A head that is fed each token with the state before it, its own where the target's is not known."""
+    """Returns the reference of a head fed with each token and the state before it, the target's state if known."""
 
     def make(pages: int = 64) -> Any:
         return eagle_draft_model(head, pages, PAGE_SIZE, DraftingLimits(TOP_K), DRAFTED, lambda: 0.0)
@@ -243,7 +243,7 @@ def of(*names: str) -> pytest.MarkDecorator:
 
 
 class Drafter:
-    """A new method, and the sessions opened at it with the target's states of their texts."""
+    """New method with open sessions and the target states of their texts."""
 
     def __init__(self, kind: Kind, **options: Any) -> None:
         self.kind = kind
@@ -275,14 +275,14 @@ class Drafter:
 
 
 def fresh(kind: Kind, want: Want) -> Proposal:
-    """The block of a new method that is opened with this text."""
+    """Returns the block of a new method, opened with this text."""
     return Drafter(kind).open(want).draft(want)[0]
 
 
 def equal(found: Proposal, expected: Proposal) -> bool:
-    """Returns whether blocks are equal but for the rounding of probabilities.
+    """Returns whether blocks are equal up to rounding of probabilities.
 
-    One that was made without a forward may be shorter.
+    A block made without a forward pass may be shorter.
     """
     if found.is_at_once:
         expected = first(expected, len(found.tokens))
@@ -302,7 +302,7 @@ def is_idle(method: Any) -> bool:
 
 @pytest.mark.parametrize("changes", [{}, EXACT], ids=["greedy", "rejection"])
 def test_blocks_follow_verdicts_that_accept_none_some_or_all(kind: Kind, changes: dict[str, Any]) -> None:
-    """Each is the reference's, or, where tokens are drawn, that of a method that never drafted anything else."""
+    """Each block equals the reference's or, for drawn tokens, that of a new method."""
     want = a_want(kind.text, LENGTH, **changes)
     drafter = Drafter(kind).open(want)
     vocabulary = HEAD_VOCABULARY if kind.text is HEAD_TEXT else VOCABULARY
@@ -324,7 +324,7 @@ def test_blocks_follow_verdicts_that_accept_none_some_or_all(kind: Kind, changes
 
 
 def test_draws_for_rejection_sampling_follow_the_probabilities_sent(kind: Kind) -> None:
-    """A function of seed and prefix; neither a token's probability nor the shape changes it."""
+    """Draws depend only on seed and prefix, not on a token's probability or on the shape."""
     found = set()
     for seed in range(6):
         want = a_want(kind.text, LENGTH, seed=seed, least_chance=0.9, shape=Shape.TREE, **EXACT)
@@ -370,7 +370,7 @@ def test_trees_have_the_likeliest_tokens_and_no_more_than_requested(kind: Kind, 
 def test_tokens_that_are_not_worth_their_verification_are_not_sent(
     kind: Kind, acceptance: Any, sampling: Sampling, shape: Shape
 ) -> None:
-    """Under rejection sampling all are sent: leaving a token out for what it is would bias the text."""
+    """Rejection sampling sends all tokens, because dropping a token for its value would bias the text."""
     want = a_want(kind.text, 6, sampling=sampling, acceptance=acceptance, shape=shape)
     blocks = [fresh(kind, replace(want, least_chance=least)) for least in (0.0, 0.1, 0.3, 1.0)]
     sizes = [len(block.tokens) for block in blocks]
@@ -384,7 +384,7 @@ def test_tokens_that_are_not_worth_their_verification_are_not_sent(
 
 
 def test_sessions_of_one_pass_get_what_each_gets_alone(kind: Kind) -> None:
-    """Texts of several lengths, blocks of several, every rule; also ahead of verdicts."""
+    """The cases have several text and block lengths, every acceptance rule, and lookahead blocks."""
     rules = {"greedy": {}, "drawn": {"sampling": DRAWN}, "rejection": EXACT}
     rules["penalised"] = {"sampling": Sampling(presence_penalty=0.5)}
     wants = [
@@ -406,12 +406,12 @@ def test_sessions_of_one_pass_get_what_each_gets_alone(kind: Kind) -> None:
         assert all(equal(guess, expected[outcome]) for outcome, guess in found.items())
 
 
-# ---------------------------------------------------------------- ahead of verdicts
+# ---------------------------------------------------------------- drafting ahead of verdicts
 
 
 @RULES
 def test_blocks_ahead_are_for_possible_verdicts_and_right(kind: Kind, acceptance: Any, sampling: Sampling) -> None:
-    """Without the target's states, a right guess is the block that would be drafted after the verdict."""
+    """For methods without target states, a right lookahead block equals the block drafted after the verdict."""
     want = a_want(kind.text, 3, sampling=sampling, acceptance=acceptance)
     for drafted in (0, 2, 3):
         drafter = Drafter(kind).open(want)
@@ -437,7 +437,7 @@ def test_blocks_ahead_are_for_possible_verdicts_and_right(kind: Kind, acceptance
 
 @pytest.mark.parametrize("changes", [{}, EXACT], ids=["greedy", "rejection"])
 def test_after_a_right_guess_nothing_is_left_of_how_it_was_made(kind: Kind, changes: dict[str, Any]) -> None:
-    """Once the states of its tokens, which nobody foresaw, are there."""
+    """This holds once the states of its tokens have arrived."""
     want = a_want(kind.text, 3, **changes)
     drafter = Drafter(kind).open(want)
     hit = max(drafter.ahead(want.under(NO_TREE)), key=lambda guess: guess.chance)
@@ -468,12 +468,12 @@ def test_an_interruption_leaves_the_beginnings_of_blocks_and_no_trace(
     for checks in range(12):
         drafter, _ = opened()
         assert are_beginnings(drafter.ahead(request, interrupted=after_checks(checks)), whole)
-    if sampling is GREEDY or acceptance is REJECTION:  # else what was decided changes what is foreseen
+    if sampling is GREEDY or acceptance is REJECTION:  # otherwise decided tokens change the predicted outcomes
         later = drafter.commit(want, 3)
         assert equal(drafter.draft(later)[0], fresh(kind, later))
 
 
-# ---------------------------------------------------------------- sessions that come and go
+# ---------------------------------------------------------------- sessions that open and close
 
 
 @of(*CACHED)
@@ -518,7 +518,7 @@ def test_states_arrive_in_any_order_and_twice(kind: Kind) -> None:
 @of(*READERS)
 @pytest.mark.parametrize("missing", [0, 5, len(HEAD_TEXT) - 2], ids=["first", "middle", "last"])
 def test_a_session_waits_for_the_states_that_its_head_reads(kind: Kind, missing: int) -> None:
-    """Others of the same pass do not wait, and a head that reads the last state alone waits for nothing else."""
+    """Other sessions of the pass do not wait, and a head that reads only the last state waits only for it."""
     gap, whole = (a_want(kind.text, LENGTH, name) for name in ("gap", "whole"))
     drafter = Drafter(kind).open(whole)
     drafter.method.open(replace(gap.open, tokens=gap.tokens))
@@ -538,7 +538,7 @@ def test_a_session_waits_for_the_states_that_its_head_reads(kind: Kind, missing:
 
 @of("ngram", "suffix", "medusa", "mlp_speculator", "dflash")
 def test_a_target_that_does_not_wait_gets_an_empty_answer_where_there_is_nothing(kind: Kind) -> None:
-    """Or it would take the drafter for silent; one that verifies a block has had an answer."""
+    """Otherwise the target would consider the drafter silent, unless it is verifying a block."""
     want = a_want((1, 2, 3, 4))
     method = kind.make()
     method.open(replace(want.open, tokens=want.tokens))

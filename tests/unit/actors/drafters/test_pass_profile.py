@@ -1,4 +1,4 @@
-"""Cost of drafting, measured through the method's own interface."""
+"""Tests the measurement of drafting costs through the method's interface."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ VOCABULARY = 8
 
 
 class Noting(DraftModel):
-    """Keeps the lengths of the blocks of each pass."""
+    """Method that records the block lengths of each pass."""
 
     def __init__(self, width: int = 1) -> None:
         super().__init__(
@@ -39,7 +39,7 @@ class Noting(DraftModel):
 
 
 class Reading(Noting):
-    """Drafts from states, which must have arrived."""
+    """Method that drafts from states and asserts that they have arrived."""
 
     states_format = StatesFormat(4, StateDtype.FLOAT8)
 
@@ -65,7 +65,7 @@ def test_a_method_that_reads_the_targets_states_is_profiled_with_some():
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_forwards_and_further_tokens_are_measured_separately(width):
-    """Blocks have the length requested, however unlikely their tokens; nothing is left behind."""
+    """Blocks have the requested length even with unlikely tokens, and no session remains."""
     method = Noting(width)
     cost = profile_drafting(method, DrafterLimits(VOCABULARY, 100, max_sessions=4))
     assert all(len(set(lengths)) == 1 for lengths in method.passes)

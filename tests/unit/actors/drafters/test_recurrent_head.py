@@ -1,4 +1,4 @@
-"""A recurrent head: what it computes, what a block of its tokens looks like, and which files are refused."""
+"""Tests a recurrent head: its computation, its blocks, and refused files."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hid
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
-# ---------------------------------------------------------------- what it computes
+# ---------------------------------------------------------------- computation
 
 
 def some_weights(**changes: Tensor) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def head_in(folder: Path, model: PreTrainedModel) -> RecurrentHead | None:
 
 @torch.inference_mode()
 def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tmp_path: Path) -> None:
-    """Compares with the formula over transformers' hidden states, also after rows have left."""
+    """The test compares with the formula over transformers' hidden states, also after rows were removed."""
     weights = some_weights()
     model = a_model()
     save_file(weights, tmp_path / FILE)
@@ -119,12 +119,12 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def with_head(runner: SpyRunner, head: Following | None = None) -> Any:
-    """A method whose clock counts its forwards."""
+    """Returns a method with a clock that counts its forward passes."""
     return a_method(runner, clock=lambda: float(len(runner.fed)), head=head or Following())
 
 
 def ahead(want: Want, forwards: float = float("inf")) -> Want:
-    """Blocks ahead of a step over 5 6, if there is time for these forwards."""
+    """Returns the lookahead blocks for a step over 5 6, with time for the given number of forward passes."""
     return want.under((5, 6), max_tokens=want.max_tokens, until=forwards)
 
 
@@ -134,7 +134,7 @@ def by_model(want: Want) -> Proposal:
 
 @pytest.fixture
 def alone() -> int:
-    """Returns how many tokens of a block the head predicts while no forward has read its outcome."""
+    """Returns the number of tokens that the head predicts before a forward pass has read the outcome."""
     (size,) = {len(guess.tokens) for guess in propose(with_head(SpyRunner()), [ahead(a_want((1, 2)), 1)])}
     return size
 
@@ -160,7 +160,7 @@ def test_doubt_ends_a_block_at_any_of_its_tokens():
 
 
 def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(alone):
-    """Those of the likeliest outcomes; the head alone names the first tokens of the others."""
+    """This holds for the likeliest outcomes; only the head predicts the first tokens of the others."""
     runner = SpyRunner()
     guesses = propose(with_head(runner), [ahead(a_want((1, 2)), 2)])
     assert len(runner.fed) == 2
@@ -173,14 +173,14 @@ def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(alone):
 
 
 class Mistaken(Following):
-    """Likes best what the model likes least."""
+    """Head that prefers the model's least likely token."""
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         return -super().logits(tokens)
 
 
 class Broken(Following):
-    """Predicts nothing finite."""
+    """Head with nonfinite predictions."""
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         return torch.full_like(super().logits(tokens), torch.nan)
@@ -192,7 +192,7 @@ def firsts(guesses: Sequence[Proposal], count: int) -> dict[tuple[int, ...], tup
 
 
 def test_while_there_is_time_forwards_replace_what_the_head_predicted():
-    """One token of each block a forward, so that an interruption leaves whole blocks, the better the later it comes."""
+    """Each forward pass replaces one token per block, so an interruption leaves whole blocks, better if later."""
     want = a_want((1, 2))
     own = propose(a_method(SpyRunner()), [ahead(want)])
     hasty = [guess for guess in propose(with_head(SpyRunner(), Mistaken()), [ahead(want, 2)]) if len(guess.tokens) == 3]
@@ -212,7 +212,7 @@ def test_a_block_that_is_waited_for_is_not_improved():
 
 
 def test_with_rejection_sampling_no_prediction_is_replaced():
-    """A prefix has one continuation there: its tokens do not depend on which version of a block is used."""
+    """Under rejection sampling, a prefix has one continuation, independent of the version of a block."""
     want = a_want((1, 2), sampling=DRAWN, acceptance=REJECTION)
     guesses = propose(with_head(SpyRunner(), Mistaken()), [ahead(want)])
     for guess in guesses:
@@ -225,7 +225,7 @@ def test_with_rejection_sampling_no_prediction_is_replaced():
 
 
 def test_the_head_predicts_blocks_for_all_outcomes_before_the_model_does(alone):
-    """Blocks start after an outcome's last token, although no forward has read it."""
+    """Blocks start after an outcome's last token before any forward pass has read it."""
     runner = SpyRunner()
     want = a_want((1, 2))
     guesses = propose(with_head(runner), [ahead(want, 1)])
@@ -236,7 +236,7 @@ def test_the_head_predicts_blocks_for_all_outcomes_before_the_model_does(alone):
 
 
 def test_of_many_outcomes_the_likeliest_are_served():
-    """So many at most, however many sessions there are."""
+    """The limit on outcomes is independent of the number of sessions."""
     counts = []
     for sessions in (4, 8):
         wants = [ahead(a_want((1, 2, i), session=str(i)), 1) for i in range(sessions)]
@@ -250,7 +250,7 @@ def test_of_many_outcomes_the_likeliest_are_served():
 
 
 def test_with_rejection_sampling_the_model_predicts_all_first_tokens():
-    """A prefix must keep its continuation, whatever there was time for."""
+    """A prefix must keep its continuation, regardless of the available time."""
     want = a_want((1, 2), sampling=DRAWN, acceptance=REJECTION)
     assert propose(with_head(SpyRunner()), [ahead(want, 1)]) == []
 
@@ -288,7 +288,7 @@ def test_predictions_are_sent_early_and_better_ones_after_them():
     ids=["none accepted", "one accepted", "all accepted", "a token beside the main path"],
 )
 def test_after_a_verdict_that_was_not_foreseen_the_head_makes_a_block_without_a_forward(under, outcome, alone):
-    """It has the state that the last token was decided after: the block under verification was read meanwhile."""
+    """The head has the state before the last token, because the drafter read the block during its verification."""
     runner = SpyRunner()
     shape = Shape.TREE if isinstance(under, DraftTree) else Shape.CHAIN
     want = a_want((1, 2), shape=shape)
@@ -328,7 +328,7 @@ def test_a_forward_is_made_where_one_session_needs_it(rule):
 
 
 def test_what_was_read_is_of_no_use_where_the_same_block_is_wanted_again():
-    """Simulates a broken stream: no token has been committed since."""
+    """The test simulates a broken stream; no token has been committed since."""
     want = a_want((1, 2))
     method = with_head(SpyRunner(), Mistaken())
     propose(method, [ahead(want, 1)])

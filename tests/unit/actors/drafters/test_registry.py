@@ -1,4 +1,4 @@
-"""Drafting methods by name, what a method imports, and the one made of the target's own layers."""
+"""Tests drafting methods by name, their imports, and the method that drafts with the target's own layers."""
 
 import pickle
 import subprocess
@@ -66,7 +66,7 @@ def test_other_methods_read_nothing_of_the_target(method: str) -> None:
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces a configured method."""
+    """Registers the state-reading module in place of a configured method."""
     readers = frozenset({"ngram"})
     monkeypatch.setattr(registry, "MODULES", {"ngram": "tests.unit.actors.drafters.state_reader"})
     monkeypatch.setattr(registry, "STATE_READERS", readers)
@@ -75,7 +75,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("reader")
 def test_a_method_that_reads_states_names_them_and_projects_them_at_the_target() -> None:
-    """The rank that captures is another process."""
+    """The capturing rank is another process."""
     draft = DraftPool(method="ngram", states=StatesOptions(dtype="float8"))
     assert states_needed(draft, TARGET) == StatesNeeded((1, 2, 3), 24, 8)
     assert states_format(draft, TARGET) == StatesFormat(8, StateDtype.FLOAT8)

@@ -1,4 +1,4 @@
-"""Captured hidden states equal those of transformers, wherever in the pages they lie."""
+"""Captured hidden states equal those of transformers, in any pages."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,15 +28,15 @@ from tests.unit.cluster.samples import an_open
 PAGE_SIZE = 4
 PAGES = 32
 CPU = torch.device("cpu")
-LAYERS = (0, 2, 3)  # of three: the embeddings, a stream in the middle, and the last, which is normed
+LAYERS = (0, 2, 3)  # of three layers: embeddings, a middle state, and the normalized final state
 HIDDEN = 32
-TOLERANCE = 0.02  # of a row's norm: bfloat16 keeps eight bits of each element
+TOLERANCE = 0.02  # relative to a row's norm; bfloat16 keeps eight bits per element
 A = (3, 9, 1, 12, 20)
 B = (0, 14, 2, 7, 21)
 
 
 class Captured:
-    """A model as transformers runs it, and our runner, which captures, over the same weights."""
+    """transformers model and capturing runner with the same weights."""
 
     def __init__(self, name: str, spec: CaptureSpec | None = None) -> None:
         torch.manual_seed(6)
@@ -74,7 +74,7 @@ def close_to(found: Tensor, expected: Tensor) -> None:
 
 @pytest.fixture(scope="module", params=MODELS)
 def captured(request: pytest.FixtureRequest) -> Captured:
-    """The last of them goes through the model's own code, the others through the lean decoder."""
+    """The last architecture runs the model's own code; the others run the lean decoder."""
     return Captured(request.param)
 
 
@@ -83,7 +83,7 @@ def row(pages: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int
 
 
 def test_a_prompt_in_chunks_beside_another_session(captured):
-    """All that is fed, also where no logits are wanted, and single tokens, which are padded on some processors."""
+    """All fed positions are captured, including those without logits, and single tokens, which some CPUs pad."""
     a = tokens_of(1, 14)
     b = tokens_of(2, 9)
     captured.runner.forward([row(A, a[:9], 0, 0), row(B, b[:8], 0, 1)])
@@ -120,14 +120,14 @@ def test_pages_of_another_session_and_copies_of_them_hold_its_states(captured):
     prompt = tokens_of(7, 2 * PAGE_SIZE + 3)
     captured.runner.forward([row(A, prompt, 0, 0)])
     tail = tokens_of(8, 3)
-    fork = (A[0], A[1], B[2], B[3])  # two pages are shared, the third is a copy
+    fork = (A[0], A[1], B[2], B[3])  # two shared pages and a copied third page
     captured.runner.forward([row(fork, tail, len(prompt), 1)], [PageCopy(A[2], B[2])])
     captured.check(prompt + tail, fork)
     captured.check(prompt, A)
 
 
 def test_nothing_else_of_a_forward_changes_by_capturing(captured):
-    """And nothing is captured unless somebody asks."""
+    """Nothing is captured unless requested."""
     rows = [row(A, tokens_of(9, 10), 0, 4)]
     plain = captured.without.forward(rows)
     assert torch.equal(captured.runner.forward(rows).logits, plain.logits)
@@ -135,7 +135,7 @@ def test_nothing_else_of_a_forward_changes_by_capturing(captured):
 
 
 def halves(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """A projection of two streams to one, loaded on a device."""
+    """Returns a projection of two states to one, loaded on a device."""
     assert device == CPU
     return lambda streams: (streams[:, :HIDDEN] + streams[:, HIDDEN:]) / 2
 
@@ -159,7 +159,7 @@ def test_a_projection_of_another_width_is_a_fault_that_shows_at_once():
 
 @pytest.mark.parametrize("layers", [(4,), (-1, 2), (2, 1), (1, 1), ()])
 def test_layers_that_the_model_has_not_got_are_refused(layers):
-    """A wrong layer would run, and cost nearly all acceptance."""
+    """A wrong layer would run but lose almost all acceptance."""
     capture = StateCapture(CaptureSpec(layers, StatesFormat(HIDDEN, StateDtype.BFLOAT16)), PAGES, PAGE_SIZE, CPU)
     model: PreTrainedModel = MODELS["llama"]()
     with pytest.raises(ModelError, match="from 0, the embeddings, to 3"):
@@ -173,7 +173,7 @@ def test_states_are_counted_into_the_size_of_a_page():
 
 
 def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_read_without_one():
-    """Includes rows without wanted states."""
+    """The cases include rows without wanted states."""
     found = Captured("llama")
     executor = StepExecutor(found.runner, VOCABULARY)
     prompt = tokens_of(11, 6)
@@ -187,7 +187,7 @@ def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_
     (plain,) = executor.step(StepPlan((), (), (Row("b", (decided,), 6, True, B[:2]),)))
     tree = DraftTree(((plain.next_token + 1) % VOCABULARY, plain.next_token), (-1, -1))
     fed = (decided, *tree.tokens)
-    at = tuple(slots_of(range(4, 9), A, PAGE_SIZE))  # from two positions before, which are cached, to the tree's end
+    at = tuple(slots_of(range(4, 9), A, PAGE_SIZE))  # from two cached positions before the tree to its end
     (outcome,) = executor.step(StepPlan((), (), (Row("a", fed, 6, True, A[:3], tree, at),)))
     assert outcome.path == (1,)
     text = (*prompt, decided, plain.next_token)
@@ -199,7 +199,7 @@ def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_
 
 @pytest.mark.parametrize("kind", ["llama", "olmo2"])
 def test_the_leading_rank_of_several_captures_whole_streams_and_the_others_none(tmp_path, kind):
-    """Checks both decoders; streams are whole on each rank, and norms are not split."""
+    """The test covers both decoders; states are whole on each rank, and norms are not split."""
     model = a_model(kind)
     model.save_pretrained(tmp_path)
     layout = StatesFormat(2 * 48, StateDtype.BFLOAT16)

@@ -1,4 +1,4 @@
-"""The target's step: rows of mixed kinds, which logits belong to which row, and what each session was fed."""
+"""Tests the target's step: mixed rows, the logits of each row, and each session's fed tokens."""
 
 import asyncio
 import itertools
@@ -20,14 +20,14 @@ from tests.toys import ToyRunner
 from tests.unit.cluster.samples import an_open
 
 VOCABULARY = 8
-NEXT = {token: (token * 3 + 1) % VOCABULARY for token in range(VOCABULARY)}  # greedy: what follows what
+NEXT = {token: (token * 3 + 1) % VOCABULARY for token in range(VOCABULARY)}  # greedy successors
 
 
 class SpyRunner(ToyRunner):
-    """Remembers what it was fed."""
+    """Runner that records its input."""
 
     def __init__(self, broken: int | None = None, value: float = torch.nan) -> None:
-        """After the token `broken`, a logit has another value."""
+        """Initializes the spy; after the token `broken`, one logit has another value."""
         table = torch.zeros(VOCABULARY, VOCABULARY)
         for token, following in NEXT.items():
             table[token, following] = 1.0
@@ -60,7 +60,7 @@ def an_executor() -> StepExecutor:
 
 
 def test_rows_of_mixed_kinds_and_lengths_are_decided_each_from_its_own_logits():
-    """A prefill chunk, a block, a single token and a whole prompt in one forward [test_multiple_sequences]."""
+    """One forward pass contains a prefill chunk, a block, a single token and a whole prompt."""
     runner = SpyRunner()
     executor = StepExecutor(runner, runner.vocabulary)
     opens = tuple(an_open(name, tokens=(1, 2, 3)) for name in ("chunk", "block", "single", "prompt"))
@@ -94,7 +94,7 @@ def test_a_tree_is_fed_with_its_parents_and_decided_along_the_target_s_path():
 
 
 def test_penalties_go_by_the_path_that_stood_and_not_by_what_lay_beside_it():
-    """The next step's draws look at the tokens that were accepted, which were not fed one after the other."""
+    """The next step's penalties use the accepted tokens, which were not fed consecutively."""
     sampling = Sampling(temperature=0.0, presence_penalty=2.0)
     executor = an_executor()
     right = NEXT[4]
@@ -154,8 +154,7 @@ def test_a_row_beyond_what_is_known_of_its_session_raises():
 
 
 def test_a_row_may_begin_where_another_sessions_pages_end_also_after_a_chunk_of_its_own():
-    """A session that lost its pages in the middle of its prompt may find more of them than it had, computed by
-    another session with the same prompt."""
+    """A session that lost its pages may find more of its prompt in the pages of another session."""
     executor = an_executor()
     prompt = (1, 2, 3, 4, 5, 6)
     executor.step(StepPlan((), (an_open("a", tokens=prompt),), (a_row("a", prompt[:2], 0, False),)))
@@ -163,10 +162,10 @@ def test_a_row_may_begin_where_another_sessions_pages_end_also_after_a_chunk_of_
 
 
 def test_penalties_count_generated_tokens_only_and_forget_what_was_rolled_back():
-    """Prompt tokens are free, rejected draft tokens were never generated, reopened tokens still count."""
+    """Penalties exclude prompt tokens and rejected draft tokens, and include tokens generated before a reopening."""
     sampling = Sampling(temperature=0.0, presence_penalty=2.0)
     executor = an_executor()
-    # The prompt is (2,); 7, which follows 2, and 1 were generated before the session was opened here again.
+    # The prompt is (2,); 7, the successor of 2, and 1 were generated before the session was reopened here.
     opened = an_open("a", tokens=(2, 7, 1), prompt_len=1, sampling=sampling)
     rejected = a_row("a", (2, 7, 1, 0), 0, draft=DraftTree.chain((0,)))
     (outcome,) = executor.step(StepPlan((), (opened,), (rejected,)))
@@ -176,7 +175,7 @@ def test_penalties_count_generated_tokens_only_and_forget_what_was_rolled_back()
 
 
 def test_penalties_of_a_prefix_that_was_not_fed_here_count_all_the_same():
-    """The ledger is known though its pages were computed by another session."""
+    """The ledger's tokens are known even if another session computed their pages."""
     sampling = Sampling(temperature=0.0, presence_penalty=2.0)
     opened = an_open("a", tokens=(2, 7, 1), prompt_len=1, sampling=sampling)
     (outcome,) = an_executor().step(StepPlan((), (opened,), (a_row("a", (1,), 2),)))
@@ -187,7 +186,7 @@ def test_penalties_of_a_prefix_that_was_not_fed_here_count_all_the_same():
 
 
 def test_noise_is_addressed_by_absolute_position():
-    """Reopened with one more token of prompt, or not: the same draws at the same places, others elsewhere."""
+    """A reopening does not change the draws at the same positions; other positions have other draws."""
     sampling = Sampling(temperature=1.0)
 
     def drawn(prompt_len: int, fed: tuple[int, ...]) -> list[int]:
@@ -203,7 +202,7 @@ def test_noise_is_addressed_by_absolute_position():
 
 
 def test_an_audit_that_names_a_rival_gets_the_margin_to_it():
-    """Includes rows without such requests, one with a draft; each has its own logits."""
+    """The cases include rows without a rival, one of them with a draft; each row has its own logits."""
     executor = an_executor()
     right = NEXT[4]
     opens = (
@@ -254,7 +253,7 @@ def test_scores_are_of_the_logits_as_they_are_whatever_rules_made_of_them():
 
 
 def test_a_prompt_is_scored_chunk_by_chunk_and_sent_with_the_first_decision_alone():
-    """Also when its place in the cache was lost in between, and beside rows that are not scored."""
+    """This also holds after a loss of its pages in between, and next to rows without scores."""
     prompt = (1, 6, 2, 5, 3)
     executor = an_executor()
     opens = (an_open("s", tokens=prompt, scoring=Scoring(None, 1)), an_open("plain", tokens=(1, 2)))
@@ -306,7 +305,7 @@ def test_nonfinite_logits_fail_their_own_session_and_no_other(value: float, samp
 
 
 def test_the_executor_checks_logits_before_rules_mask_them() -> None:
-    """A rule that forbids the broken token does not hide that the model is broken."""
+    """A rule that masks the broken token must not hide the model's fault."""
     rules = TokenRules(allowed=(1, 3))
     request = an_open("s", tokens=(5,), rules=rules)
     (outcome,) = StepExecutor(SpyRunner(5, torch.nan), VOCABULARY).step(
@@ -316,7 +315,7 @@ def test_the_executor_checks_logits_before_rules_mask_them() -> None:
 
 
 def test_nonfinite_logits_in_a_scored_prompt_fail_its_session() -> None:
-    """Includes an earlier chunk, whose scores are sent with the first decision."""
+    """The cases include an earlier chunk, whose scores are sent with the first decision."""
     executor = StepExecutor(SpyRunner(5, torch.inf), VOCABULARY)
     opens = (
         an_open("s", tokens=(1, 5, 2, 3), scoring=Scoring(None, 1)),
@@ -334,7 +333,7 @@ def test_nonfinite_logits_in_a_scored_prompt_fail_its_session() -> None:
 
 @pytest.fixture
 async def stands_still(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Returns a list; the event loop stands still once for each appended duration."""
+    """Returns a list of simulated stalls in seconds, which advance the event loop's clock."""
     stops: list[float] = []
     loop = asyncio.get_running_loop()
     time = loop.time
@@ -355,7 +354,7 @@ async def test_what_is_never_done_is_given_up() -> None:
 async def test_what_comes_soon_after_a_stop_has_come_in_time(stands_still: list[float]) -> None:
     async def answer() -> None:
         stands_still.append(1e6)
-        for _ in range(10):  # until it is read
+        for _ in range(10):  # until the waiter reads the clock
             await asyncio.sleep(0)
 
     assert await done_within(10.0, asyncio.ensure_future(answer()))

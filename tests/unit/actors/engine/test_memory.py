@@ -1,4 +1,4 @@
-"""Number of pages of a cache, and the error if it is too small."""
+"""Tests the number of a cache's pages, and the error for too little memory."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int, ours: int) -> 
     ids=["alone", "a quarter", "a quarter that others have taken from", "a half without a model"],
 )
 def test_who_shares_a_gpu_leaves_the_others_their_part(monkeypatch, share, free, ours, room):
-    """Takes nine tenths of its remaining share of 1000 bytes, or of free memory if that is less."""
+    """A process takes nine tenths of its remaining share of 1000 bytes, or of free memory if less."""
     device = a_gpu(monkeypatch, free, 1000, ours)
     cache = CacheConfig(page_size=1)
     assert page_count(cache, 1, sessions=10_000, context=1, device=device, gpu_share=share) == room

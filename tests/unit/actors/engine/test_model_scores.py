@@ -1,4 +1,4 @@
-"""Log probabilities that a target returns with real layers, against the same model run plainly by transformers."""
+"""Compares a target's log probabilities with the same model in transformers."""
 
 import torch
 
@@ -19,7 +19,7 @@ PAGE_SIZE = 4
 
 
 class Plain:
-    """A model without a cache, and our executor over the same weights."""
+    """Model without a cache, and our executor with the same weights."""
 
     def __init__(self) -> None:
         self.model, twin = twins(MODELS["llama"], seed=3)
@@ -32,7 +32,7 @@ class Plain:
 
     @torch.inference_mode()
     def greedy(self, text: tuple[int, ...], count: int, without: int) -> tuple[int, ...]:
-        """Returns the greedy token if this one were forbidden."""
+        """Returns the greedy token other than the given one."""
         found: tuple[int, ...] = ()
         for _ in range(count):
             last = self.log_probs((*text, *found))[-1]
@@ -41,7 +41,7 @@ class Plain:
         return found
 
     def check(self, text: tuple[int, ...], begin: int, scores: tuple[TokenScore, ...]) -> None:
-        """Scores of the text's tokens from `begin` on."""
+        """Compares the scores of the text's tokens from `begin` on."""
         expected = self.log_probs(text)
         assert len(scores) == len(text) - begin
         for at, score in enumerate(scores, begin):
@@ -52,7 +52,7 @@ class Plain:
 
 
 def test_scores_of_prompt_and_answer_are_those_of_transformers_along_a_tree_and_under_rules():
-    """The prompt comes in two chunks, the second together with a tree; the request's bias does not show in scores."""
+    """The prompt has two chunks, the second in a row with a tree; scores ignore the request's bias."""
     plain = Plain()
     forbidden = plain.greedy(PROMPT, 1, without=0)[0]
     first, second = plain.greedy(PROMPT, 2, without=forbidden)

@@ -1,4 +1,4 @@
-"""The paged cache and the attention over it, against the same models run plainly by transformers."""
+"""Compares the paged cache and its attention with the same models in transformers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ PAGES = SESSION_PAGES * SESSIONS
 
 
 def scattered() -> list[tuple[int, ...]]:
-    """Pages for several sessions, in no order and among each other."""
+    """Returns pages for several sessions, shuffled and interleaved."""
     shuffled = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).tolist()
     return [tuple(shuffled[i::SESSIONS]) for i in range(SESSIONS)]
 
@@ -42,12 +42,12 @@ TABLES = scattered()
 
 
 def row(table: tuple[int, ...], tokens: tuple[int, ...], start: int, logits: int) -> InputRow:
-    """Returns a row with no more pages than it needs, so that reads beyond them show."""
+    """Returns a row with the minimum number of pages, so reads beyond them fail."""
     return InputRow(tokens, start, logits, table[: -(-(start + len(tokens)) // PAGE_SIZE)])
 
 
 class Plain:
-    """A model as transformers runs it, without any cache, one sequence at a time; and our runner over the same."""
+    """transformers model without a cache, one sequence at a time, and our runner with the same weights."""
 
     def __init__(self, make: Callable[[], PreTrainedModel]) -> None:
         self.model, twin = twins(make, seed=3)
@@ -72,7 +72,7 @@ def check(
     copies: Sequence[PageCopy] = (),
     moves: Sequence[SlotMove] = (),
 ) -> None:
-    """The rows' logits are those of plain forwards over the whole sequences."""
+    """Asserts that the rows' logits equal those of uncached forward passes over the whole sequences."""
     expected = [plain.logits(tokens, row.logits) for row, tokens in zip(rows, whole, strict=True) if row.logits]
     torch.testing.assert_close(
         plain.runner.forward(rows, copies, moves=moves).logits, torch.cat(expected), atol=1e-4, rtol=1e-4
@@ -80,7 +80,7 @@ def check(
 
 
 def test_mixed_rows_in_one_forward_give_plain_logits(plain):
-    """A chunk of a prompt, a block to verify, a single token and a whole prompt, in other places and depths."""
+    """Rows are a prompt chunk, a block to verify, a single token and a whole prompt, in various orders and depths."""
     a = tokens_of(1, 14)
     b = tokens_of(2, 11)
     c = tokens_of(3, 9)
@@ -96,7 +96,7 @@ def test_mixed_rows_in_one_forward_give_plain_logits(plain):
 
 
 def test_rows_and_contexts_of_all_sizes_in_one_forward_give_plain_logits(plain):
-    """Short and long rows, each over a short and over a long context, of even and uneven lengths: several groups."""
+    """Short and long rows over short and long contexts, of equal and unequal lengths, form several groups."""
     whole = [tokens_of(20 + at, length) for at, length in enumerate((552, 543, 156, 149, 29))]
     fed = [1, 32, 3, 32, 29]
     begins = [len(tokens) - count for tokens, count in zip(whole, fed, strict=True)]
@@ -115,7 +115,7 @@ def test_rows_and_contexts_of_all_sizes_in_one_forward_give_plain_logits(plain):
     ids=["scattered", "neighbouring", "backwards"],
 )
 def test_a_prompt_fed_in_chunks_gives_plain_logits(plain, table, length, chunk):
-    """A lone session on neighbouring pages is read without gathering."""
+    """A single session on consecutive pages is read without gathering."""
     tokens = tokens_of(30, length)
     last = (length - 1) // chunk * chunk
     for begin in range(0, last, chunk):
@@ -124,7 +124,7 @@ def test_a_prompt_fed_in_chunks_gives_plain_logits(plain, table, length, chunk):
 
 
 def test_a_rollback_leaves_no_trace(plain):
-    """A rejected tail is overwritten or masked; a shorter sequence on used pages sees nothing of the longer."""
+    """Rejected tokens are overwritten or masked, and a shorter sequence on reused pages sees no old tokens."""
     right = tokens_of(5, 12)
     wrong = tokens_of(6, 6)
     table = TABLES[0]
@@ -136,7 +136,7 @@ def test_a_rollback_leaves_no_trace(plain):
 
 
 def test_a_tree_gives_what_each_of_its_paths_would_give_and_the_path_that_is_kept_leaves_no_other_trace(plain):
-    """Random trees beside another row; a path's places are moved to where it stands, and the text goes on."""
+    """Random trees run next to another row; the accepted path moves into place, and the text continues."""
     for seed in range(4):
         tree = grown(Random(seed), 7, 50)
         decided = tokens_of(40 + seed, 10 + seed)
@@ -159,7 +159,7 @@ def test_a_tree_gives_what_each_of_its_paths_would_give_and_the_path_that_is_kep
 
 
 def test_a_forward_that_nobody_wants_any_more_is_given_up_at_the_next_layer(plain):
-    """Later rows overwrite what it cached."""
+    """Later rows overwrite its cached tokens."""
     wrong = tokens_of(8, 12)
     right = tokens_of(9, 9)
     answers = iter((False, True))
@@ -170,8 +170,7 @@ def test_a_forward_that_nobody_wants_any_more_is_given_up_at_the_next_layer(plai
 
 
 def test_sessions_that_share_pages_and_part_give_plain_logits(plain):
-    """A prompt computed once, whose pages are not fed again; each goes on by itself, the page where they part copied
-    for all but one."""
+    """The sessions share the pages of a prompt computed once; all but one copy the page where they diverge."""
     prompt = tokens_of(11, 3 * PAGE_SIZE + 2)
     first = TABLES[0][:5]
     second = TABLES[1][:5]
@@ -187,7 +186,7 @@ def test_sessions_that_share_pages_and_part_give_plain_logits(plain):
 
 
 def test_single_tokens_beyond_the_window_see_the_window_only(plain):
-    """The fast way for single tokens needs no mask, except where a window has slid."""
+    """The fast path for single tokens needs a mask only after a window has moved."""
     tokens = tokens_of(8, 3 * WINDOW)
     table = TABLES[1]
     plain.runner.forward([row(table, tokens[:2], 0, 0)])
@@ -196,7 +195,7 @@ def test_single_tokens_beyond_the_window_see_the_window_only(plain):
 
 
 def test_single_tokens_of_equal_and_unequal_contexts_give_plain_logits(plain):
-    """Together they need no mask when their contexts are equal, and one when they are not."""
+    """Single tokens need a mask only for unequal contexts."""
     whole = [tokens_of(40, 9), tokens_of(41, 9), tokens_of(42, 6)]
     plain.runner.forward([row(table, tokens[:-1], 0, 0) for table, tokens in zip(TABLES, whole, strict=False)])
     for count in (2, 3):
@@ -215,7 +214,7 @@ REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_would_run_wrongly_is_refused(name):
-    """Its attention takes arguments that ours does not know: it would run, and give another text than it should."""
+    """The model's attention takes unsupported arguments, so it would run but give wrong text."""
     model = REFUSED[name]()
     with pytest.raises(ModelError, match=type(model).__name__):
         ModelRunner(model, PAGES, PAGE_SIZE)

@@ -1,6 +1,6 @@
-"""Tensor-parallel ranks: what the leader sends, and waiting that ends with the first rank that ends.
+"""Tests tensor-parallel ranks: the leader's messages, and waiting that ends with the first ended rank.
 
-Futures stand for ranks, and a list for the wire.
+Futures replace ranks, and a list replaces the wire.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def test_a_step_survives_the_round_trip_whatever_follows_it(step, copies, moves,
 
 
 class Wire:
-    """A group of two, seen from both ends."""
+    """Both ends of a group of two ranks."""
 
     size = 2
 
@@ -68,16 +68,16 @@ class Wire:
         if self.rank == 0:
             self.sent.append(tensor.clone())
         else:
-            tensor.copy_(self.sent.pop(0))  # fails unless the follower expects what the leader sends
+            tensor.copy_(self.sent.pop(0))  # fails unless shapes match
 
 
 def test_a_step_of_any_length_is_sent_whole_and_short_ones_in_one_message():
-    """Shorter than a message, just one, one number more, and much longer."""
+    """Steps are shorter than a message, exactly one message, one number longer, and much longer."""
     wire = Wire()
     send_step(to_tensor([], []), wire, CPU)
     size = len(wire.sent.pop())
     for length in (13, size - 1, size, size + 1, 3 * size):
-        step = [InputRow(tuple(range(length - 10)), 5, 1, (9,))]  # 10 numbers beside the tokens
+        step = [InputRow(tuple(range(length - 10)), 5, 1, (9,))]  # 10 numbers besides the tokens
         numbers = to_tensor(step, [])
         assert len(numbers) == length
         wire.rank = 0
@@ -135,21 +135,21 @@ async def test_what_fails_while_ranks_run_raises_as_it_does(ranks: list[asyncio.
 
 
 class Silent:
-    """A channel on which nothing is ever answered."""
+    """Channel that never answers."""
 
     async def call(self, message: Any) -> Any:
         await asyncio.get_running_loop().create_future()
 
 
 class Running:
-    """A rank's work as a Ray reference, which any number of callers may await."""
+    """Rank's work as a Ray reference, awaitable by any number of callers."""
 
     def __await__(self) -> Generator[Any, None, None]:
         return asyncio.get_running_loop().create_future().__await__()
 
 
 async def test_a_rank_that_never_compiles_a_grammar_is_the_end_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an event loop whose time flies."""
+    """The event loop's clock is accelerated."""
     loop = asyncio.get_running_loop()
     usual = loop.time
     looks = iter(range(1_000_000))
@@ -158,7 +158,7 @@ async def test_a_rank_that_never_compiles_a_grammar_is_the_end_of_its_engine(mon
     reports = [RankReport(1, 8, LoadReport(0.0, 0, 0), AttentionReport("gathered"))]
     group = RankGroup([], reports, ForwardCost.linear(0.0), silent, silent, [Running()])
     watching = asyncio.create_task(group.watch())
-    for _ in range(2):  # the second one finds it so
+    for _ in range(2):  # the second attempt finds the engine failed
         with pytest.raises(EngineError, match="a rank has not compiled a grammar within"):
             await group.prepare("root ::= 'a'")
     with pytest.raises(EngineError, match="a rank has not compiled a grammar"):

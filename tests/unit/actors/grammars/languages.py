@@ -1,4 +1,4 @@
-"""A vocabulary of a few tokens of several letters each, and languages so small that all words can be tried."""
+"""Vocabulary of a few multi-letter tokens, and languages small enough to enumerate."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def allowed_by(language: Sequence[str], tokens: Sequence[int]) -> set[int] | None:
-    """Tokens after which the text is still the beginning of a word, or its end; None where it is not before."""
+    """Returns the tokens that keep the text a prefix of a word or end a word; None if it already is no prefix."""
     text = text_of(tokens)
     if not any(word.startswith(text) for word in language):
         return None
@@ -41,7 +41,7 @@ def allowed_by(language: Sequence[str], tokens: Sequence[int]) -> set[int] | Non
 
 
 def agrees(mask: bytes | None, language: Sequence[str], tokens: Sequence[int]) -> bool:
-    """Returns whether a mask equals trying all words; for a forced string, one spelling."""
+    """Returns whether a mask equals the enumeration of all words; a forced string needs only one spelling."""
     found = tokens_in(mask)
     allowed = allowed_by(language, tokens)
     if found is None or allowed is None or END in allowed:

@@ -1,4 +1,4 @@
-"""Sessions with grammars reach the target once compiled, and not if they ended before."""
+"""Sessions with grammars reach the target once compiled, unless they have already ended."""
 
 import asyncio
 import logging
@@ -15,13 +15,13 @@ from tests.unit.actors.sampling.processor_opens import opened
 
 
 class Target:
-    """Compiles when the test lets it, and notes what reaches it."""
+    """Target that compiles on the test's signal, and records admitted sessions."""
 
     def __init__(self):
         self.compiled = {}
         self.admitted = []
         self.refused = []
-        self.routers = {}  # of sessions that have passed
+        self.routers = {}  # of admitted sessions
         self.refusals = Refusals(logging.getLogger(__name__))
         self.gate = GrammarGate(self.prepare, self.admit, self.refuse, self.routers.get, self.refusals, limit=3)
 
@@ -78,7 +78,7 @@ async def test_a_session_that_is_closed_or_whose_stream_broke_meanwhile_never_co
     target = Target()
     for name in ("closed", "gone"):
         assert target.gate.intercept(name, replace(REQUEST, session=name))
-    await asyncio.sleep(0)  # both are being compiled
+    await asyncio.sleep(0)  # both grammars are compiling
     assert not target.gate.intercept("closed", Close("closed", 1))
     target.gate.on_disconnect("gone")
     assert target.gate.is_empty
@@ -91,7 +91,7 @@ async def test_of_two_attempts_the_later_one_counts_whichever_comes_first():
     later = replace(REQUEST, attempt=2)
     assert target.gate.intercept("r", REQUEST)
     assert target.gate.intercept("r", later)
-    assert not target.gate.intercept("r", Close("s", 1))  # of the first one: the second is still wanted
+    assert not target.gate.intercept("r", Close("s", 1))  # closes the first attempt; the second continues
     await target.ends("g")
     assert target.admitted == [("r", later)]
 
@@ -143,7 +143,7 @@ async def test_another_router_closes_no_held_session():
 
 
 async def test_a_session_that_has_passed_is_held_for_its_own_router_alone():
-    """Another's passes on, to be refused there: held, it would keep out the router whose session it is."""
+    """The target refuses another router's Open; holding it would block the session's own router."""
     target = Target()
     target.routers["s"] = "r"
     later = replace(REQUEST, attempt=2)
@@ -155,7 +155,7 @@ async def test_a_session_that_has_passed_is_held_for_its_own_router_alone():
 
 
 async def test_a_router_that_comes_back_keeps_the_sessions_that_it_lists():
-    """Also once its older stream is known to have broken. It is answered on the new one."""
+    """This also holds after its older stream is reported broken; answers go to the new stream."""
     target = Target()
     for name in ("listed", "unlisted", "of another attempt"):
         assert target.gate.intercept("r#1", replace(REQUEST, session=name, attempt=2))
@@ -188,7 +188,7 @@ async def test_as_many_are_held_as_may_be_queued():
 
 
 async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes_on():
-    """An engine may finish a grammar that is no longer wanted, while another attempt is held."""
+    """An engine may finish an obsolete grammar while another attempt is held."""
     target = Target()
 
     async def prepare(grammar):
@@ -199,7 +199,7 @@ async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes
 
     target.gate = GrammarGate(prepare, target.admit, target.refuse, target.routers.get, target.refusals, limit=3)
     assert target.gate.intercept("r", REQUEST)
-    await asyncio.sleep(0)  # it is being compiled
+    await asyncio.sleep(0)  # the grammar is compiling
     later = replace(REQUEST, attempt=2, grammar="other")
     assert target.gate.intercept("r", later)
     await target.ends("g")
@@ -209,7 +209,7 @@ async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes
 
 
 async def test_a_replica_has_one_owner_for_a_session_that_is_held_and_once_it_has_passed():
-    """Its router comes back while the grammar is compiled, and a stranger asks for the session before and after."""
+    """The session's router reconnects during compilation; a stranger requests the session before and after."""
     target = Target()
     limits = VerificationLimits(50, max_context=1000, max_sessions=4, max_step_tokens=64, max_queued=1)
     replica = TargetReplica(target, limits, "v", "m", step_timeout_s=30)

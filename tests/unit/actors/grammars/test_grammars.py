@@ -1,4 +1,4 @@
-"""Grammars are compiled once, followed along texts and drafts, and masked into logits."""
+"""Grammars are compiled once, follow texts and drafts, and mask logits."""
 
 import random
 from itertools import product
@@ -91,7 +91,7 @@ def grammar(pattern: str) -> TextGrammar:
 
 
 def texts_of(language: list[str], rng: random.Random, count: int) -> list[list[int]]:
-    """Random walks through the language, some of them to its end and one token beyond."""
+    """Draws random walks through the language, some to its end and one token beyond."""
     found = []
     for _ in range(count):
         text: list[int] = []
@@ -103,7 +103,7 @@ def texts_of(language: list[str], rng: random.Random, count: int) -> list[list[i
 
 @pytest.mark.parametrize("pattern", LANGUAGES)
 def test_masks_are_what_trying_every_word_gives_along_a_text_and_every_path_of_a_draft(pattern):
-    """And the text is where it was before the draft."""
+    """The draft leaves the text's position unchanged."""
     language = LANGUAGES[pattern]
     rng = random.Random(2)
     broken = 0
@@ -133,7 +133,7 @@ def test_a_text_that_broke_its_grammar_is_free():
 
 
 def test_a_path_that_takes_too_much_work_ends_there_and_leaves_the_text_and_other_paths_alone():
-    """Deep in a text of many readings: the step's fuel does not suffice there, and does before."""
+    """Deep in an ambiguous text, the step exceeds its fuel; earlier positions stay within it."""
     limits = LLParserLimits(step_max_items=60, verbose_errors=False)
     lark = 'start: x\nx: "a" x "a" | "a" x "b" | "a" x | "a" x x | "a"'
     matcher = LLMatcher(small_vocabulary(), LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)

@@ -1,4 +1,4 @@
-"""Tiny drafts on disk: a Llama, some with a recurrent head and a list of frequent tokens."""
+"""Tiny Llama drafts on disk, optionally with a recurrent head and a list of frequent tokens."""
 
 import json
 import resource
@@ -61,7 +61,7 @@ def some_examples(count: int, seed: int = 0, answer: int = 12) -> list[Example]:
 
 
 def holding(folder: Path, tokens: Sequence[int]) -> set[str]:
-    """Returns the names of the files below `folder` that contain eight of the tokens in a row, in binary or as text."""
+    """Returns the files below `folder` that contain eight consecutive tokens, in binary or as text."""
     found = set()
     parts = [tokens[first : first + 8] for first in range(len(tokens) - 7)]
     forms = [array(code, part).tobytes() for part in parts for code in "iq"]
@@ -76,7 +76,7 @@ def holding(folder: Path, tokens: Sequence[int]) -> set[str]:
 
 @contextmanager
 def full_disk(largest: int) -> Iterator[None]:
-    """Makes each write of this process beyond this size of a file fail."""
+    """Makes writes beyond this file size fail in this process."""
     earlier, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
     try:

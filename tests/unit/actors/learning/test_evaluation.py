@@ -1,4 +1,4 @@
-"""Teacher-forced scores against a draft's own forwards, one position at a time."""
+"""Compares teacher-forced scores with a draft's forward passes, one position at a time."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ DRAFT_TOKENS = 5
 
 @torch.inference_mode()
 def greedy_rounds(folder: Path, example: Example, width: int, frequent: list[int] | None) -> SessionScore:
-    """Drafts and verifies an answer as serving does: whole forwards, and the head that serves."""
+    """Drafts and verifies an answer like a server, with the serving code of model and head."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     served = load_model(folder, "float32", CPU)
     ids = torch.arange(VOCABULARY) if frequent is None else torch.tensor(frequent)
@@ -85,7 +85,7 @@ def test_scores_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 
 def test_a_long_answer_is_scored_in_parts(tmp_path: Path) -> None:
-    """Without a head and with a prompt that fits, parts change nothing."""
+    """Without a head, and with a prompt that fits, splitting changes no score."""
     draft = load_trainable(write_draft(tmp_path), CPU)
     examples = own_answers(tmp_path, some_examples(3, answer=20))
     parts = score_loaded(draft, examples, DRAFT_TOKENS, limits=RowLimits(40, 6))

@@ -92,7 +92,7 @@ def test_forgotten_examples_leave_no_trace_in_the_files(store, tmp_path):
     assert store.read("target") == theirs
     assert store.forget() == 5
     assert not any(holds(tmp_path, each.answer) for each in theirs)
-    assert store.add(ours, "target") == {"kept": 5}  # also as duplicates they are forgotten
+    assert store.add(ours, "target") == {"kept": 5}  # forgotten even as duplicates
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
@@ -137,7 +137,7 @@ def test_a_full_disk_costs_examples_one_log_line_and_a_count(store, clock, tmp_p
 
 
 def test_one_answer_with_small_changes_is_kept_a_few_times(tmp_path):
-    """One token of 64 changes each time: without near-duplicates, the client would have 91 % of all tokens."""
+    """One token of 64 changes each time; without the near-duplicate limit, the client would own 91 % of all tokens."""
     roomy = ExampleStore(tmp_path, 1_000_000, DAY_S)
     roomy.add([an_example(seed, key="others") for seed in range(50)], "target")
     answer = an_example(1000).answer
@@ -159,7 +159,7 @@ def kept(session: str, rows: bytes = b"\x01\x02" * 50, first: int = 3) -> KeptSt
 
 
 def sessions(store: ExampleStore, *names: str) -> list[str]:
-    """Returns those of the sessions that have states."""
+    """Returns the given sessions that have states."""
     return [name for name in names if store.states_of(name)]
 
 

@@ -1,4 +1,4 @@
-"""A drafter follows the current version of its draft, refuses bad ones and rolls back worse ones."""
+"""A drafter loads the current version of its draft, refuses broken versions and rolls back worse versions."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ CONFIGURED = Path("configured")
 
 
 class Method:
-    """Loads any folder whose weights are not broken."""
+    """Method that loads any folder with valid weights."""
 
     def __init__(self) -> None:
         self.used = CONFIGURED
@@ -41,7 +41,7 @@ class Method:
 
 
 class Drafting:
-    """Stands in for a drafter: has its version watch, and records each exchanged version."""
+    """Fake drafter with a version watch that records each exchanged version."""
 
     def __init__(self, version: int = 0) -> None:
         self.version_watch = VersionWatch(version)
@@ -56,14 +56,14 @@ class Drafting:
         return earlier
 
     def serve(self, accepted: int) -> None:
-        """Has enough blocks verified to judge a version by; each has two tokens, of which `accepted` are accepted."""
+        """Verifies enough two-token blocks to judge a version; the target accepts `accepted` tokens of each."""
         for session in range(50):
             for _ in range(50):
                 self.version_watch.block_verified(str(session), accepted, 2)
 
 
 class World:
-    """One folder of versions, and one drafter or several."""
+    """Folder of versions with one or several drafters."""
 
     def __init__(self, folder: Path, drafters: int = 1) -> None:
         self.versions = VersionFolder(folder)

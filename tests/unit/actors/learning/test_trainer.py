@@ -1,4 +1,4 @@
-"""Tests the trainer's rounds: what is promoted, what is not, and what happens when something fails."""
+"""Tests the trainer's rounds: promoted versions, rejected versions, and failures."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ TARGET = "target"
 
 
 def walks(count: int, step: int = 1, seed: int = 0, regular: float = 0.9) -> list[Example]:
-    """Returns answers in which most tokens exceed the one before by `step`: easy to learn, and no two alike."""
+    """Returns distinct, easily learned answers, in which most tokens exceed the previous token by `step`."""
     chosen = random.Random(f"{step} {seed}")
     examples = []
     for _ in range(count):
@@ -55,7 +55,7 @@ class Clock:
 
 
 def keep(options: LearningOptions, examples: list[Example], target: str = TARGET) -> int:
-    """Stores examples; returns how many are new."""
+    """Stores examples; returns the number of new ones."""
     store = ExampleStore.of(options)
     outcomes = store.add(examples, target)
     store.close()
@@ -156,7 +156,7 @@ def break_weights(folder: Path) -> None:
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Returns the messages of the log lines of at least level warning."""
+    """Returns the messages of log lines with level warning or above."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -334,7 +334,7 @@ def test_no_version_learns_from_examples_that_were_forgotten_meanwhile(options, 
         return False
 
     def clock() -> float:
-        forget_at("clock", 3)  # after the second training, when its version gets its date
+        forget_at("clock", 3)  # after the second training, when its version is dated
         return 0.0
 
     keep(options, walks(150))

@@ -1,4 +1,4 @@
-"""Training of a draft: what it learns, what it keeps, and what stops it."""
+"""Tests training of a draft: learning, retention and stopping."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def agreement(draft: Path, examples: list[Example]) -> float:
     return Figures.of(score_draft(draft, examples, 4)).agreement
 
 
-# ---------------------------------------------------------------- what is learned
+# ---------------------------------------------------------------- learning
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,4 +1,4 @@
-"""Versions of the learned draft: whatever fails, the folder names a complete version."""
+"""After any failure, the folder of a learned draft names a complete version."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def names(root: Path) -> set[str]:
     return {path.name for path in (root / "versions").iterdir()}
 
 
-# ---------------------------------------------------------------- a life without faults
+# ---------------------------------------------------------------- without faults
 
 
 def test_without_a_folder_the_configured_draft_is_current(tmp_path: Path) -> None:
@@ -153,11 +153,11 @@ def test_partial_folders_go_once_their_writer_must_have_ended(tmp_path: Path) ->
 
 
 class Killed(BaseException):
-    """Ends a process between two of its steps."""
+    """Simulated end of a process between two steps."""
 
 
 def killed_at(patch: pytest.MonkeyPatch, step: int) -> None:
-    """Kills the process before its `step`-th change of the disk; nothing is cleaned up afterwards."""
+    """Kills the process before its `step`-th disk change, without cleanup."""
     steps = 0
 
     def before(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,7 +311,7 @@ def test_an_unknown_version_is_not_promoted(tmp_path: Path) -> None:
 
 
 def test_writers_at_once_get_different_numbers(tmp_path: Path) -> None:
-    """All have read the highest number before any of them claims one."""
+    """All writers read the highest number before any of them claims one."""
     writers = 4
     folder = VersionFolder(tmp_path)
     together = threading.Barrier(writers)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is loaded and what is refused, how it is split, and which files are fetched."""
+"""Tests checkpoints: loading, refusals, sharding and file downloads."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def a_llama(folder: Path) -> Path:
 
 
 def an_moe(folder: Path) -> Path:
-    """Saves a model whose tensors transformers stacks while loading."""
+    """Saves an MoE model, whose expert tensors transformers stacks while loading."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES, **EXPERTS, num_key_value_heads=2)
     return saved(folder, AutoModelForCausalLM.from_config(config))
@@ -94,7 +94,7 @@ def configured(folder: Path, **changes: Any) -> Path:
 
 
 def sharded(folder: Path, shards: Mapping[str, Tensors], files: Mapping[str, str]) -> Path:
-    """Puts shards and an index in place of the single file."""
+    """Replaces the single file by shards and an index."""
     (folder / "model.safetensors").unlink()
     for name, tensors in shards.items():
         save_file(tensors, folder / name, {"format": "pt"})
@@ -105,7 +105,7 @@ def sharded(folder: Path, shards: Mapping[str, Tensors], files: Mapping[str, str
 def refused(
     folder: Path, *parts: str, rank: int = 0, ranks: int = 1, dtype: str = "float32", at_files: bool = True
 ) -> None:
-    """Loading refuses in one line with all of these parts; so does a check of the files alone."""
+    """Asserts that loading fails with a one-line error containing all parts, and so does the check of files."""
     with pytest.raises(ModelError) as loading:
         load(folder, dtype, CPU, Planned(rank, ranks))
     message = str(loading.value)
@@ -124,7 +124,7 @@ def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     )
 
 
-# ---------------------------------------------------------------- missing, surplus, of another shape
+# ---------------------------------------------------------------- missing, surplus and misshapen tensors
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -187,7 +187,7 @@ def test_a_tensor_that_the_model_has_no_place_for_is_refused(tmp_path, name, rem
     ],
 )
 def test_what_follows_from_the_config_or_drafts_alone_may_be_stored_too(tmp_path, name, shape, config):
-    """It is not loaded, on one rank or several."""
+    """Such tensors are not loaded, on one rank or several."""
     expected = load_model(a_llama(tmp_path), "float32", CPU)
     changed(configured(tmp_path, **config), lambda tensors: tensors.update({name: torch.zeros(shape)}))
     check_files(tmp_path, with_weights=True)
@@ -211,7 +211,7 @@ def test_masks_that_old_checkpoints_of_gpt2_store_are_left_out(tmp_path):
 
 
 def test_experts_that_are_stacked_while_loading_must_all_be_there(tmp_path):
-    """Only the weights show how many make the stack."""
+    """Only the weights show the number of experts in the stack."""
     check_files(an_moe(tmp_path), with_weights=True)
     load_model(tmp_path, "float32", CPU)
     for expert, named in ((1, "experts.down_proj"), (0, r"missing: model\.layers\.0\.mlp\.experts\.down_proj")):
@@ -263,7 +263,7 @@ def test_a_broken_index_is_named(tmp_path, files, problem, ranks):
 
 
 def test_an_index_alone_shows_what_is_missing(tmp_path):
-    """Fails before weights are downloaded."""
+    """The error precedes any download of weights."""
     tensors = load_file(a_llama(tmp_path) / "model.safetensors")
     sharded(tmp_path, {}, dict.fromkeys(tensors, "a.safetensors"))
     check_files(tmp_path, with_weights=False)
@@ -432,7 +432,7 @@ def test_a_draft_with_its_own_tokenizer_is_compared_by_it(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", [True, False])
 def test_a_draft_without_a_row_for_each_of_the_targets_tokens_is_refused(tmp_path, tokenizer):
-    """It is fed what the target decides: a token beyond its embedding would end the drafter in mid-stream."""
+    """The draft reads the target's tokens, and a token beyond its embedding would end the drafter during a stream."""
     folder = a_checkpoint(tmp_path, vocab_size=3)
     if tokenizer:
         with_tokenizer(folder, WORDS[:3])
@@ -483,7 +483,7 @@ def test_ranks_must_divide_both_kinds_of_heads_and_the_mlp(tmp_path, heads, kv_h
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config])  # Gemma computes one buffer more than rotary positions
+@pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config])  # Gemma has one more buffer than rotary positions
 def test_weights_read_directly_are_what_transformers_reads(tmp_path, kind, tied, dtype):
     model = AutoModelForCausalLM.from_config(
         kind(**a_config(tie_word_embeddings=tied).to_diff_dict() | {"head_dim": 4})
@@ -512,7 +512,7 @@ def test_of_tied_weights_either_may_be_the_one_that_is_stored(tmp_path, kept):
 
 
 def test_renamed_weights_are_left_to_transformers_and_not_split(tmp_path):
-    """GPT-NeoX's checkpoints call the head embed_out."""
+    """GPT-NeoX checkpoints name the LM head embed_out."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 4, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     expected = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=2))
@@ -528,7 +528,7 @@ def test_a_tied_checkpoint_that_stores_its_weights_twice_is_split(tmp_path):
 
 
 def test_a_report_counts_what_a_rank_holds(tmp_path):
-    """Tied, so that the head is a part of the embedding, which every rank holds whole."""
+    """With tied weights, the LM head is part of the embedding, which every rank stores whole."""
     a_checkpoint(tmp_path, tie_word_embeddings=True)
     whole, half = (load(tmp_path, "float32", CPU, Planned(0, ranks)).report for ranks in (1, 2))
     embedding = 4 * 16
@@ -555,7 +555,7 @@ SHARDS = {"embedding": "embed_tokens", "head": "lm_head", "norm": "model.norm"}
 
 
 class Hub:
-    """The fixtures' target on a hub, a file for each layer and for each tensor beside them, and what was fetched."""
+    """Fake hub with the fixtures' target, one file per layer and per other tensor; records downloads."""
 
     def __init__(self, origin: Path, cache: Path) -> None:
         self.origin = origin

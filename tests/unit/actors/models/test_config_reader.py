@@ -1,4 +1,4 @@
-"""Every config.json that cannot be served is refused in one line, with its remedy."""
+"""Every unsupported config.json is refused in one line with a remedy."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ CODE = {"auto_map": {"AutoConfig": "configuration_new.NewConfig"}}
 
 
 def a_folder(folder: Path, config: Any, **files: str) -> Path:
-    """Writes config.json (text verbatim), and other files by their names without .json."""
+    """Writes config.json (text verbatim), and other JSON files by name without extension."""
     if config is not None:
         (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     for name, content in files.items():

@@ -1,4 +1,4 @@
-"""The written-out decoder is the model's own code with fewer operations, and stands in only where it is."""
+"""The lean decoder equals the model's own code with fewer operations, and replaces it only if equivalent."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ from actors.models.decoder import (
 from tests.unit.actors.tiny_models import MODELS, SIZES, tokens_of, twins
 
 LLAMA_KIND = ["llama", "qwen2", "qwen3", "mistral"]
-BFLOAT16_TOLERANCE = 0.03  # of the norm of all logits; bfloat16 keeps 8 bits, and a few roundings add up
-EIGHT_BIT_TOLERANCE = 0.06 if torch.cpu._is_vnni_supported() else 0.12  # of integers: else rows have 7 bits
+BFLOAT16_TOLERANCE = 0.03  # relative to the logits' norm; rounding errors of 8-bit significands add up
+EIGHT_BIT_TOLERANCE = 0.06 if torch.cpu._is_vnni_supported() else 0.12  # without VNNI, rows have 7 bits
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -36,7 +36,7 @@ def test_each_architecture_gets_its_decoder(name):
 
 
 class Quantised(nn.Linear):
-    """Weights that mean something else than they are."""
+    """Linear layer whose weights need dequantization."""
 
 
 def with_special_layer() -> PreTrainedModel:
@@ -46,7 +46,7 @@ def with_special_layer() -> PreTrainedModel:
 
 
 class Other(LlamaForCausalLM):
-    """A class of another name, whose changes are unknown."""
+    """Subclass with another name and unknown changes."""
 
 
 UNLIKE: dict[str, Callable[[], PreTrainedModel]] = {
@@ -64,7 +64,7 @@ def test_what_differs_in_any_way_is_left_to_the_models_own_code(name):
 
 
 def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
-    """Two steps over three sessions: prompts, then blocks and a single token."""
+    """Runs two steps over three sessions: prompts, then blocks and a single token."""
     cache = PagedCache(16, 4, dtype, torch.device("cpu"))
     a = tokens_of(1, 14)
     b = tokens_of(2, 9)
@@ -93,7 +93,7 @@ def test_both_decoders_give_the_same_logits(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bfloat16_the_logits_are_those_of_float32_but_for_rounding(name):
-    """And with roughly the error of the model's own code in bfloat16: the decoder adds none of its own."""
+    """The error is about that of the model's own code in bfloat16, so the decoder adds none."""
     exact = decode(decoder_for(both(name, torch.float32)[0]), torch.float32)
     rounded, own = both(name, torch.bfloat16)
     ours = decode(decoder_for(rounded), torch.bfloat16).float()

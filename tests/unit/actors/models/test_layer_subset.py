@@ -1,4 +1,4 @@
-"""Some layers of a checkpoint as a model, and the context length that a configuration means."""
+"""Tests models made of some layers of a checkpoint, and the context length of a configuration."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ NEAR = {"rtol": 0.0, "atol": 1e-4}
 
 
 def logits(model: PreTrainedModel, tokens: tuple[int, ...] = PROMPT) -> Tensor:
-    """Returns the logits of every place, through the pages of a runner."""
+    """Returns the logits at every place, computed by a runner over pages."""
     row = InputRow(tokens, 0, len(tokens), tuple(range(8)))
     return ModelRunner(model, pages=8, page_size=4).forward([row]).logits
 
@@ -71,7 +71,7 @@ def test_named_layers_are_those_of_the_whole_model_with_the_others_taken_out() -
 
 @torch.inference_mode()
 def test_a_layer_keeps_its_kind(tmp_path: Path) -> None:
-    """Windows and full attention by turns: the second of three has none."""
+    """Windows and full attention alternate; the second of three layers has no window."""
     config = Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=LAYERS, query_pre_attn_scalar=16)
     jittered(Gemma3ForCausalLM(config)).save_pretrained(tmp_path)
     model = load_layers(tmp_path, (1, 2), "float32", CPU)
@@ -86,7 +86,7 @@ def test_a_layer_keeps_its_kind(tmp_path: Path) -> None:
 
 
 def test_nothing_else_of_the_checkpoint_is_read(tmp_path: Path) -> None:
-    """Its other half need not even be there."""
+    """The other half of the checkpoint may be missing."""
     tensors = load_file(TARGET / "model.safetensors")
     (tmp_path / "config.json").write_bytes((TARGET / "config.json").read_bytes())
     is_late = {key: any(f"layers.{layer}." in key for layer in range(3, 8)) for key in tensors}
@@ -170,7 +170,7 @@ def test_longrope_has_its_length_in_max_position_embeddings() -> None:
 
 
 def test_layers_scaled_apart_count_as_the_shortest_of_them() -> None:
-    """Gemma 3 scales full attention alone, and max_position_embeddings has the extended length."""
+    """Gemma 3 scales only full attention, and max_position_embeddings is the extended length."""
     scaled = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

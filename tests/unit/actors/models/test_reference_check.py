@@ -1,4 +1,4 @@
-"""Models that are served exactly pass; all others are refused before they are served."""
+"""The reference check passes exact models, and refuses all others before serving."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ EXPERTS = {
 }
 GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 FALCON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
-HALF = 4  # rotary frequencies of a head of 8
+HALF = 4  # rotary frequencies of a head dimension of 8
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * HALF, "long_factor": [4.0] * HALF, "factor": 4.0}
 RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "fewer kv heads": ("llama", SIZES),
@@ -130,7 +130,7 @@ class TwiceLayer(LlamaDecoderLayer):
 
 
 class TwiceForCausalLM(LlamaForCausalLM):
-    """Looks like a Llama, but runs each layer two times."""
+    """Llama lookalike that runs each layer twice."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -207,7 +207,7 @@ def test_no_rows_logits_depend_on_its_neighbours_or_on_how_its_prompt_is_cut(rop
 
 @pytest.mark.parametrize("context", [64, 256])
 def test_longrope_takes_the_factors_of_the_longest_session(context):
-    """Those that transformers takes for a text that is as long."""
+    """transformers uses these factors for a text of that length."""
     model = a_model(LONGROPE | {"original_max_position_embeddings": 64}, 256)
     text = tokens_of(2, 60 if context == 64 else 100)
     with torch.inference_mode():

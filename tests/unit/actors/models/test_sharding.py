@@ -1,4 +1,4 @@
-"""Split models compute what whole ones do; what cannot be split is refused by name."""
+"""Split models compute the same logits as whole models; unsplittable models are refused by name."""
 
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ KINDS = ("llama", "qwen2", "qwen3", "gemma2", "mistral", "starcoder2", "olmo2", 
 
 
 def a_model(kind: str, **changes: Any) -> PreTrainedModel:
-    """Random weights, and biases and norms that are not what they start as."""
+    """Returns a model with random weights, including biases and norms."""
     config = AutoConfig.for_model(kind, **{**SIZES, **HEADS, "sliding_window": 4, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -43,7 +43,7 @@ def logits(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
 
 
 def check_split(folder: Path, model: PreTrainedModel, ranks: int) -> None:
-    """Every rank has the logits of the whole model."""
+    """Asserts that every rank computes the whole model's logits."""
     model.save_pretrained(folder)
     tokens = torch.randint(0, model.config.vocab_size, (2, 9))
     shares = [load(folder, "float32", CPU, group).model for group in threads(ranks)]
@@ -54,7 +54,7 @@ def check_split(folder: Path, model: PreTrainedModel, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_models_give_the_logits_of_whole_ones(tmp_path, kind, ranks):
-    """32 vocabulary rows do not divide by 3; windows of 4 are shorter than the rows."""
+    """32 vocabulary rows are not divisible by 3; windows of 4 are shorter than the rows."""
     check_split(tmp_path, a_model(kind), ranks)
 
 
@@ -62,7 +62,7 @@ def test_split_models_give_the_logits_of_whole_ones(tmp_path, kind, ranks):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(32, 2), (32, 3), (4, 3), (1, 3)])
 def test_a_vocabulary_need_not_divide(tmp_path, vocabulary, ranks, tied):
-    """The last of 3 ranks has none of 4 rows."""
+    """The last of 3 ranks has no rows of 4."""
     check_split(tmp_path, a_model("llama", vocab_size=vocabulary, tie_word_embeddings=tied), ranks)
 
 
@@ -111,7 +111,7 @@ def test_a_step_communicates_twice_a_layer_and_once_for_the_logits(tmp_path):
     ],
 )
 def test_what_cannot_be_split_is_refused_at_start_by_name(tmp_path, kind, changes, named):
-    """The config alone suffices, before a rank starts."""
+    """The config alone reveals this before a rank starts."""
     AutoConfig.for_model(kind, **{**SIZES, **HEADS, **changes}).save_pretrained(tmp_path)
     check_tensor_parallel(tmp_path, 1)
     with pytest.raises(ModelError, match=named):

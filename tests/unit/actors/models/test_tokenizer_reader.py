@@ -1,4 +1,4 @@
-"""Tokenizers are loaded or refused in one line, and one function finds the end of a text."""
+"""Tests loading and one-line refusals of tokenizers, and the ids that end a text."""
 
 import json
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_a_tokenizer_is_loaded(tmp_path):
     assert tokenizer.decode([0, 1]) == "ab"
 
 
-# ---------------------------------------------------------------- the end of a text
+# ---------------------------------------------------------------- end-of-text ids
 
 
 ABSENT = object()
@@ -102,7 +102,7 @@ CONFIG = "config.json"
 
 
 def a_folder(folder: Path, generation: Any, config: Any, *, tokenizer: str | None = None) -> Path:
-    """Writes eos_token_id to each file; ABSENT: nothing."""
+    """Writes eos_token_id to each file, except for ABSENT."""
     for name, ends in ((GENERATION, generation), (CONFIG, config)):
         content = {} if ends is ABSENT else {"eos_token_id": ends}
         (folder / name).write_text(json.dumps({"model_type": "llama", "vocab_size": 8} | content))

@@ -1,4 +1,4 @@
-"""EAGLE heads in published layouts with what their makers' code computed (`tests/data/heads`), driven here."""
+"""EAGLE heads in published layouts, with outputs of the original code (`tests/data/heads`)."""
 
 import json
 from collections.abc import Callable, Collection
@@ -24,7 +24,7 @@ HEADS = ("eagle1", "eagle3", "eagle3_speculators")
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
 PAGES = tuple(range(16))
-TOLERANCE = 1e-4  # an independent restatement is within 6e-6, a wrong convention 0.05 to 10 off
+TOLERANCE = 1e-4  # an independent implementation is within 6e-6; wrong conventions are off by 0.05 to 10
 
 Case = dict[str, Tensor]
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -55,7 +55,7 @@ def loaded(
 def altered(
     folder: Path, name: str, change: Change = dict, drop: tuple[str, ...] = (), section: str = "", **config: Any
 ) -> Path:
-    """A copy of a fixture's checkpoint with other tensors, without some keys of its configuration, and with others."""
+    """Writes a copy of a fixture's checkpoint with changed tensors, and removed and added configuration keys."""
     files = read_head(checkpoint(name))
     kept = {key: value for key, value in files.config.items() if key not in drop}
     if section:
@@ -69,7 +69,7 @@ def altered(
 
 
 class Drive:
-    """A head that is fed one sequence."""
+    """Runs a head on one sequence."""
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
@@ -78,18 +78,18 @@ class Drive:
     def feed(
         self, tokens: Tensor, states: Tensor, start: int, logits: int | None = None, parents: tuple[int, ...] = ()
     ) -> ForwardOutput:
-        """Feeds tokens at places from `start`; `states` are projected."""
+        """Feeds tokens at places from `start` on, with projected states."""
         wanted = len(tokens) if logits is None else logits
         row = InputRow(tuple(tokens.tolist()), start, wanted, PAGES, parents, states)
         return self.runner.forward([row])
 
     def prefill(self, known: Case) -> ForwardOutput:
-        """The prompt and the token after it."""
+        """Feeds the prompt and the token after it."""
         tokens = torch.cat([known["input_ids"][1:], known["next_token"].reshape(1)])
         return self.feed(tokens, self.runner.project(known["features"]), 0)
 
     def chain(self, after: ForwardOutput, start: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Greedy tokens, the logits and the states that they were chosen from; the first come of `after`."""
+        """Returns a greedy chain of tokens with their logits and states; the first comes from `after`."""
         logits = [after.logits[-1]]
         assert after.hidden is not None
         hidden = [after.hidden[-1]]
@@ -113,7 +113,7 @@ def check_steps(
     states: Tensor,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Compares a text, all but the last two tokens, and two further steps that are fed the head's own states."""
+    """Compares a text without its last two tokens, and two further steps fed with the head's own states."""
     length = len(states)
     found = drive.feed(tokens[:length], states, 0)
     for end in (length, length + 1, length + 2):
@@ -127,7 +127,7 @@ def check_steps(
 
 
 def without(part: str) -> Change:
-    """Drops the tensors whose names begin with this."""
+    """Removes the tensors whose names begin with this prefix."""
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.startswith(part)}
 
 

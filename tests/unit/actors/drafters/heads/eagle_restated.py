@@ -1,4 +1,4 @@
-"""EAGLE heads that differ in every way in which published ones do, and their forward restated in plain torch."""
+"""EAGLE heads with all variations of published heads, and a plain torch implementation of their forward pass."""
 
 import json
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Structure of a head, and its configuration."""
+    """Structure and configuration of a head."""
 
     eagle3: bool = True
     hidden: int = TARGET_HIDDEN
@@ -29,29 +29,29 @@ class Variant:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
-    aux: int = 3  # states of the target side by side; 0: the final one, without a projection
+    aux: int = 3  # number of concatenated target states; 0: only the final state, without a projection
     columns: int = VOCABULARY
     fc_bias: bool = False
     attention_bias: bool = False
     head_norms: bool = False  # q_norm and k_norm
-    feature_norm: str = ""  # input_norm, fc_norm or the legacy names of that
+    feature_norm: str = ""  # input_norm, fc_norm or its legacy names
     state_norm: bool = True
     last_norm: bool = True
-    hass: bool = False  # norms of the embedding, before the layer and before the head
+    hass: bool = False  # norms after the embedding, before the layer and before the head
     norm_before_residual: bool = False
     norm_output: bool = False
     own_embedding: bool = True
     own_head: bool = True
     tied: bool = False
     base: float = 10000.0
-    factor: float = 1.0  # that positions are divided by
-    mask_shape: tuple[int, ...] = ()  # of mask_hidden, if there is one
-    prefix: str = "layers.0."  # of the first layer
+    factor: float = 1.0  # divisor of positions
+    mask_shape: tuple[int, ...] = ()  # shape of mask_hidden, if present
+    prefix: str = "layers.0."  # name prefix of the first layer
     config: dict[str, Any] = field(default_factory=dict)
 
 
 class RestatedEagle:
-    """One variant with random weights, in a folder, and what it computes."""
+    """Variant with random weights in a folder, and its reference computation."""
 
     def __init__(self, variant: Variant, seed: int = 11) -> None:
         self.variant = variant
@@ -62,7 +62,7 @@ class RestatedEagle:
             self.token_ids = torch.randperm(VOCABULARY, generator=self._drawn)[: variant.columns].sort().values
             self.tensors["d2t"] = self.token_ids - torch.arange(variant.columns)
 
-    # ------------------------------------------------------------ a folder
+    # ------------------------------------------------------------ folder
 
     def save(self, folder: Path) -> Path:
         v = self.variant
@@ -148,7 +148,7 @@ class RestatedEagle:
         found["mlp.down_proj.weight"] = self._random(v.hidden, WIDE)
         return found
 
-    # ------------------------------------------------------------ the forward, all of a sequence at once
+    # ------------------------------------------------------------ forward pass over a whole sequence
 
     def project(self, raw: Tensor) -> Tensor:
         """Projects the target's states, (rows, hidden)."""
@@ -163,7 +163,7 @@ class RestatedEagle:
         return self._linear(raw, "fc")
 
     def __call__(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the states to feed next, at each place."""
+        """Returns the logits and the next input states at each place."""
         v = self.variant
         embedding = self.tensors["embed_tokens.weight"] if v.own_embedding else target_tensor(TARGET, EMBEDDING)
         embedded = embedding[tokens]
@@ -204,7 +204,7 @@ class RestatedEagle:
         return x + self._linear(gated, f"{layer}.mlp.down_proj")
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(heads, tokens, head dim)."""
+        """Splits into heads, (heads, tokens, head dim)."""
         return x.unflatten(-1, (-1, self.variant.head_dim)).transpose(0, 1)
 
     def _rotated(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Targets with a multi-token prediction module, in every layout that is read, of tensors drawn from a seed."""
+"""Targets with a multi-token prediction module in every supported layout, with seeded random tensors."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def norm_weight(seed: int, size: int = HIDDEN) -> Tensor:
 
 
 def module() -> Tensors:
-    """Computes a module in the report's symbols: M and the three norms; TRM's own names."""
+    """Returns a module's tensors under the report's symbols: M, three norms, and TRM's own names."""
     layer = {
         "input_layernorm": norm_weight(4),
         "self_attn.q_proj": drawn(HEADS * HEAD_DIM, HIDDEN),
@@ -73,7 +73,7 @@ SHARED = {"model.embed_tokens.weight": EMB, "lm_head.weight": OUT_HEAD}
 
 
 def swapped(weight: Tensor) -> Tensor:
-    """M for the embedding first, as most checkpoints have it; the report has the state first."""
+    """Swaps the halves of M: most checkpoints put the embedding first, the report puts the state first."""
     state, embedding = weight.chunk(2, dim=-1)
     return torch.cat((embedding, state), dim=-1)
 
@@ -87,7 +87,7 @@ def deepseek() -> Tensors:
 
 
 def without_copies() -> Tensors:
-    """Embedding and LM head are the target's."""
+    """Removes the copies of the target's embedding and LM head."""
     return {name: t for name, t in deepseek().items() if "embed_tokens" not in name and "shared_head.head" not in name}
 
 
@@ -111,7 +111,7 @@ LAYOUTS = {"deepseek": deepseek, "without copies": without_copies, "mimo": mimo,
 
 
 def target_with(folder: Path, tensors: Tensors, **config: Any) -> Path:
-    """Returns a target with what a module shares, and one more tensor."""
+    """Returns a target with the tensors a module shares, and one more tensor."""
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
     of_target = SHARED | {"model.layers.0.mlp.up_proj.weight": torch.zeros(WIDE, HIDDEN)}
     kept = {name: tensor.clone().contiguous() for name, tensor in (of_target | tensors).items()}

@@ -1,4 +1,4 @@
-"""Heads as a deployment has them: encoded rows, projections at the target, products in 8 bits."""
+"""Tests heads as deployed: encoded rows, projections at the target, and 8-bit products."""
 
 import pickle
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ FIXTURES = {"medusa": "medusa", "mlp_speculator": "mlp_speculator", "dflash": "d
 
 
 def rows_of(name: str) -> Tensor:
-    """Returns the states of the fixture's text; the speculator's has that of one position only."""
+    """Returns the states of the fixture's text; the speculator's fixture has only one position."""
     known = case(FIXTURES[name])
     rows = known["features"]
     return rows if rows.dim() > 1 else rows.expand(len(known["input_ids"]), -1)
@@ -57,7 +57,7 @@ def rows_of(name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_encoded_rows_bring_what_the_same_rows_bring_as_tensors(name: str) -> None:
-    """Before any has arrived there is no block; rows that begin in mid-text, in two parts, bring one."""
+    """Without rows there is no block; rows in two parts from the middle of the text give one."""
     folder = checkpoint(FIXTURES[name])
     known = case(FIXTURES[name])
     want = a_want(decided(known), 16)
@@ -119,7 +119,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Layout:
-    """A published layout that begins with a projection."""
+    """Published layout that begins with a projection."""
 
     method: str
     fixture: str
@@ -149,13 +149,13 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 
 
 def at_target(draft: DraftPool) -> Any:
-    """The projection as the leading rank gets it: by a pickle."""
+    """Returns the projection as the leading rank receives it: pickled."""
     spec = pickle.loads(pickle.dumps(capture_spec(draft, TARGET, "float32")))
     return spec.projection_on(CPU)
 
 
 def same_block(kind: str, folder: Path, tokens: tuple[int, ...], raw: Tensor) -> None:
-    """Blocks, and what the head takes their chances for, are the same wherever states are projected."""
+    """Asserts that blocks and their acceptance probabilities do not depend on the place of projection."""
     want = a_want(tokens, 16)
     projected = at_target(a_draft(kind, folder, "target"))(raw)
     assert projected.shape == (len(raw), HIDDEN)
@@ -253,7 +253,7 @@ def test_heads_without_a_projection_are_refused_where_the_target_is_to_project()
 
 @torch.inference_mode()
 def test_a_projection_that_narrows_nothing_stays_at_the_drafter_by_default(tmp_path: Path) -> None:
-    """A row of one state is as wide as what is made of it: the configuration decides, not the width."""
+    """The projection of a single state keeps its width, so the configuration decides instead of the width."""
     folder = RestatedEagle(Variant(aux=1, config={"eagle_aux_hidden_state_layer_ids": [4]})).save(tmp_path)
     spec = capture_spec(a_draft("eagle", folder, "auto"), TARGET, "float32")
     assert spec is not None
@@ -264,7 +264,7 @@ def test_a_projection_that_narrows_nothing_stays_at_the_drafter_by_default(tmp_p
 # ---------------------------------------------------------------- products in 8 bits
 
 
-PRODUCTS = {"medusa": 5 * 2, "mlp_speculator": 3 * 2}  # at least, of the heads whose layers are few
+PRODUCTS = {"medusa": 5 * 2, "mlp_speculator": 3 * 2}  # minimum number, for heads with few layers
 
 needs_8_bits = pytest.mark.skipif(not can_round(CPU), reason="this build of torch has no products in 8 bits")
 
@@ -289,7 +289,7 @@ def test_every_product_of_a_deployed_head_is_in_8_bits(monkeypatch: pytest.Monke
 @needs_8_bits
 @pytest.mark.parametrize(("name", "load"), [("medusa", load_medusa), ("mlp_speculator", load_mlp_speculator)])
 def test_logits_are_nearly_the_same_in_8_bits(name: str, load: Any) -> None:
-    """An error of one part in 127 for weights and rows each, over a sum of 32."""
+    """Weights and rows each have an error of 1/127, over sums of 32 products."""
     states = case("medusa")["features"]
     plain, rounded = (
         load(checkpoint(name), TARGET, torch.float32, CPU, ALL_TOKENS, *product).predict_next(states, [3] * 12, 0)

@@ -1,4 +1,4 @@
-"""EAGLE heads: which are refused and why, what layer ids mean, and the options that override a head's configuration."""
+"""Tests the configuration of EAGLE heads: refusals with reasons, layer ids, and overriding options."""
 
 import logging
 from pathlib import Path
@@ -40,7 +40,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 LAYERS = 36
 
 
-# ---------------------------------------------------------------- which states
+# ---------------------------------------------------------------- layer ids
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_states_themselves_can_be_given() -> None:
             loaded(checkpoint("eagle3"), EagleOverrides(states=states))
 
 
-# ---------------------------------------------------------------- what does not fit
+# ---------------------------------------------------------------- refusals
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -190,14 +190,14 @@ def a_draft(folder: Any = None, **options: Any) -> DraftPool:
 
 
 def layers_of(draft: DraftPool) -> tuple[int, ...]:
-    """Returns the states that the target captures."""
+    """Returns the layers that the target captures."""
     spec = capture_spec(draft, TARGET, "float32")
     assert spec is not None
     return spec.layers
 
 
 def config_of(draft: DraftPool, caplog: pytest.LogCaptureFixture) -> EagleConfig:
-    """Returns the configuration that the drafter resolves, which it logs."""
+    """Returns the configuration that the drafter resolves and logs."""
     files = canonical(read_head(head_folder(draft)))
     config = resolve(files, target_shape(TARGET), overrides_of(draft.eagle))
     with caplog.at_level(logging.INFO):

@@ -1,6 +1,6 @@
-"""Drafting with an EAGLE head: what is fed when the target's states come in time, late, twice, or never.
+"""Tests the inputs of an EAGLE head when the target's states arrive in time, late, twice, or never.
 
-`test_methods.py` has what holds for every method.
+`test_methods.py` covers behavior common to all methods.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from tests.unit.actors.drafters.drafting import (
 )
 from tests.unit.actors.drafters.heads.eagle_fixtures import Drive, case, checkpoint, loaded
 
-BLOCK = 2  # short ones: a random head believes no longer one
+BLOCK = 2  # short, because a random head has low confidence
 Fed = list[list[tuple[int, tuple[int, ...]]]]  # (start, tokens) by forward and row
 
 
@@ -41,7 +41,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> Fed:
-    """Inputs of the method's runner."""
+    """Records the inputs of the method's runner."""
     forwards: Fed = []
     usual: Callable[..., ForwardOutput] = EagleRunner.forward
 
@@ -60,7 +60,7 @@ def taken(fed: Fed) -> Fed:
 
 
 class Session:
-    """A session of a new method; its text is the fixture's prompt and the token after it, unless it is given."""
+    """Session of a new method; its default text is the fixture's prompt and the token after it."""
 
     def __init__(self, name: str, text: Sequence[int] = (), max_tokens: int = DRAFTED, **options: Any) -> None:
         self.name = name
@@ -83,7 +83,7 @@ class Session:
 
 
 def from_scratch(name: str, tokens: Sequence[int], features: Tensor, count: int = DRAFTED) -> tuple[int, ...]:
-    """The greedy chain after a text. Tokens beyond the true states are fed with what the head predicted."""
+    """Returns the greedy chain after a text; tokens beyond the true states are fed with the head's own states."""
     drive = Drive(loaded(checkpoint(name)))
     states = drive.runner.project(features)
     for end in range(len(features) + 1, len(tokens) + 1):
@@ -94,7 +94,7 @@ def from_scratch(name: str, tokens: Sequence[int], features: Tensor, count: int 
 
 
 def with_more(name: str, count: int) -> Tensor:
-    """Returns the prompt's features, and those of further tokens that the head would not predict."""
+    """Returns the features of the prompt and of further tokens that the head would not predict."""
     features = case(name)["features"]
     more = torch.randn(count, features.shape[-1], generator=torch.Generator().manual_seed(7))
     return torch.cat([features, more])
@@ -123,7 +123,7 @@ def test_a_second_round_feeds_the_new_tokens_with_true_states(name: str, fed: Fe
 
 
 def test_accepted_tokens_are_fed_again_with_true_states(name: str, fed: Fed) -> None:
-    """They are cached already, of recycled states: a verdict that accepts them brings the true ones."""
+    """The accepted tokens are cached with recycled states; the verdict delivers the true states."""
     session = Session(name).given()
     further = (*session.draft()[:3], 5)
     features = with_more(name, 4)
@@ -178,7 +178,7 @@ def test_a_text_of_one_token_gets_no_block(name: str, fed: Fed) -> None:
 
 @pytest.mark.parametrize(("length", "drafts"), [(13, 5), (14, 4), (17, 1), (18, 0)])
 def test_beyond_the_heads_positions_there_is_no_block(name: str, fed: Fed, length: int, drafts: int) -> None:
-    """The head takes 16 positions; a text of n tokens takes n - 1, and each drafted token but the last one more."""
+    """The head has 16 positions. A text of n tokens takes n - 1, and each drafted token except the last takes one."""
     features = with_more(name, 8)[: length - 1]
     text = (*decided(case(name)), 5, 6, 7, 8, 9)[:length]
     session = Session(name, text, overrides=EagleOverrides(max_positions=16))
@@ -195,7 +195,7 @@ def test_beyond_the_heads_positions_there_is_no_block(name: str, fed: Fed, lengt
 def test_states_that_begin_in_mid_text_bring_what_a_text_that_begins_there_brings(
     name: str, fed: Fed, begin: int
 ) -> None:
-    """Compares the first block, one ahead, and the next one."""
+    """The test compares the first block, a lookahead block, and the next block."""
     features = with_more(name, 2)
     session = Session(name, max_tokens=BLOCK)
     text = session.want.tokens
@@ -234,13 +234,13 @@ def test_beyond_the_heads_positions_a_text_that_begins_late_enough_gets_a_block(
 
 
 def read_ahead(name: str) -> tuple[Session, list[Proposal]]:
-    """A session whose first block is verified, and what was drafted ahead of that."""
+    """Returns a session with its first block under verification, and the lookahead blocks."""
     session = Session(name, max_tokens=BLOCK).given()
     return session, session.ahead(session.draft())
 
 
 def test_blocks_are_drafted_ahead_from_recycled_states(name: str) -> None:
-    """The chain continues after the whole block and the expected token as if it were one."""
+    """The chain continues after the whole block and the expected token without a break."""
     _, guesses = read_ahead(name)
     whole = case(name)["chain_tokens"].tolist()
     (after,) = [guess for guess in guesses if guess.outcome == tuple(whole[: BLOCK + 1])]
@@ -249,8 +249,7 @@ def test_blocks_are_drafted_ahead_from_recycled_states(name: str) -> None:
 
 
 def test_while_the_true_states_are_late_drafting_goes_on_from_recycled_ones(name: str, fed: Fed) -> None:
-    """They may arrive in part: the rest is fed with what was recycled before, and once more when its states are
-    there."""
+    """If only some states arrive, the rest is fed with recycled states, and again with true states later."""
     session, guesses = read_ahead(name)
     hit = max(guesses, key=lambda guess: len(guess.outcome))
     assert session.draft(*hit.outcome) == hit.tokens
@@ -267,7 +266,7 @@ def test_while_the_true_states_are_late_drafting_goes_on_from_recycled_ones(name
 
 
 def test_after_a_verdict_that_was_foreseen_rejections_are_foreseen_again(name: str, fed: Fed) -> None:
-    """The block is read again with true states first, and what may come instead of its tokens is found in that."""
+    """The head reads the block again with true states, which yields alternatives to its tokens."""
     session, guesses = read_ahead(name)
     hit = max(guesses, key=lambda guess: len(guess.outcome))
     text = (*session.want.tokens, *hit.outcome)

@@ -1,4 +1,4 @@
-"""Published layouts of EAGLE against what their makers' code computes; and each convention, turned wrong, shows."""
+"""Compares published EAGLE layouts with their original code, and shows that each wrong convention is detected."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +24,8 @@ from tests.unit.actors.drafters.heads.eagle_fixtures import (
     off_by,
 )
 
-EXTENDED = ("eagle1", "eagle3")  # whose reference computes second rounds and trees
-SHOWS = 0.01  # what a wrong convention moves logits by, at least
+EXTENDED = ("eagle1", "eagle3")  # references with second rounds and trees
+SHOWS = 0.01  # minimum logit change of a wrong convention
 
 
 @pytest.fixture(params=HEADS)
@@ -33,11 +33,11 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# ---------------------------------------------------------------- as the reference computes
+# ---------------------------------------------------------------- agreement with the reference
 
 
 def test_the_states_that_are_read_are_the_ones_that_the_reference_taps(name):
-    """The states named by the resolved ids are the features that the reference used."""
+    """The states of the resolved layer ids equal the reference's features."""
     head = loaded(checkpoint(name))
     target = case("target")
     states = torch.cat([target[f"hs_{k}"] for k in head.config.needs.layers], dim=-1)
@@ -73,18 +73,18 @@ def test_a_second_round_feeds_the_accepted_tokens_again_with_true_states(name):
 
 
 class Node(NamedTuple):
-    """A candidate of the dynamic tree."""
+    """Candidate node of the dynamic tree."""
 
     path: tuple[int, ...]
     score: float
-    parent: int  # its parent's place among the nodes fed
-    state: Tensor  # to feed it with
+    parent: int  # index of its parent among the fed nodes
+    state: Tensor  # input state
 
 
 def grown_tree(drive: Drive, known: Case) -> set[tuple[int, ...]]:
-    """Paths of the tree that EAGLE-2 keeps: beams of `tree_top_k`, the best `tree_nodes` of all candidates.
+    """Returns the paths of EAGLE-2's tree: beams of width `tree_top_k`, pruned to the best `tree_nodes` candidates.
 
-    Each level is fed together with those before it as one row with a tree.
+    Each forward pass feeds all levels so far as one row with a tree.
     """
     top_k = int(known["tree_top_k"])
     start = len(known["input_ids"])
@@ -132,7 +132,7 @@ def test_a_dynamic_tree(name):
 
 
 def test_rows_of_several_sequences_do_not_see_each_other(name):
-    """Two sequences of different lengths in one forward, on pages of their own."""
+    """Two sequences of different lengths run in one forward pass on separate pages."""
     known = case(name)
     drive = Drive(loaded(checkpoint(name)))
     alone = drive.prefill(known)
@@ -145,11 +145,11 @@ def test_rows_of_several_sequences_do_not_see_each_other(name):
     assert off_by(both.logits[12:], alone.logits[:5]) < TOLERANCE
 
 
-# ---------------------------------------------------------------- turned wrong
+# ---------------------------------------------------------------- wrong conventions
 
 
 def chain_off_by(known: Case, drive: Drive) -> float:
-    """Returns the error of the chain's first two rows of logits; the second is fed its token and our state."""
+    """Returns the error of the chain's first two logits rows; the second row gets its token and our state."""
     length = len(known["input_ids"])
     read = drive.prefill(known)
     assert read.hidden is not None
@@ -158,7 +158,7 @@ def chain_off_by(known: Case, drive: Drive) -> float:
 
 
 def swapped(*names: str) -> Change:
-    """The first half of these tensors' inputs in the place of the second: embedding and state change places."""
+    """Swaps the input halves of these tensors, and so embedding and state."""
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {key: tensor.chunk(2, dim=-1)[::-1] for key, tensor in tensors.items() if key.endswith(names)}
@@ -168,7 +168,7 @@ def swapped(*names: str) -> Change:
 
 
 def with_tensor(key: str, make: Callable[[Tensor], Tensor]) -> Change:
-    """One tensor, made of what it was or of the weights of a norm, is another or new."""
+    """Replaces or adds a tensor, computed from its old value or from a norm's weights."""
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors | {key: make(tensors.get(key, torch.ones(32)))}

@@ -1,4 +1,4 @@
-"""Each way in which published EAGLE heads differ, against a restatement in plain torch."""
+"""Compares each variation of published EAGLE heads with a plain torch implementation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -73,7 +73,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_of_published_heads(tmp_path: Path, variant: str) -> None:
-    """A prompt, and two further steps that are fed the head's own states."""
+    """The test feeds a prompt, and two further steps with the head's own states."""
     restated = RestatedEagle(VARIANTS[variant])
     head = loaded(restated.save(tmp_path))
     drive = Drive(head)
@@ -91,7 +91,7 @@ def test_a_variant_of_published_heads(tmp_path: Path, variant: str) -> None:
 def test_a_head_that_predicts_several_tokens_in_one_forward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, mask_shape: tuple[int, ...]
 ) -> None:
-    """P-EAGLE: after the text come mask tokens with the projection of mask_hidden, each a place for a token."""
+    """P-EAGLE appends mask tokens with the projected mask_hidden to the text, one per predicted token."""
     fed: list[list[tuple[int, ...]]] = []  # by forward and row
     forward = EagleRunner.forward
 
@@ -107,7 +107,7 @@ def test_a_head_that_predicts_several_tokens_in_one_forward(
     assert method.tokens_per_forward == 3
     text = tuple(range(3, 3 + LENGTH + 4))
     raw = 2 * torch.randn(len(text) - 1, head.config.needs.width, generator=torch.Generator().manual_seed(2))
-    for length in (LENGTH, LENGTH + 4):  # what masks left in the cache is no part of the second round
+    for length in (LENGTH, LENGTH + 4):  # the second round ignores cached masks
         tokens = text[:length]
         mask = restated.project(restated.tensors["mask_hidden"].reshape(1, -1))
         states = torch.cat([restated.project(raw[: length - 1]), mask, mask])
@@ -122,7 +122,7 @@ def test_a_head_that_predicts_several_tokens_in_one_forward(
         assert fed[0][0][-2:] == (90, 90)
         propose(method, [want.under(block.tree, max_tokens=3)])
     states = torch.cat([states[:-2], restated(torch.tensor(tokens[1:]), states[:-2])[1][-1:], mask, mask])
-    late = want.after(50)  # its true state is late: what the text's last place predicted is fed, not what masks did
+    late = want.after(50)  # late state: feeds the last place's prediction, not the masks'
     block = block_of(method, late)
     logits, _ = restated(torch.tensor([*late.tokens[1:], 90, 90]), states)
     assert block.tokens == tuple(logits[-3:].argmax(-1).tolist())

@@ -1,4 +1,4 @@
-"""Reading a head's folder: safetensors, shards, pickles, aliases, and what is borrowed of the target."""
+"""Tests reading a head's folder: safetensors, shards, pickles, aliases, and tensors of the target."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ WEIGHT = torch.arange(6.0).reshape(2, 3)
 
 
 class Unsafe:
-    """Something that unpickles only by running code."""
+    """Object whose unpickling would run code."""
 
     def __reduce__(self):
         return print, ("ran",)

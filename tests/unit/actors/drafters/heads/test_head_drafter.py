@@ -1,6 +1,6 @@
-"""Heads that predict several tokens from the target's states: published drafts, trees, and blocks ahead of verdicts.
+"""Tests heads that predict several tokens from the target's states: published drafts, trees and lookahead blocks.
 
-`test_methods.py` has what holds for every method.
+`test_methods.py` covers behavior common to all methods.
 """
 
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ MEDUSA = case("medusa")
 DFLASH = case("dflash")
 SPECULATOR = case("mlp_speculator")
 TOKENS = decided(MEDUSA)
-LATER = (*DFLASH["step2_ids"].tolist(), int(DFLASH["step2_anchor"]))  # the text of a second round
+LATER = (*DFLASH["step2_ids"].tolist(), int(DFLASH["step2_anchor"]))  # text of a second round
 WIDTHS = {"medusa": 5, "dflash": 4, "mlp_speculator": 3}
-AHEAD = 3  # tokens of a block ahead
+AHEAD = 3  # tokens per lookahead block
 
 
 def rows_of(known: dict[str, Tensor]) -> Tensor:
-    """(positions, width), of all but the last token; the speculator's fixture has the last position's alone."""
+    """Returns the states of all tokens except the last, (positions, width); the speculator's fixture has only one."""
     found = known["features"]
     return found if found.dim() > 1 else found.expand(len(TOKENS) - 1, -1)
 
@@ -49,7 +49,7 @@ def chain_of(known: dict[str, Tensor]) -> tuple[int, ...]:
 
 
 class Opened:
-    """A head's method with the fixture's session opened and its states given."""
+    """Drafting method with the fixture's session and its states."""
 
     def __init__(self, name: str, folder: Path | None = None, **changes: Any) -> None:
         self.name = name
@@ -111,7 +111,7 @@ def test_states_arrive_before_their_verdict_or_after() -> None:
 
 
 def test_a_second_round_goes_on_from_the_first() -> None:
-    """The state of the block's first place came too, before the anchor was known to be followed by it."""
+    """The state of the block's first place arrived before the token after the anchor was known."""
     dflash = Opened("dflash")
     dflash.method.states("s", 12, DFLASH["step2_features"][:1])
     assert dflash.draft().tokens == chain_of(DFLASH)
@@ -122,7 +122,7 @@ def test_a_second_round_goes_on_from_the_first() -> None:
 
 
 def test_windows_see_what_they_would_if_all_were_computed_at_once(tmp_path: Path) -> None:
-    """Runs until the text exceeds a window."""
+    """The test runs until the text exceeds a window."""
     config = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
     folder = altered(tmp_path, "dflash", **config)
     assert states_needed(a_draft("dflash", folder), TARGET).sees is None, (
@@ -169,7 +169,7 @@ def test_only_rows_from_the_last_token_on_are_kept_and_their_number_is_bounded()
 
 @at_once
 def test_a_tree_has_the_likeliest_tokens_of_each_place(name: str) -> None:
-    """Chances are calibrated ones, near the head's own."""
+    """Acceptance probabilities are calibrated, close to the head's own."""
     opened = Opened(name)
     tree = opened.draft(max_tokens=12, shape=Shape.TREE).tree
     assert len(tree) == 12
@@ -186,7 +186,7 @@ def test_a_tree_has_the_likeliest_tokens_of_each_place(name: str) -> None:
 
 
 def every_product(probs: Tensor) -> list[float]:
-    """Returns all paths through the four likeliest tokens of each of the first positions."""
+    """Returns all paths through the four likeliest tokens of the first positions."""
     level = [1.0]
     found: list[float] = []
     for row in probs[:5]:
@@ -215,8 +215,10 @@ def test_trees_of_a_recurrent_head_go_on_from_tokens_beside_the_main_path() -> N
 
 
 def test_sampled_tokens_are_foreseen_with_the_target_s_noise() -> None:
-    """No other token has both a higher log probability and more noise; the target's token is met far more often than
-    by the likeliest one."""
+    """No other token has both a higher log probability and more noise.
+
+    The drafted tokens match the target far more often than the head's top token does.
+    """
     logits = MEDUSA["medusa_logits_last"].log_softmax(dim=-1).double()
     found = set()
     right = {"drafted": 0, "likeliest": 0}
@@ -234,12 +236,12 @@ def test_sampled_tokens_are_foreseen_with_the_target_s_noise() -> None:
     assert right["drafted"] > 1.5 * right["likeliest"]
 
 
-# ---------------------------------------------------------------- ahead of verdicts
+# ---------------------------------------------------------------- drafting ahead of verdicts
 
 
 @at_once
 def test_after_each_outcome_come_the_places_that_are_left(name: str) -> None:
-    """A head's later positions do not depend on the verdict's tokens; behind the last it waits for states."""
+    """A head's later positions do not depend on the verdict's tokens; beyond the last, the head waits for states."""
     places = Opened(name).draft().tokens
     for verified in range(WIDTHS[name] + 1):
         found = Opened(name).ahead(places[:verified])
@@ -256,7 +258,7 @@ def test_after_each_outcome_come_the_places_that_are_left(name: str) -> None:
 
 
 def going_on(head: MlpSpeculator, tokens: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """The recurrent head's greedy chain after tokens that follow the text, all from the one state of the target."""
+    """Returns the recurrent head's greedy chain after tokens that follow the text, from the target's only state."""
     state = rows_of(SPECULATOR)[-1:]
     for depth, token in enumerate((TOKENS[-1], *tokens)):
         output = head.predict_next(state, [token], depth)
@@ -274,7 +276,7 @@ def sharper(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_a_recurrent_head_goes_on_from_its_own_state_and_the_token_that_came(tmp_path: Path) -> None:
-    """One that is surer than the fixture's, so that more than one token on is likely."""
+    """The head is more confident than the fixture's, so several further tokens are likely."""
     folder = altered(tmp_path, "mlp_speculator", sharper)
     head = speculator_of(folder)
     block = going_on(head, (), 3)

@@ -1,4 +1,4 @@
-"""MTP modules against the equations of DeepSeek-V3's report, section 2.2, in every layout that is read."""
+"""Compares MTP modules in every supported layout with the equations of DeepSeek-V3's report, section 2.2."""
 
 import json
 from dataclasses import replace
@@ -46,10 +46,10 @@ TEXT = (5, 17, 3, 3, 60, 41, 9, 88, 2)
 
 
 class Equations:
-    """Equations 21 to 23, of depth 1: h'_i = M [RMSNorm(h_i); RMSNorm(Emb(t_{i+1}))], TRM over them, OutHead.
+    """Equations 21 to 23 at depth 1: h'_i = M [RMSNorm(h_i); RMSNorm(Emb(t_{i+1}))], followed by TRM and OutHead.
 
-    The report leaves two things open, in which this follows vLLM: with `hides_first`, the first embedding is zero;
-    and the state that is fed for further tokens is TRM's output after the norm that OutHead begins with.
+    This follows vLLM in two details that the report leaves open. With `hides_first`, the first embedding is zero. The
+    state fed for further tokens is TRM's output after OutHead's norm.
     """
 
     def __init__(self, hides_first: bool) -> None:
@@ -57,7 +57,7 @@ class Equations:
         self.hides_first = hides_first
 
     def __call__(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and states, of tokens t_1, ... and the states h_0, ... before them."""
+        """Returns logits and states for tokens t_1, ... and the states h_0, ... before them."""
         embedded = EMB[tokens]
         if self.hides_first:
             embedded = torch.cat((torch.zeros(1, HIDDEN), embedded[1:]))
@@ -105,7 +105,7 @@ def states_of(count: int) -> Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_computes_the_equations(tmp_path: Path, layout: str) -> None:
-    """A text, and two further tokens that are fed its own states."""
+    """The test feeds a text, and two further tokens with the module's own states."""
     equations = Equations(hides_first=layout != "qwen")
     drive = Drive(load_mtp(target_with(tmp_path, LAYOUTS[layout]()), torch.float32, CPU, range(VOCABULARY)))
     check_steps(drive, equations, torch.tensor((*TEXT[1:], 31, 7)), states_of(len(TEXT) - 1), tolerance=1e-5)
@@ -123,7 +123,7 @@ def test_another_first_embedding_would_be_noticed(tmp_path: Path, layout: str) -
     "draft", [{"method": "mtp"}, {"method": "hybrid", "hybrid": {"then": "mtp"}}], ids=["alone", "after a lookup"]
 )
 def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path, draft: dict[str, Any]) -> None:
-    """It uses the target's final state, or its own until that arrives."""
+    """The method uses the target's final state, or its own state until that arrives."""
     folder = target_with(tmp_path, deepseek())
     pool = DraftPool.model_validate(draft)
     needs = states_needed(pool, folder)
@@ -133,7 +133,7 @@ def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path, draft: dict[str,
     assert setup.states == StatesFormat(HIDDEN, StateDtype.BFLOAT16)
     method: Any = create_method(pool, setup)
     assert isinstance(method, ReadsStates)
-    text = (*TEXT[:3], 4, *TEXT[4:])  # nothing of it twice
+    text = (*TEXT[:3], 4, *TEXT[4:])  # without repetitions
     states = states_of(len(text) - 1).bfloat16()
     want = a_want(text)
     method.open(replace(want.open, tokens=text))
@@ -157,7 +157,7 @@ def test_states_have_no_projection_to_go_through(tmp_path: Path) -> None:
 def test_of_a_target_on_the_hub_the_files_with_the_module_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file for each tensor, of the same name."""
+    """The repository has a file per tensor, with the same name."""
     whole = target_with(tmp_path, mimo())
     tensors = load_file(whole / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()

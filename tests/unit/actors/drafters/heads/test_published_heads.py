@@ -1,4 +1,4 @@
-"""Medusa, MLPSpeculator and DFlash heads: published layouts against the reference's logits, options, refusals."""
+"""Tests Medusa, MLPSpeculator and DFlash heads: agreement with the reference's logits, options and refusals."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ SPECULATOR = case("mlp_speculator")
 DFLASH = case("dflash")
 HEADS = ("medusa", "mlp_speculator", "dflash", "dflash_speculators")
 PROMPT = 12
-SHOWS = 0.01  # what a wrong convention moves logits by, at least
+SHOWS = 0.01  # minimum logit change of a wrong convention
 Tensors = dict[str, Tensor]
 
 
@@ -46,18 +46,18 @@ def loaded(name: str, folder: Path | None = None, proposable: Any = ALL_TOKENS) 
     return load(folder or checkpoint(name), TARGET, torch.float32, CPU, proposable)
 
 
-# ---------------------------------------------------------------- the reference's logits
+# ---------------------------------------------------------------- agreement with the reference
 
 
 def medusa_logits(heads: MedusaHeads, states: Tensor = MEDUSA["features"]) -> Tensor:
-    """(heads, rows, columns)."""
+    """Returns the heads' logits, (heads, rows, columns)."""
     return torch.stack(
         [heads.predict_next(states, [0] * len(states), depth).logits for depth in range(heads.config.width)]
     )
 
 
 def chain_of(head: MlpSpeculator) -> tuple[Tensor, list[int]]:
-    """Logits (steps, columns), and the greedy tokens."""
+    """Returns a greedy chain's logits, (steps, columns), and tokens."""
     state = SPECULATOR["features"].unsqueeze(0)
     token = int(SPECULATOR["next_token"])
     logits = []
@@ -121,7 +121,7 @@ def test_greedy_tokens_and_hidden_states_are_the_reference_s() -> None:
             5,
             (8,),
             "reads the target's state 8, its final one, 32 elements",
-        ),  # although its configuration names 2
+        ),  # its configuration says 2
         ("mlp_speculator", 3, (8,), "MLPSpeculator of 3 steps with separate weights, 24 wide"),
     ],
 )
@@ -157,7 +157,7 @@ def test_only_proposable_tokens_are_predicted(name: str) -> None:
     columns = [3, 5, 40] if name == "dflash_speculators" else [3, 5, 95]
     head = loaded(name, proposable=set(every[columns].tolist()))
     assert head.token_ids.tolist() == every[columns].tolist()
-    if name == "mlp_speculator":  # further steps would be fed another token
+    if name == "mlp_speculator":  # further steps would get another token
         state = SPECULATOR["features"].unsqueeze(0)
         found = head.predict_next(state, [int(SPECULATOR["next_token"])], 0).logits
         assert off_by(found[0], SPECULATOR["chain_logits"][0, columns]) < TOLERANCE
@@ -165,7 +165,7 @@ def test_only_proposable_tokens_are_predicted(name: str) -> None:
         assert off_by(logits(head, case(name)), reference(name)[..., columns]) < TOLERANCE
 
 
-# ---------------------------------------------------------------- layouts of the same head
+# ---------------------------------------------------------------- equivalent layouts
 
 
 def merged(tensors: Tensors) -> Tensors:
@@ -249,7 +249,7 @@ def test_a_smaller_vocabulary_keeps_its_proposable_tokens_in_order(tmp_path: Pat
 
 
 def with_two_blocks(tensors: Tensors) -> Tensors:
-    """One module twice, as the reference makes them."""
+    """Repeats a module, like the reference."""
     found = {}
     for name, tensor in tensors.items():
         head, place, rest = name.split(".", 2)
@@ -318,7 +318,7 @@ def test_heads_may_share_the_target_s_lm_head(tmp_path: Path, is_stored: bool) -
 
 
 def restated_speculator(tensors: Tensors, scales: bool, tokens: list[int]) -> Tensor:
-    """The forward over tied weights, written out again."""
+    """Reimplements the forward pass over tied weights."""
     weights = {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}
     state = SPECULATOR["features"]
     if scales:
@@ -335,7 +335,7 @@ def restated_speculator(tensors: Tensors, scales: bool, tokens: list[int]) -> Te
 
 
 def tied(tensors: Tensors) -> Tensors:
-    """Saves tensors as the reference does: under every step's name."""
+    """Saves tensors like the reference, under every step's name."""
     ones = {"emb": 0, "head": 0, "ln": 0}
     found = {}
     for name in tensors:
@@ -369,7 +369,7 @@ def test_tied_weights_and_a_scaled_input(tmp_path: Path, layout: Change, scales:
 
 @torch.inference_mode()
 def test_a_second_block_comes_after_the_states_of_what_was_accepted() -> None:
-    """Keys and values of the first block are gone, those of its context are kept."""
+    """The cache drops keys and values of the first block, and keeps those of its context."""
     head = loaded("dflash")
     context = DFlashContext()
     hidden(head, context=context)
@@ -399,7 +399,7 @@ def test_sessions_of_several_lengths_are_computed_together() -> None:
 
 
 def restated_dflash(tensors: Tensors, kinds: Sequence[DFlashLayerKind]) -> Tensor:
-    """The forward written out again, one query and head at a time, (block, hidden)."""
+    """Reimplements the forward pass one query and head at a time; returns (block, hidden)."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt() * tensors[f"{name}.weight"]
@@ -499,7 +499,7 @@ def test_which_layers_are_causal_and_how_far_they_see(tmp_path: Path, config: An
 def test_where_every_layer_has_a_window_states_before_it_change_nothing(
     tmp_path: Path, window: int, begin: int, is_same: bool
 ) -> None:
-    """The anchor is at position 12. Also in a second round, which goes on from the first."""
+    """The anchor is at position 12. This also holds in a second round that continues the first."""
     head = loaded("dflash", altered(tmp_path, "dflash", layer_types=["sliding_attention"] * 2, sliding_window=window))
     assert head.config.needs.sees == window
     rounds = []
@@ -578,7 +578,7 @@ def test_the_block_s_size_stands_in_either_place(tmp_path: Path) -> None:
 
 
 def test_scales_and_caps_are_applied(tmp_path: Path) -> None:
-    """Norms undo a scale of the embedding in part; the scale of all logits and the cap are plain."""
+    """Norms partly cancel the embedding's scale; the logit scale and cap act directly."""
     head = loaded("dflash", altered(tmp_path, "dflash", output_multiplier=2.0, final_logit_softcapping=3.0))
     assert off_by(logits(head), 3 * torch.tanh(2 * DFLASH["logits"] / 3)) < TOLERANCE
     head = loaded("dflash", altered(tmp_path, "dflash", input_embedding_scale=2.0))

@@ -1,4 +1,4 @@
-"""The model is asked exactly where the text itself has no answer."""
+"""The hybrid method uses the model exactly where the lookup has no match."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ NEW = (1, 2, 3, 4, 5)
 
 
 class Asked:
-    """A model that remembers what it was asked for."""
+    """Method that records its requests."""
 
     shapes = frozenset(Shape)
     tokens_per_forward = 1
@@ -110,7 +110,7 @@ def test_what_becomes_of_sessions_reaches_both() -> None:
 
 
 class Chanced(Asked):
-    """A model that thinks 9 likely, and 8 after it, after whatever is decided."""
+    """Method that always predicts 9 and then 8."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         return [replace(each, tree=TREE, chances=CHANCES) for each in super().draft(requests)]
@@ -171,7 +171,7 @@ THEN_EAGLE: dict[str, Any] = {"method": "hybrid", "hybrid": {"then": "eagle"}}
 
 
 def test_states_pass_through_to_the_second_method() -> None:
-    """A text without matches is drafted as by the head alone."""
+    """Without matches, blocks equal those of the head alone."""
     want = a_want(decided(case("eagle3")), 2)
     draft = DraftPool.model_validate({**THEN_EAGLE, "model": str(checkpoint("eagle3")), "ngram": {"min_ngram": 4}})
     setup = a_setup(draft)

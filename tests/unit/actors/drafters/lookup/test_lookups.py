@@ -1,6 +1,6 @@
-"""Methods that look up what followed the text's end before: in the text, or in recent answers too.
+"""Tests methods that look up continuations of the text's end, in the text or also in recent answers.
 
-`test_methods.py` has what holds for every method.
+`test_methods.py` covers behavior common to all methods.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def method(request: pytest.FixtureRequest) -> Any:
     ("tokens", "expected"),
     [
         ((1, 2, 3, 4, 9, 1, 2), (3, 4, 9)),
-        ((5, 1, 2, 7, 8, 1, 2, 9, 5, 1, 2), (7, 8, 1)),  # the longest suffix, though a shorter one is later
+        ((5, 1, 2, 7, 8, 1, 2, 9, 5, 1, 2), (7, 8, 1)),  # the longest suffix wins over a later, shorter match
         ((1, 2, 3, 4), ()),
         ((2, 3, 2), ()),  # one token is too short
         ((1,), ()),

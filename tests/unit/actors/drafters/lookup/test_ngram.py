@@ -101,7 +101,7 @@ def test_a_lookup_that_is_often_wrong_lowers_its_chances():
     assert first[-1] < first[0] / 2
 
 
-# ---------------------------------------------------------------- ahead
+# ---------------------------------------------------------------- lookahead
 
 
 def outcomes_of(tree: DraftTree | tuple[int, ...], chances: tuple[float, ...] = ()) -> set[tuple[int, ...]]:
@@ -251,7 +251,7 @@ def test_sessions_are_calibrated_separately_and_forgotten_when_they_close():
 
 
 def test_chances_come_to_be_what_comes_of_them():
-    """Divided texts where 4 comes in half of the cases, 3 in a fifth: within 5 standard errors of 1000 draws."""
+    """In ambiguous texts, 4 follows in half of the cases and 3 in a fifth, within 5 standard errors of 1000 draws."""
     rng = random.Random(3)
     calibration = NgramCalibration()
     for index in range(1000):

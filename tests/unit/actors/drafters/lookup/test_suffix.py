@@ -1,4 +1,4 @@
-"""Suffix lookup: the index against a plain search, recent answers, and the method over both."""
+"""Tests suffix lookup: the index against a linear search, recent answers, and the method over both."""
 
 import pickle
 from typing import Any
@@ -23,7 +23,7 @@ SALTED = st.lists(
 
 
 def searched(texts: list[list[int]], end: list[int], shortest: int, longest: int) -> Match:
-    """The specification: every place of every text, the latest first."""
+    """Reference search: returns every matching place of every text, latest first."""
     found: dict[int, list[tuple[list[int], int]]] = {}
     for text in reversed(texts):
         for at in range(len(text) - 1, 0, -1):
@@ -167,7 +167,7 @@ def a_method(remembered: int = 1000, shortest: int = 2) -> SuffixLookup:
 
 
 def answer(method: SuffixLookup, tokens: tuple[int, ...], **changes: Any) -> None:
-    """A session from its first token to its end."""
+    """Runs a session from its first token to its end."""
     method.open(an_open("before", tokens=(50,), **changes))
     method.committed("before", tokens)
     method.close(["before"])
@@ -201,7 +201,7 @@ def test_prompts_are_not_remembered_but_for_where_the_answer_begins():
 
 
 def test_an_answer_drawn_by_rejection_sampling_is_not_remembered():
-    """Its session may come again, and be decided by the noise that its tokens came of."""
+    """A repeated session could be decided by the same noise that produced the remembered tokens."""
     for sampling, acceptance, is_known in (
         (DRAWN, Acceptance.REJECTION, False),
         (Sampling(temperature=0.0), Acceptance.REJECTION, True),
@@ -241,7 +241,7 @@ def test_a_chain_has_the_most_frequent_tokens():
 
 
 def test_unlikely_tokens_are_not_sent_except_with_rejection_sampling():
-    """Half of the chance is at first that of something new; of the rest, two thirds are the token's that came twice."""
+    """Initially, a new token has half of the probability; the token seen twice has two thirds of the rest."""
     for least, tokens in ((0.3, (4,)), (0.16, (4, 3)), (0.35, ())):
         assert block_of(a_method(), a_want(TWICE, shape=Shape.TREE, least_chance=least)).tokens == tokens
     drawn = {"sampling": DRAWN, "acceptance": Acceptance.REJECTION}
